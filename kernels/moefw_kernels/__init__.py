@@ -1,0 +1,1 @@
+"""Kernels of moefw: a directory an op, each with its readable reference first."""

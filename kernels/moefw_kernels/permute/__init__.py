@@ -1,0 +1,6 @@
+"""Token permutation: tokens to rows and rows back to tokens, each the backward of the other."""
+
+from moefw_kernels.permute.groups import Groups, Slots, group_chunks, sort_slots
+from moefw_kernels.permute.reference import RowMap, gather, gather_sum
+
+__all__ = ["Groups", "RowMap", "Slots", "gather", "gather_sum", "group_chunks", "sort_slots"]

@@ -1,0 +1,102 @@
+"""Index arithmetic of expert groups: where rows go when they are sorted by expert and groups are padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.permute.reference import RowMap, gather, gather_sum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Rows that arrived as chunks, put into groups by expert.
+
+    ``rows`` maps arrived rows to grouped rows; None where they already lie in order, without padding.
+    """
+
+    rows: RowMap | None
+    sizes: tuple[int, ...]
+    counts_e: Tensor
+    offsets_e: Tensor
+
+    def regroup(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return arrived rows and their weights in groups; padding is zero. Differentiable."""
+        if self.rows is None:
+            return rows_ND, weights_N
+        return gather(rows_ND, self.rows), gather(weights_N.unsqueeze(-1), self.rows).squeeze(-1)
+
+    def restore(self, rows_RD: Tensor) -> Tensor:
+        """Return grouped rows in the order in which they arrived, without padding. Differentiable."""
+        return rows_RD if self.rows is None else gather_sum(rows_RD, self.rows)
+
+
+def padded(count: int, alignment: int) -> int:
+    """Return ``count`` rounded up to a multiple of ``alignment``."""
+    return -(-count // alignment) * alignment
+
+
+def group_chunks(chunks: Sequence[Sequence[int]], alignment: int, device: torch.device) -> Groups:
+    """Return how to regroup rows that lie in order (rank, expert, token) into (expert, rank, token).
+
+    ``chunks[rank][expert]`` is the number of rows; each group is padded to a multiple of ``alignment``.
+    """
+    num_ranks, num_experts = len(chunks), len(chunks[0])
+    counts = [sum(chunk[expert] for chunk in chunks) for expert in range(num_experts)]
+    sizes = tuple(padded(count, alignment) for count in counts)
+    counts_e, offsets_e = _ends(counts, sizes, device)
+    if sizes == tuple(counts) and (num_ranks == 1 or num_experts == 1):
+        return Groups(None, sizes, counts_e, offsets_e)
+    arrived = torch.arange(sum(counts), device=device).split([n for chunk in chunks for n in chunk])
+    padding = [torch.full((size - count,), -1, device=device) for size, count in zip(sizes, counts, strict=True)]
+    pieces = []
+    for expert in range(num_experts):
+        pieces += [arrived[rank * num_experts + expert] for rank in range(num_ranks)] + [padding[expert]]
+    token_R = torch.cat(pieces)
+    return Groups(_inverse(token_R, sum(counts)), sizes, counts_e, offsets_e)
+
+
+def _inverse(token_R: Tensor, num_tokens: int) -> RowMap:
+    rows = torch.arange(len(token_R), device=token_R.device)
+    valid = token_R >= 0
+    row_T = torch.empty(num_tokens, dtype=torch.int64, device=token_R.device)
+    row_T[token_R[valid]] = rows[valid]
+    return RowMap(token_R, row_T.unsqueeze(1), padded=len(token_R) > num_tokens, dropped=False)
+
+
+def _ends(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    counts_e = torch.tensor(counts, dtype=torch.int32, device=device)
+    offsets_e = torch.tensor(sizes, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    return counts_e, offsets_e
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """The choices of some tokens, sorted by expert: ``slot = token * K + k`` of each row, and the inverse."""
+
+    slot_R: Tensor
+    rows: RowMap
+    counts: Tensor
+
+
+def sort_slots(expert_TK: Tensor, num_experts: int) -> Slots:
+    """Return the rows of a routing in order (expert, token, k). Ids outside 0..num_experts-1 get no row.
+
+    ``counts`` (num_experts) int64 stays on the device; how many rows there are is read back from it once.
+    """
+    num_tokens, k = expert_TK.shape
+    flat = expert_TK.flatten()
+    keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    order = keys.argsort(stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add_(0, keys, torch.ones_like(keys))[:num_experts]
+    num_rows = int(counts.sum())
+    slot_R = order[:num_rows]
+    row_of_slot = torch.full((num_tokens * k,), -1, dtype=torch.int64, device=flat.device)
+    row_of_slot[slot_R] = torch.arange(num_rows, device=flat.device)
+    dropped = num_rows < num_tokens * k
+    rows = RowMap(slot_R // k if k else slot_R, row_of_slot.view(num_tokens, k), padded=False, dropped=dropped)
+    return Slots(slot_R, rows, counts)

@@ -1,0 +1,75 @@
+"""Gathers only, no scatter: deterministic, and the same sums on every device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMap:
+    """Which token each row comes from, and which rows each token has. Both int64, each the inverse of the other.
+
+    ``token_R`` holds -1 for a row of padding (then ``padded``); ``row_TK`` holds -1 for a dropped choice (then ``dropped``).
+    """
+
+    token_R: Tensor
+    row_TK: Tensor
+    padded: bool
+    dropped: bool
+
+
+def gather(x_TD: Tensor, rows: RowMap) -> Tensor:
+    """Return ``rows_RD`` with ``rows_RD[r] = x_TD[token_R[r]]``, zero for padding. Differentiable."""
+    out: Tensor = _Gather.apply(x_TD, rows)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gather_sum(rows_RD: Tensor, rows: RowMap) -> Tensor:
+    """Return ``out_TD[t] = sum_k rows_RD[row_TK[t, k]]``, dropped choices left out. Differentiable."""
+    out: Tensor = _GatherSum.apply(rows_RD, rows)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _rows(x_TD: Tensor, rows: RowMap) -> Tensor:
+    if not rows.padded:
+        return x_TD.index_select(0, rows.token_R)
+    if not len(x_TD):
+        return x_TD.new_zeros(len(rows.token_R), *x_TD.shape[1:])
+    taken = x_TD.index_select(0, rows.token_R.clamp_min(0))
+    return taken.masked_fill_((rows.token_R < 0).unsqueeze(-1), 0)
+
+
+def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:
+    if not rows.row_TK.numel() or not len(rows_RD):
+        return rows_RD.new_zeros(len(rows.row_TK), *rows_RD.shape[1:])
+    if not rows.dropped:
+        return F.embedding_bag(rows.row_TK, rows_RD, mode="sum")
+    kept = rows.row_TK >= 0
+    return (rows_RD[rows.row_TK.clamp_min(0)] * kept.unsqueeze(-1).to(rows_RD.dtype)).sum(1)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows: RowMap) -> Tensor:
+        ctx.rows = rows
+        return _rows(x_TD, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+        return _sums(grad_RD.contiguous(), ctx.rows), None
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, rows: RowMap) -> Tensor:
+        ctx.rows = rows
+        return _sums(rows_RD, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        return _rows(grad_TD, ctx.rows), None

@@ -1,0 +1,127 @@
+"""Mixture-of-Experts training in which every system technique is a plugin: the public names, nothing else."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from moefw.core.assembly import Assembly
+from moefw.core.contracts import (
+    Canonical,
+    DataSource,
+    Dispatcher,
+    ExpertGemm,
+    Layout,
+    LayoutPlan,
+    MemoryPolicy,
+    Precision,
+    Router,
+    State,
+    TokenStream,
+)
+from moefw.core.errors import (
+    CheckpointError,
+    ContractError,
+    DataError,
+    MoefwError,
+    PlanError,
+    PluginError,
+    Problem,
+    RunError,
+    SpecError,
+)
+from moefw.core.facts import ANY, Need, Offers, need, offers
+from moefw.core.hooks import API_VERSION, hookimpl
+from moefw.core.plugin import (
+    DataSourcePlugin,
+    DispatcherPlugin,
+    GemmPlugin,
+    LayoutPlugin,
+    MemoryPlugin,
+    ModelPlugin,
+    OptimizerPlugin,
+    Plugin,
+    PrecisionPlugin,
+    RouterPlugin,
+    SchedulePlugin,
+)
+from moefw.core.site import Dims, Machine, Site
+
+if TYPE_CHECKING:
+    from moefw.core.build import BuildContext, ModelContext
+    from moefw.core.layer import MoELayer
+    from moefw.core.movement import Pending
+    from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, LayerStats, Receipt, Routing
+
+__version__ = "0.1.0"
+
+_NEED_TORCH = {
+    "BuildContext": "build",
+    "ModelContext": "build",
+    "MoELayer": "layer",
+    "Pending": "movement",
+    **dict.fromkeys(("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Receipt", "Routing"), "stages"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the names that need torch when they are first asked for."""
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'moefw' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"moefw.core.{_NEED_TORCH[name]}"), name)
+
+
+__all__ = [
+    "ANY",
+    "API_VERSION",
+    "Assembly",
+    "Batch",
+    "BuildContext",
+    "Canonical",
+    "CheckpointError",
+    "ContractError",
+    "DataError",
+    "DataSource",
+    "DataSourcePlugin",
+    "Dims",
+    "DispatchPlan",
+    "Dispatcher",
+    "DispatcherPlugin",
+    "ExpertBatch",
+    "ExpertGemm",
+    "GemmPlugin",
+    "Layout",
+    "LayoutPlan",
+    "LayoutPlugin",
+    "LayerStats",
+    "Machine",
+    "MemoryPlugin",
+    "MemoryPolicy",
+    "MoELayer",
+    "ModelContext",
+    "ModelPlugin",
+    "MoefwError",
+    "Need",
+    "Offers",
+    "OptimizerPlugin",
+    "Pending",
+    "PlanError",
+    "Plugin",
+    "PluginError",
+    "Precision",
+    "PrecisionPlugin",
+    "Problem",
+    "Receipt",
+    "Router",
+    "RouterPlugin",
+    "Routing",
+    "RunError",
+    "SchedulePlugin",
+    "Site",
+    "SpecError",
+    "State",
+    "TokenStream",
+    "need",
+    "offers",
+    "hookimpl",
+]

@@ -1,0 +1,5 @@
+"""``python -m moefw``."""
+
+from moefw.cli import main
+
+main()

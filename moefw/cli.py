@@ -1,0 +1,70 @@
+"""The commands. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+import moefw
+from moefw.core.errors import MoefwError
+
+COMMANDS = {
+    "train": "Train as SPEC says; starts local ranks by itself, or joins torchrun or Slurm.",
+    "eval": "Loss of a run's last checkpoint on held-out text.",
+    "generate": "Text from a run's last checkpoint.",
+    "check": "Every problem of SPEC at once, without a GPU or a process group.",
+    "plugins": "Every plugin by hook point: where from, usable here or why not.",
+    "schema": "JSON Schema of a spec, for editors.",
+    "doctor": "What this machine can do, and how to install what is missing.",
+}
+
+
+class _Lazy(click.Group):
+    """A group whose commands are imported when they are called; their summaries are known beforehand."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order in which a user meets them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"moefw.commands.{cmd_name}")
+        command: click.Command = getattr(module, "evaluate" if cmd_name == "eval" else cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Print the summaries without importing the commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(moefw.__version__, prog_name="moefw")
+def cli() -> None:
+    """Train Mixture-of-Experts transformers whose every system technique is a plugin.
+
+    Exit codes: 0 done, 1 the run failed, 2 the user's input is wrong.
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and exit with its code; errors of ours print as messages, never as tracebacks."""
+    try:
+        result: Any = cli.main(arguments, standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+    except MoefwError as error:
+        if os.environ.get("RANK", "0") == "0" or error.exit_code == 1:
+            click.echo("\n".join(f"error: {problem}" for problem in error.problems), err=True)
+        code = error.exit_code
+    except click.exceptions.Abort:
+        code = 130
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    sys.exit(code)

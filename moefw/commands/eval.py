@@ -1,0 +1,29 @@
+"""``moefw eval``: the loss of a run's last checkpoint on held-out text."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from moefw.commands import specs
+
+
+@click.command(name="eval")
+@click.argument("run", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Evaluate the last checkpoint of RUN (a run's folder) on held-out text, on this process alone."""
+    assembly = specs.read_run(run, overrides)
+    from moefw.training.trainer import evaluation, zlib_bits_per_byte
+    from moefw.training.trained import open_trained
+
+    with open_trained(assembly) as (session, step):
+        found = {"step": step, **evaluation(session), "zlib_bits_per_byte": zlib_bits_per_byte(session.data.heldout_bytes)}
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        click.echo(f"step {step}: {found['eval_bits_per_byte']:.4f} bits a byte held out ({found['eval_loss']:.4f} nats a token)")
+        click.echo(f"zlib -9 needs {found['zlib_bits_per_byte']:.4f}")
+    return 0

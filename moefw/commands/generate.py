@@ -1,0 +1,31 @@
+"""``moefw generate``: text from a run's last checkpoint."""
+
+from __future__ import annotations
+
+import click
+
+from moefw.commands import specs
+
+
+@click.command()
+@click.argument("run", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many tokens to add.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0: always the best one.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same text.")
+def generate(
+    run: str, overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, seed: int
+) -> int:
+    """Continue a prompt with the last checkpoint of RUN (a run's folder), on this process alone."""
+    assembly = specs.read_run(run, overrides)
+    from moefw.training.generate import generate as write
+    from moefw.training.trained import open_trained
+
+    with open_trained(assembly) as (session, _):
+        window = assembly.spec.train.seq_len
+        text = write(
+            session.model, session.data, prompt, tokens=tokens, temperature=temperature, seed=seed, window=window
+        )
+    click.echo(text)
+    return 0

@@ -1,0 +1,136 @@
+"""``moefw plugins``: every part by hook point, where it comes from, and whether it is usable here."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+import attrs
+import click
+from rich.console import Console
+from rich.table import Table
+
+from moefw.core.errors import Problem
+from moefw.core.plugin import Plugin
+from moefw.core.registry import Part, Registry
+from moefw.core.site import Dims, Site, this_machine
+from moefw.core.structure import plain
+
+HEADINGS = ("hook point", "name", "distribution", "usable here", "what it is")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def plugins(as_json: bool) -> None:
+    """List every part by hook point: distribution, version, usable here or why not."""
+    registry = Registry()
+    problems = registry.load_all()
+    dims = Dims(model_dim=256, expert_dim=256, num_experts=16, top_k=4)
+    site = Site(dims=dims, layer=0, world=1, machine=this_machine())
+    listed = [describe(part, site) for part in registry.parts()]
+    if as_json:
+        click.echo(json.dumps({"plugins": listed, "problems": plain(problems)}, indent=2, default=str))
+        return
+    console = Console(markup=False, highlight=False)
+    if console.is_terminal:
+        _print_table(console, listed, problems)
+    else:
+        _print_lines(listed, problems)
+
+
+def describe(part: Part, site: Site) -> dict[str, Any]:
+    """Return what is told of a part, as plain data.
+
+    ``usable`` is None where only the options decide; ``options`` holds the defaults, None for those in ``required``.
+    """
+    usable, reason = _usable(part.declaration, site)
+    fields = attrs.fields(part.declaration)
+    return {
+        "hook": part.hook,
+        "name": part.name,
+        "distribution": part.distribution,
+        "version": part.version,
+        "summary": inspect.cleandoc(part.declaration.__doc__ or "").partition("\n")[0],
+        "usable": usable,
+        "reason": reason,
+        "options": {field.name: _default(field) for field in fields},
+        "required": [field.name for field in fields if field.default is attrs.NOTHING],
+    }
+
+
+def _default(field: attrs.Attribute[Any]) -> Any:
+    default: Any = field.default
+    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+        return None if default.takes_self else plain(default.factory())
+    return None if default is attrs.NOTHING else plain(default)
+
+
+def _usable(declaration: type[Plugin], site: Site) -> tuple[bool | None, str]:
+    """Try the defaults, with every choice of what has none; what a choice lacks is told even if another is usable."""
+    try:
+        lacks = {label: _lack(declaration(**options), site) for label, options in _trials(declaration)}
+    except Exception as error:
+        return False, f"its declaration raises {type(error).__name__}: {error}"
+    if not lacks:
+        return None, "that depends on its options"
+    reasons = [f"{label}: {lack}" if label else lack for label, lack in lacks.items() if lack]
+    return len(reasons) < len(lacks), "; ".join(reasons)
+
+
+def _trials(declaration: type[Plugin]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield labelled sets of required options: each choice of a Literal, lists empty; nothing if one cannot be guessed."""
+    required = [field for field in attrs.fields(attrs.resolve_types(declaration)) if field.default is attrs.NOTHING]
+    choices = [_guesses(field.type) for field in required]
+    for values in itertools.product(*choices):
+        label = ", ".join(f"{field.name}: {value}" for field, value in zip(required, values) if value != ())
+        yield label, {field.alias: value for field, value in zip(required, values)}
+
+
+def _guesses(kind: Any) -> tuple[Any, ...]:
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return ((),) if get_origin(kind) is tuple else ()
+
+
+def _lack(part: Plugin, site: Site) -> str:
+    """Return what the part needs of the machine and does not get there, or nothing."""
+    machine = site.machine
+    lacks = []
+    for need in part.needs(site):
+        if need.fact == "device" and machine.device not in need.value:
+            wanted = need.value if isinstance(need.value, str) else " or ".join(need.value)
+            lacks.append(f"needs {wanted}, this machine has {machine.device}: {need.reason}. {need.fix}".strip())
+        if need.fact == "package" and not machine.has_package(need.value):
+            lacks.append(f"needs the package {need.value}: {need.reason}. {need.fix}".strip())
+    return " ".join(lacks)
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    usable = {True: "in part" if entry["reason"] else "yes", False: "no", None: "depends"}[entry["usable"]]
+    what = f"{entry['summary']} ({entry['reason']})" if entry["reason"] else entry["summary"]
+    return entry["hook"], entry["name"], f"{entry['distribution']} {entry['version']}", usable, what.strip()
+
+
+def _print_lines(listed: Sequence[dict[str, Any]], problems: Sequence[Problem]) -> None:
+    rows = [HEADINGS, *map(_row, listed)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    for problem in problems:
+        click.echo(f"broken: {problem}")
+
+
+def _print_table(console: Console, listed: Sequence[dict[str, Any]], problems: Sequence[Problem]) -> None:
+    table = Table(*HEADINGS)
+    styles = {True: "", False: "red", None: "yellow"}
+    for _, group in itertools.groupby(listed, key=lambda entry: entry["hook"]):
+        for index, entry in enumerate(group):
+            hook, *cells = _row(entry)
+            table.add_row("" if index else hook, *cells, style=styles[entry["usable"]])
+        table.add_section()
+    console.print(table)
+    for problem in problems:
+        console.print(f"broken: {problem}", style="bold red")

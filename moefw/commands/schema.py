@@ -1,0 +1,165 @@
+"""``moefw schema``: a JSON Schema of the spec for editors, with the options of every installed plugin."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+import click
+from attrs import frozen
+from attrs.validators import and_, ge, optional
+
+from moefw.core.plugin import FAMILIES
+from moefw.core.registry import Part, Registry
+from moefw.core.source import Marks, Tree, read_yaml
+from moefw.core.spec import Spec
+from moefw.core.structure import plain
+
+Schema = dict[str, Any]
+
+DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
+NULL: Schema = {"type": "null"}
+SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", types.NoneType: "null"}
+BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
+_Number, _And, _Optional = type(ge(0)), type(and_()), type(optional(ge(0)))
+
+
+@click.command()
+def schema() -> None:
+    """Print a JSON Schema of the spec, for completion and checks in an editor.
+
+    Write it to a file and put this line on top of a spec: # yaml-language-server: $schema=moefw.schema.json
+    """
+    registry = Registry()
+    for problem in registry.load_all():
+        click.echo(f"left out: {problem}", err=True)
+    defaults = read_yaml(DEFAULTS.read_text(encoding="utf-8"), Marks(DEFAULTS.name), [])
+    written = spec_schema(registry.parts(), defaults, on_failure=lambda message: click.echo(message, err=True))
+    click.echo(json.dumps(written, indent=2, default=str))
+
+
+def spec_schema(parts: Sequence[Part], defaults: Tree, *, on_failure: Callable[[str], None] = lambda message: None) -> Schema:
+    """Return the schema (draft 2020-12) of a spec over ``parts``, where ``defaults`` fill what a spec leaves out.
+
+    A part whose options cannot be described is left out, and told to ``on_failure``.
+    """
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "moefw spec"}
+    return head | _Writer(parts, on_failure).of_class(Spec, defaults)
+
+
+@frozen
+class _Writer:
+    parts: Sequence[Part]
+    on_failure: Callable[[str], None]
+
+    def of_class(self, cls: type[Any], given: Mapping[str, Any]) -> Schema:
+        """The mapping that :func:`moefw.core.structure.structure` reads as ``cls``, where ``given`` fills in."""
+        fields = attrs.fields(attrs.resolve_types(cls))
+        required = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in given]
+        return {
+            "description": _summary(cls),
+            "type": "object" if required else ["object", "null"],
+            "properties": {field.name: self.of_field(field, given) for field in fields},
+            "required": required,
+            "additionalProperties": False,
+        }
+
+    def of_field(self, field: attrs.Attribute[Any], given: Mapping[str, Any]) -> Schema:
+        """The value of a field: a choice among plugins, a section with defaults of its own, or an option."""
+        default = given.get(field.name)
+        hook = field.metadata.get("hook")
+        if hook and get_origin(field.type) is tuple:
+            array = {"type": "array" if default is None else ["array", "null"], "items": self.of_choice(hook, None)}
+            return array if default is None else array | {"default": default}
+        if hook:
+            return self.of_choice(hook, default)
+        if isinstance(default, Mapping) and attrs.has(field.type):
+            return self.of_class(field.type, default) | {"type": ["object", "null"]}
+        return self.of_type(field.type) | _bounds(field.validator) | _default(field, given)
+
+    def of_choice(self, hook: str, given: Mapping[str, Any] | None) -> Schema:
+        """One of the plugins of ``hook``; ``given`` holds the one that stands in when ``use`` is left out."""
+        branches = []
+        for part in self.parts:
+            if part.hook == hook:
+                try:
+                    branches.append(self.of_part(part, given or {}))
+                except Exception as error:
+                    where = f"{part.name!r} of {part.distribution} {part.version}"
+                    self.on_failure(f"left out: the options of {where} raise {type(error).__name__}: {error}")
+        if given is not None:
+            branches.append(NULL)
+        family = next(family for family in FAMILIES if family.hook == hook)
+        return {"description": _summary(family), "oneOf": branches or [False]}
+
+    def of_part(self, part: Part, given: Mapping[str, Any]) -> Schema:
+        """The options of one plugin beside ``use`` and ``preset``; a preset may bring what has no default."""
+        is_default = given.get("use") == part.name
+        body = self.of_class(part.declaration, given if is_default else {})
+        presets = sorted(part.declaration.presets())
+        chosen: Schema = {"use": {"const": part.name}}
+        if presets:
+            chosen["preset"] = {"enum": presets}
+            if body["required"]:
+                body["anyOf"] = [{"required": body["required"]}, {"required": ["preset"]}]
+                body["required"] = []
+        body["required"] = body["required"] if is_default else ["use", *body["required"]]
+        return body | {"type": "object", "properties": chosen | body["properties"]}
+
+    def of_type(self, kind: Any) -> Schema:
+        """The values that a field of type ``kind`` takes; anything where the type does not say."""
+        origin, args = get_origin(kind), get_args(kind)
+        if kind in SCALARS:
+            return {"type": SCALARS[kind]}
+        if origin is Literal:
+            return {"enum": list(args)}
+        if origin in (Union, types.UnionType):
+            return self.of_union(args)
+        if origin is tuple and args[-1] is not Ellipsis:
+            items = [self.of_type(arg) for arg in args]
+            return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+        if origin in (tuple, list):
+            return {"type": "array", "items": self.of_type(args[0])}
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return {"type": "object", "additionalProperties": self.of_type(args[1])}
+        if attrs.has(kind) and not hasattr(kind, "from_data"):
+            return self.of_class(kind, {})
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return {"enum": [member.value for member in kind]}
+        return {}
+
+    def of_union(self, kinds: Sequence[Any]) -> Schema:
+        """Scalars as one list of type names, which editors show best; anything else as alternatives."""
+        if all(kind in SCALARS for kind in kinds):
+            return {"type": [SCALARS[kind] for kind in kinds]}
+        return {"anyOf": [self.of_type(kind) for kind in kinds]}
+
+
+def _summary(cls: type[Any]) -> str:
+    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+
+
+def _bounds(validator: Any) -> Schema:
+    """Numeric bounds; they bind numbers only, so they may stand beside other types."""
+    if isinstance(validator, _Number):
+        return {BOUNDS[validator.compare_op]: validator.bound}
+    if isinstance(validator, _Optional):
+        return _bounds(validator.validator)
+    if isinstance(validator, _And):
+        return {key: bound for inner in validator._validators for key, bound in _bounds(inner).items()}
+    return {}
+
+
+def _default(field: attrs.Attribute[Any], given: Mapping[str, Any]) -> Schema:
+    if field.name in given:
+        return {"default": given[field.name]}
+    default: Any = field.default
+    if default is attrs.NOTHING or (isinstance(default, attrs.Factory) and default.takes_self):  # type: ignore[arg-type]
+        return {}
+    return {"default": plain(default.factory() if isinstance(default, attrs.Factory) else default)}  # type: ignore[arg-type]

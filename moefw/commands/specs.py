@@ -1,0 +1,32 @@
+"""What commands share: reading a spec file into an assembly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moefw.core.assembly import Assembly
+from moefw.core.errors import SpecError
+from moefw.core.resolve import assemble
+from moefw.core.source import Marks, Tree, read_yaml
+
+DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
+
+
+def defaults() -> Tree:
+    """Return what a spec may leave out."""
+    return read_yaml(DEFAULTS.read_text(encoding="utf-8"), Marks(DEFAULTS.name), [])
+
+
+def read(spec: str, overrides: Sequence[str], world: int | None = None) -> Assembly:
+    """Resolve a spec file. Raises what is wrong with it, all at once."""
+    return assemble(Path(spec), overrides, defaults=defaults(), world=world)
+
+
+def read_run(run: str, overrides: Sequence[str]) -> Assembly:
+    """Resolve the spec of a run's folder for one rank; experts that were spread come together."""
+    spec = Path(run) / "spec.yaml"
+    if not spec.is_file():
+        raise SpecError(f"{run} is not the folder of a run: it holds no spec.yaml.", "Give the run.dir of a training.")
+    alone = ["parallel={}", f"run.dir={run}", *overrides]
+    return assemble(spec, alone, defaults=defaults(), world=1)

@@ -1,0 +1,124 @@
+"""Assembly -> modules: the only place that constructs runtime parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from moefw.core.assembly import Assembly
+from moefw.core.contracts import Layout, MemoryPolicy, Precision
+from moefw.core.layer import MoELayer
+from moefw.core.site import Site
+
+T = TypeVar("T")
+
+
+class Shared:
+    """What must exist once a process: built at first use, counted, closed in reverse order."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, Any] = {}
+
+    def get(self, key: Any, factory: Callable[[], T]) -> T:
+        """Return the object under ``key``, made by ``factory`` the first time."""
+        if key not in self._held:
+            self._held[key] = factory()
+        held: T = self._held[key]
+        return held
+
+    def close(self) -> None:
+        """Close everything that has a ``close``; may be called twice."""
+        while self._held:
+            _, held = self._held.popitem()
+            close = getattr(held, "close", None)
+            if close:
+                close()
+
+
+class BuildContext:
+    """What a part gets to build itself at one layer: its site, the settled facts, groups, precision, regions."""
+
+    def __init__(
+        self,
+        *,
+        site: Site,
+        facts: Mapping[str, Any],
+        layout: Layout,
+        device: torch.device,
+        shared: Shared,
+        policies: Mapping[str, MemoryPolicy],
+    ) -> None:
+        self.site, self.facts, self.layout, self.device = site, facts, layout, device
+        self._shared, self._policies = shared, policies
+        self.precision: Precision | None = None
+
+    @property
+    def local_experts(self) -> range:
+        """The numbers of the experts that this rank holds."""
+        each = self.site.dims.num_experts // self.layout.size("ep")
+        first = each * self.layout.index("ep")
+        return range(first, first + each)
+
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """Return the process group over axes of the layout, or None where it is this rank alone."""
+        return self.layout.group(*axes)
+
+    def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` under the memory policy of the region ``name``, bound once and for all."""
+        policy = self._policies.get(name)
+        return function if policy is None else policy.wrap(name, function)
+
+    def shared(self, key: Any, factory: Callable[[], T]) -> T:
+        """Return what exists once a process under ``key``; it is closed with the model."""
+        return self._shared.get(key, factory)
+
+
+class ModelContext:
+    """What a model gets to build itself: one :class:`BuildContext` a layer, and the MoE layers."""
+
+    def __init__(self, assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> None:
+        self.assembly, self.layout, self.device = assembly, layout, device
+        self._shared = shared
+
+    def at(self, layer: int) -> BuildContext:
+        """Return the context of one layer, dense or MoE."""
+        parts = self.assembly.parts
+        placed = self.assembly.layers.get(layer)
+        policies: dict[str, MemoryPolicy] = {}
+        context = BuildContext(
+            site=self.assembly.site.at(layer),
+            facts=placed.facts if placed else {},
+            layout=self.layout,
+            device=self.device,
+            shared=self._shared,
+            policies=policies,
+        )
+        context.precision = parts.precision.build(context)
+        for plugin in parts.memory:
+            policy = plugin.build(context)
+            policies |= dict.fromkeys(plugin.regions, policy)
+        return context
+
+    def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
+        """Build the MoE layer of layer ``layer``; dispatchers of equal layers are one object."""
+        context, parts = self.at(layer), self.assembly.parts
+        key = (parts.dispatch, tuple(sorted(context.facts.items(), key=lambda fact: fact[0])).__repr__())
+        with torch.device(self.device):
+            router = parts.routing.build(context)
+            experts = parts.gemm.build(context)
+        dispatcher = context.shared(key, lambda: parts.dispatch.build(context))
+        assert isinstance(router, nn.Module) and isinstance(experts, nn.Module)
+        return MoELayer(
+            router=router, dispatcher=dispatcher, experts=experts, shared_expert=shared_expert, region=context.region
+        )
+
+
+def build_model(assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> nn.Module:
+    """Construct the model of an assembly on ``device``; parameters are not initialised yet."""
+    with torch.device(device):
+        model: nn.Module = assembly.parts.model.build(ModelContext(assembly, layout, device, shared))
+    return model

@@ -1,0 +1,209 @@
+"""The abstract runtime parts: what a plugin's ``build`` returns. They touch tensors; declarations do not.
+
+Shapes follow the legend of :mod:`moefw.core.stages`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Parameter
+
+    from moefw.core.movement import Pending
+    from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, Receipt, Routing
+
+Role = Literal["input", "weight", "grad"]
+Pass = Literal["fprop", "dgrad", "wgrad"]
+
+
+@frozen
+class State:
+    """A tensor that a part keeps between steps: an fp32 buffer of that name on the part's module."""
+
+    name: str
+    shape: tuple[int, ...]
+    saved: bool = True
+
+
+@frozen(eq=False)
+class Canonical:
+    """A parameter, or the piece ``parameter[index]`` of one, under a name that no layout changes."""
+
+    name: str
+    parameter: Parameter
+    index: tuple[Any, ...] = ()
+
+    def of(self, like: Tensor) -> Tensor:
+        """Return this piece of a tensor shaped like the parameter: itself, its gradient, its moments."""
+        return like[self.index] if self.index else like
+
+
+class Router(ABC):
+    """Chooses K experts for each token. A module; forward reads state and never writes it."""
+
+    @abstractmethod
+    def __call__(self, x_TD: Tensor, batch: Batch) -> Routing:
+        """Return the routing of the tokens, with statistics to be summed over the global batch."""
+
+    def state_spec(self) -> Sequence[State]:
+        """Return the declared state; everything else about a part is constant."""
+        return ()
+
+    def update(self, reduced: Mapping[str, Tensor]) -> None:
+        """Advance the state once a step, from ``Routing.stats`` summed over micro-batches and dp*cp*tp."""
+
+
+class Dispatcher(ABC):
+    """Moves rows to the ranks of their experts and back. Keeps nothing between calls.
+
+    Each movement is a start and a finish, two autograd nodes: the backward of finish starts the dual movement,
+    the backward of start waits for it. Work placed between them overlaps with it, both ways.
+    """
+
+    @abstractmethod
+    def plan(self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None) -> DispatchPlan:
+        """Return the metadata of a movement. ``counts[rank][expert]`` given, nothing is exchanged."""
+
+    @abstractmethod
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+        """Send each token to the ranks of its experts."""
+
+    @abstractmethod
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+        """Wait, and return this rank's rows grouped by expert, and what the way back needs."""
+
+    @abstractmethod
+    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+        """Send rows back to the ranks of their tokens."""
+
+    @abstractmethod
+    def finish_combine(self, pending: Pending) -> Tensor:
+        """Wait, and return ``out_TD``: the plain sum of each token's rows (zero where a token has none)."""
+
+    @abstractmethod
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+        """Repeat the dispatch of ``receipt`` with other values, without exchanging metadata."""
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> tuple[ExpertBatch, Receipt]:
+        """Start and finish in one go."""
+        return self.finish_dispatch(self.start_dispatch(x_TD, weights_TK, plan))
+
+    def redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> tuple[ExpertBatch, Receipt]:
+        """Start and finish in one go."""
+        return self.finish_dispatch(self.start_redispatch(x_TD, weights_TK, receipt))
+
+    def combine(self, rows_RD: Tensor, receipt: Receipt) -> Tensor:
+        """Start and finish in one go."""
+        return self.finish_combine(self.start_combine(rows_RD, receipt))
+
+    def close(self) -> None:
+        """Free what the dispatcher holds; may be called twice."""
+
+
+class ExpertGemm(ABC):
+    """The experts of one layer on this rank. A module that owns their parameters."""
+
+    @abstractmethod
+    def __call__(self, batch: ExpertBatch) -> Tensor:
+        """Return ``rows_RD``: ``w * W2 (silu(W1 x) * (W3 x))`` per row, w its routing weight; padding gives zero."""
+
+    @abstractmethod
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield ``{e}.gate_proj.weight``, ``{e}.up_proj.weight`` (F, D) and ``{e}.down_proj.weight`` (D, F).
+
+        ``e`` is the expert's number in the whole layer.
+        """
+
+
+class Precision(ABC):
+    """In which format a GEMM gets its operands."""
+
+    residual_dtype: ClassVar[Any]
+    """The dtype of the residual stream, and of what flows between modules."""
+
+    @abstractmethod
+    def quantize(self, x: Tensor, *, role: Role, during: Pass) -> Tensor:
+        """Return the operand that takes the part of ``x`` in a GEMM; gradients flow to ``x``."""
+
+
+class MemoryPolicy(ABC):
+    """What happens to what a region saves for backward."""
+
+    @abstractmethod
+    def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with its saved tensors treated; values and gradients are the same bits."""
+
+
+class LayoutPlan(ABC):
+    """Ranks arranged into meshes: pure arithmetic, no process group."""
+
+    world: int
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each axis by name."""
+
+    @abstractmethod
+    def coordinates(self, rank: int) -> Mapping[str, int]:
+        """Return a rank's position on every axis."""
+
+    @abstractmethod
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` only on ``axes``, which are axes of one mesh, in mesh order."""
+
+
+class Layout(ABC):
+    """An opened plan: this rank's place and its process groups."""
+
+    plan: LayoutPlan
+    rank: int
+
+    @abstractmethod
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """Return the process group over ``axes``, or None where it is this rank alone."""
+
+    def size(self, *axes: str) -> int:
+        """Return how many ranks ``group(*axes)`` has."""
+        return len(self.plan.group(self.rank, axes))
+
+    def index(self, *axes: str) -> int:
+        """Return this rank's position in ``group(*axes)``."""
+        return self.plan.group(self.rank, axes).index(self.rank)
+
+
+class TokenStream(ABC):
+    """One long sequence of token ids with document ends in it."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+
+    @abstractmethod
+    def read(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return ``count`` token ids from ``start``, int64."""
+
+
+class DataSource(ABC):
+    """Prepared data: tokens to train on, tokens held out, and the tokenizer between text and ids."""
+
+    train: TokenStream
+    heldout: TokenStream
+    heldout_bytes: bytes
+    vocab_size: int
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids; bytes that are no text become the replacement character."""

@@ -1,0 +1,83 @@
+"""One exception tree. Every error carries problems: where, what and why, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from attrs import frozen
+
+
+@frozen
+class Problem:
+    """One thing that is wrong, said so that the user can mend it.
+
+    ``where`` is ``file:line:column key.path`` when the problem has a place, else empty; ``what``
+    names the value and the reason; ``fix`` says what to do and may be empty.
+    """
+
+    what: str
+    fix: str = ""
+    where: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: " if self.where else ""
+        return f"{head}{self.what}{' ' + self.fix if self.fix else ''}"
+
+
+class MoefwError(Exception):
+    """Base of all errors that moefw raises on purpose.
+
+    ``exit_code`` is what the command line returns: 2 where the user's input is wrong, 1 where a run failed.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Problem | Iterable[Problem], fix: str = "") -> None:
+        if isinstance(problems, str):
+            problems = (Problem(problems, fix),)
+        elif isinstance(problems, Problem):
+            problems = (problems,)
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+class SpecError(MoefwError):
+    """The spec file, an override on the command line, or a path that they name is wrong."""
+
+
+class PluginError(MoefwError):
+    """A plugin is unknown, ambiguous, fails to import, or breaks the hook interface."""
+
+
+class PlanError(MoefwError):
+    """The parts of a spec do not fit each other, the model, or the machine."""
+
+
+class DataError(MoefwError):
+    """A corpus, tokenizer or token file is missing, empty or damaged."""
+
+
+class CheckpointError(MoefwError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class ContractError(MoefwError):
+    """A part broke its contract at run time."""
+
+    exit_code = 1
+
+
+class RunError(MoefwError):
+    """A run failed: a rank died, a loss is not finite."""
+
+    exit_code = 1
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``Did you mean 'x'?``, or the known names when nothing is near, for the end of an error."""
+    choices = sorted(known)
+    close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.6)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"Known: {', '.join(choices)}." if choices else ""

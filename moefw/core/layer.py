@@ -1,0 +1,86 @@
+"""The MoE layer: route -> dispatch -> experts -> combine, as a tuple of phases.
+
+``x_TD -> router -> Routing -> plan -> DispatchPlan -> dispatch -> ExpertBatch + Receipt -> experts -> rows_RD -> combine -> out_TD``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from moefw.core.contracts import Dispatcher
+from moefw.core.movement import Pending
+from moefw.core.stages import Batch, LayerStats, Routing
+
+
+@dataclass(slots=True, eq=False)
+class Carry:
+    """What one phase leaves to the next. ``x`` is ``(T, D)`` inside the layer; a block may keep more beside it."""
+
+    x: Tensor
+    batch: Batch
+    routing: Routing | None = None
+    pending: Pending | None = None
+    shared_TD: Tensor | None = None
+    residual: Tensor | None = None
+    rope: Any = None
+
+    def layer_stats(self) -> LayerStats:
+        """Return what the layer reports, once it has routed."""
+        assert self.routing is not None
+        return LayerStats(stats=self.routing.stats, aux_losses=self.routing.aux_losses)
+
+
+class MoELayer(nn.Module):
+    """Routed experts, and a shared expert that runs while rows travel.
+
+    ``phases`` run in a row in :meth:`forward`; a scheduler may run them one by one.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: nn.Module,
+        dispatcher: Dispatcher,
+        experts: nn.Module,
+        shared_expert: nn.Module | None = None,
+        region: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, function: function,
+    ) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared_expert = router, experts, shared_expert
+        self.dispatcher = dispatcher
+        self._route = region("router", router.__call__)
+        self._experts = region("experts", experts.__call__)
+        self._shared = None if shared_expert is None else region("shared_expert", shared_expert.__call__)
+        self.phases = (self.route_and_send, self.compute_and_return, self.collect)
+
+    def forward(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, LayerStats]:
+        """Return ``out_TD`` and the layer's statistics. T may be 0."""
+        carry = Carry(x_TD, batch)
+        for phase in self.phases:
+            phase(carry)
+        return carry.x, carry.layer_stats()
+
+    def route_and_send(self, carry: Carry) -> None:
+        """Choose experts and start the rows on their way."""
+        routing = self._route(carry.x, carry.batch)
+        plan = self.dispatcher.plan(routing)
+        carry.routing = routing
+        carry.pending = self.dispatcher.start_dispatch(carry.x, routing.weights_TK, plan)
+
+    def compute_and_return(self, carry: Carry) -> None:
+        """Run the shared expert while rows travel, then the routed experts, and start the rows on their way back."""
+        assert carry.pending is not None
+        if self._shared is not None:
+            carry.shared_TD = self._shared(carry.x)
+        batch, receipt = self.dispatcher.finish_dispatch(carry.pending)
+        carry.pending = self.dispatcher.start_combine(self._experts(batch), receipt)
+
+    def collect(self, carry: Carry) -> None:
+        """Sum each token's rows, and add the shared expert."""
+        assert carry.pending is not None
+        out_TD = self.dispatcher.finish_combine(carry.pending)
+        carry.x = out_TD if carry.shared_TD is None else out_TD + carry.shared_TD

@@ -1,0 +1,100 @@
+"""A movement of tensors between ranks as two autograd nodes, so that work placed between them overlaps with it.
+
+``start`` launches, ``finish`` waits. In backward, finish launches the dual movement and start waits for it: what
+runs between them in forward also runs between them in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Work(Protocol):
+    """What an asynchronous collective returns."""
+
+    def wait(self) -> Any:
+        """Block, or make the current stream wait, until the result is there."""
+
+
+Launch = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Work]]]
+"""Starts a movement of the given tensors; returns the buffers it fills and the works to wait for."""
+
+
+class _Flight:
+    """One movement: its two launches, and what is under way between a start and its finish."""
+
+    def __init__(self, forward: Launch, dual: Launch) -> None:
+        self.forward, self.dual = forward, dual
+        self.under_way: tuple[Sequence[Tensor], list[Tensor], list[Work]] | None = None
+
+    def launch(self, launch: Launch, sent: Sequence[Tensor]) -> list[Tensor]:
+        sent = [tensor.contiguous() for tensor in sent]
+        buffers, works = launch(sent)
+        self.under_way = (sent, buffers, works)
+        return buffers
+
+    def wait(self) -> list[Tensor]:
+        assert self.under_way is not None, "a movement is finished twice, or was never started"
+        _, buffers, works = self.under_way
+        for work in works:
+            work.wait()
+        self.under_way = None
+        return buffers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A movement under way: buffers that may not be read before ``finish``, and what its maker wants to find again."""
+
+    buffers: tuple[Tensor, ...]
+    flight: _Flight | None
+    detail: Any = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, *sent: Tensor) -> tuple[Tensor, ...]:
+        ctx.flight = flight
+        return tuple(flight.launch(flight.forward, sent))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.flight.wait())
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, *buffers: Tensor) -> tuple[Tensor, ...]:
+        ctx.flight = flight
+        flight.wait()
+        ctx.mark_dirty(*buffers)
+        return buffers
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.flight.launch(ctx.flight.dual, grads)
+        return (None, *grads)  # placeholders of the right shape: start's backward returns what the dual brings
+
+
+def stay(tensors: Sequence[Tensor], *, detail: Any = None) -> Pending:
+    """Return the movement that goes nowhere: of a rank that is alone in its group."""
+    return Pending(tuple(tensors), None, detail)
+
+
+def start(sent: Sequence[Tensor], *, forward: Launch, dual: Launch, detail: Any = None) -> Pending:
+    """Launch a movement of ``sent``; ``dual`` moves gradients of the received buffers back to those of ``sent``."""
+    flight = _Flight(forward, dual)
+    return Pending(_Start.apply(flight, *sent), flight, detail)  # type: ignore[no-untyped-call]
+
+
+def finish(pending: Pending) -> tuple[Tensor, ...]:
+    """Wait for a movement and return what it brought."""
+    if pending.flight is None:
+        return pending.buffers
+    received: tuple[Tensor, ...] = _Finish.apply(pending.flight, *pending.buffers)  # type: ignore[no-untyped-call]
+    return received

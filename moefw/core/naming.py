@@ -1,0 +1,63 @@
+"""Canonical names: every parameter, expert by expert, under a name that no layout changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from moefw.core.contracts import Canonical, ExpertGemm, Router
+
+
+def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
+    """Yield every parameter on this rank under its canonical name, experts one by one."""
+    if isinstance(model, ExpertGemm):
+        yield from model.canonical()
+        return
+    for name, parameter in model.named_parameters(recurse=False):
+        yield Canonical(name, parameter)
+    for prefix, child in model.named_children():
+        for piece in canonical_parameters(child):
+            yield Canonical(f"{prefix}.{piece.name}", piece.parameter, piece.index)
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that belong to routed experts: they live on the expert mesh."""
+    return {p for module in model.modules() if isinstance(module, ExpertGemm) for p in module.parameters()}  # type: ignore[attr-defined]
+
+
+def routers(model: nn.Module) -> dict[str, Router]:
+    """Return the routers by name, in the order of the layers."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the declared state that is saved, by canonical name."""
+    return {
+        f"{prefix}.{state.name}": getattr(router, state.name)
+        for prefix, router in routers(model).items()
+        for state in router.state_spec()
+        if state.saved
+    }
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None]) -> None:
+    """Fill every parameter from a generator keyed by seed and canonical name, so no layout changes a bit.
+
+    ``std(name)`` is the standard deviation of a normal distribution cut at three of them; None means ones.
+    """
+    for piece in canonical_parameters(model):
+        target = piece.of(piece.parameter)
+        deviation = std(piece.name)
+        if deviation is None:
+            target.fill_(1.0)
+            continue
+        key = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+        drawn = torch.empty(target.shape, dtype=torch.float32)
+        if deviation:
+            nn.init.trunc_normal_(drawn, std=deviation, a=-3 * deviation, b=3 * deviation, generator=generator)
+        target.copy_(drawn if deviation else torch.zeros_like(drawn))

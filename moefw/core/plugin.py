@@ -1,0 +1,198 @@
+"""What a plugin declares. Importing this imports no torch: runtime parts come in ``build``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import frozen
+
+from moefw.core.errors import Problem
+from moefw.core.facts import Need, Offers, offers
+from moefw.core.site import Dims, Machine, Site
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from moefw.core.build import BuildContext, ModelContext
+    from moefw.core.contracts import (
+        DataSource,
+        Dispatcher,
+        ExpertGemm,
+        Layout,
+        LayoutPlan,
+        MemoryPolicy,
+        Precision,
+        Router,
+    )
+
+
+@frozen
+class Plugin:
+    """Base of all declarations: an attrs class whose fields are the options a user may set beside ``use:``."""
+
+    name: ClassVar[str]
+    hook: ClassVar[str]
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Mapping[str, Any]]:
+        """Return named sets of options that ``preset:`` may choose; options beside it win."""
+        return {}
+
+    def offers(self, site: Site) -> Offers:
+        """Return what the part promises at ``site``: a pure function of the options and of the site."""
+        return offers()
+
+    def needs(self, site: Site) -> Sequence[Need]:
+        """Return what the part asks of the other parts at ``site``."""
+        return ()
+
+    def check(self, site: Site) -> Sequence[Problem]:
+        """Return what is wrong with the options themselves at ``site``; ``Problem.where`` is an option's name."""
+        return ()
+
+
+@frozen
+class RouterPlugin(Plugin):
+    """Declares a router: which experts each token goes to, with which weights."""
+
+    hook: ClassVar[str] = "moefw_routers"
+
+    def build(self, context: BuildContext) -> Router:
+        """Return the router of one layer."""
+        raise NotImplementedError
+
+
+@frozen
+class DispatcherPlugin(Plugin):
+    """Declares a dispatcher: how rows reach the ranks of their experts, and come back."""
+
+    hook: ClassVar[str] = "moefw_dispatchers"
+
+    def build(self, context: BuildContext) -> Dispatcher:
+        """Return the dispatcher that all equal layers of this process share."""
+        raise NotImplementedError
+
+
+@frozen
+class GemmPlugin(Plugin):
+    """Declares expert computation: the grouped GEMMs and the activation between them."""
+
+    hook: ClassVar[str] = "moefw_gemms"
+
+    def build(self, context: BuildContext) -> ExpertGemm:
+        """Return the experts of one layer on this rank, parameters included."""
+        raise NotImplementedError
+
+
+@frozen
+class PrecisionPlugin(Plugin):
+    """Declares a precision recipe: the formats in which GEMMs get their operands."""
+
+    hook: ClassVar[str] = "moefw_precisions"
+
+    def build(self, context: BuildContext) -> Precision:
+        """Return the recipe of one layer."""
+        raise NotImplementedError
+
+
+@frozen
+class MemoryPlugin(Plugin):
+    """Declares what happens to the activations of named regions between forward and backward."""
+
+    hook: ClassVar[str] = "moefw_memory_policies"
+    treatment: ClassVar[str]
+
+    regions: tuple[str, ...]
+
+    def needs(self, site: Site) -> Sequence[Need]:
+        """Ask for each named region with this policy's treatment."""
+        reason = "a policy can only treat a region that is there and allows it"
+        return [Need("region", (region, self.treatment), reason, option="regions") for region in self.regions]
+
+    def build(self, context: BuildContext) -> MemoryPolicy:
+        """Return the policy."""
+        raise NotImplementedError
+
+
+@frozen
+class LayoutPlugin(Plugin):
+    """Declares how ranks are arranged into meshes."""
+
+    hook: ClassVar[str] = "moefw_layouts"
+
+    def plan(self, world: int | None) -> LayoutPlan:
+        """Arrange ``world`` ranks, or the smallest world that fits. Pure; raises PlanError if none fits."""
+        raise NotImplementedError
+
+    def build(self, plan: LayoutPlan, device: str) -> Layout:
+        """Open the process groups of ``plan`` in an initialised world."""
+        raise NotImplementedError
+
+
+@frozen
+class ModelPlugin(Plugin):
+    """Declares the transformer around the MoE layers."""
+
+    hook: ClassVar[str] = "moefw_models"
+
+    def dims(self) -> Dims:
+        """Return the sizes of the MoE layers."""
+        raise NotImplementedError
+
+    def moe_layers(self) -> Sequence[int]:
+        """Return the numbers of the layers that are MoE layers; may be empty."""
+        raise NotImplementedError
+
+    def build(self, context: ModelContext) -> Any:
+        """Return the model, a ``torch.nn.Module``; ``context.moe_layer(i)`` gives layer i's MoE layer."""
+        raise NotImplementedError
+
+
+@frozen
+class DataSourcePlugin(Plugin):
+    """Declares where text and tokens come from."""
+
+    hook: ClassVar[str] = "moefw_data_sources"
+
+    def prepare(self, cache_dir: Path) -> DataSource:
+        """Tokenize once into files that are mapped into memory; reuse them the next time. Raises DataError."""
+        raise NotImplementedError
+
+
+@frozen
+class OptimizerPlugin(Plugin):
+    """Declares an optimizer."""
+
+    hook: ClassVar[str] = "moefw_optimizers"
+
+    def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
+        """Return a ``torch.optim.Optimizer`` over the parameters, given by canonical name."""
+        raise NotImplementedError
+
+
+@frozen
+class SchedulePlugin(Plugin):
+    """Declares the learning rate over the steps."""
+
+    hook: ClassVar[str] = "moefw_schedules"
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return what the learning rate is multiplied with in ``step`` (from 0) of ``steps``."""
+        raise NotImplementedError
+
+
+FAMILIES: tuple[type[Plugin], ...] = (
+    ModelPlugin,
+    RouterPlugin,
+    DispatcherPlugin,
+    GemmPlugin,
+    PrecisionPlugin,
+    MemoryPlugin,
+    LayoutPlugin,
+    DataSourcePlugin,
+    OptimizerPlugin,
+    SchedulePlugin,
+)
+
+__all__ = ["FAMILIES", "Machine", "Plugin", *(family.__name__ for family in FAMILIES)]

@@ -1,0 +1,194 @@
+"""Finds, loads and remembers plugins. Only what a spec names is imported, in the spec's order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+from attrs import frozen
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from moefw.core import hooks
+from moefw.core.errors import PluginError, Problem, nearest
+from moefw.core.plugin import FAMILIES, Plugin
+
+GROUP = "moefw"
+"""The entry-point group. An entry point's name is the name of the part that it brings."""
+
+_log = logging.getLogger(__name__)
+
+
+@frozen
+class Part:
+    """A declared plugin and where it comes from."""
+
+    hook: str
+    name: str
+    declaration: type[Plugin]
+    distribution: str
+    version: str
+
+
+@frozen
+class _Offer:
+    """An installed entry point, not imported yet."""
+
+    entry: EntryPoint
+    distribution: str
+    version: str
+
+
+class Registry:
+    """The plugins of one process. ``extra`` adds modules that no distribution announces, for tests and notebooks."""
+
+    def __init__(self, extra: Iterable[Any] = ()) -> None:
+        self._manager = pluggy.PluginManager(GROUP)
+        self._manager.add_hookspecs(hooks)
+        self._families = {family.hook: family for family in FAMILIES}
+        self._parts: dict[tuple[str, str], Part] = {}
+        self._owners: dict[int, tuple[str, str]] = {}
+        self._silenced: set[int] = set()
+        self._offers: dict[str, list[_Offer]] = {}
+        for entry in entry_points(group=GROUP):
+            dist = entry.dist
+            offer = _Offer(entry, dist.name if dist else "?", dist.version if dist else "?")
+            if not any(offer.distribution == known.distribution for known in self._offers.get(entry.name, [])):
+                self._offers.setdefault(entry.name, []).append(offer)
+        for module in extra:
+            self.register(module, "this process", "0")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that can be loaded, whether or not their plugins work."""
+        return tuple(sorted({*self._offers, *(name for _, name in self._parts)}))
+
+    def load(self, name: str) -> None:
+        """Import and register the plugin called ``name``. Raises PluginError; other plugins stay as they are."""
+        if any(known == name for _, known in self._parts):
+            return
+        found = self._offers.get(name, [])
+        if not found:
+            raise PluginError(f"no plugin is called {name!r}.", nearest(name, self.names))
+        if len(found) > 1:
+            rivals = " and ".join(f"{offer.distribution} {offer.version}" for offer in found)
+            raise PluginError(f"two distributions bring a plugin called {name!r}: {rivals}.", "Uninstall one of them.")
+        (offer,) = found
+        label = f"plugin {name!r} (distribution {offer.distribution} {offer.version})"
+        try:
+            module = offer.entry.load()
+        except Exception as error:
+            what = f"{label} fails to import: {type(error).__name__}: {error}."
+            raise PluginError(what, f"Mend or uninstall {offer.distribution}.") from error
+        self.register(module, offer.distribution, offer.version)
+        if not any(known == name for _, known in self._parts):
+            raise PluginError(f"{label} declares no part called {name!r}.", f"Mend or uninstall {offer.distribution}.")
+
+    def register(self, module: Any, distribution: str, version: str) -> None:
+        """Check and register one plugin module. Raises PluginError and leaves nothing behind if it is not sound."""
+        if id(module) in self._owners:
+            return
+        label = f"{getattr(module, '__name__', module)!r} (distribution {distribution} {version})"
+        _check_api(module, label)
+        try:
+            self._manager.register(module, name=f"{distribution}:{id(module)}")
+            self._manager.check_pending()
+            self._owners[id(module)] = (distribution, version)
+            declared = list(self._declared(module, distribution, version, label))
+        except (pluggy.PluginValidationError, PluginError) as error:
+            self._manager.unregister(module)
+            self._owners.pop(id(module), None)
+            if isinstance(error, PluginError):
+                raise
+            specs = [name for name in vars(hooks) if name.startswith("moefw_")]
+            typo = next((name for name in vars(module) if name.startswith("moefw_") and name not in specs), "")
+            hint = nearest(typo, specs) if typo and typo != "moefw_api" else "See moefw/core/hooks.py."
+            raise PluginError(f"plugin {label} breaks the hook interface: {' '.join(str(error).split())}.", hint) from error
+        self._parts |= {(part.hook, part.name): part for part in declared}
+
+    def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[Part]:
+        for hook, family in self._families.items():
+            for implementation in self._implementations(hook, of=module):
+                try:
+                    declarations = list(implementation())
+                except Exception as error:
+                    what = f"plugin {label} raises in {hook}: {type(error).__name__}: {error}."
+                    raise PluginError(what, f"Mend or uninstall {distribution}.") from error
+                for declaration in declarations:
+                    if not (isinstance(declaration, type) and issubclass(declaration, family)):
+                        what = f"plugin {label} returns {declaration!r} from {hook}, which wants {family.__name__} classes."
+                        raise PluginError(what)
+                    name = getattr(declaration, "name", None)
+                    if not isinstance(name, str):
+                        raise PluginError(f"plugin {label}: {declaration.__name__} has no name.", 'Write name = "...".')
+                    rival = self._parts.get((hook, name))
+                    if rival:
+                        what = f"two plugins are called {name!r} in {hook}: one of {rival.distribution} {rival.version}"
+                        raise PluginError(f"{what}, one of {distribution} {version}.", "Uninstall one of them.")
+                    yield Part(hook, name, declaration, distribution, version)
+
+    def _implementations(self, hook: str, of: Any = None) -> Iterator[Callable[..., Any]]:
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
+            if of is None or implementation.plugin is of:
+                yield implementation.function
+
+    def get(self, hook: str, name: str) -> Part:
+        """Return a part, loading its plugin if need be. Raises PluginError with the nearest known name."""
+        self.load(name)
+        part = self._parts.get((hook, name))
+        if part is None:
+            others = [known for kind, known in self._parts if kind == hook]
+            kinds = ", ".join(kind.removeprefix("moefw_") for kind, known in self._parts if known == name)
+            raise PluginError(f"{name!r} is none of the {hook.removeprefix('moefw_')}; it is one of the {kinds}.", nearest(name, others))
+        return part
+
+    def load_all(self) -> list[Problem]:
+        """Load every installed plugin and return what is wrong with those that fail."""
+        problems: list[Problem] = []
+        for name in sorted(self._offers):
+            try:
+                self.load(name)
+            except PluginError as error:
+                problems += error.problems
+        return problems
+
+    def parts(self) -> list[Part]:
+        """Return the loaded parts by hook point and name."""
+        order = list(self._families)
+        return sorted(self._parts.values(), key=lambda part: (order.index(part.hook), part.name))
+
+    def versions(self) -> list[list[str]]:
+        """Return ``[hook, name, distribution, version]`` of each loaded part."""
+        return [[part.hook, part.name, part.distribution, part.version] for part in self.parts()]
+
+    def gather(self, hook: str, **arguments: Any) -> list[Any]:
+        """Call a hook that returns lists in every loaded plugin and join the lists."""
+        return [item for answer in getattr(self._manager.hook, hook)(**arguments) for item in answer]
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Call an observer hook. One that raises is named once and not called again; the run goes on."""
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
+            if id(implementation.plugin) in self._silenced:
+                continue
+            try:
+                implementation.function(**{name: arguments[name] for name in implementation.argnames})
+            except Exception:
+                self._silenced.add(id(implementation.plugin))
+                distribution, version = self._owners[id(implementation.plugin)]
+                _log.exception("an observer of %s %s failed in %s and is not called again", distribution, version, hook)
+
+
+def _check_api(module: Any, label: str) -> None:
+    wanted = getattr(module, "moefw_api", None)
+    if wanted is None:
+        return
+    try:
+        fits = SpecifierSet(wanted).contains(hooks.API_VERSION)
+    except (InvalidSpecifier, TypeError) as error:
+        raise PluginError(f"plugin {label} states moefw_api = {wanted!r}, which is no version range.", "For example '>=1,<2'.") from error
+    if not fits:
+        what = f"plugin {label} is written for hook API {wanted}; this moefw has {hooks.API_VERSION}."
+        raise PluginError(what, "Install a version of it, or of moefw, that fits.")
+

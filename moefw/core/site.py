@@ -1,0 +1,61 @@
+"""Where a part will stand: sizes, world and machine. What offers and needs are functions of."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from attrs import evolve, frozen
+
+
+@frozen(kw_only=True)
+class Dims:
+    """The sizes of an MoE layer: D model dim, F expert hidden dim, E experts, K top-k."""
+
+    model_dim: int
+    expert_dim: int
+    num_experts: int
+    top_k: int
+
+
+@frozen(kw_only=True)
+class Machine:
+    """What this machine has. ``device`` is where tensors will live."""
+
+    device: str = "cpu"
+    num_devices: int = 1
+
+    def has_package(self, name: str) -> bool:
+        """Return whether ``name`` is installed (not whether it works: ``moefw doctor`` imports it)."""
+        return importlib.util.find_spec(name) is not None
+
+
+@frozen(kw_only=True)
+class Site:
+    """One place in the model: the layer's sizes, its number, the world's size, the machine."""
+
+    dims: Dims
+    layer: int
+    world: int
+    machine: Machine
+
+    def at(self, layer: int) -> Site:
+        """Return this site at another layer."""
+        return evolve(self, layer=layer)
+
+
+def this_machine(device: str = "auto") -> Machine:
+    """Look at this machine without importing torch. ``auto`` takes CUDA where a GPU is visible."""
+    num_gpus = _num_visible_gpus()
+    if device == "auto":
+        device = "cuda" if num_gpus else "cpu"
+    return Machine(device=device, num_devices=num_gpus if device == "cuda" else os.cpu_count() or 1)
+
+
+def _num_visible_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if visible is None:
+        return present
+    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))

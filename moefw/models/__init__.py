@@ -1,0 +1,1 @@
+"""The transformer around the MoE layer."""

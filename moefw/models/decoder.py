@@ -1,0 +1,95 @@
+"""``decoder``: a decoder-only transformer with grouped-query attention and MoE layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+import moefw
+from moefw.core.plugin import ModelPlugin
+from moefw.core.site import Dims, Site
+from moefw.models.presets import PRESETS
+
+
+@frozen(kw_only=True)
+class Decoder(ModelPlugin):
+    """Sizes of the transformer. The first ``num_dense_layers`` layers have a plain MLP of ``dense_dim`` instead of experts.
+
+    ``shared_expert_dim`` 0: no shared expert. ``vocab_size`` must hold the tokenizer's ids (bytes: 256).
+    """
+
+    name: ClassVar[str] = "decoder"
+
+    vocab_size: int = field(default=256, validator=ge(2))
+    dim: int = field(default=256, validator=ge(2))
+    num_layers: int = field(default=4, validator=ge(1))
+    num_dense_layers: int = field(default=0, validator=ge(0))
+    num_heads: int = field(default=4, validator=ge(1))
+    num_kv_heads: int = field(default=2, validator=ge(1))
+    head_dim: int = field(default=64, validator=ge(2))
+    dense_dim: int = field(default=1024, validator=ge(1))
+    num_experts: int = field(default=16, validator=ge(1))
+    top_k: int = field(default=4, validator=ge(1))
+    expert_dim: int = field(default=256, validator=ge(1))
+    shared_expert_dim: int = field(default=0, validator=ge(0))
+    qk_norm: bool = True
+    tie_embeddings: bool = False
+    rope_theta: float = field(default=10000.0, validator=gt(0.0))
+    norm_eps: float = field(default=1e-6, validator=gt(0.0))
+    init_std: float = field(default=0.02, validator=gt(0.0))
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Mapping[str, Any]]:
+        """Return named sizes."""
+        return PRESETS
+
+    def dims(self) -> Dims:
+        """Return the sizes of the MoE layers."""
+        return Dims(
+            model_dim=self.dim, expert_dim=self.expert_dim, num_experts=self.num_experts, top_k=self.top_k
+        )
+
+    def moe_layers(self) -> Sequence[int]:
+        """Return the layers behind the dense ones."""
+        return range(self.num_dense_layers, self.num_layers)
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """Regions outside the expert GEMMs; all may be kept or recomputed."""
+        regions = ("block", "attention", "router", "experts", "shared_expert", "dense_mlp")
+        return moefw.offers(
+            region=tuple((region, treatment) for region in regions for treatment in ("keep", "recompute")),
+            differentiable=True,
+        )
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Linear layers multiply in a dtype of torch."""
+        return [moefw.need("operand", ("bf16", "fp32"), reason="its linear layers call torch.nn.functional.linear")]
+
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """Heads group evenly, RoPE turns pairs, and dense layers leave room."""
+        problems = []
+        if self.num_heads % self.num_kv_heads:
+            what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly."
+            problems.append(moefw.Problem(what, "Use a divisor of num_heads.", "num_kv_heads"))
+        if self.head_dim % 2:
+            what = f"head_dim {self.head_dim} is odd, and RoPE turns pairs of values."
+            problems.append(moefw.Problem(what, "Use an even size.", "head_dim"))
+        if self.num_dense_layers > self.num_layers:
+            what = f"{self.num_dense_layers} dense layers are more than the {self.num_layers} layers."
+            problems.append(moefw.Problem(what, "Use at most num_layers.", "num_dense_layers"))
+        return problems
+
+    def build(self, context: moefw.ModelContext) -> Any:
+        """Return the transformer."""
+        from moefw.models.transformer import Transformer
+
+        return Transformer(self, context)
+
+
+@moefw.hookimpl
+def moefw_models() -> list[type[ModelPlugin]]:
+    """Declare the model."""
+    return [Decoder]

@@ -1,0 +1,43 @@
+"""Named sizes for ``model: {preset: ...}``; any option beside a preset wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-moe-tiny": {
+        "dim": 256,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "num_experts": 16,
+        "top_k": 4,
+        "expert_dim": 256,
+    },
+    "qwen3-30b-a3b": {
+        "vocab_size": 151936,
+        "dim": 2048,
+        "num_layers": 48,
+        "num_heads": 32,
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "top_k": 8,
+        "expert_dim": 768,
+        "rope_theta": 1.0e6,
+    },
+    "qwen3-235b-a22b": {
+        "vocab_size": 151936,
+        "dim": 4096,
+        "num_layers": 94,
+        "num_heads": 64,
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "top_k": 8,
+        "expert_dim": 1536,
+        "rope_theta": 1.0e6,
+    },
+}

@@ -1,0 +1,52 @@
+"""``allgather``: every rank gets all tokens of its expert-parallel group and picks those of its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from attrs import frozen
+
+import moefw
+from moefw.core.plugin import DispatcherPlugin
+from moefw.core.site import Site
+
+
+@frozen
+class AllGather(DispatcherPlugin):
+    """Moves P-1 rows a token each way, whatever the routing. Best where P is small against K."""
+
+    name: ClassVar[str] = "allgather"
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """Any row alignment; counts are known on the host after the gathered routing is sorted."""
+        return moefw.offers(
+            row_alignment=moefw.ANY,
+            rows=("ragged",),
+            counts=("host", "device"),
+            differentiable=True,
+            deterministic=True,
+            two_in_flight=True,
+        )
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """An expert-parallel axis."""
+        return [moefw.need("axis", "ep", reason="tokens are gathered along the expert-parallel axis")]
+
+    def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
+        """Return the dispatcher of this process."""
+        from moefw.plugins.dispatchers.allgather.dispatcher import AllGatherDispatcher
+
+        return AllGatherDispatcher(
+            context.group("ep"),
+            num_ranks=context.layout.size("ep"),
+            rank=context.layout.index("ep"),
+            num_experts=context.site.dims.num_experts,
+            row_alignment=context.facts["row_alignment"],
+        )
+
+
+@moefw.hookimpl
+def moefw_dispatchers() -> list[type[DispatcherPlugin]]:
+    """Declare the dispatcher."""
+    return [AllGather]

@@ -1,0 +1,52 @@
+"""``alltoall``: one row a (token, expert), sent straight to the expert's rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from attrs import frozen
+
+import moefw
+from moefw.core.plugin import DispatcherPlugin
+from moefw.core.site import Site
+
+
+@frozen
+class AllToAll(DispatcherPlugin):
+    """Sends K*(P-1)/P rows a token over the expert-parallel ranks. Best where K is small against P."""
+
+    name: ClassVar[str] = "alltoall"
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """Any row alignment; counts are known on the host after the exchange of counts."""
+        return moefw.offers(
+            row_alignment=moefw.ANY,
+            rows=("ragged",),
+            counts=("host", "device"),
+            differentiable=True,
+            deterministic=True,
+            two_in_flight=True,
+        )
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """An expert-parallel axis."""
+        return [moefw.need("axis", "ep", reason="rows travel along the expert-parallel axis")]
+
+    def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
+        """Return the dispatcher of this process."""
+        from moefw.plugins.dispatchers.alltoall.dispatcher import AllToAllDispatcher
+
+        return AllToAllDispatcher(
+            context.group("ep"),
+            num_ranks=context.layout.size("ep"),
+            rank=context.layout.index("ep"),
+            num_experts=context.site.dims.num_experts,
+            row_alignment=context.facts["row_alignment"],
+        )
+
+
+@moefw.hookimpl
+def moefw_dispatchers() -> list[type[DispatcherPlugin]]:
+    """Declare the dispatcher."""
+    return [AllToAll]

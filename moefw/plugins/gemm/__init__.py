@@ -1,0 +1,1 @@
+"""Expert computation: the grouped GEMMs and the activation between them."""

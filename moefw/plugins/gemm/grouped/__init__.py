@@ -1,0 +1,66 @@
+"""``grouped``: all experts in one grouped GEMM, with the least memory saved for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from attrs import frozen
+
+import moefw
+from moefw.core.plugin import GemmPlugin
+from moefw.core.site import Site
+
+GPU_DIM_MULTIPLE = 8
+GPU_ROW_ALIGNMENT = 8
+
+
+@frozen
+class Grouped(GemmPlugin):
+    """Runs ``torch.nn.functional.grouped_mm``, saving only the rows and the pre-activation (2TD + 4SF bytes in bf16)."""
+
+    name: ClassVar[str] = "grouped"
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """The activation is always recomputed from the pre-activation."""
+        return moefw.offers(region=(("moe_act", "recompute"),), differentiable=True, deterministic=True)
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Groups end to end; on a GPU aligned to 16 bytes."""
+        needs = [
+            moefw.need("rows", ("ragged", "padded"), reason="grouped_mm takes groups that lie end to end"),
+            moefw.need("operand", ("bf16", "fp32"), reason="grouped_mm multiplies bf16 or fp32"),
+            moefw.need(
+                "axis_divides",
+                ("ep", site.dims.num_experts),
+                reason=f"each rank holds an equal share of {site.dims.num_experts} experts",
+                fix="Use parallel.experts.ep that divides model.num_experts.",
+            ),
+        ]
+        if site.machine.device == "cuda":
+            reason = "the weight gradient reads groups at 16-byte boundaries"
+            needs.append(moefw.need("row_alignment", GPU_ROW_ALIGNMENT, reason=reason))
+        return needs
+
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """On a GPU every row of an operand starts at a 16-byte boundary."""
+        if site.machine.device != "cuda":
+            return []
+        sizes = {"model.dim": site.dims.model_dim, "model.expert_dim": site.dims.expert_dim}
+        return [
+            moefw.Problem(f"grouped_mm on a GPU wants multiples of {GPU_DIM_MULTIPLE}; {name} is {size}.", "Round it up.")
+            for name, size in sizes.items()
+            if size % GPU_DIM_MULTIPLE
+        ]
+
+    def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
+        """Return the experts of one layer on this rank."""
+        from moefw.plugins.gemm.grouped.experts import GroupedExperts
+
+        return GroupedExperts(context)
+
+
+@moefw.hookimpl
+def moefw_gemms() -> list[type[GemmPlugin]]:
+    """Declare the GEMM."""
+    return [Grouped]

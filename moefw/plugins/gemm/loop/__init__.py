@@ -1,0 +1,50 @@
+"""``loop``: one expert after the other, the readable reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from attrs import frozen
+
+import moefw
+from moefw.core.plugin import GemmPlugin
+from moefw.core.site import Site
+
+
+@frozen
+class Loop(GemmPlugin):
+    """Runs each expert as two plain GEMMs. Slow with many experts, and easy to read."""
+
+    name: ClassVar[str] = "loop"
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """The activation may be kept, or recomputed together with the input of the second GEMM."""
+        regions = (("moe_act", "keep"), ("moe_act", "recompute"))
+        return moefw.offers(region=regions, differentiable=True, deterministic=True)
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Group sizes on the host, whole experts on each rank."""
+        return [
+            moefw.need("counts", ("host",), reason="a Python loop slices the rows of each expert"),
+            moefw.need("rows", ("ragged", "padded"), reason="it slices groups that lie end to end"),
+            moefw.need("operand", ("bf16", "fp32"), reason="it multiplies with torch.nn.functional.linear"),
+            moefw.need(
+                "axis_divides",
+                ("ep", site.dims.num_experts),
+                reason=f"each rank holds an equal share of {site.dims.num_experts} experts",
+                fix="Use parallel.experts.ep that divides model.num_experts.",
+            ),
+        ]
+
+    def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
+        """Return the experts of one layer on this rank."""
+        from moefw.plugins.gemm.loop.experts import LoopExperts
+
+        return LoopExperts(context)
+
+
+@moefw.hookimpl
+def moefw_gemms() -> list[type[GemmPlugin]]:
+    """Declare the GEMM."""
+    return [Loop]

@@ -1,0 +1,57 @@
+"""Experts as a Python loop over plain GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefw.core.contracts import Canonical, ExpertGemm
+from moefw.core.stages import ExpertBatch
+from moefw_kernels.swiglu import weighted_swiglu
+
+if TYPE_CHECKING:
+    from moefw.core.build import BuildContext
+
+
+@final
+class LoopExperts(nn.Module, ExpertGemm):
+    """One set of three weights an expert: ``gate`` and ``up`` (F, D), ``down`` (D, F)."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        d, f = context.site.dims.model_dim, context.site.dims.expert_dim
+        self.numbers = context.local_experts
+        assert context.precision is not None
+        self.precision = context.precision
+        self.gate = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
+        self.up = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
+        self.down = nn.ParameterList(torch.empty(d, f) for _ in self.numbers)
+        self._activate = context.region("moe_act", self._activate_and_project)
+
+    def forward(self, batch: ExpertBatch) -> Tensor:
+        """Return ``rows_RD``."""
+        assert batch.counts_host is not None
+        outputs = []
+        groups = batch.rows_RD.split(batch.counts_host)
+        weights = batch.row_weights_R.split(batch.counts_host)
+        for expert, (x_RD, weights_R) in enumerate(zip(groups, weights, strict=True)):
+            x_RD = self.precision.quantize(x_RD, role="input", during="fprop")
+            gate_up = torch.cat([self.gate[expert], self.up[expert]])
+            h_RH = F.linear(x_RD, self.precision.quantize(gate_up, role="weight", during="fprop"))
+            outputs.append(self._activate(h_RH, weights_R, self.down[expert]))
+        return torch.cat(outputs)
+
+    def _activate_and_project(self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
+        a_RF = self.precision.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop")
+        return F.linear(a_RF, self.precision.quantize(down_DF, role="weight", during="fprop"))
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield each expert's three weights."""
+        for local, expert in enumerate(self.numbers):
+            yield Canonical(f"{expert}.gate_proj.weight", self.gate[local])
+            yield Canonical(f"{expert}.up_proj.weight", self.up[local])
+            yield Canonical(f"{expert}.down_proj.weight", self.down[local])

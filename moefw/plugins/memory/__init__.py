@@ -1,0 +1,1 @@
+"""Memory policies: what happens to activations between forward and backward."""

@@ -1,0 +1,30 @@
+"""``recompute``: a region's activations are dropped and computed again in backward."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import frozen
+
+import moefw
+from moefw.core.plugin import MemoryPlugin
+
+
+@frozen
+class Recompute(MemoryPlugin):
+    """Runs the regions again in backward, as far as something they saved is wanted."""
+
+    name: ClassVar[str] = "recompute"
+    treatment: ClassVar[str] = "recompute"
+
+    def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
+        """Return the policy."""
+        from moefw.plugins.memory.recompute.policy import RecomputePolicy
+
+        return RecomputePolicy()
+
+
+@moefw.hookimpl
+def moefw_memory_policies() -> list[type[MemoryPlugin]]:
+    """Declare the policy."""
+    return [Recompute]

@@ -1,0 +1,1 @@
+"""Parallel layouts: how ranks are arranged into meshes."""

@@ -1,0 +1,88 @@
+"""``folded``: attention and experts each in their own mesh over the same ranks (MoE Parallel Folding, arXiv 2504.14960)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from attrs import field, frozen
+from attrs.validators import ge, optional
+
+import moefw
+from moefw.core.plugin import LayoutPlugin
+from moefw.core.site import Site
+from moefw.plugins.parallel.folded.meshes import FoldedPlan
+
+
+@frozen(kw_only=True)
+class DenseMesh:
+    """How attention, embedding and loss are split. ``dp`` null: whatever the world leaves."""
+
+    dp: int | None = field(default=None, validator=optional(ge(1)))
+    cp: int = field(default=1, validator=ge(1))
+    tp: int = field(default=1, validator=ge(1))
+
+
+@frozen(kw_only=True)
+class ExpertMesh:
+    """How experts are split; what the world leaves over is ``edp``."""
+
+    ep: int = field(default=1, validator=ge(1))
+    etp: int = field(default=1, validator=ge(1))
+
+
+@frozen(kw_only=True)
+class Folded(LayoutPlugin):
+    """Two meshes over the same ranks: dense (pp, dp, cp, tp) and experts (pp, edp, ep, etp)."""
+
+    name: ClassVar[str] = "folded"
+
+    pp: int = field(default=1, validator=ge(1))
+    dense: DenseMesh = DenseMesh()
+    experts: ExpertMesh = ExpertMesh()
+
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """Only data and expert parallelism are built so far."""
+        sizes = {"pp": self.pp, "dense.cp": self.dense.cp, "dense.tp": self.dense.tp, "experts.etp": self.experts.etp}
+        return [
+            moefw.Problem(f"{option} {size}: this version trains with dp and ep only.", f"Use {option}: 1.", option)
+            for option, size in sizes.items()
+            if size > 1
+        ]
+
+    def plan(self, world: int | None) -> FoldedPlan:
+        """Arrange ``world`` ranks, or the smallest world that fits: pp * lcm(dp*cp*tp, ep*etp)."""
+        dense, experts = self.dense, self.experts
+        fixed = (dense.dp or 1) * dense.cp * dense.tp
+        unit = self.pp * math.lcm(fixed, experts.ep * experts.etp)
+        world = unit if world is None else world
+        if world % unit or (dense.dp and world != self.pp * fixed):
+            if dense.dp and world == unit:
+                what = f"experts.ep {experts.ep} x etp {experts.etp} does not divide dp x cp x tp = {fixed}."
+                raise moefw.PlanError(what, f"Leave dense.dp out, or use dp: {unit // self.pp // dense.cp // dense.tp}.")
+            wanted = f"exactly {self.pp * fixed}" if dense.dp else f"a multiple of {unit}"
+            raise moefw.PlanError(f"{world} ranks do not fit this layout, which wants {wanted}.", "Change one of them.")
+        stage = world // self.pp
+        return FoldedPlan(
+            pp=self.pp,
+            dp=stage // (dense.cp * dense.tp),
+            cp=dense.cp,
+            tp=dense.tp,
+            edp=stage // (experts.ep * experts.etp),
+            ep=experts.ep,
+            etp=experts.etp,
+        )
+
+    def build(self, plan: moefw.LayoutPlan, device: str) -> moefw.Layout:
+        """Open the process groups."""
+        from moefw.plugins.parallel.folded.layout import FoldedLayout
+
+        assert isinstance(plan, FoldedPlan)
+        return FoldedLayout(plan, device)
+
+
+@moefw.hookimpl
+def moefw_layouts() -> list[type[LayoutPlugin]]:
+    """Declare the layout."""
+    return [Folded]

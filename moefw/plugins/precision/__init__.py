@@ -1,0 +1,1 @@
+"""Precision recipes: the formats in which GEMMs get their operands."""

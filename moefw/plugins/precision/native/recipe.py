@@ -1,0 +1,38 @@
+"""Recipes that cast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from moefw.core.contracts import Pass, Precision, Role
+
+
+class _Cast(Precision):
+    operand_dtype: ClassVar[torch.dtype]
+
+    def quantize(self, x: Tensor, *, role: Role, during: Pass) -> Tensor:
+        """Return ``x`` in the operand dtype."""
+        return x.to(self.operand_dtype)
+
+
+@final
+class FP32Recipe(_Cast):
+    """fp32 in, fp32 out."""
+
+    operand_dtype: ClassVar[torch.dtype] = torch.float32
+    residual_dtype: ClassVar[Any] = torch.float32
+
+
+@final
+class BF16Recipe(_Cast):
+    """bf16 operands and residual stream."""
+
+    operand_dtype: ClassVar[torch.dtype] = torch.bfloat16
+    residual_dtype: ClassVar[Any] = torch.bfloat16
+
+
+RECIPES: Mapping[str, type[Precision]] = {"fp32": FP32Recipe, "bf16": BF16Recipe}

@@ -1,0 +1,113 @@
+"""A pool of gloo processes, started once: a test on many ranks costs milliseconds, not process starts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moefw.core.errors import ContractError
+
+COLLECTIVE_TIMEOUT_S = 60.0
+
+
+class RankPool:
+    """Runs functions on 1 to ``size`` ranks. Each job gets a world of its own; a failed job restarts the pool."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "moefw.core.build"])
+        self._workers: list[tuple[Any, Connection]] = []
+        self._store: dist.TCPStore | None = None
+        self._jobs = 0
+
+    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """Return ``function(*args)`` of every rank of a gloo world, in rank order.
+
+        ``function`` is importable by name. Raises ContractError with every rank's traceback if one fails or is late.
+        """
+        if not 1 <= world <= self.size:
+            raise ValueError(f"a pool of {self.size} ranks cannot run a world of {world}")
+        if not self._workers:
+            self._start()
+        self._jobs += 1
+        for rank, (_, pipe) in enumerate(self._workers[:world]):
+            pipe.send_bytes(pickle.dumps(sys.path))
+            pipe.send_bytes(pickle.dumps((self._jobs, rank, world, function, args)))
+        return self._collect(world, time.monotonic() + timeout_s)
+
+    def _collect(self, world: int, deadline: float) -> list[Any]:
+        answers: list[Any] = [None] * world
+        failures: list[str] = []
+        waiting = set(range(world))
+        while waiting and time.monotonic() < deadline:
+            for rank in sorted(waiting):
+                process, pipe = self._workers[rank]
+                if pipe.poll(0.001):
+                    ok, answer = pickle.loads(pipe.recv_bytes())
+                    waiting.discard(rank)
+                    if ok:
+                        answers[rank] = answer
+                    else:
+                        failures.append(f"rank {rank}: {answer}")
+                        deadline = min(deadline, time.monotonic() + 3.0)
+                elif not process.is_alive():
+                    waiting.discard(rank)
+                    failures.append(f"rank {rank}: the process died with exit code {process.exitcode}")
+                    deadline = min(deadline, time.monotonic() + 3.0)
+        failures += [f"rank {rank}: no answer in time" for rank in sorted(waiting)]
+        if failures:
+            self.close()
+            raise ContractError("\n".join(failures))
+        return answers
+
+    def _start(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in range(self.size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        """End the processes; the next job starts new ones."""
+        for process, pipe in self._workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._workers, self._store = [], None
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while True:
+        try:
+            sys.path[:] = pickle.loads(pipe.recv_bytes())
+            job, rank, world, function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"job{job}", store),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            )
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
+        dist.destroy_process_group()

@@ -1,0 +1,187 @@
+"""Checkpoints: safetensors under canonical names, a JSON manifest with hashes, committed by one rename. No pickle.
+
+Names do not depend on the layout, so a checkpoint loads into any layout of the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from moefw.core.contracts import Layout
+from moefw.core.errors import CheckpointError
+from moefw.core.naming import canonical_parameters, expert_parameters, state_tensors
+from moefw.training.folder import MANIFEST, checkpoint_dirs
+from moefw.training.gradients import DENSE_COPIES, EXPERT_COPIES
+
+FORMAT = 1
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layout: Layout,
+    identity: Mapping[str, Any],
+    *,
+    keep: int,
+) -> Path:
+    """Write ``checkpoints/step-N`` and drop all but the newest ``keep``. Collective; raises CheckpointError."""
+    final = run_dir / "checkpoints" / f"step-{step}"
+    scratch = final.with_name(final.name + ".tmp")
+    if layout.rank == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    _barrier()
+    tensors = {name: value.contiguous() for name, value in _owned(model, optimizer, layout)}
+    shard: dict[str, Any] | str = {}
+    try:
+        if tensors:
+            name = f"rank-{layout.rank:05d}.safetensors"
+            save_file(tensors, scratch / name)
+            _sync(scratch / name)
+            shard = {"file": name, "sha256": _hash(scratch / name), "tensors": sorted(tensors)}
+    except (OSError, SafetensorError) as error:
+        shard = str(error)
+    shards = _everywhere(shard)
+    failed = [answer for answer in shards if isinstance(answer, str)]
+    if failed:
+        if layout.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise CheckpointError(f"step {step} could not be saved: {failed[0]}.", "Earlier checkpoints are untouched.")
+    if layout.rank == 0:
+        manifest = {"format": FORMAT, "step": step, **identity, "shards": [shard for shard in shards if shard]}
+        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        _sync(scratch / MANIFEST)
+        shutil.rmtree(final, ignore_errors=True)
+        scratch.rename(final)
+        _sync(final.parent)
+        for _, old in checkpoint_dirs(run_dir)[:-keep]:
+            shutil.rmtree(old)
+    _barrier()
+    return final
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Fill a model, its state and its optimizer, checking every hash first; return the manifest.
+
+    Raises CheckpointError, with nothing changed, if the folder is damaged or holds another model.
+    """
+    manifest = _read_manifest(folder)
+    where: dict[str, Path] = {}
+    for shard in manifest["shards"]:
+        path = folder / shard["file"]
+        if not path.is_file() or _hash(path) != shard["sha256"]:
+            raise CheckpointError(f"{path} is missing or damaged.", "Use an earlier checkpoint of the run.")
+        where |= dict.fromkeys(shard["tensors"], path)
+    wanted: dict[str, Tensor] = {f"model/{p.name}": p.of(p.parameter.detach()) for p in canonical_parameters(model)}
+    wanted |= {f"state/{name}": tensor for name, tensor in state_tensors(model).items()}
+    _check_same_model(folder, where, wanted)
+    keys = {name.split("/")[1] for name in where if name.startswith("optimizer/")}
+    if optimizer is not None:
+        wanted |= _optimizer_slots(model, optimizer, where, keys)
+    files = {path: safe_open(path, "pt") for path in set(where.values())}
+    with torch.no_grad():
+        for name, target in wanted.items():
+            target.copy_(files[where[name]].get_tensor(name))
+    return manifest
+
+
+def _owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Yield what this rank writes: each piece is written by one rank of those that hold a copy."""
+    experts = expert_parameters(model)
+    for piece in canonical_parameters(model):
+        copies = EXPERT_COPIES if piece.parameter in experts else DENSE_COPIES
+        if layout.index(*copies) == 0:
+            yield f"model/{piece.name}", piece.of(piece.parameter.detach())
+            for key, value in optimizer.state.get(piece.parameter, {}).items():
+                shaped = value.shape == piece.parameter.shape
+                yield f"optimizer/{key}/{piece.name}", (piece.of(value) if shaped else value).clone()
+    if layout.rank == 0:
+        for name, tensor in state_tensors(model).items():
+            yield f"state/{name}", tensor
+
+
+def _optimizer_slots(
+    model: nn.Module, optimizer: torch.optim.Optimizer, where: Mapping[str, Path], keys: set[str]
+) -> dict[str, Tensor]:
+    """Make room for the optimizer's tensors and return the pieces to fill, by name."""
+    slots: dict[str, Tensor] = {}
+    for piece in canonical_parameters(model):
+        state = optimizer.state[piece.parameter]
+        for key in sorted(keys):
+            name = f"optimizer/{key}/{piece.name}"
+            if name in where:
+                with safe_open(where[name], "pt") as file:
+                    shaped = bool(file.get_slice(name).get_shape())
+                if key not in state:
+                    state[key] = torch.zeros_like(piece.parameter) if shaped else torch.zeros(())
+                slots[name] = piece.of(state[key]) if shaped else state[key]
+    return slots
+
+
+def _check_same_model(folder: Path, where: Mapping[str, Path], wanted: Mapping[str, Tensor]) -> None:
+    there = {name for name in where if not name.startswith("optimizer/")}
+    local_experts = {name for name in there if ".experts." in name}
+    missing, extra = sorted(wanted.keys() - there), sorted(there - wanted.keys() - local_experts)
+    if missing or extra:
+        kind, names = ("lacks", missing) if missing else ("holds also", extra)
+        shown = ", ".join(name.split("/", 1)[1] for name in names[:3])
+        what = f"{folder} is a checkpoint of another model: it {kind} {shown} and {max(0, len(names) - 3)} more."
+        raise CheckpointError(what, "Use the spec that it was trained with (spec.yaml in the run's folder).")
+    for name, tensor in wanted.items():
+        with safe_open(where[name], "pt") as file:
+            shape = tuple(file.get_slice(name).get_shape())
+        if shape != tuple(tensor.shape):
+            plain = name.split("/", 1)[1]
+            what = f"{folder} is a checkpoint of another model: {plain} is {shape} there and {tuple(tensor.shape)} here."
+            raise CheckpointError(what, "Use the spec that it was trained with (spec.yaml in the run's folder).")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is not a committed checkpoint: {error}.", "Use an earlier one.") from error
+    if manifest.get("format") != FORMAT:
+        what = f"{folder} has checkpoint format {manifest.get('format')}; this moefw reads {FORMAT}."
+        raise CheckpointError(what, "Use the moefw version that wrote it.")
+    return manifest
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _everywhere(answer: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [answer]
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    return answers

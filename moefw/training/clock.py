@@ -1,0 +1,120 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, final
+
+from rich.table import Table
+
+OTHER = "other"
+
+
+class SectionTime(NamedTuple):
+    """One line of a breakdown: ``seconds_per_step`` of wall time, ``share`` of the step between 0 and 1."""
+
+    section: str
+    seconds_per_step: float
+    share: float
+
+
+@final
+class StepClock:
+    """Adds up wall time by section: ``with clock("forward"): ...``, then ``step_done()``.
+
+    A step lasts from one ``step_done`` to the next, the first from the construction. The first ``warmup`` steps
+    (compilation, allocator, caches) count nowhere.
+
+    A GPU works behind the host's back, and the clock does not wait for it: there a section shows the time to launch its
+    work, and the waiting lands in whichever section first needs a result. ``synchronise=True`` waits for the device
+    at both ends of every section, which gives each its own time and makes the whole step slower.
+    """
+
+    def __init__(
+        self, *, warmup: int = 3, synchronise: bool = False, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._warmup = warmup
+        self._wait = _wait_for_device if synchronise else _go_on
+        self._now = now
+        self._open: str | None = None
+        self._step: defaultdict[str, float] = defaultdict(float)
+        self._total: defaultdict[str, float] = defaultdict(float)
+        self._total_s = 0.0
+        self._num_steps = 0
+        self._step_start_s = now()
+
+    @contextmanager
+    def __call__(self, section: str) -> Iterator[None]:
+        """Time what is inside. Sections follow each other and may come back within a step, but do not nest."""
+        assert self._open is None, f"section {section!r} inside section {self._open!r}"
+        assert section != OTHER, "'other' is what no section covers"
+        self._open = section
+        self._wait()
+        start_s = self._now()
+        try:
+            yield
+        finally:
+            self._wait()
+            self._step[section] += self._now() - start_s
+            self._open = None
+
+    def step_done(self) -> None:
+        """End a step and begin the next."""
+        assert self._open is None, f"the step ended inside section {self._open!r}"
+        self._wait()
+        now_s = self._now()
+        self._num_steps += 1
+        if self._num_steps > self._warmup:
+            self._total_s += now_s - self._step_start_s
+            for section, seconds in self._step.items():
+                self._total[section] += seconds
+        self._step.clear()
+        self._step_start_s = now_s
+
+    def breakdown(self) -> list[SectionTime]:
+        """Return the sections in the order of their first use, then "other"; shares sum to 1.
+
+        Empty until a step after the warm-up is done.
+        """
+        measured = self._num_steps - self._warmup
+        if measured < 1:
+            return []
+        seconds = {**self._total, OTHER: self._total_s - sum(self._total.values())}
+        return [SectionTime(section, s / measured, s / self._total_s) for section, s in seconds.items()]
+
+
+def render(breakdown: Sequence[SectionTime]) -> Table:
+    """Return the breakdown as a table for a terminal; the last row is the whole step."""
+    table = Table(title="Time of a step", title_justify="left", show_footer=True)
+    table.add_column("section", footer="step")
+    table.add_column("ms", justify="right", footer=_milliseconds(sum(row.seconds_per_step for row in breakdown)))
+    table.add_column("share", justify="right")
+    for row in breakdown:
+        table.add_row(row.section, _milliseconds(row.seconds_per_step), f"{row.share:.1%}")
+    return table
+
+
+def render_text(breakdown: Sequence[SectionTime]) -> str:
+    """Return the breakdown as one line: ``step 412.0 ms: forward 130.2 ms 31.6%, ...``; empty for no breakdown."""
+    if not breakdown:
+        return ""
+    parts = [f"{row.section} {_milliseconds(row.seconds_per_step)} ms {row.share:.1%}" for row in breakdown]
+    return f"step {_milliseconds(sum(row.seconds_per_step for row in breakdown))} ms: {', '.join(parts)}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"
+
+
+def _wait_for_device() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _go_on() -> None:
+    pass

@@ -1,0 +1,43 @@
+"""``adamw``: AdamW with decay on matrices only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, lt
+
+import moefw
+from moefw.core.plugin import OptimizerPlugin
+
+NO_DECAY = ("norm", "router", "embed", "bias")
+"""Parts of a canonical name whose parameters do not decay."""
+
+
+@frozen(kw_only=True)
+class AdamW(OptimizerPlugin):
+    """Decoupled weight decay (arXiv 1711.05101), none on norms, routers, embeddings and biases."""
+
+    name: ClassVar[str] = "adamw"
+
+    beta1: float = field(default=0.9, validator=and_(ge(0.0), lt(1.0)))
+    beta2: float = field(default=0.95, validator=and_(ge(0.0), lt(1.0)))
+    eps: float = field(default=1e-8, validator=gt(0.0))
+    weight_decay: float = field(default=0.1, validator=ge(0.0))
+
+    def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
+        """Return a fused ``torch.optim.AdamW`` with two groups."""
+        import torch
+
+        decay, plain = [], []
+        for name, parameter in parameters.items():
+            (plain if any(word in name for word in NO_DECAY) else decay).append(parameter)
+        groups = [{"params": decay, "weight_decay": self.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
+
+
+@moefw.hookimpl
+def moefw_optimizers() -> list[type[OptimizerPlugin]]:
+    """Declare the optimizer."""
+    return [AdamW]

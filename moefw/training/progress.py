@@ -1,0 +1,213 @@
+"""What a person sees while a run goes: one live line on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple, Self, final
+
+from attrs import frozen
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_SMOOTHING = 0.95
+"""Weight of the past in the smoothed loss: a memory of about 20 steps."""
+_RATE_STEPS = 100
+"""How many steps the time left is judged by."""
+_MIN_BAR, _MAX_BAR = 8, 40
+
+
+@frozen(kw_only=True)
+class _Seen:
+    """One step, whole: the thread that redraws the line reads it while the run goes on."""
+
+    step: int
+    loss: float
+    smooth_loss: float
+    tokens_per_s: float
+    load_max_over_mean: float
+    lr: float
+
+
+class _Part(NamedTuple):
+    """A part of the line: ``{}`` in a form stands for the value; the lowest ``rank`` is the last to be dropped."""
+
+    rank: int
+    value: str
+    form: str
+    short_value: str = ""
+    short_form: str = ""
+
+    def text(self, *, short: bool) -> Text:
+        value, form = (self.short_value or self.value, self.short_form or self.form) if short else self[1:3]
+        before, after = form.split("{}")
+        return Text.assemble((before, "dim"), (value, "bold"), (after, "dim"))
+
+
+@final
+class Progress:
+    """Shows a run; a context manager, used on rank 0 only.
+
+    ``start_step`` is the number of steps done before, ``total_steps`` the step at which the run ends. On a terminal
+    one line is redrawn: the loss smoothed over about 20 steps, tokens per second, balance (tokens of the busiest
+    expert over the mean: 1.00 is even), the last evaluation, elapsed time, time left; what does not fit is left out.
+    Elsewhere the first and last steps give a line each, and those between at most one each ``line_every_s`` seconds;
+    there the loss is that of the step, as in ``metrics.jsonl``.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        start_step: int,
+        console: Console | None = None,
+        line_every_s: float = 10.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps, self._start_step = total_steps, start_step
+        self._console = console or Console()
+        self._line_every_s, self._now = line_every_s, now
+        self._start_s = now()
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
+        self._seen: _Seen | None = None
+        self._bits: float | None = None
+        self._loss_sum = self._loss_weight = 0.0
+        self._line_s = -math.inf
+        self._line_step: int | None = None
+        live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(self, console=self._console, refresh_per_second=4) if live else None
+
+    def __enter__(self) -> Self:
+        self._start_s = self._now()
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+        elif self._seen and self._seen.step != self._line_step:
+            self._print_line(self._seen)
+
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens_per_s: float,
+        load_max_over_mean: float,
+        lr: float,
+        eval_bits_per_byte: float | None = None,
+    ) -> None:
+        """Take in a step that is done; ``step`` counts from 1, ``loss`` is nats per token.
+
+        ``eval_bits_per_byte`` is shown until the next one. A loss that is not finite is shown and does not enter the
+        smoothed loss.
+        """
+        self._marks.append((self._now(), step))
+        if eval_bits_per_byte is not None:
+            self._bits = eval_bits_per_byte
+        if math.isfinite(loss):
+            self._loss_sum = _SMOOTHING * self._loss_sum + loss
+            self._loss_weight = _SMOOTHING * self._loss_weight + 1.0
+        self._seen = seen = _Seen(
+            step=step,
+            loss=loss,
+            smooth_loss=self._loss_sum / self._loss_weight if math.isfinite(loss) else loss,
+            tokens_per_s=tokens_per_s,
+            load_max_over_mean=load_max_over_mean,
+            lr=lr,
+        )
+        due = self._line_step is None or step >= self._total_steps or self._now() - self._line_s >= self._line_every_s
+        if not self._live and due:
+            self._print_line(seen)
+
+    def note(self, text: str) -> None:
+        """Print a line of its own, above the bar where there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _print_line(self, seen: _Seen) -> None:
+        self._line_s, self._line_step = self._now(), seen.step
+        parts = [
+            f"step {seen.step}/{self._total_steps}",
+            f"loss {seen.loss:.4f}",
+            f"{seen.tokens_per_s:,.0f} tokens/s",
+            f"balance {seen.load_max_over_mean:.2f}",
+            f"lr {seen.lr:.1e}",
+        ]
+        if self._bits is not None:
+            parts.append(f"eval {self._bits:.3f} bits/byte")
+        left_s = self._left_s()
+        if left_s is not None:
+            parts.append(f"left {_clock(left_s)}")
+        self.note("  ".join(parts))
+
+    def _left_s(self) -> float | None:
+        """Return the seconds left by the pace of the last steps, or None before there is one: a first step compiles."""
+        if len(self._marks) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._marks[0], self._marks[-1]
+        return (last_s - first_s) / max(last - first, 1) * max(self._total_steps - last, 0)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the line: in full if that fits, else in short, and then without its least important parts."""
+        parts = self._parts()
+        line = _join(parts, short=False)
+        if line.cell_len + _MIN_BAR + 1 > options.max_width:
+            line = _join(parts, short=True)
+        while len(parts) > 1 and line.cell_len + (_MIN_BAR + 1 if len(parts) > 2 else 0) > options.max_width:
+            parts.remove(max(parts))
+            line = _join(parts, short=True)
+        bar_width = min(options.max_width - line.cell_len - 1, _MAX_BAR)
+        done = self._seen.step if self._seen else self._start_step
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        cells: list[ProgressBar | Text] = [line]
+        if bar_width >= _MIN_BAR:
+            grid.add_column(width=bar_width)
+            bar = ProgressBar(total=max(self._total_steps, 1), completed=done, width=bar_width, complete_style="cyan")
+            cells.insert(0, bar)
+        grid.add_column(no_wrap=True, overflow="crop")
+        grid.add_row(*cells)
+        yield grid
+
+    def _parts(self) -> list[_Part]:
+        """Return the parts from left to right."""
+        seen, elapsed = self._seen, _clock(self._now() - self._start_s)
+        if seen is None:
+            return [_Part(0, self._count(self._start_step), "{}"), _Part(1, elapsed, "first step {}")]
+        parts = [
+            _Part(0, self._count(seen.step), "{}"),
+            _Part(1, f"{seen.smooth_loss:.3f}", "loss {}"),
+            _Part(5, f"{seen.tokens_per_s:,.0f}", "{} tokens/s", short_form="{} tok/s"),
+            _Part(3, f"{seen.load_max_over_mean:.2f}", "balance {}"),
+        ]
+        if self._bits is not None:
+            parts.append(_Part(4, f"{self._bits:.3f}", "eval {} bits/byte", f"{self._bits:.2f}", "eval {}"))
+        parts.append(_Part(6, elapsed, "{} elapsed"))
+        left_s = self._left_s()
+        if left_s is not None:
+            parts.append(_Part(2, _clock(left_s), "{} left"))
+        return parts
+
+    def _count(self, step: int) -> str:
+        """Return ``step/total``, always of one width, so that the bar keeps its."""
+        return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
+
+
+def _join(parts: list[_Part], *, short: bool) -> Text:
+    return Text("  ").join(part.text(short=short) for part in parts)
+
+
+def _clock(seconds: float) -> str:
+    """Return ``m:ss``, or ``h:mm:ss`` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

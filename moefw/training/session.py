@@ -1,0 +1,139 @@
+"""A session: this rank's process group, layout, data and model, opened and closed together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moefw.core.assembly import Assembly
+from moefw.core.build import Shared, build_model
+from moefw.core.contracts import DataSource, Layout
+from moefw.core.errors import MoefwError, PlanError
+from moefw.core.naming import initialise
+from moefw.core.stages import Batch
+from moefw.training.folder import cache_dir
+from moefw.training.world import Place, rendezvous
+
+COLLECTIVE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a command works with on this rank."""
+
+    assembly: Assembly
+    device: torch.device
+    layout: Layout
+    data: DataSource
+    model: nn.Module
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank talks to the user and writes shared files."""
+        return self.layout.rank == 0
+
+    def batch(self, windows_BS: np.ndarray[Any, np.dtype[np.int64]], valid: int | None = None) -> Batch:
+        """Return windows ``(B, S+1)`` as a batch on the device; sequences from ``valid`` on are padding."""
+        tokens = torch.from_numpy(windows_BS)
+        mask = None
+        if valid is not None and valid < len(tokens):
+            mask = torch.zeros(len(tokens), tokens.shape[1] - 1, dtype=torch.bool)
+            mask[:valid] = True
+            mask = mask.to(self.device)
+        ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return Batch(ids_BS=ids.to(self.device), labels_BS=labels.to(self.device), mask_BS=mask)
+
+
+@contextmanager
+def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
+    """Join the world, agree on the spec, prepare data, build and initialise the model. Collective.
+
+    Raises what is wrong on every rank alike; on leaving, everything is freed.
+    """
+    device = _device(assembly, place)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // place.local_world)))
+    shared = Shared()
+    if place.world > 1:
+        address = rendezvous()
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        dist.init_process_group(
+            backend,
+            init_method=address,
+            rank=place.rank,
+            world_size=place.world,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+    try:
+        _agree_on(assembly, place)
+        layout = assembly.parts.parallel.build(assembly.layout, device.type)
+        data = _prepare_once(assembly, place)
+        model = build_model(assembly, layout, device, shared)
+        std: Any = model.init_std
+        initialise(model, seed=assembly.spec.run.seed, std=std)
+        yield Session(assembly=assembly, device=device, layout=layout, data=data, model=model)
+    finally:
+        shared.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(assembly: Assembly, place: Place) -> torch.device:
+    if assembly.site.machine.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise PlanError("run.device is cuda, and this PyTorch finds no GPU.", "Use run.device: cpu, or see `moefw doctor`.")
+    if place.local_world > torch.cuda.device_count():
+        what = f"{place.local_world} ranks on this machine want a GPU each, and there are {torch.cuda.device_count()}."
+        raise PlanError(what, "Use a smaller layout, or run.device: cpu.")
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _agree_on(assembly: Assembly, place: Place) -> None:
+    if place.world == 1:
+        return
+    digests: list[Any] = [None] * place.world
+    dist.all_gather_object(digests, assembly.digest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        what = f"ranks {others} have another spec, plugin or plugin version than rank 0."
+        raise PlanError(what, "Give every node the same spec and the same environment.")
+
+
+def _prepare_once(assembly: Assembly, place: Place) -> DataSource:
+    """Let the first rank of each machine prepare; the others find the files there."""
+    source = assembly.parts.data
+    if place.world == 1:
+        return _fitting(source.prepare(cache_dir()), assembly)
+    problem: MoefwError | None = None
+    if place.local_rank == 0:
+        try:
+            _fitting(source.prepare(cache_dir()), assembly)
+        except MoefwError as error:
+            problem = error
+    problems: list[Any] = [None] * place.world
+    dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise found
+    return source.prepare(cache_dir())
+
+
+def _fitting(data: DataSource, assembly: Assembly) -> DataSource:
+    room = getattr(assembly.parts.model, "vocab_size", None)
+    if room is not None and data.vocab_size > room:
+        what = f"the tokenizer has {data.vocab_size} ids and model.vocab_size is {room}."
+        raise PlanError(what, f"Use model.vocab_size: {data.vocab_size}.")
+    return data
+
+

@@ -1,0 +1,117 @@
+"""The world of ranks: the one that torchrun or Slurm made, or one that we start on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+from moefw.core.errors import PlanError, RunError
+
+LAUNCHED = "MOEFW_LAUNCHED"
+"""Set for ranks that :func:`run_local_ranks` started: the parent has made everything ready."""
+_GRACE_S = 10.0
+
+
+@frozen
+class Place:
+    """This process among the ranks of a run."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+
+def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return the place that torchrun or Slurm gave this process, or None outside of both.
+
+    Raises PlanError where the variables contradict each other.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        defaults = (None, None, environment["RANK"], environment["WORLD_SIZE"])
+    elif int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+        defaults = (None, None, "0", "1")
+    else:
+        return None
+    values = [environment.get(name, default) for name, default in zip(names, defaults, strict=True)]
+    try:
+        place = Place(*(int(str(value)) for value in values))
+    except ValueError as error:
+        found = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise PlanError(f"the environment does not name a rank: {found}.", "Each must be a whole number.") from error
+    if not 0 <= place.rank < place.world:
+        raise PlanError(f"rank {place.rank} is not in a world of {place.world}.", f"Check {names[0]} and {names[1]}.")
+    return place
+
+
+def rendezvous(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the address at which ranks meet, ``tcp://host:port``."""
+    host = environment.get("MASTER_ADDR")
+    if host is None:
+        nodes = environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
+        host = re.sub(r"\[(\d+).*", r"\1", nodes.split(",")[0] if "[" not in nodes else nodes)
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    return f"tcp://{host}:{environment.get('MASTER_PORT', 29500 + job % 1000)}"
+
+
+def run_local_ranks(arguments: Sequence[str], world: int) -> int:
+    """Start ``world`` processes of this program on this machine and return the exit code of the run.
+
+    When a rank ends badly the others are stopped; Ctrl-C and SIGTERM are handed on.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads, LAUNCHED: "1"}
+    ranks = []
+    for rank in range(world):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        environment = shared | {name: str(value) for name, value in place.items()}
+        ranks.append(subprocess.Popen([sys.executable, "-m", "moefw", *arguments], env=environment))
+    previous = signal.signal(signal.SIGTERM, lambda *_: _stop(ranks))
+    try:
+        return _wait(ranks)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        _stop(ranks)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        bad = [(index, code) for index, code in enumerate(codes) if code]
+        if bad:
+            index, code = bad[0]
+            if code < 0:
+                name = signal.Signals(-code).name
+                raise RunError(f"rank {index} was ended by {name}.", "Continue from the last checkpoint with --resume.")
+            return code
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.05)
+
+
+def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()

@@ -1,0 +1,23 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from moefw.testing.pool import RankPool
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Four gloo ranks, started once for all tests."""
+    ranks = RankPool(4)
+    yield ranks
+    ranks.close()
