@@ -25,6 +25,9 @@ from moefw.training.data.tokens import TokenFile, TokenWriter, token_dtype
 EOT = "<|endoftext|>"
 
 
+examples = settings(max_examples=60, deadline=None)
+
+
 def write(folder: Path, files: dict[str, str | bytes]) -> Path:
     for name, content in files.items():
         path = folder / name
@@ -38,7 +41,7 @@ def all_of(stream) -> list[int]:
 
 
 def prepared_folders(cache: Path) -> list[Path]:
-    return sorted(path for path in cache.iterdir())
+    return sorted(cache.iterdir())
 
 
 def message(path: str | Path | None, cache: Path, **options: object) -> str:
@@ -56,9 +59,8 @@ def python(code: str, *args: object) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    return write(
-        tmp_path / "corpus", {f"part{i % 3}/doc{i:02}.txt": f"Text {i}: Grüße, 你好 🙂\n" * 3 for i in range(30)}
-    )
+    files = {f"part{i % 3}/doc{i:02}.txt": f"Text {i}: Grüße, 你好 🙂\n" * 3 for i in range(30)}
+    return write(tmp_path / "corpus", files)
 
 
 @pytest.fixture
@@ -141,8 +143,8 @@ def test_files_that_are_not_text_are_skipped(tmp_path, cache):
     assert sorted([bytes(all_of(source.train)), bytes(all_of(source.heldout))]) == [b"alpha", b"beta"]
 
 
-@settings(max_examples=50)
-@given(st.text(min_size=1))
+@examples
+@given(st.text(st.sampled_from("a \né你🙂"), min_size=1, max_size=30))
 def test_text_is_cut_after_a_line_or_a_whole_character(text):
     block = text.encode()
     for stop in range(4, len(block) + 1):
@@ -183,6 +185,7 @@ def test_a_document_keeps_its_side_when_others_come_or_the_corpus_moves(tmp_path
     assert 20 < len(many) < 60
 
 
+@examples
 @given(st.integers(2, 30), st.floats(0, 1, exclude_min=True, exclude_max=True))
 def test_no_side_is_ever_empty(num, share):
     documents = [Document(f"{i}.txt", Path(f"{i}.txt"), 0, 1, 0) for i in range(num)]
@@ -204,7 +207,7 @@ def test_of_a_single_file_the_last_lines_are_held_out(tmp_path, cache):
     assert 0.1 <= len(heldout) / len(content) < 0.102
 
 
-@settings(max_examples=60)
+@examples
 @given(st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=2), st.floats(0.001, 0.999))
 def test_a_single_file_is_cut_between_characters(tmp_path_factory, text, share):
     path = tmp_path_factory.mktemp("one") / "a"
@@ -284,6 +287,15 @@ def test_the_second_time_nothing_is_tokenized(corpus, cache, monkeypatch):
     assert second.heldout_bytes == first.heldout_bytes
 
 
+def test_the_description_of_prepared_data_can_be_read(corpus, cache):
+    source = Text(path=str(corpus), heldout=0.3).prepare(cache)
+    (folder,) = prepared_folders(cache)
+    meta = json.loads((folder / "meta.json").read_text("utf-8"))
+    assert meta["tokens"] == {"train": len(source.train), "heldout": len(source.heldout)}
+    assert sum(meta["documents"].values()) == 30
+    assert meta["dtype"] == "uint8"
+
+
 def change_content(corpus: Path) -> dict[str, object]:
     path = corpus / "part0/doc00.txt"
     size, time = path.stat().st_size, path.stat().st_mtime_ns
@@ -314,7 +326,7 @@ def test_another_tokenizer_of_the_same_name_is_prepared_anew(corpus, cache, toke
 
 
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-9])
 
 
 @pytest.mark.parametrize("name", ["train.bin", "heldout.bin", "heldout.raw", "meta.json"])
@@ -499,6 +511,7 @@ def epoch(order: BatchOrder, number: int) -> list[int]:
     return starts[first - steps.start * size :][: order.num_windows]
 
 
+@examples
 @given(orders, st.integers(0, 5))
 def test_an_epoch_shows_every_window_once_shifted_as_a_whole(order, number):
     starts = sorted(epoch(order, number))
@@ -509,6 +522,7 @@ def test_an_epoch_shows_every_window_once_shifted_as_a_whole(order, number):
     assert order.num_windows == 1 or starts[0] + order.num_tokens - last < 2 * order.seq_len
 
 
+@examples
 @given(orders, st.lists(st.integers(0, 300), min_size=1, max_size=6))
 def test_the_order_is_a_pure_function_of_seed_and_step(order, steps):
     forwards = {step: order.starts(step).tolist() for step in steps}
@@ -517,6 +531,7 @@ def test_the_order_is_a_pure_function_of_seed_and_step(order, steps):
     assert all(len(starts) == order.sequences_per_step for starts in forwards.values())
 
 
+@examples
 @given(orders, st.integers(1, 5))
 def test_the_size_of_a_step_only_cuts_the_order(order, times):
     small = np.concatenate([order.starts(step) for step in range(times)])
@@ -541,7 +556,10 @@ def test_seeds_and_epochs_differ_in_order_and_in_shift():
 
 def test_the_order_of_a_seed_never_changes():
     order = BatchOrder(num_tokens=1000, seq_len=10, sequences_per_step=6, seed=7)
-    assert [order.starts(step).tolist() for step in (0, 20)] == [[], []]
+    assert [order.starts(step).tolist() for step in (0, 20)] == [
+        [332, 362, 72, 752, 282, 652],
+        [253, 973, 713, 763, 893, 103],
+    ]
 
 
 def test_what_a_caller_does_with_the_starts_does_not_reach_the_order():
@@ -559,11 +577,12 @@ def test_a_corpus_smaller_than_a_window_says_how_many_tokens_are_needed():
         "the training text has 64 tokens, and a window of train.seq_len 64 needs 65. "
         "Use more text, or a shorter train.seq_len."
     )
-    with pytest.raises(DataError, match="the held-out text has 3 tokens, and a window of train.seq_len 64 needs 65"):
+    with pytest.raises(DataError, match=r"the held-out text has 3 tokens, and a window of train\.seq_len 64 needs 65"):
         heldout_windows(3, seq_len=64, max_tokens=100)
     assert BatchOrder(num_tokens=65, seq_len=64, sequences_per_step=3, seed=0).starts(5).tolist() == [0, 0, 0]
 
 
+@examples
 @given(st.integers(1, 9), st.integers(0, 300), st.integers(1, 400))
 def test_evaluation_windows_are_spread_over_the_stream_and_share_no_label(seq_len, extra, max_tokens):
     num_tokens = seq_len + 1 + extra
@@ -576,12 +595,3 @@ def test_evaluation_windows_are_spread_over_the_stream_and_share_no_label(seq_le
     assert gaps.min() >= 1
     assert gaps.max() - gaps.min() <= 1
     assert (starts % seq_len == 0).all()
-
-
-def test_the_description_of_prepared_data_can_be_read(corpus, cache):
-    source = Text(path=str(corpus), heldout=0.3).prepare(cache)
-    (folder,) = prepared_folders(cache)
-    meta = json.loads((folder / "meta.json").read_text("utf-8"))
-    assert meta["tokens"] == {"train": len(source.train), "heldout": len(source.heldout)}
-    assert sum(meta["documents"].values()) == 30
-    assert meta["dtype"] == "uint8"

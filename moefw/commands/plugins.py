@@ -81,7 +81,7 @@ def _usable(declaration: type[Plugin], site: Site) -> tuple[bool | None, str]:
 
 
 def _trials(declaration: type[Plugin]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield labelled sets of required options: each choice of a Literal, lists empty; nothing if one cannot be guessed."""
+    """Yield labelled sets of required options: each choice of a Literal, an empty list; nothing if one has no guess."""
     required = [field for field in attrs.fields(attrs.resolve_types(declaration)) if field.default is attrs.NOTHING]
     choices = [_guesses(field.type) for field in required]
     for values in itertools.product(*choices):

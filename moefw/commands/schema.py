@@ -7,27 +7,29 @@ import json
 import types
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 import click
 from attrs import frozen
-from attrs.validators import and_, ge, optional
+from attrs.validators import and_, ge, min_len, optional
 
+from moefw.commands import specs
 from moefw.core.plugin import FAMILIES
 from moefw.core.registry import Part, Registry
-from moefw.core.source import Marks, Tree, read_yaml
+from moefw.core.source import Tree
 from moefw.core.spec import Spec
 from moefw.core.structure import plain
 
 Schema = dict[str, Any]
 
-DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
 NULL: Schema = {"type": "null"}
 SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", types.NoneType: "null"}
 BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
-_Number, _And, _Optional = type(ge(0)), type(and_()), type(optional(ge(0)))
+_Number: Any = type(ge(0))
+_Length: Any = type(min_len(0))
+_Optional: Any = type(optional(ge(0)))
+_And: Any = type(and_(ge(0)))
 
 
 @click.command()
@@ -39,24 +41,25 @@ def schema() -> None:
     registry = Registry()
     for problem in registry.load_all():
         click.echo(f"left out: {problem}", err=True)
-    defaults = read_yaml(DEFAULTS.read_text(encoding="utf-8"), Marks(DEFAULTS.name), [])
-    written = spec_schema(registry.parts(), defaults, on_failure=lambda message: click.echo(message, err=True))
+    written = spec_schema(
+        registry.parts(), specs.defaults(), warn=lambda text: click.echo(f"left out: {text}", err=True)
+    )
     click.echo(json.dumps(written, indent=2, default=str))
 
 
-def spec_schema(parts: Sequence[Part], defaults: Tree, *, on_failure: Callable[[str], None] = lambda message: None) -> Schema:
+def spec_schema(parts: Sequence[Part], defaults: Tree, *, warn: Callable[[str], None]) -> Schema:
     """Return the schema (draft 2020-12) of a spec over ``parts``, where ``defaults`` fill what a spec leaves out.
 
-    A part whose options cannot be described is left out, and told to ``on_failure``.
+    A part whose options cannot be described is left out, and told to ``warn``.
     """
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "moefw spec"}
-    return head | _Writer(parts, on_failure).of_class(Spec, defaults)
+    return head | _Writer(parts, warn).of_class(Spec, defaults) | {"type": "object"}
 
 
 @frozen
 class _Writer:
     parts: Sequence[Part]
-    on_failure: Callable[[str], None]
+    warn: Callable[[str], None]
 
     def of_class(self, cls: type[Any], given: Mapping[str, Any]) -> Schema:
         """The mapping that :func:`moefw.core.structure.structure` reads as ``cls``, where ``given`` fills in."""
@@ -79,7 +82,7 @@ class _Writer:
             return array if default is None else array | {"default": default}
         if hook:
             return self.of_choice(hook, default)
-        if isinstance(default, Mapping) and attrs.has(field.type):
+        if isinstance(default, Mapping) and isinstance(field.type, type):
             return self.of_class(field.type, default) | {"type": ["object", "null"]}
         return self.of_type(field.type) | _bounds(field.validator) | _default(field, given)
 
@@ -92,7 +95,7 @@ class _Writer:
                     branches.append(self.of_part(part, given or {}))
                 except Exception as error:
                     where = f"{part.name!r} of {part.distribution} {part.version}"
-                    self.on_failure(f"left out: the options of {where} raise {type(error).__name__}: {error}")
+                    self.warn(f"the options of {where} raise {type(error).__name__}: {error}")
         if given is not None:
             branches.append(NULL)
         family = next(family for family in FAMILIES if family.hook == hook)
@@ -146,9 +149,11 @@ def _summary(cls: type[Any]) -> str:
 
 
 def _bounds(validator: Any) -> Schema:
-    """Numeric bounds; they bind numbers only, so they may stand beside other types."""
+    """Bounds as keywords; each binds values of its own type only, so it may stand beside null and other types."""
     if isinstance(validator, _Number):
         return {BOUNDS[validator.compare_op]: validator.bound}
+    if isinstance(validator, _Length):
+        return {"minLength": validator.min_length, "minItems": validator.min_length}
     if isinstance(validator, _Optional):
         return _bounds(validator.validator)
     if isinstance(validator, _And):
@@ -160,6 +165,6 @@ def _default(field: attrs.Attribute[Any], given: Mapping[str, Any]) -> Schema:
     if field.name in given:
         return {"default": given[field.name]}
     default: Any = field.default
-    if default is attrs.NOTHING or (isinstance(default, attrs.Factory) and default.takes_self):  # type: ignore[arg-type]
-        return {}
-    return {"default": plain(default.factory() if isinstance(default, attrs.Factory) else default)}  # type: ignore[arg-type]
+    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+        return {} if default.takes_self else {"default": plain(default.factory())}
+    return {} if default is attrs.NOTHING else {"default": plain(default)}

@@ -82,7 +82,7 @@ class StepClock:
         measured = self._num_steps - self._warmup
         if measured < 1:
             return []
-        seconds = {**self._total, OTHER: self._total_s - sum(self._total.values())}
+        seconds = {**self._total, OTHER: max(self._total_s - sum(self._total.values()), 0.0)}
         return [SectionTime(section, s / measured, s / self._total_s) for section, s in seconds.items()]
 
 

@@ -198,7 +198,7 @@ class Progress:
         return parts
 
     def _count(self, step: int) -> str:
-        """Return ``step/total``, always of one width, so that the bar keeps its."""
+        """Return ``step/total``, always of one width, so that the bar does not jump."""
         return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
 

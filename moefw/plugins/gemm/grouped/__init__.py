@@ -11,7 +11,7 @@ import moefw
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
 
-GPU_DIM_MULTIPLE = 8
+DIM_MULTIPLE = 8
 GPU_ROW_ALIGNMENT = 8
 
 
@@ -43,14 +43,12 @@ class Grouped(GemmPlugin):
         return needs
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """On a GPU every row of an operand starts at a 16-byte boundary."""
-        if site.machine.device != "cuda":
-            return []
+        """Every row of an operand starts at a 16-byte boundary."""
         sizes = {"model.dim": site.dims.model_dim, "model.expert_dim": site.dims.expert_dim}
         return [
-            moefw.Problem(f"grouped_mm on a GPU wants multiples of {GPU_DIM_MULTIPLE}; {name} is {size}.", "Round it up.")
+            moefw.Problem(f"grouped_mm wants sizes that are multiples of {DIM_MULTIPLE}; {name} is {size}.", "Round it up.")
             for name, size in sizes.items()
-            if size % GPU_DIM_MULTIPLE
+            if size % DIM_MULTIPLE
         ]
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:

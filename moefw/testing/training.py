@@ -1,0 +1,89 @@
+"""Short training runs on the ranks of a pool, to hold layouts and plugins against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefw.core.build import Shared, build_model
+from moefw.core.naming import canonical_parameters, initialise, state_tensors
+from moefw.core.resolve import assemble_tree
+from moefw.core.site import Machine
+from moefw.core.source import Marks, Tree, read_yaml
+from moefw.core.stages import Batch
+from moefw.testing.trial import DEFAULTS
+from moefw.training.engine import Engine, StepResult
+
+SMALL: Mapping[str, Any] = {
+    "model": {
+        "vocab_size": 61,
+        "dim": 32,
+        "num_layers": 3,
+        "num_dense_layers": 1,
+        "dense_dim": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "num_experts": 8,
+        "top_k": 2,
+        "expert_dim": 16,
+        "shared_expert_dim": 16,
+    },
+    "routing": {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias", "rate": 0.01}]},
+    "train": {"steps": 20, "tokens_per_step": 256, "micro_batch": 2, "seq_len": 16, "lr": 1e-3},
+    "run": {"device": "cpu", "seed": 3},
+}
+"""A transformer of two MoE layers behind a dense one, with a shared expert, that trains in milliseconds."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a short run did. Tensors by canonical name hold what this rank holds."""
+
+    results: list[StepResult]
+    first: dict[str, Tensor]
+    last: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def short_run(tree: Tree, steps: int) -> Run:
+    """Train on random tokens that depend on the step alone; each rank takes its share of the sequences."""
+    defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), [])
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    assembly = assemble_tree(tree, Marks("short run"), defaults=defaults, world=world, machine=Machine(device="cpu"))
+    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    shared = Shared()
+    model = build_model(assembly, layout, torch.device("cpu"), shared)
+    std: Any = model.init_std
+    initialise(model, seed=assembly.spec.run.seed, std=std)
+    train = assembly.spec.train
+    engine = Engine(
+        model, assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr), layout, clip_norm=train.clip_norm
+    )
+    first = _weights(model)
+    vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
+    results = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)
+        tokens = torch.randint(vocabulary, shape, generator=generator).tensor_split(layout.size("dp"))[layout.index("dp")]
+        batches = [Batch(ids_BS=part[:, :-1], labels_BS=part[:, 1:]) for part in tokens.split(train.micro_batch)]
+        results.append(engine.step(batches, train.lr, _no_clock))
+    state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
+    shared.close()
+    return Run(results=results, first=first, last=_weights(model), state=state)
+
+
+def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {piece.name: piece.of(piece.parameter.detach()).clone() for piece in canonical_parameters(model)}
+
+
+@contextmanager
+def _no_clock(section: str) -> Iterator[None]:
+    yield

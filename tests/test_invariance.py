@@ -1,0 +1,89 @@
+"""Nothing depends on the layout or on the plugins that only change speed: same weights, same losses."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from moefw.testing.pool import RankPool
+from moefw.testing.training import SMALL, Run, short_run
+
+VARIANTS = list(itertools.product((1, 2, 4), ("allgather", "alltoall"), ("loop", "grouped")))
+STEPS = 20
+
+
+def run(pool: RankPool, world: int, dispatch: str = "alltoall", gemm: str = "grouped", steps: int = STEPS, **parts) -> list[Run]:
+    ep = parts.pop("ep", world)
+    tree = {**SMALL, "dispatch": {"use": dispatch}, "gemm": {"use": gemm}, "parallel": {"experts": {"ep": ep}}, **parts}
+    return pool.run(short_run, world, tree, steps)
+
+
+def merged(runs: list[Run], when: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for one in runs for name, tensor in getattr(one, when).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: RankPool) -> Run:
+    """One rank, the readable GEMM: what all others are held against."""
+    return run(pool, 1, "allgather", "loop")[0]
+
+
+@pytest.mark.parametrize(("world", "dispatch", "gemm"), VARIANTS)
+def test_expert_parallelism_dispatcher_and_gemm_change_nothing_but_speed(
+    pool: RankPool, alone: Run, world: int, dispatch: str, gemm: str
+) -> None:
+    runs = run(pool, world, dispatch, gemm)
+    first, last = merged(runs, "first"), merged(runs, "last")
+    assert first.keys() == alone.first.keys()
+    assert all(torch.equal(first[name], alone.first[name]) for name in first)
+    for got, wanted in zip(runs[0].results, alone.results, strict=True):
+        assert got.loss == pytest.approx(wanted.loss, rel=2e-6)
+        assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-5)
+        assert got.load_LE == wanted.load_LE
+    worst = max((last[name] - alone.last[name]).abs().max().item() for name in last)
+    assert worst < 2e-5
+    assert all(torch.equal(runs[0].state[name], alone.state[name]) for name in alone.state)
+
+
+def test_copies_of_experts_on_several_ranks_train_alike(pool: RankPool, alone: Run) -> None:
+    runs = run(pool, 4, ep=2)
+    for got, wanted in zip(runs[0].results, alone.results, strict=True):
+        assert got.loss == pytest.approx(wanted.loss, rel=2e-6)
+        assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-5)
+    for name, tensor in runs[0].last.items():
+        assert torch.equal(tensor, runs[2].last[name])
+
+
+def test_ranks_agree_on_every_result(pool: RankPool) -> None:
+    runs = run(pool, 2, steps=3)
+    assert runs[0].results == runs[1].results
+
+
+def test_micro_batches_change_nothing_but_memory(pool: RankPool, alone: Run) -> None:
+    train = {**SMALL["train"], "micro_batch": 16}
+    (whole,) = run(pool, 1, train=train)
+    for got, wanted in zip(whole.results, alone.results, strict=True):
+        assert got.loss == pytest.approx(wanted.loss, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "regions", [["block"], ["attention", "router", "experts", "shared_expert", "dense_mlp"], ["moe_act"]]
+)
+@pytest.mark.parametrize("gemm", ["loop", "grouped"])
+def test_recompute_changes_no_bit(pool: RankPool, gemm: str, regions: list[str]) -> None:
+    plain = run(pool, 2, gemm=gemm, steps=4)
+    again = run(pool, 2, gemm=gemm, steps=4, memory=[{"use": "recompute", "regions": regions}])
+    assert [r.loss for r in again[0].results] == [r.loss for r in plain[0].results]
+    assert all(torch.equal(again[1].last[name], plain[1].last[name]) for name in plain[1].last)
+
+
+def test_the_same_run_twice_gives_the_same_bits(pool: RankPool) -> None:
+    first, second = (run(pool, 2, steps=4) for _ in range(2))
+    assert all(torch.equal(first[0].last[name], second[0].last[name]) for name in first[0].last)
+
+
+def test_bf16_learns_like_fp32(pool: RankPool, alone: Run) -> None:
+    runs = run(pool, 2, precision={"use": "bf16"})
+    assert runs[0].results[-1].loss == pytest.approx(alone.results[-1].loss, rel=5e-3)

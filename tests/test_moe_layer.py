@@ -1,0 +1,123 @@
+"""Every combination of plugins computes what the dense oracle computes, gradients included."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from moefw.testing.oracle import Rule
+from moefw.testing.pool import RankPool
+from moefw.testing.trial import Trial, assert_matches, solve, truth
+
+DISPATCHERS = ("allgather", "alltoall")
+GEMMS = ("loop", "grouped")
+PRECISIONS = {"fp32": 1e-5, "bf16": 4e-2}
+MEMORY = {
+    "none": [],
+    "keep": [{"use": "keep", "regions": ["router", "experts"]}],
+    "recompute": [{"use": "recompute", "regions": ["router", "experts", "shared_expert"]}],
+    "recompute_act": [{"use": "recompute", "regions": ["moe_act"]}],
+}
+ROUTINGS = {
+    "sigmoid": ({"score": "sigmoid"}, {}),
+    "sigmoid_raw": ({"score": "sigmoid", "renormalise": False, "scale": 2.5}, {"renormalise": False, "scale": 2.5}),
+    "softmax": ({"score": "softmax"}, {"score": "softmax"}),
+    "aux": (
+        {"score": "softmax", "balance": [{"kind": "aux_loss", "coeff": 0.1}, {"kind": "z_loss", "coeff": 0.01}]},
+        {"score": "softmax", "aux_coeff": 0.1, "z_coeff": 0.01},
+    ),
+    "aux_sigmoid": (
+        {"score": "sigmoid", "balance": [{"kind": "expert_bias"}, {"kind": "aux_loss", "coeff": 0.1}]},
+        {"aux_coeff": 0.1},
+    ),
+}
+WORLDS = {
+    "one rank": ((7,), 1),
+    "two ranks, unequal": ((5, 3), 2),
+    "two ranks, experts whole": ((5, 3), 1),
+    "four ranks, one empty": ((4, 0, 7, 2), 4),
+    "four ranks, two groups": ((4, 1, 0, 3), 2),
+    "all ranks empty": ((0, 0), 2),
+}
+SKEWS = ("even", "one", "starved")
+
+
+def trial(dispatch: str, gemm: str, precision: str, memory: str, routing: str, world: str, skew: str, **more) -> Trial:
+    tokens, ep = WORLDS[world]
+    parts = {
+        "dispatch": {"use": dispatch},
+        "gemm": {"use": gemm},
+        "precision": {"use": precision},
+        "memory": MEMORY[memory],
+        "routing": {"use": "topk", **ROUTINGS[routing][0]},
+        "parallel": {"experts": {"ep": ep}},
+    }
+    return Trial(tokens=tokens, skew=skew, parts=parts, **more)
+
+
+def check(pool: RankPool, case: Trial, routing: str, precision: str) -> None:
+    rule = Rule(top_k=case.top_k, **ROUTINGS[routing][1])
+    assert_matches(pool.run(solve, case.world, case), truth(case, rule), rtol=PRECISIONS[precision])
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("dispatch", DISPATCHERS)
+def test_every_combination_equals_the_oracle(
+    pool: RankPool, dispatch: str, gemm: str, precision: str, memory: str
+) -> None:
+    turns = zip(itertools.cycle(ROUTINGS), WORLDS, itertools.cycle(SKEWS))
+    for seed, (routing, world, skew) in enumerate(turns):
+        case = trial(
+            dispatch, gemm, precision, memory, routing, world, skew, seed=seed, masked=seed % 2 == 1, shared=True
+        )
+        check(pool, case, routing, precision)
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dispatch", DISPATCHERS)
+def test_every_routing_equals_the_oracle_on_every_world(
+    pool: RankPool, dispatch: str, world: str, routing: str, skew: str
+) -> None:
+    case = trial(dispatch, "grouped", "fp32", "none", routing, world, skew, masked=True)
+    check(pool, case, routing, "fp32")
+
+
+def test_an_expert_without_tokens_gets_a_zero_gradient(pool: RankPool) -> None:
+    case = trial("alltoall", "grouped", "fp32", "none", "sigmoid", "two ranks, unequal", "one", top_k=1)
+    case = Trial(**{**case.__dict__, "parts": {**case.parts, "routing": {"use": "topk", "score": "sigmoid", "renormalise": False}}})
+    outcomes = pool.run(solve, 2, case)
+    assert outcomes[0].tokens_per_expert.tolist() == [5.0, 0.0, 0.0, 0.0]
+    assert outcomes[1].grads["experts.3.down_proj.weight"].abs().max() == 0
+    assert outcomes[0].grads["experts.0.down_proj.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize("alignment", [4, 16])
+@pytest.mark.parametrize("dispatch", DISPATCHERS)
+def test_groups_are_padded_with_zero_rows_to_the_alignment_that_was_negotiated(
+    pool: RankPool, dispatch: str, alignment: int
+) -> None:
+    for world in ("one rank", "four ranks, one empty", "two ranks, experts whole"):
+        case = trial(dispatch, "loop", "fp32", "none", "sigmoid", world, "even", row_alignment=alignment)
+        check(pool, case, "sigmoid", "fp32")
+        for sizes, padding in pool.run(padded_groups, case.world, case):
+            assert all(size % alignment == 0 for size in sizes)
+            assert padding == 0.0
+
+
+def padded_groups(case: Trial) -> tuple[tuple[int, ...], float]:
+    from moefw.testing.trial import received
+
+    batch = received(case)
+    assert batch.counts_host is not None
+    start, worst = 0, 0.0
+    for size, count in zip(batch.counts_host, batch.counts_e.tolist(), strict=True):
+        worst = max(worst, batch.rows_RD[start + count : start + size].abs().sum().item())
+        worst = max(worst, batch.row_weights_R[start + count : start + size].abs().sum().item())
+        start += size
+    assert batch.offsets_e[-1] == start == len(batch.rows_RD)
+    return batch.counts_host, worst
