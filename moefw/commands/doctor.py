@@ -100,11 +100,12 @@ def ask(names: Sequence[str], *, deadline: float) -> list[Capability]:
         command, fix = [sys.executable, "-P", "-m", __name__, *pending], ""
         try:
             child = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s
             )
             output, why = child.stdout, _death(child)
         except subprocess.TimeoutExpired as late:
-            output, why, fix = late.stdout or b"", f"no answer within {left_s:.0f} s", "Try a longer --timeout."
+            why = f"no answer within {left_s:.0f} s" if left_s else "no time was left to try it"
+            output, fix = late.stdout or b"", "Try a longer --timeout."
         lines = output.splitlines()
         answers += [Capability(**json.loads(line)) for line in lines]
         del pending[: len(lines)]

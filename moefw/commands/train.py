@@ -9,7 +9,7 @@ import click
 
 from moefw.commands import specs
 from moefw.training.folder import cache_dir, make_ready
-from moefw.training.world import LAUNCHED, Place, place_from_environment, run_local_ranks
+from moefw.training.world import LAUNCHED, Place, die_with_launcher, place_from_environment, run_local_ranks
 
 
 @click.command()
@@ -32,6 +32,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: bool) -> int:
         if assembly.layout.world > 1:
             return run_local_ranks(sys.argv[1:], assembly.layout.world)
         place = Place(0, 1, 0, 1)
+    die_with_launcher()
     from moefw.training import trainer
 
     trainer.train(assembly, place, resume=resume)

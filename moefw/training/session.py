@@ -17,7 +17,7 @@ from torch import nn
 from moefw.core.assembly import Assembly
 from moefw.core.build import Shared, build_model
 from moefw.core.contracts import DataSource, Layout
-from moefw.core.errors import MoefwError, PlanError
+from moefw.core.errors import MoefwError, PlanError, RunError
 from moefw.core.naming import initialise
 from moefw.core.stages import Batch
 from moefw.training.folder import cache_dir
@@ -81,10 +81,20 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         std: Any = model.init_std
         initialise(model, seed=assembly.spec.run.seed, std=std)
         yield Session(assembly=assembly, device=device, layout=layout, data=data, model=model)
+    except RuntimeError as error:
+        if not _lost_a_rank(error):
+            raise
+        what = f"rank {place.rank} lost contact with another rank."
+        raise RunError(what, "The rank that failed says why; continue with --resume.") from error
     finally:
         shared.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _lost_a_rank(error: RuntimeError) -> bool:
+    """Tell a broken connection from our own mistakes; gloo has no class for it."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def _device(assembly: Assembly, place: Place) -> torch.device:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +17,7 @@ from attrs import frozen
 from moefw.core.errors import PlanError, RunError
 
 LAUNCHED = "MOEFW_LAUNCHED"
-"""Set for ranks that :func:`run_local_ranks` started: the parent has made everything ready."""
+"""Set for ranks that :func:`run_local_ranks` started, to the end of a pipe that closes when it is gone."""
 _GRACE_S = 10.0
 
 
@@ -67,18 +68,23 @@ def rendezvous(environment: Mapping[str, str] = os.environ) -> str:
 def run_local_ranks(arguments: Sequence[str], world: int) -> int:
     """Start ``world`` processes of this program on this machine and return the exit code of the run.
 
-    When a rank ends badly the others are stopped; Ctrl-C and SIGTERM are handed on.
+    When a rank ends badly the others are stopped; so are all when this process ends, however it ends.
+    Raises RunError if a rank was killed.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads, LAUNCHED: "1"}
+    leash, our_end = os.pipe()
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads}
+    shared[LAUNCHED] = str(leash)
+    command = [sys.executable, "-m", "moefw", *arguments]
     ranks = []
     for rank in range(world):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         environment = shared | {name: str(value) for name, value in place.items()}
-        ranks.append(subprocess.Popen([sys.executable, "-m", "moefw", *arguments], env=environment))
+        ranks.append(subprocess.Popen(command, env=environment, pass_fds=[leash]))
+    os.close(leash)
     previous = signal.signal(signal.SIGTERM, lambda *_: _stop(ranks))
     try:
         return _wait(ranks)
@@ -87,21 +93,35 @@ def run_local_ranks(arguments: Sequence[str], world: int) -> int:
     finally:
         _stop(ranks)
         signal.signal(signal.SIGTERM, previous)
+        os.close(our_end)
+
+
+def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """End this process when the one that launched it is gone. Nothing happens in a process that was not launched."""
+    leash = environment.get(LAUNCHED)
+    if leash is None:
+        return
+
+    def watch() -> None:
+        os.read(int(leash), 1)  # returns at the end of the pipe: the launcher holds the only writing end
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    while True:
-        codes = [rank.poll() for rank in ranks]
-        bad = [(index, code) for index, code in enumerate(codes) if code]
-        if bad:
-            index, code = bad[0]
-            if code < 0:
-                name = signal.Signals(-code).name
-                raise RunError(f"rank {index} was ended by {name}.", "Continue from the last checkpoint with --resume.")
-            return code
-        if all(code == 0 for code in codes):
+    while all(rank.poll() in (None, 0) for rank in ranks):
+        if all(rank.poll() == 0 for rank in ranks):
             return 0
         time.sleep(0.05)
+    time.sleep(0.2)  # the rank that died first may not be the one that is seen first
+    codes = [rank.poll() or 0 for rank in ranks]
+    killed = [(index, code) for index, code in enumerate(codes) if code < 0]
+    if killed:
+        index, code = killed[0]
+        what = f"rank {index} was ended by {signal.Signals(-code).name}."
+        raise RunError(what, "Continue from the last checkpoint with --resume.")
+    return max(codes)
 
 
 def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

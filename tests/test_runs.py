@@ -1,0 +1,217 @@
+"""Whole runs through the command line: training, SIGKILL and --resume, what the user sees, and bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SPEC = """\
+model: {dim: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, num_experts: 8, top_k: 2, expert_dim: 32}
+routing: {use: topk, score: sigmoid, balance: [{kind: expert_bias}]}
+parallel: {experts: {ep: %d}}
+data: {use: text, path: %s}
+train: {steps: 14, tokens_per_step: 512, micro_batch: 2, seq_len: 64, lr: 3.0e-3, checkpoint_every: 5, eval_every: 7, eval_tokens: 2048}
+run: {dir: %s, seed: 1, device: cpu}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory):
+    os.environ["MOEFW_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    del os.environ["MOEFW_CACHE"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    words = "the quick brown fox jumps over a lazy dog while expert routers learn to share tokens fairly".split()
+    chance = random.Random(0)
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(" ".join(chance.choice(words) for _ in range(1500)))
+    return folder
+
+
+def spec(folder: Path, text: Path, ep: int, name: str = "run") -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(SPEC % (ep, text, folder / name))
+    return path
+
+
+def moefw(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moefw", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records] == sorted({record["step"] for record in records})
+    return {record["step"]: record["loss"] for record in records}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, str]:
+    """A finished run on two ranks: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = moefw("train", spec(folder, text, 2))
+    return folder / "run", done.stdout
+
+
+def test_a_run_leaves_metrics_plots_a_sample_and_checkpoints(trained: tuple[Path, str]) -> None:
+    run, printed = trained
+    assert list(losses(run)) == list(range(1, 15))
+    assert losses(run)[14] < losses(run)[1]
+    assert {path.name for path in run.iterdir()} >= {"spec.yaml", "metrics.jsonl", "tensorboard", "plots", "sample.txt"}
+    assert {path.name for path in (run / "plots").iterdir()} == {"loss.png", "expert_load.png"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-10", "step-14"}
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(record["grad_norm"]) and record["tokens_per_s"] > 0 for record in records)
+    assert records[6]["eval_bits_per_byte"] > records[13]["eval_bits_per_byte"] > 0
+    for word in ("forward", "backward", "zlib", "bits", "balance"):
+        assert word in printed
+
+
+def test_eval_of_the_run_gives_the_loss_that_training_saw(trained: tuple[Path, str]) -> None:
+    run, _ = trained
+    found = json.loads(moefw("eval", run, "--json").stdout)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["step"] == 14
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
+
+
+def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(trained: tuple[Path, str]) -> None:
+    run, _ = trained
+    first, second = (moefw("generate", run, "--prompt", "the quick", "--tokens", 20, "--seed", 5).stdout for _ in range(2))
+    assert first == second
+    assert first.startswith("the quick")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(tmp_path: Path, text: Path, ranks: int, trained) -> None:
+    whole = trained[0]
+    if ranks == 4:
+        moefw("train", spec(tmp_path, text, ranks, "whole"))
+        whole = tmp_path / "whole"
+    broken = spec(tmp_path, text, ranks, "broken")
+    command = [sys.executable, "-m", "moefw", "train", str(broken)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "broken" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 7, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = moefw("train", broken, "--resume")
+    assert "continuing after step" in done.stdout
+    assert losses(tmp_path / "broken") == losses(whole)
+
+
+def wait_until(true, process: subprocess.Popen[bytes], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "the run did not get that far"
+        assert process.poll() is None, "the run ended before it was killed"
+        time.sleep(0.002)
+
+
+def test_one_killed_rank_ends_the_run_with_one_message(tmp_path: Path, text: Path) -> None:
+    path = spec(tmp_path, text, 2)
+    command = [sys.executable, "-m", "moefw", "train", str(path), "train.steps=100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
+    (victim, *_) = (pid for pid in children(process.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in errors
+    assert "Traceback" not in errors
+    assert not children(process.pid)
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            if f"PPid:\t{parent}\n" in status.read_text():
+                found.append(int(status.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_resume_may_change_the_layout(tmp_path: Path, text: Path, trained: tuple[Path, str]) -> None:
+    shutil.copytree(trained[0], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-14")
+    moefw("train", spec(tmp_path, text, 1), "--resume", f"run.dir={tmp_path / 'run'}")
+    there, here = losses(trained[0]), losses(tmp_path / "run")
+    assert here.keys() == there.keys()
+    assert all(here[step] == pytest.approx(there[step], rel=1e-5) for step in there)
+
+
+def test_training_again_moves_the_earlier_run_aside(tmp_path: Path, text: Path) -> None:
+    path = spec(tmp_path, text, 1)
+    for _ in range(2):
+        done = moefw("train", path, "train.steps=1", "train.checkpoint_every=0")
+    assert "held an earlier run" in done.stdout
+    assert (tmp_path / "run.1" / "metrics.jsonl").is_file()
+
+
+def test_the_ranks_of_torchrun_are_joined(tmp_path: Path, text: Path) -> None:
+    path = spec(tmp_path, text, 1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "moefw", "train"]
+    done = subprocess.run([*command, str(path), "train.steps=2"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks (dp=2 edp=2)" in done.stdout
+    assert list(losses(tmp_path / "run")) == [1, 2]
+
+
+def complaint(*arguments: object) -> str:
+    done = moefw(*arguments, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    return line
+
+
+def test_bad_input_gets_one_clear_message_and_writes_nothing(tmp_path: Path, text: Path) -> None:
+    path = spec(tmp_path, text, 1)
+    (tmp_path / "empty").mkdir()
+    assert "nowhere" in complaint("train", path, f"data.path={tmp_path / 'nowhere'}")
+    assert "empty" in complaint("train", path, f"data.path={tmp_path / 'empty'}")
+    assert "no checkpoint" in complaint("train", path, "--resume")
+    assert "cannot be read" in complaint("train", tmp_path / "no.yaml")
+    assert "not the folder of a run" in complaint("eval", tmp_path)
+    assert "3 ranks do not fit" in complaint("check", path, "parallel.experts.ep=2", "--world", 3)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path, trained: tuple[Path, str]) -> None:
+    shutil.copytree(trained[0], tmp_path / "run")
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    deeper = complaint("eval", tmp_path / "run", "model.num_layers=3")
+    wider = complaint("eval", tmp_path / "run", "model.expert_dim=64")
+    assert "another model" in deeper
+    assert "layers.2" in deeper
+    assert "(32, 32) there and (64, 32) here" in wider
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, trained: tuple[Path, str]) -> None:
+    shutil.copytree(trained[0], tmp_path / "run")
+    shard = tmp_path / "run" / "checkpoints" / "step-14" / "rank-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    assert "rank-00001.safetensors is missing or damaged" in complaint("eval", tmp_path / "run")
