@@ -191,7 +191,7 @@ BROKEN = {
         dispatcher("broken", "pass").replace("moefw_dispatchers", "moefw_routers"),
         "from moefw_routers, which wants RouterPlugin classes",
     ),
-    "declares nothing": ("", "declares no part called 'broken'"),
+    "declares nothing": ("", "announces a plugin 'broken' and declares no part"),
     "takes a name that is taken": (dispatcher("alltoall", "pass"), "two plugins are called 'alltoall'"),
 }
 
@@ -234,8 +234,8 @@ class TestBrokenPlugins:
         names = [branch.get("properties", {}).get("use") for branch in dispatch_branches(json.loads(result.stdout))]
         assert {"const": "vague"} not in names
         assert {"const": "alltoall"} in names
-        assert "'vague' of bad-parts 1.5 raise NameError" in result.stderr
-        assert "NoSuchType" in listed("vague")["reason"]
+        assert "bad-parts 1.5" in result.stderr
+        assert "'NoSuchType' is not defined" in result.stderr
 
 
 def dispatch_branches(found):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+import attrs
 import pluggy
 from attrs import frozen
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -54,7 +55,7 @@ class Registry:
         self._offers: dict[str, list[_Offer]] = {}
         for entry in entry_points(group=GROUP):
             dist = entry.dist
-            offer = _Offer(entry, dist.name if dist else "?", dist.version if dist else "?")
+            offer = _Offer(entry, (dist and dist.name) or "?", (dist and dist.version) or "?")
             if not any(offer.distribution == known.distribution for known in self._offers.get(entry.name, [])):
                 self._offers.setdefault(entry.name, []).append(offer)
         for module in extra:
@@ -67,28 +68,30 @@ class Registry:
 
     def load(self, name: str) -> None:
         """Import and register the plugin called ``name``. Raises PluginError; other plugins stay as they are."""
-        if any(known == name for _, known in self._parts):
-            return
         found = self._offers.get(name, [])
         if not found:
+            if any(known == name for _, known in self._parts):
+                return
             raise PluginError(f"no plugin is called {name!r}.", nearest(name, self.names))
         if len(found) > 1:
             rivals = " and ".join(f"{offer.distribution} {offer.version}" for offer in found)
             raise PluginError(f"two distributions bring a plugin called {name!r}: {rivals}.", "Uninstall one of them.")
         (offer,) = found
-        label = f"plugin {name!r} (distribution {offer.distribution} {offer.version})"
         try:
             module = offer.entry.load()
-        except Exception as error:
-            what = f"{label} fails to import: {type(error).__name__}: {error}."
-            raise PluginError(what, f"Mend or uninstall {offer.distribution}.") from error
-        self.register(module, offer.distribution, offer.version)
-        if not any(known == name for _, known in self._parts):
-            raise PluginError(f"{label} declares no part called {name!r}.", f"Mend or uninstall {offer.distribution}.")
+        except (Exception, SystemExit) as error:
+            what = f"plugin {name!r} (distribution {offer.distribution} {offer.version}) fails to import"
+            fix = f"Mend or uninstall {offer.distribution}."
+            raise PluginError(f"{what}: {type(error).__name__}: {error}.", fix) from error
+        self.register(module, offer.distribution, offer.version, promised=name)
 
-    def register(self, module: Any, distribution: str, version: str) -> None:
-        """Check and register one plugin module. Raises PluginError and leaves nothing behind if it is not sound."""
+    def register(self, module: Any, distribution: str, version: str, *, promised: str | None = None) -> None:
+        """Check and register one plugin module, which must declare a part called ``promised``, if given.
+
+        Raises PluginError and leaves nothing behind if it is not sound.
+        """
         if id(module) in self._owners:
+            self._keep_promise(promised, self._parts.values(), distribution)
             return
         label = f"{getattr(module, '__name__', module)!r} (distribution {distribution} {version})"
         _check_api(module, label)
@@ -97,6 +100,7 @@ class Registry:
             self._manager.check_pending()
             self._owners[id(module)] = (distribution, version)
             declared = list(self._declared(module, distribution, version, label))
+            self._keep_promise(promised, declared, distribution)
         except (pluggy.PluginValidationError, PluginError) as error:
             self._manager.unregister(module)
             self._owners.pop(id(module), None)
@@ -107,6 +111,12 @@ class Registry:
             hint = nearest(typo, specs) if typo and typo != "moefw_api" else "See moefw/core/hooks.py."
             raise PluginError(f"plugin {label} breaks the hook interface: {' '.join(str(error).split())}.", hint) from error
         self._parts |= {(part.hook, part.name): part for part in declared}
+
+    @staticmethod
+    def _keep_promise(promised: str | None, declared: Iterable[Part], distribution: str) -> None:
+        if promised is not None and promised not in {part.name for part in declared if part.distribution == distribution}:
+            what = f"distribution {distribution} announces a plugin {promised!r} and declares no part of that name."
+            raise PluginError(what, f"Mend or uninstall {distribution}.")
 
     def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[Part]:
         for hook, family in self._families.items():
@@ -120,9 +130,7 @@ class Registry:
                     if not (isinstance(declaration, type) and issubclass(declaration, family)):
                         what = f"plugin {label} returns {declaration!r} from {hook}, which wants {family.__name__} classes."
                         raise PluginError(what)
-                    name = getattr(declaration, "name", None)
-                    if not isinstance(name, str):
-                        raise PluginError(f"plugin {label}: {declaration.__name__} has no name.", 'Write name = "...".')
+                    name = _checked_name(declaration, label)
                     rival = self._parts.get((hook, name))
                     if rival:
                         what = f"two plugins are called {name!r} in {hook}: one of {rival.distribution} {rival.version}"
@@ -178,6 +186,21 @@ class Registry:
                 self._silenced.add(id(implementation.plugin))
                 distribution, version = self._owners[id(implementation.plugin)]
                 _log.exception("an observer of %s %s failed in %s and is not called again", distribution, version, hook)
+
+
+def _checked_name(declaration: type[Plugin], label: str) -> str:
+    """Return the name of a declaration whose options can be read. Raises PluginError."""
+    name = getattr(declaration, "name", None)
+    if not isinstance(name, str):
+        raise PluginError(f"plugin {label}: {declaration.__name__} has no name.", 'Write name: ClassVar[str] = "...".')
+    if "__attrs_attrs__" not in vars(declaration):
+        raise PluginError(f"plugin {label}: {declaration.__name__} is not an attrs class.", "Decorate it with @attrs.frozen.")
+    try:
+        attrs.resolve_types(declaration)
+    except NameError as error:
+        what = f"plugin {label}: an annotation of {declaration.__name__} does not resolve: {error}."
+        raise PluginError(what, "Import the name at module level.") from error
+    return name
 
 
 def _check_api(module: Any, label: str) -> None:

@@ -28,7 +28,10 @@ class Machine:
 
     def has_package(self, name: str) -> bool:
         """Return whether ``name`` is installed (not whether it works: ``moefw doctor`` imports it)."""
-        return importlib.util.find_spec(name) is not None
+        try:
+            return importlib.util.find_spec(name) is not None
+        except (ModuleNotFoundError, ValueError):
+            return False
 
 
 @frozen(kw_only=True)
