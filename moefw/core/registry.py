@@ -91,7 +91,7 @@ class Registry:
         Raises PluginError and leaves nothing behind if it is not sound.
         """
         if id(module) in self._owners:
-            self._keep_promise(promised, self._parts.values(), distribution)
+            _keep_promise(promised, self._parts.values(), distribution, version)
             return
         label = f"{getattr(module, '__name__', module)!r} (distribution {distribution} {version})"
         _check_api(module, label)
@@ -100,7 +100,7 @@ class Registry:
             self._manager.check_pending()
             self._owners[id(module)] = (distribution, version)
             declared = list(self._declared(module, distribution, version, label))
-            self._keep_promise(promised, declared, distribution)
+            _keep_promise(promised, declared, distribution, version)
         except (pluggy.PluginValidationError, PluginError) as error:
             self._manager.unregister(module)
             self._owners.pop(id(module), None)
@@ -111,12 +111,6 @@ class Registry:
             hint = nearest(typo, specs) if typo and typo != "moefw_api" else "See moefw/core/hooks.py."
             raise PluginError(f"plugin {label} breaks the hook interface: {' '.join(str(error).split())}.", hint) from error
         self._parts |= {(part.hook, part.name): part for part in declared}
-
-    @staticmethod
-    def _keep_promise(promised: str | None, declared: Iterable[Part], distribution: str) -> None:
-        if promised is not None and promised not in {part.name for part in declared if part.distribution == distribution}:
-            what = f"distribution {distribution} announces a plugin {promised!r} and declares no part of that name."
-            raise PluginError(what, f"Mend or uninstall {distribution}.")
 
     def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[Part]:
         for hook, family in self._families.items():
@@ -186,6 +180,12 @@ class Registry:
                 self._silenced.add(id(implementation.plugin))
                 distribution, version = self._owners[id(implementation.plugin)]
                 _log.exception("an observer of %s %s failed in %s and is not called again", distribution, version, hook)
+
+
+def _keep_promise(promised: str | None, declared: Iterable[Part], distribution: str, version: str) -> None:
+    if promised is not None and promised not in {part.name for part in declared if part.distribution == distribution}:
+        what = f"distribution {distribution} {version} announces a plugin {promised!r} and declares no part of that name."
+        raise PluginError(what, f"Mend or uninstall {distribution}.")
 
 
 def _checked_name(declaration: type[Plugin], label: str) -> str:
