@@ -14,7 +14,9 @@ VARIANTS = list(itertools.product((1, 2, 4), ("allgather", "alltoall"), ("loop",
 STEPS = 20
 
 
-def run(pool: RankPool, world: int, dispatch: str = "alltoall", gemm: str = "grouped", steps: int = STEPS, **parts) -> list[Run]:
+def run(
+    pool: RankPool, world: int, dispatch: str = "alltoall", gemm: str = "grouped", steps: int = STEPS, **parts
+) -> list[Run]:
     ep = parts.pop("ep", world)
     tree = {**SMALL, "dispatch": {"use": dispatch}, "gemm": {"use": gemm}, "parallel": {"experts": {"ep": ep}}, **parts}
     return pool.run(short_run, world, tree, steps)
@@ -87,3 +89,17 @@ def test_the_same_run_twice_gives_the_same_bits(pool: RankPool) -> None:
 def test_bf16_learns_like_fp32(pool: RankPool, alone: Run) -> None:
     runs = run(pool, 2, precision={"use": "bf16"})
     assert runs[0].results[-1].loss == pytest.approx(alone.results[-1].loss, rel=5e-3)
+
+
+def test_the_expert_bias_keeps_experts_busy_that_starve_without_it(pool: RankPool) -> None:
+    """Skewed tokens: most of them are one of three."""
+    loads = {}
+    for name, balance in (("on", [{"kind": "expert_bias", "rate": 0.02}]), ("off", [])):
+        routing = {"use": "topk", "score": "sigmoid", "balance": balance}
+        model = {**SMALL["model"], "vocab_size": 3, "embed_init_std": 1.0, "init_std": 0.1}
+        (one,) = run(pool, 1, steps=120, routing=routing, model=model)
+        recent = torch.tensor([result.load_LE for result in one.results[-50:]]).mean(0)
+        loads[name] = (recent.max(1).values, recent.min(1).values)
+    assert loads["on"][0].max() < 1.5
+    assert loads["off"][0].max() > 2.0
+    assert loads["off"][1].min() < 0.1

@@ -11,9 +11,7 @@ from moefw_kernels.permute import RowMap, gather, gather_sum, group_chunks, sort
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 
-@given(
-    st.integers(0, 7), st.integers(1, 3), st.integers(1, 5), st.integers(0, 1000)
-)
+@given(st.integers(0, 7), st.integers(1, 3), st.integers(1, 5), st.integers(0, 1000))
 def test_rows_are_sorted_by_expert_then_token_and_dropped_choices_have_none(
     tokens: int, k: int, experts: int, seed: int
 ) -> None:
@@ -33,9 +31,13 @@ def test_rows_are_sorted_by_expert_then_token_and_dropped_choices_have_none(
     assert slots.rows.dropped == (len(wanted) < tokens * k)
 
 
-@given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4), st.sampled_from([1, 4, 7]))
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4), st.sampled_from([1, 4, 7])
+)
 def test_chunks_are_regrouped_by_expert_padded_and_restored(chunks: list[list[int]], alignment: int) -> None:
-    names = [(rank, expert, row) for rank, chunk in enumerate(chunks) for expert, n in enumerate(chunk) for row in range(n)]
+    names = [
+        (rank, expert, row) for rank, chunk in enumerate(chunks) for expert, n in enumerate(chunk) for row in range(n)
+    ]
     arrived = torch.tensor([[1 + 100 * rank + 10 * expert + row] for rank, expert, row in names], dtype=torch.float64)
     arrived = arrived.view(len(names), 1)
     groups = group_chunks(chunks, alignment, torch.device("cpu"))
@@ -52,7 +54,7 @@ def test_chunks_are_regrouped_by_expert_padded_and_restored(chunks: list[list[in
 def test_gather_and_gather_sum_are_each_others_gradient(tokens: int) -> None:
     ids_TK = torch.arange(tokens * 2).view(tokens, 2) % 3 - (torch.arange(tokens) % 2).unsqueeze(1)
     slots = sort_slots(ids_TK, 3)
-    rows = RowMap(slots.rows.token_R, slots.rows.row_TK, padded=False, dropped=True)
+    rows = RowMap(slots.rows.token_R, slots.rows.row_TK, padding=None, dropped=True)
     x_TD = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
     rows_RD = torch.randn(len(rows.token_R), 3, dtype=torch.float64, requires_grad=True)
     if tokens:

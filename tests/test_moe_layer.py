@@ -89,7 +89,12 @@ def test_every_routing_equals_the_oracle_on_every_world(
 
 def test_an_expert_without_tokens_gets_a_zero_gradient(pool: RankPool) -> None:
     case = trial("alltoall", "grouped", "fp32", "none", "sigmoid", "two ranks, unequal", "one", top_k=1)
-    case = Trial(**{**case.__dict__, "parts": {**case.parts, "routing": {"use": "topk", "score": "sigmoid", "renormalise": False}}})
+    case = Trial(
+        **{
+            **case.__dict__,
+            "parts": {**case.parts, "routing": {"use": "topk", "score": "sigmoid", "renormalise": False}},
+        }
+    )
     outcomes = pool.run(solve, 2, case)
     assert outcomes[0].tokens_per_expert.tolist() == [5.0, 0.0, 0.0, 0.0]
     assert outcomes[1].grads["experts.3.down_proj.weight"].abs().max() == 0

@@ -74,7 +74,13 @@ def overlap_log(case: Trial) -> list[str]:
     """Return the order of collectives and of the shared expert's backward in one layer's backward."""
     layer, shared = build_layer(case)
     log: list[str] = []
-    for name in ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single"):
+    for name in (
+        "all_to_all_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_gather_single",
+        "reduce_scatter_single",
+    ):
         _log_collective(name, log)
     layer.shared_expert.down_proj.weight.register_hook(lambda grad: log.append("shared expert"))
     x_TD, probe_TD = case.draw(dist.get_rank())

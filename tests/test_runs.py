@@ -94,7 +94,9 @@ def test_eval_of_the_run_gives_the_loss_that_training_saw(trained: tuple[Path, s
 
 def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(trained: tuple[Path, str]) -> None:
     run, _ = trained
-    first, second = (moefw("generate", run, "--prompt", "the quick", "--tokens", 20, "--seed", 5).stdout for _ in range(2))
+    first, second = (
+        moefw("generate", run, "--prompt", "the quick", "--tokens", 20, "--seed", 5).stdout for _ in range(2)
+    )
     assert first == second
     assert first.startswith("the quick")
 
@@ -170,7 +172,16 @@ def test_training_again_moves_the_earlier_run_aside(tmp_path: Path, text: Path) 
 
 def test_the_ranks_of_torchrun_are_joined(tmp_path: Path, text: Path) -> None:
     path = spec(tmp_path, text, 1)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "moefw", "train"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "moefw",
+        "train",
+    ]
     done = subprocess.run([*command, str(path), "train.steps=2"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "2 ranks (dp=2 edp=2)" in done.stdout

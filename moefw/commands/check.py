@@ -8,6 +8,7 @@ import click
 
 from moefw.commands import specs
 from moefw.core.errors import MoefwError
+from moefw.core.structure import plain
 
 
 @click.command()
@@ -25,16 +26,14 @@ def check(spec: str, overrides: tuple[str, ...], world: int | None, as_json: boo
     except MoefwError as error:
         if not as_json:
             raise
-        problems = [{"where": p.where, "what": p.what, "fix": p.fix} for p in error.problems]
-        click.echo(json.dumps({"ok": False, "problems": problems}))
+        click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
         return 2
-    facts = {layer: dict(placed.facts) for layer, placed in assembly.layers.items()}
+    layout, resolved = assembly.layout, assembly.resolved()
     if as_json:
-        found = {"ok": True, "problems": [], "world": assembly.layout.world, "resolved": assembly.resolved()}
-        click.echo(json.dumps(found))
+        click.echo(json.dumps({"ok": True, "problems": [], "world": layout.world, "resolved": resolved}))
         return 0
-    sizes = " ".join(f"{axis}={size}" for axis, size in assembly.layout.sizes.items())
-    click.echo(f"{spec} is sound: {assembly.layout.world} ranks ({sizes}), {len(facts)} layers checked")
-    chosen = {name: assembly.resolved()[name]["use"] for name in ("routing", "dispatch", "gemm", "precision")}
-    click.echo("  ".join(f"{name}: {use}" for name, use in chosen.items()))
+    name = click.format_filename(spec)
+    sizes = " ".join(f"{axis}={size}" for axis, size in layout.sizes.items())
+    click.echo(f"{name} is sound: {layout.world} ranks ({sizes}), {len(assembly.layers)} MoE layers")
+    click.echo("  ".join(f"{key}: {resolved[key]['use']}" for key in ("routing", "dispatch", "gemm", "precision")))
     return 0

@@ -231,7 +231,7 @@ def _nccl() -> tuple[str, str]:
         raise _ProbeError("this torch is built without it", missing=True)
     if not torch.cuda.is_available():
         raise _ProbeError("it moves data between GPUs, and torch sees none")
-    found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    found = torch.cuda.nccl.version()
     return ".".join(map(str, found)), _all_reduce("nccl", "cuda")
 
 

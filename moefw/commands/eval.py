@@ -16,14 +16,19 @@ from moefw.commands import specs
 def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Evaluate the last checkpoint of RUN (a run's folder) on held-out text, on this process alone."""
     assembly = specs.read_run(run, overrides)
-    from moefw.training.trainer import evaluation, zlib_bits_per_byte
     from moefw.training.trained import open_trained
+    from moefw.training.trainer import evaluation, zlib_bits_per_byte
 
     with open_trained(assembly) as (session, step):
-        found = {"step": step, **evaluation(session), "zlib_bits_per_byte": zlib_bits_per_byte(session.data.heldout_bytes)}
+        found = {
+            "step": step,
+            **evaluation(session),
+            "zlib_bits_per_byte": zlib_bits_per_byte(session.data.heldout_bytes),
+        }
     if as_json:
         click.echo(json.dumps(found))
-    else:
-        click.echo(f"step {step}: {found['eval_bits_per_byte']:.4f} bits a byte held out ({found['eval_loss']:.4f} nats a token)")
-        click.echo(f"zlib -9 needs {found['zlib_bits_per_byte']:.4f}")
+        return 0
+    bits, nats = found["eval_bits_per_byte"], found["eval_loss"]
+    click.echo(f"step {step}: {bits:.4f} bits a byte of held-out text ({nats:.4f} nats a token)")
+    click.echo(f"zlib -9 needs {found['zlib_bits_per_byte']:.4f}")
     return 0

@@ -12,11 +12,11 @@ from moefw.commands import specs
 @click.argument("overrides", nargs=-1)
 @click.option("--prompt", required=True, help="The text to go on from.")
 @click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many tokens to add.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0: always the best one.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0: always the best one."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same text.")
-def generate(
-    run: str, overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, seed: int
-) -> int:
+def generate(run: str, overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, seed: int) -> int:
     """Continue a prompt with the last checkpoint of RUN (a run's folder), on this process alone."""
     assembly = specs.read_run(run, overrides)
     from moefw.training.generate import generate as write

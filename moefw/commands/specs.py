@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,5 +29,5 @@ def read_run(run: str, overrides: Sequence[str]) -> Assembly:
     spec = Path(run) / "spec.yaml"
     if not spec.is_file():
         raise SpecError(f"{run} is not the folder of a run: it holds no spec.yaml.", "Give the run.dir of a training.")
-    alone = ["parallel={}", f"run.dir={run}", *overrides]
+    alone = ["parallel={}", f"run.dir={json.dumps(run, ensure_ascii=False)}", *overrides]
     return assemble(spec, alone, defaults=defaults(), world=1)

@@ -106,12 +106,13 @@ class ModelContext:
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
         """Build the MoE layer of layer ``layer``; dispatchers of equal layers are one object."""
         context, parts = self.at(layer), self.assembly.parts
-        key = (parts.dispatch, tuple(sorted(context.facts.items(), key=lambda fact: fact[0])).__repr__())
+        key = (parts.dispatch, repr(sorted(context.facts.items())), repr(context.site.dims))
         with torch.device(self.device):
             router = parts.routing.build(context)
             experts = parts.gemm.build(context)
         dispatcher = context.shared(key, lambda: parts.dispatch.build(context))
-        assert isinstance(router, nn.Module) and isinstance(experts, nn.Module)
+        assert isinstance(router, nn.Module)
+        assert isinstance(experts, nn.Module)
         return MoELayer(
             router=router, dispatcher=dispatcher, experts=experts, shared_expert=shared_expert, region=context.region
         )

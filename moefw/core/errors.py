@@ -74,10 +74,25 @@ class RunError(MoefwError):
     exit_code = 1
 
 
+def show(value: object, *, limit: int = 60) -> str:
+    """Return a value as an error says it: as YAML writes it, cut where it gets long."""
+    try:
+        text = repr(value)
+    except Exception:  # what could not be read has no words, nor have some foreign objects
+        text = f"a {type(value).__name__}"
+    text = {"None": "null", "True": "true", "False": "false"}.get(text, text)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that ``name`` is a likely slip of, or None."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``Did you mean 'x'?``, or the known names when nothing is near, for the end of an error."""
     choices = sorted(known)
-    close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.6)
-    if close:
-        return f"Did you mean {close[0]!r}?"
+    close = closest(name, choices)
+    if close is not None:
+        return f"Did you mean {close!r}?"
     return f"Known: {', '.join(choices)}." if choices else ""

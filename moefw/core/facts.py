@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from attrs import frozen
 
-from moefw.core.errors import PluginError, nearest
+from moefw.core.errors import PluginError, Problem, nearest
 
 ANY: Final = "any"
 """An offer that meets every need for a fact, for example every row alignment."""
 
 Offers = Mapping[str, Any]
+Settled = tuple[Any, list[int]]
+"""What a fact settles on (None if it cannot), and the positions of the needs that stay unmet."""
+
+Asker = TypeVar("Asker")
 
 
 @frozen
 class Fact:
     """A word that parts agree on.
 
-    ``settle(offered, needed)`` gets what each part offers and what each part needs, and returns the settled
-    value and the needs that cannot be met, as their positions in ``needed``.
+    ``settle(offered, needed)`` gets what each part offers and what each part needs, in any order. ``asks`` is how an
+    error says a need. ``offered_by`` names the sections of a spec that may offer the fact, the machine apart. An
+    offer that is ``itemised`` lists items, each about its first word.
     """
 
     name: str
-    meaning: str
-    settle: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, list[int]]]
-    adds_up: bool = False
-    """Whether one more part that offers it could meet a need that the others do not."""
+    asks: str
+    settle: Callable[[Sequence[Any], Sequence[Any]], Settled]
+    offered_by: tuple[str, ...] = ()
+    itemised: bool = False
+
+    def words(self, value: Any) -> str:
+        """Return a need as an error says it."""
+        return self.asks.format(*(value if self.itemised and isinstance(value, tuple) else [_words(value)]))
+
+    def about(self, offer: Any, value: Any) -> Any:
+        """Return the part of an offer that speaks of a needed value."""
+        if not self.itemised or offer == ANY:
+            return offer
+        return tuple(item for item in offer if _subject(item) == _subject(value))
 
 
 @frozen
@@ -44,132 +60,172 @@ class Need:
     fix: str = ""
     option: str = ""
 
+    def __attrs_post_init__(self) -> None:
+        _look_at(self.fact, self.value)
+
 
 @frozen
-class Misfit:
-    """A need that nobody meets."""
+class Misfit(Generic[Asker]):
+    """A need that is unmet: nothing offers it, or what is offered went to other needs (``rivals``)."""
 
-    asker: str
+    asker: Asker
     need: Need
-    offers: tuple[tuple[str, Any], ...]
+    offers: tuple[tuple[object, Any], ...]
+    rivals: tuple[tuple[Asker, Need], ...]
 
-    @property
-    def may_be_met_elsewhere(self) -> bool:
-        """Whether a part that could not be loaded might have met the need."""
-        return not self.offers or FACTS[self.need.fact].adds_up
-
-    def what(self) -> str:
-        """Return the sentence that names both parts and the reason."""
-        wanted = f"{self.asker} needs {_words(self.need.fact)} {_show(self.need.value)}: {self.need.reason};"
-        if not self.offers:
-            return f"{wanted} nothing here offers {_words(self.need.fact)}."
-        offered = ", ".join(f"{part} offers {_show(value)}" for part, value in self.offers)
-        return f"{wanted} {offered}."
+    def problem(self) -> Problem:
+        """Return the sentence that names both parts and the reason, and what to do."""
+        need, fact = self.need, FACTS[self.need.fact]
+        relevant = [(part, fact.about(offer, need.value)) for part, offer in self.offers]
+        relevant = [(part, offer) for part, offer in relevant if offer != ()]
+        heard = [f"{part} offers {_words(offer)}" for part, offer in relevant]
+        heard += [f"{part} needs {fact.words(other.value)}: {other.reason}" for part, other in self.rivals]
+        what = f"{self.asker} needs {fact.words(need.value)}: {need.reason};"
+        if not heard:
+            known = {str(_subject(item)) for _, offer in self.offers if fact.itemised for item in offer}
+            fix = need.fix or nearest(str(_subject(need.value)), known) or f"Change {self.asker}."
+            return Problem(f"{what} nothing here offers that.", fix)
+        others = " or ".join(str(part) for part, _ in self.rivals or relevant)
+        return Problem(f"{what} {', '.join(heard)}.", need.fix or f"Change {self.asker} or {others}.")
 
 
 def offers(**facts: Any) -> Offers:
     """Return a checked set of promises. Raises PluginError for an unknown fact."""
-    for name in facts:
-        _known(name)
+    for name, value in facts.items():
+        _look_at(name, value)
     return facts
 
 
 def need(fact: str, value: Any, *, reason: str, fix: str = "", option: str = "") -> Need:
-    """Return a checked need. Raises PluginError for an unknown fact."""
-    _known(fact)
+    """Return a need. Raises PluginError for an unknown fact."""
     return Need(fact, value, reason, fix, option)
 
 
 def match(
-    promises: Iterable[tuple[str, Offers]], demands: Iterable[tuple[str, Need]]
-) -> tuple[dict[str, Any], list[Misfit]]:
-    """Settle every fact that is offered or needed. Parts are named by the first item of each pair."""
+    promises: Iterable[tuple[object, Offers]], demands: Iterable[tuple[Asker, Need]]
+) -> tuple[dict[str, Any], list[Misfit[Asker]]]:
+    """Settle every fact that is offered. The first item of each pair stands for the part; errors print it."""
     promised = list(promises)
     demanded = list(demands)
     settled: dict[str, Any] = {}
-    misfits: list[Misfit] = []
+    misfits: list[Misfit[Asker]] = []
     for name, fact in FACTS.items():
-        offered = [(part, promise[name]) for part, promise in promised if name in promise]
-        needed = [(part, demand) for part, demand in demanded if demand.fact == name]
-        if not offered:
-            unmet = list(range(len(needed)))
+        offered = tuple((part, promise[name]) for part, promise in promised if name in promise)
+        asked = [(part, demand) for part, demand in demanded if demand.fact == name]
+        if offered:
+            values = [value for _, value in offered]
+            settled[name], unmet = fact.settle(values, [demand.value for _, demand in asked])
         else:
-            value, unmet = fact.settle([value for _, value in offered], [demand.value for _, demand in needed])
-            settled[name] = value
-        misfits += [Misfit(needed[index][0], needed[index][1], tuple(offered)) for index in unmet]
+            values, unmet = [], list(range(len(asked)))
+        for part, demand in (asked[index] for index in unmet):
+            could = offered and not fact.settle(values, [demand.value])[1]
+            met = tuple(pair for index, pair in enumerate(asked) if index not in unmet)
+            misfits.append(Misfit(part, demand, offered, met if could else ()))
     return settled, misfits
 
 
-def _multiple(offered: Sequence[Any], needed: Sequence[int]) -> tuple[Any, list[int]]:
-    """The least common multiple of the needs, if every offer is ANY or lists it."""
-    multiple = math.lcm(1, *needed)
-    if all(offer == ANY or multiple in offer for offer in offered):
-        return multiple, []
-    return None, [i for i, value in enumerate(needed) if any(o != ANY and value not in o for o in offered)] or [0]
+def _choose(
+    candidates: Iterable[Any], needed: Sequence[Any], meets: Callable[[Any, Any], bool], cost: Callable[[Any], Any]
+) -> Settled:
+    """The candidate that meets the most needs; among equals the cheapest."""
+    best = min(candidates, key=lambda one: (sum(not meets(one, wanted) for wanted in needed), cost(one)), default=None)
+    unmet = [index for index, wanted in enumerate(needed) if best is None or not meets(best, wanted)]
+    return None if unmet else best, unmet
 
 
-def _one_of(offered: Sequence[Any], needed: Sequence[Sequence[Any]]) -> tuple[Any, list[int]]:
-    """The first alternative that everybody can live with; needs list theirs in order of preference."""
-    everywhere = [a for a in offered[0] if all(a in offer for offer in offered)]
-    for alternative in needed[0] if needed else everywhere:
-        if alternative in everywhere and all(alternative in wanted for wanted in needed):
-            return alternative, []
-    unmet = [i for i, wanted in enumerate(needed) if not set(wanted) & set(everywhere)]
-    return None, unmet or list(range(len(needed)))[-1:]
+def _in_common(offered: Sequence[Any]) -> list[Any] | None:
+    """What every offer lists; None if every offer is ANY."""
+    lists = [offer for offer in offered if offer != ANY]
+    return [item for item in lists[0] if all(item in other for other in lists)] if lists else None
 
 
-def _contains(offered: Sequence[Any], needed: Sequence[Any]) -> tuple[Any, list[int]]:
-    """Every need is an item of some offer."""
-    union = [item for offer in offered for item in offer]
-    return tuple(union), [i for i, value in enumerate(needed) if value not in union]
+def _multiple(offered: Sequence[Any], needed: Sequence[int]) -> Settled:
+    """The smallest number in every offer that is a multiple of every need."""
+    common = _in_common(offered)
+    candidates = [math.lcm(1, *needed)] if common is None else common
+    return _choose(candidates, needed, lambda number, wanted: number % wanted == 0, lambda number: number)
 
 
-def _divides(offered: Sequence[Mapping[str, int]], needed: Sequence[tuple[str, int]]) -> tuple[Any, list[int]]:
-    """The size of the axis (first item of the need) divides the number (second item)."""
-    sizes: dict[str, int] = {axis: size for offer in offered for axis, size in offer.items()}
-    unmet = [i for i, (axis, number) in enumerate(needed) if axis not in sizes or number % sizes[axis]]
-    return sizes, unmet
+def _one_of(offered: Sequence[Any], needed: Sequence[Sequence[Any]]) -> Settled:
+    """The alternative in every offer and every need that stands nearest to the front of the needs, then the offers."""
+    common = _in_common(offered)
+    candidates = [item for wanted in needed for item in wanted] if common is None else common
+
+    def places(one: Any, lists: Sequence[Any]) -> int:
+        return sum(list(each).index(one) for each in lists if each != ANY and one in each)
+
+    def cost(one: Any) -> tuple[int, int, str]:
+        return places(one, needed), places(one, offered), str(one)
+
+    return _choose(candidates, needed, lambda one, wanted: one in wanted, cost)
 
 
-def _flag(offered: Sequence[bool], needed: Sequence[bool]) -> tuple[Any, list[int]]:
-    """True only if every offer is True."""
+def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequence[Any]], Settled]:
+    """Each need is met by some item of some offer."""
+
+    def settle(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
+        items = tuple(item for offer in offered if offer != ANY for item in offer)
+        unmet = (i for i, wanted in enumerate(needed) if not any(meets(item, wanted) for item in items))
+        return items, [] if ANY in offered else list(unmet)
+
+    return settle
+
+
+def _divides(axis: tuple[str, int], wanted: tuple[str, int]) -> bool:
+    return axis[0] == wanted[0] and wanted[1] % axis[1] == 0
+
+
+def _all_true(offered: Sequence[bool], needed: Sequence[bool]) -> Settled:
+    """True only if every offer is true."""
     value = all(offered)
-    return value, [i for i, wanted in enumerate(needed) if wanted and not value]
+    return value, [index for index, wanted in enumerate(needed) if wanted and not value]
 
+
+_COMPUTING = ("model", "routing", "dispatch", "gemm", "precision")
 
 FACTS: Final[Mapping[str, Fact]] = {
     fact.name: fact
     for fact in (
-        Fact("row_alignment", "rows of an expert's group are a multiple of this", _multiple),
-        Fact("rows", "ragged: groups end to end; padded: groups of equal size; static: size known beforehand", _one_of),
-        Fact("operand", "the format in which a GEMM gets its operands", _one_of),
-        Fact("wire", "the format in which rows travel", _one_of),
-        Fact("counts", "where the numbers of rows per expert are known: host, device", _one_of),
-        Fact("axis", "axes of the layout that exist", _contains, adds_up=True),
-        Fact("axis_divides", "an axis whose size divides a number", _divides),
-        Fact("partition", "the set of tokens that routing looks at: token, sequence, micro_batch, global_batch", _one_of),
-        Fact("region", "(region, treatment) pairs that memory policies may use", _contains, adds_up=True),
-        Fact("differentiable", "gradients flow through", _flag),
-        Fact("deterministic", "two runs give the same bits", _flag),
-        Fact("two_in_flight", "a second movement may start before the first has come back", _flag),
-        Fact("device", "kinds of device it runs on", _one_of),
-        Fact("package", "importable packages", _contains, adds_up=True),
+        # rows of an expert's group are a multiple of this
+        Fact("row_alignment", "rows aligned to {}", _multiple, ("dispatch",)),
+        # ragged: groups end to end; padded: groups of equal size; static: size known beforehand
+        Fact("rows", "{} rows", _one_of, ("dispatch",)),
+        # the format in which a GEMM gets its operands, and in which rows travel
+        Fact("operand", "{} operands", _one_of, ("precision",)),
+        Fact("wire", "{} rows on the wire", _one_of, ("precision",)),
+        # where the numbers of rows per expert are known: host, device
+        Fact("counts", "counts on the {}", _one_of, ("dispatch",)),
+        # axes of the layout: that exist, and (axis, size) whose size divides a number
+        Fact("axis", "axis {}", _some(operator.eq), ("parallel",), itemised=True),
+        Fact("axis_divides", "a size of axis {} that divides {}", _some(_divides), ("parallel",), itemised=True),
+        # the set of tokens that routing looks at: token, sequence, micro_batch, global_batch
+        Fact("partition", "routing that looks at one {}", _one_of, ("routing",)),
+        # (region, treatment) pairs that memory policies may use
+        Fact("region", "region {} to allow {}", _some(operator.eq), ("model", "gemm"), itemised=True),
+        Fact("differentiable", "gradients through every part", _all_true, _COMPUTING),
+        Fact("deterministic", "the same bits from every part in two runs", _all_true, _COMPUTING),
+        # a second movement may start before the first has come back
+        Fact("two_in_flight", "two movements in flight", _all_true, ("dispatch",)),
+        # what the machine has
+        Fact("device", "device {}", _one_of),
+        Fact("package", "package {}", _some(operator.eq), itemised=True),
     )
 }
 
 
-def _known(name: str) -> None:
+def _look_at(name: str, value: Any) -> None:
     if name not in FACTS:
         raise PluginError(f"{name!r} is not a fact that parts agree on.", nearest(name, FACTS))
+    str(value)  # one that rests on an option that could not be read fails here, inside the part that says it
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _subject(item: Any) -> Any:
+    return item[0] if isinstance(item, tuple) else item
 
 
-def _show(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={item}" for key, item in value.items())
-    if isinstance(value, tuple | list | frozenset | set):
-        return " or ".join(" ".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in value)
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple | list):
+        return " or ".join("=".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
     return str(value)

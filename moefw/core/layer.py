@@ -1,6 +1,7 @@
 """The MoE layer: route -> dispatch -> experts -> combine, as a tuple of phases.
 
-``x_TD -> router -> Routing -> plan -> DispatchPlan -> dispatch -> ExpertBatch + Receipt -> experts -> rows_RD -> combine -> out_TD``
+``x_TD -> router -> Routing -> plan -> DispatchPlan -> dispatch -> ExpertBatch + Receipt
+-> experts -> rows_RD -> combine -> out_TD``
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that belong to routed experts: they live on the expert mesh."""
-    return {p for module in model.modules() if isinstance(module, ExpertGemm) for p in module.parameters()}  # type: ignore[attr-defined]
+    return {p for module in model.modules() if isinstance(module, ExpertGemm) for p in module.parameters()}
 
 
 def routers(model: nn.Module) -> dict[str, Router]:

@@ -109,7 +109,9 @@ class Registry:
             specs = [name for name in vars(hooks) if name.startswith("moefw_")]
             typo = next((name for name in vars(module) if name.startswith("moefw_") and name not in specs), "")
             hint = nearest(typo, specs) if typo and typo != "moefw_api" else "See moefw/core/hooks.py."
-            raise PluginError(f"plugin {label} breaks the hook interface: {' '.join(str(error).split())}.", hint) from error
+            raise PluginError(
+                f"plugin {label} breaks the hook interface: {' '.join(str(error).split())}.", hint
+            ) from error
         self._parts |= {(part.hook, part.name): part for part in declared}
 
     def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[Part]:
@@ -122,8 +124,8 @@ class Registry:
                     raise PluginError(what, f"Mend or uninstall {distribution}.") from error
                 for declaration in declarations:
                     if not (isinstance(declaration, type) and issubclass(declaration, family)):
-                        what = f"plugin {label} returns {declaration!r} from {hook}, which wants {family.__name__} classes."
-                        raise PluginError(what)
+                        what = f"plugin {label} returns {declaration!r} from {hook}"
+                        raise PluginError(f"{what}, which wants {family.__name__} classes.")
                     name = _checked_name(declaration, label)
                     rival = self._parts.get((hook, name))
                     if rival:
@@ -143,7 +145,10 @@ class Registry:
         if part is None:
             others = [known for kind, known in self._parts if kind == hook]
             kinds = ", ".join(kind.removeprefix("moefw_") for kind, known in self._parts if known == name)
-            raise PluginError(f"{name!r} is none of the {hook.removeprefix('moefw_')}; it is one of the {kinds}.", nearest(name, others))
+            raise PluginError(
+                f"{name!r} is none of the {hook.removeprefix('moefw_')}; it is one of the {kinds}.",
+                nearest(name, others),
+            )
         return part
 
     def load_all(self) -> list[Problem]:
@@ -184,7 +189,9 @@ class Registry:
 
 def _keep_promise(promised: str | None, declared: Iterable[Part], distribution: str, version: str) -> None:
     if promised is not None and promised not in {part.name for part in declared if part.distribution == distribution}:
-        what = f"distribution {distribution} {version} announces a plugin {promised!r} and declares no part of that name."
+        what = (
+            f"distribution {distribution} {version} announces a plugin {promised!r} and declares no part of that name."
+        )
         raise PluginError(what, f"Mend or uninstall {distribution}.")
 
 
@@ -194,7 +201,9 @@ def _checked_name(declaration: type[Plugin], label: str) -> str:
     if not isinstance(name, str):
         raise PluginError(f"plugin {label}: {declaration.__name__} has no name.", 'Write name: ClassVar[str] = "...".')
     if "__attrs_attrs__" not in vars(declaration):
-        raise PluginError(f"plugin {label}: {declaration.__name__} is not an attrs class.", "Decorate it with @attrs.frozen.")
+        raise PluginError(
+            f"plugin {label}: {declaration.__name__} is not an attrs class.", "Decorate it with @attrs.frozen."
+        )
     try:
         attrs.resolve_types(declaration)
     except NameError as error:
@@ -210,8 +219,9 @@ def _check_api(module: Any, label: str) -> None:
     try:
         fits = SpecifierSet(wanted).contains(hooks.API_VERSION)
     except (InvalidSpecifier, TypeError) as error:
-        raise PluginError(f"plugin {label} states moefw_api = {wanted!r}, which is no version range.", "For example '>=1,<2'.") from error
+        raise PluginError(
+            f"plugin {label} states moefw_api = {wanted!r}, which is no version range.", "For example '>=1,<2'."
+        ) from error
     if not fits:
         what = f"plugin {label} is written for hook API {wanted}; this moefw has {hooks.API_VERSION}."
         raise PluginError(what, "Install a version of it, or of moefw, that fits.")
-

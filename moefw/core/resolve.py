@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from moefw.core.assembly import Assembly, LayerAssembly, Parts
 from moefw.core.contracts import LayoutPlan
-from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
-from moefw.core.facts import Offers, match, offers
-from moefw.core.plugin import Plugin
+from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest, show
+from moefw.core.facts import FACTS, Need, Offers, match, offers
+from moefw.core.plugin import ModelPlugin, Plugin
 from moefw.core.registry import Registry
 from moefw.core.site import Dims, Machine, Site, this_machine
-from moefw.core.source import KeyPath, Marks, Tree, read_spec_file
-from moefw.core.spec import RESERVED, Choice, Spec, structure_spec, with_defaults
+from moefw.core.source import UNREAD, KeyPath, Marks, Tree, key_path, read_spec_file
+from moefw.core.spec import RESERVED, Choice, Spec, TrainSpec, choices, with_defaults
 from moefw.core.structure import structure
 
-SECTIONS: Mapping[str, KeyPath] = {
-    "model": ("model",),
-    "routing": ("routing",),
-    "dispatch": ("dispatch",),
-    "gemm": ("gemm",),
-    "precision": ("precision",),
-    "parallel": ("parallel",),
-    "data": ("data",),
-    "optimizer": ("train", "optimizer"),
-    "schedule": ("train", "schedule"),
-}
-"""Where in a spec each single part is chosen; memory policies are a list beside them."""
+MAX_LAYERS = 1000
+
+A = TypeVar("A")
 
 
 def assemble(
@@ -45,170 +37,218 @@ def assemble(
     """Read a spec file and resolve it. Raises one SpecError, PluginError or PlanError that holds every problem."""
     problems: list[Problem] = []
     tree, marks = read_spec_file(path, overrides, problems)
-    if problems and not tree:
-        raise SpecError(problems)
     return assemble_tree(tree, marks, problems, defaults=defaults, registry=registry, world=world, machine=machine)
 
 
 def assemble_tree(
     tree: Tree,
     marks: Marks,
-    problems: list[Problem] | None = None,
+    problems: Sequence[Problem] = (),
     *,
     defaults: Tree,
     registry: Registry | None = None,
     world: int | None = None,
     machine: Machine | None = None,
 ) -> Assembly:
-    """Resolve a spec given as plain data; see :func:`assemble`."""
-    work = _Resolution(registry or Registry(), marks, list(problems or ()))
-    spec = structure_spec(with_defaults(tree, defaults), marks, work.problems)
-    spec_problems = len(work.problems)
-    if spec is None:
-        raise SpecError(work.problems)
-    chosen = work.choose(spec)
-    machine = machine or this_machine(spec.run.device)
-    layout = work.lay_out(chosen, world)
-    site, layers = work.fit(chosen, layout, machine)
+    """Resolve a spec given as plain data, of which ``problems`` are known already; see :func:`assemble`."""
+    work = _Resolution(registry or Registry(), marks, problems)
+    spec = structure(Spec, with_defaults(tree, defaults), (), marks, work.problems[SpecError])
+    assert spec is not None, "every section is a choice or has a default"
+    work.choose(spec)
+    device = spec.run.device
+    layout = work.lay_out(world)
+    site, layers = work.fit(layout, machine or this_machine(device if isinstance(device, str) else "auto"))
     if layout is not None:
-        work.check_batch(spec, layout)
-    if work.problems:
-        raise (SpecError if spec_problems else work.error_class)(work.problems)
-    assert layout is not None
-    parts = Parts(**chosen)
-    assembly = Assembly(spec=spec, parts=parts, layout=layout, layers=layers, site=site, registry=work.registry)
-    problems = work.registry.gather("moefw_check", assembly=assembly)
-    if problems:
-        raise PlanError(problems)
+        work.ask(("train", "tokens_per_step"), _check_batch, spec.train, layout)
+    work.raise_problems()
+    assert layout is not None, "a layout that is missing is a problem"
+    assembly = Assembly(spec=spec, parts=work.parts(), layout=layout, layers=layers, site=site, registry=work.registry)
+    spelled = structure(Spec, assembly.resolved(), (), marks, work.problems[SpecError])
+    assembly = attrs.evolve(assembly, spec=spelled or spec)
+    for problem in work.ask((), work.registry.gather, "moefw_check", assembly=assembly) or ():
+        work.tell(key_path(problem.where), problem)
+    work.raise_problems()
     return assembly
 
 
+@attrs.frozen(eq=False)
+class _Placed:
+    """A part, and where in the spec it is chosen. It prints as the part's name."""
+
+    path: KeyPath
+    part: Any
+
+    @property
+    def section(self) -> str:
+        """The section of the part; all memory policies are of one."""
+        return next(key for key in reversed(self.path) if isinstance(key, str))
+
+    def __str__(self) -> str:
+        return str(self.part.name)
+
+
+Statements = tuple[list[tuple[object, Offers]], list[tuple[_Placed, Need]]]
+
+
 class _Resolution:
-    """Collects problems while it goes as far as it can: a part that is broken is left out of later checks."""
+    """Goes as far as it can and collects what is wrong, each mistake once.
 
-    def __init__(self, registry: Registry, marks: Marks, problems: list[Problem]) -> None:
-        self.registry, self.marks, self.problems = registry, marks, problems
-        self.error_class: type[MoefwError] = PlanError
-        self.paths: dict[int, KeyPath] = {}
-        self.broken: set[str] = {problem.where for problem in problems}
+    What rests on a value that could not be read (it is ``UNREAD``, and fails when looked at) or on a part that is
+    missing (``silent`` names its section) is left out.
+    """
 
-    def add(self, problem: Problem, path: KeyPath) -> None:
-        """Report a problem at ``path``, unless the value there was already reported and replaced by a default."""
-        where = self.marks.where(path)
-        if where not in self.broken:
-            self.problems.append(attrs.evolve(problem, where=where))
+    def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem]) -> None:
+        self.registry, self.marks = registry, marks
+        self.problems: dict[type[MoefwError], list[Problem]] = {
+            SpecError: list(problems),
+            PluginError: [],
+            PlanError: [],
+        }
+        self.placed: list[_Placed] = []
+        self.silent: set[str] = set()
+        self.cause: Exception | None = None
 
-    def choose(self, spec: Spec) -> dict[str, Any]:
-        """Load the plugins that the spec names and read their options. A part that fails is missing."""
-        self.broken = {problem.where for problem in self.problems}
-        chosen: dict[str, Any] = {}
-        for section, path in SECTIONS.items():
-            choice: Any = spec
-            for key in path:
-                choice = getattr(choice, key)
-            holder = type(spec) if len(path) == 1 else type(spec.train)
-            hook = getattr(attrs.fields(holder), path[-1]).metadata["hook"]
-            part = self._part(hook, choice, path)
-            if part is not None:
-                chosen[section] = part
-        memory_hook = attrs.fields(Spec).memory.metadata["hook"]
-        policies = [self._part(memory_hook, choice, ("memory", i)) for i, choice in enumerate(spec.memory)]
-        chosen["memory"] = tuple(policy for policy in policies if policy is not None)
-        for index, name in enumerate(spec.run.observers):
-            self._attempt(lambda name=name: self.registry.load(name), ("run", "observers", index))
-        return chosen
+    def tell(self, path: KeyPath, problem: Problem, kind: type[MoefwError] = PlanError) -> None:
+        """Report a problem at ``path``; one that repeats, over layers for example, is told once."""
+        placed = attrs.evolve(problem, where=self.marks.where(path))
+        if placed not in self.problems[kind]:
+            self.problems[kind].append(placed)
+
+    def raise_problems(self) -> None:
+        """Raise everything that was told, as the first kind of error that there is."""
+        for kind, found in self.problems.items():
+            if found:
+                raise kind([problem for told in self.problems.values() for problem in told]) from self.cause
+
+    def ask(self, path: KeyPath, question: Callable[..., A], /, *args: Any, **kwargs: Any) -> A | None:
+        """Return an answer, or None where there is none: why is told, unless it may come from an earlier problem."""
+        try:
+            return question(*args, **kwargs)
+        except MoefwError as error:
+            kind = PluginError if isinstance(error, PluginError) else PlanError
+            for problem in error.problems:
+                self.tell(path, problem, kind)
+        except Exception as error:
+            if not any(self.problems.values()):
+                self.cause = error
+                what = f"{question.__module__}.{question.__qualname__} raises {type(error).__name__}: {error}."
+                self.tell(path, Problem(" ".join(what.split()), "This is a mistake in the plugin."), PluginError)
+        return None
+
+    def choose(self, spec: Spec) -> None:
+        """Load the plugins that the spec names and read their options."""
+        for path, hook, choice in choices(spec):
+            part = None if choice is UNREAD else self._part(hook, choice, path)
+            placed = _Placed(path, part)
+            if part is None:
+                self.silent.add(placed.section)
+            else:
+                self.placed.append(placed)
+        for index, name in enumerate(self.ask((), tuple, spec.run.observers) or ()):
+            self.ask(("run", "observers", index), self.registry.load, name)
 
     def _part(self, hook: str, choice: Choice, path: KeyPath) -> Plugin | None:
-        if not choice.use:
-            return None
-        found = self._attempt(lambda: self.registry.get(hook, choice.use), (*path, "use"))
+        found = self.ask((*path, "use"), self.registry.get, hook, choice.use)
         if found is None:
             return None
         options = dict(choice.options)
-        name = options.pop("preset", None)
-        if name is not None:
-            presets = found.declaration.presets()
-            if isinstance(name, str) and name in presets:
-                options = {**presets[name], **options}
-            else:
-                self.add(Problem(f"{choice.use} has no preset {name!r}.", nearest(str(name), presets)), (*path, "preset"))
-        before = len(self.problems)
-        part = structure(found.declaration, options, path, self.marks, self.problems, also=frozenset(RESERVED))
-        self.broken |= {problem.where for problem in self.problems[before:]}
-        if part is not None:
-            self.paths[id(part)] = path
-        return part
+        if options.get("preset") is not None:
+            options = {**self._preset(found.declaration, options["preset"], path), **options}
+        options.pop("preset", None)
+        problems = self.problems[SpecError]
+        return self.ask(path, structure, found.declaration, options, path, self.marks, problems, also=RESERVED)
 
-    def _attempt(self, action: Any, path: KeyPath) -> Any:
-        try:
-            return action()
-        except MoefwError as error:
-            if isinstance(error, PluginError):
-                self.error_class = PluginError
-            for problem in error.problems:
-                self.add(problem, path)
-            return None
-
-    def lay_out(self, chosen: Mapping[str, Any], world: int | None) -> LayoutPlan | None:
-        """Arrange the world, or report why none fits."""
-        if "parallel" not in chosen:
-            return None
-        plan: LayoutPlan | None = self._attempt(lambda: chosen["parallel"].plan(world), ("parallel",))
-        return plan
-
-    def fit(
-        self, chosen: Mapping[str, Any], layout: LayoutPlan | None, machine: Machine
-    ) -> tuple[Site, dict[int, LayerAssembly]]:
-        """Match offers and needs at every MoE layer; a misfit that repeats over layers is told once.
-
-        While a part is missing, a need that the missing part might have met is not reported.
-        """
-        model = chosen.get("model")
-        dims = model.dims() if model else Dims(model_dim=0, expert_dim=0, num_experts=0, top_k=0)
-        site = Site(dims=dims, layer=0, world=layout.world if layout else 1, machine=machine)
-        if model is None:
-            return site, {}
-        parts: list[Plugin] = [part for name, part in chosen.items() if name != "memory"]
-        parts += chosen["memory"]
-        complete = layout is not None and len(chosen) == len(SECTIONS) + 1
-        settled: dict[int, LayerAssembly] = {}
-        told: set[tuple[int, str]] = set()
-
-        def tell(part: Plugin, problem: Problem, option: str) -> None:
-            if (id(part), problem.what) not in told:
-                told.add((id(part), problem.what))
-                self.add(problem, (*self.paths[id(part)], *(option.split(".") if option else ())))
-
-        for layer in model.moe_layers() or [0]:
-            here = site.at(layer)
-            for part in parts:
-                for problem in part.check(here):
-                    tell(part, problem, problem.where)
-            promises = [(part.name, part.offers(here)) for part in parts] + _machine_offers(layout, here)
-            demands = [(part, need) for part in parts for need in part.needs(here)]
-            facts, misfits = match(promises, [(part.name, need) for part, need in demands])
-            for misfit in misfits:
-                if complete or not misfit.may_be_met_elsewhere:
-                    part = next(part for part, need in demands if need is misfit.need)
-                    tell(part, Problem(misfit.what(), misfit.need.fix), misfit.need.option)
-            settled[layer] = LayerAssembly(site=here, facts=facts)
-        return site, settled
-
-    def check_batch(self, spec: Spec, layout: LayoutPlan) -> None:
-        """The global batch divides into micro-batches over the data-parallel ranks."""
-        train, dp = spec.train, layout.sizes["dp"]
-        unit = train.micro_batch * train.seq_len * dp
-        if train.tokens_per_step % unit:
-            what = (
-                f"{train.tokens_per_step} tokens a step do not divide into micro-batches: "
-                f"micro_batch {train.micro_batch} x seq_len {train.seq_len} x {dp} data-parallel ranks = {unit}."
+    def _preset(self, declaration: type[Plugin], name: Any, path: KeyPath) -> Mapping[str, Any]:
+        presets = self.ask(path, declaration.presets) or {}
+        if isinstance(name, str) and name in presets:
+            return presets[name]
+        if name is not UNREAD:
+            problem = Problem(
+                f"{declaration.name} has no preset {show(name)}.",
+                nearest(name if isinstance(name, str) else "", presets),
             )
-            near = max(1, round(train.tokens_per_step / unit)) * unit
-            self.add(Problem(what, f"Use for example tokens_per_step: {near}."), ("train", "tokens_per_step"))
+            self.tell((*path, "preset"), problem, SpecError)
+        return {field.name: UNREAD for field in attrs.fields(declaration)}
+
+    def _find(self, section: str) -> Any:
+        return next((placed.part for placed in self.placed if placed.section == section), None)
+
+    def lay_out(self, world: int | None) -> LayoutPlan | None:
+        """Arrange the world, or report why none fits."""
+        part = self._find("parallel")
+        layout: LayoutPlan | None = self.ask(("parallel",), part.plan, world) if part else None
+        if layout is None:
+            self.silent.add("parallel")
+        return layout
+
+    def fit(self, layout: LayoutPlan | None, machine: Machine) -> tuple[Site, dict[int, LayerAssembly]]:
+        """Match offers and needs at every MoE layer, or once where there are none; equal layers share their facts."""
+        model = self._find("model")
+        dims = self.ask(("model",), model.dims) if model else None
+        dims = dims or Dims(model_dim=UNREAD, expert_dim=UNREAD, num_experts=UNREAD, top_k=UNREAD)
+        site = Site(dims=dims, layer=0, world=layout.world if layout else UNREAD, machine=machine)
+        layers = self.ask(("model",), _moe_layers, model) if model else None
+        stated: Statements | None = None
+        facts: Mapping[str, Any] = {}
+        settled: dict[int, LayerAssembly] = {}
+        for layer in layers or [0]:
+            here = site.at(layer)
+            before, stated = stated, self.ask((), self._state, here, layout)
+            if stated is not None and stated != before:
+                facts = self.ask((), self._settle, *stated) or {}
+            settled[layer] = LayerAssembly(site=here, facts=facts)
+        return site, settled if layers else {}
+
+    def _state(self, here: Site, layout: LayoutPlan | None) -> Statements:
+        """Return what everybody offers and needs at ``here``, and report what the parts find wrong themselves."""
+        promises: list[tuple[object, Offers]] = []
+        demands: list[tuple[_Placed, Need]] = []
+        for placed in self.placed:
+            for problem in self.ask(placed.path, placed.part.check, here) or ():
+                self.tell((*placed.path, *key_path(problem.where)), problem)
+            demands += [(placed, need) for need in self.ask(placed.path, placed.part.needs, here) or ()]
+            offered = self.ask(placed.path, placed.part.offers, here)
+            offered = None if offered is None else self.ask(placed.path, offers, **offered)
+            if offered is None:
+                self.silent.add(placed.section)
+            else:
+                promises.append((placed, offered))
+        if layout is not None:
+            promises.append(("the layout", offers(axis=tuple(layout.sizes), axis_divides=tuple(layout.sizes.items()))))
+        wanted = (need.value for _, need in demands if need.fact == "package")
+        packages = tuple(package for package in wanted if here.machine.has_package(package))
+        promises.append(("this machine", offers(device=(here.machine.device,), package=packages)))
+        return promises, demands
+
+    def _settle(self, promises: list[tuple[object, Offers]], demands: list[tuple[_Placed, Need]]) -> dict[str, Any]:
+        """Return the facts, and report the misfits that no missing part could have prevented."""
+        facts, misfits = match(promises, demands)
+        for misfit in misfits:
+            if not self.silent.intersection(FACTS[misfit.need.fact].offered_by):
+                self.tell((*misfit.asker.path, *key_path(misfit.need.option)), misfit.problem())
+        return facts
+
+    def parts(self) -> Parts:
+        """Return the parts by section."""
+        single = {placed.section: placed.part for placed in self.placed if placed.section != "memory"}
+        return Parts(**single, memory=tuple(placed.part for placed in self.placed if placed.section == "memory"))
 
 
-def _machine_offers(layout: LayoutPlan | None, site: Site) -> list[tuple[str, Offers]]:
-    offered = [("this machine", offers(device=(site.machine.device,)))]
-    if layout is not None:
-        offered.append(("the layout", offers(axis=tuple(layout.sizes), axis_divides=dict(layout.sizes))))
-    return offered
+def _moe_layers(model: ModelPlugin) -> list[int]:
+    layers = list(islice(model.moe_layers(), MAX_LAYERS + 1))
+    if len(layers) > MAX_LAYERS:
+        raise PlanError(f"{model.name} has more than {MAX_LAYERS} MoE layers.", "Use fewer layers.")
+    return layers
+
+
+def _check_batch(train: TrainSpec, layout: LayoutPlan) -> None:
+    """The global batch divides into micro-batches over the data-parallel ranks."""
+    dp = layout.sizes.get("dp", 1)
+    unit = train.micro_batch * train.seq_len * dp
+    if train.tokens_per_step % unit:
+        what = (
+            f"{train.tokens_per_step} tokens a step do not divide into micro-batches: "
+            f"micro_batch {train.micro_batch} x seq_len {train.seq_len} x {dp} data-parallel ranks = {unit}."
+        )
+        near = max(1, round(train.tokens_per_step / unit)) * unit
+        raise PlanError(what, f"Use for example tokens_per_step: {near}.")

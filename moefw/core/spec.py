@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import attrs
 from attrs import Factory, field, frozen
 from attrs.validators import ge, gt, optional
 
-from moefw.core.errors import Problem
-from moefw.core.source import KeyPath, Marks, Tree
-from moefw.core.structure import structure
+from moefw.core.errors import Problem, show
+from moefw.core.source import UNREAD, KeyPath, Marks, Tree
 
 RESERVED = ("use", "preset")
 
@@ -23,18 +23,19 @@ class Choice:
     options: Mapping[str, Any] = Factory(dict)
 
     @classmethod
-    def from_data(cls, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Choice:
-        """Read ``{use: name, option: value, ...}``; what cannot be read chooses nothing (``use`` is empty)."""
+    def from_data(cls, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Choice | None:
+        """Read ``{use: name, option: value, ...}``; None where no plugin is named."""
         if not isinstance(data, Mapping):
-            what = f"{data!r} is not a mapping that names a plugin."
-            problems.append(Problem(what, "Write {use: name, option: value}.", marks.where(path)))
-            return cls("")
+            fix = f"Write {{use: {data}}}." if isinstance(data, str) else "Write {use: name, option: value}."
+            problems.append(Problem(f"{show(data)} is not a mapping that names a plugin.", fix, marks.where(path)))
+            return None
         use = data.get("use")
-        if not isinstance(use, str):
-            what = "'use' is missing" if use is None else f"{use!r} is not the name of a plugin"
-            problems.append(Problem(f"{what}.", "`moefw plugins` lists them.", marks.where((*path, "use"))))
-            use = ""
-        return cls(use, {key: value for key, value in data.items() if key != "use"})
+        if isinstance(use, str):
+            return cls(use, {key: value for key, value in data.items() if key != "use"})
+        if use is not UNREAD:
+            what = "'use' is missing." if use is None else f"{show(use)} is not the name of a plugin."
+            problems.append(Problem(what, "`moefw plugins` lists them.", marks.where((*path, "use"))))
+        return None
 
     def to_data(self) -> dict[str, object]:
         """Return the mapping as it stands in a file."""
@@ -57,7 +58,7 @@ class TrainSpec:
     lr: float = field(default=3e-3, validator=gt(0.0))
     optimizer: Choice = chosen("moefw_optimizers")
     schedule: Choice = chosen("moefw_schedules")
-    clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))
+    clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))  # type: ignore[arg-type]
     eval_every: int = field(default=0, validator=ge(0))
     eval_tokens: int = field(default=262144, validator=ge(1))
     checkpoint_every: int = field(default=0, validator=ge(0))
@@ -90,6 +91,18 @@ class Spec:
     run: RunSpec = RunSpec()
 
 
+def choices(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Any]]:
+    """Yield path, hook and choice of every place of a spec at which a plugin is named."""
+    for place in attrs.fields(type(section)):
+        value, here, hook = getattr(section, place.name), (*path, place.name), place.metadata.get("hook")
+        if hook and isinstance(value, tuple):
+            yield from (((*here, index), hook, choice) for index, choice in enumerate(value))
+        elif hook:
+            yield here, hook, value
+        elif attrs.has(type(value)):
+            yield from choices(value, here)
+
+
 def with_defaults(tree: Tree, defaults: Tree) -> Tree:
     """Return ``tree`` with the keys of ``defaults`` that it leaves out, section by section.
 
@@ -98,14 +111,13 @@ def with_defaults(tree: Tree, defaults: Tree) -> Tree:
     filled = dict(tree)
     for key, default in defaults.items():
         value = tree.get(key)
-        if key not in tree or value is None:
+        if value is None:
             filled[key] = default
-        elif isinstance(default, dict) and isinstance(value, dict):
-            other = "use" in default and value.get("use", default["use"]) != default["use"]
-            filled[key] = value if other else with_defaults(value, default)
+        elif isinstance(default, dict) and isinstance(value, dict) and _same_use(value, default):
+            filled[key] = with_defaults(value, default)
     return filled
 
 
-def structure_spec(tree: Tree, marks: Marks, problems: list[Problem]) -> Spec | None:
-    """Return the spec in ``tree`` and report everything wrong; None if a section without a default is unreadable."""
-    return structure(Spec, tree, (), marks, problems)
+def _same_use(value: Tree, default: Tree) -> bool:
+    use = value.get("use")
+    return "use" not in value or "use" not in default or (isinstance(use, str) and use == default["use"])

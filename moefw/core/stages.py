@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
@@ -17,6 +17,7 @@ from torch.utils._pytree import register_dataclass
 T_ = TypeVar("T_")
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,))
 def _stage(cls: type[T_]) -> type[T_]:
     """A frozen dataclass that FSDP2 and ``torch.compile`` can look into."""
     made = dataclass(frozen=True, slots=True, kw_only=True, eq=False)(cls)

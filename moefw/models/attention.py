@@ -37,8 +37,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = self.options.num_heads != self.options.num_kv_heads
-        out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(b, s, -1))
         return projected

@@ -16,9 +16,11 @@ from moefw.models.presets import PRESETS
 
 @frozen(kw_only=True)
 class Decoder(ModelPlugin):
-    """Sizes of the transformer. The first ``num_dense_layers`` layers have a plain MLP of ``dense_dim`` instead of experts.
+    """Sizes of the transformer. The first ``num_dense_layers`` layers have a plain MLP of ``dense_dim``, no experts.
 
     ``shared_expert_dim`` 0: no shared expert. ``vocab_size`` must hold the tokenizer's ids (bytes: 256).
+    ``zero_init`` starts the head and the projections into the residual stream at zero; otherwise the projections
+    start at ``init_std / sqrt(2 * num_layers)`` (GPT-2).
     """
 
     name: ClassVar[str] = "decoder"
@@ -40,6 +42,8 @@ class Decoder(ModelPlugin):
     rope_theta: float = field(default=10000.0, validator=gt(0.0))
     norm_eps: float = field(default=1e-6, validator=gt(0.0))
     init_std: float = field(default=0.02, validator=gt(0.0))
+    embed_init_std: float = field(default=0.02, validator=gt(0.0))
+    zero_init: bool = False
 
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -48,9 +52,7 @@ class Decoder(ModelPlugin):
 
     def dims(self) -> Dims:
         """Return the sizes of the MoE layers."""
-        return Dims(
-            model_dim=self.dim, expert_dim=self.expert_dim, num_experts=self.num_experts, top_k=self.top_k
-        )
+        return Dims(model_dim=self.dim, expert_dim=self.expert_dim, num_experts=self.num_experts, top_k=self.top_k)
 
     def moe_layers(self) -> Sequence[int]:
         """Return the layers behind the dense ones."""

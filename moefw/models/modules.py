@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefw.core.contracts import Precision
+from moefw_kernels.rmsnorm import rms_norm
 
 
 @final
@@ -37,7 +38,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` normalised over its last dimension, in its dtype."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 @final

@@ -8,13 +8,13 @@ from typing import Any
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-moe-tiny": {
         "dim": 256,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
+        "num_layers": 3,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 128,
         "num_experts": 16,
         "top_k": 4,
-        "expert_dim": 256,
+        "expert_dim": 128,
     },
     "qwen3-30b-a3b": {
         "vocab_size": 151936,

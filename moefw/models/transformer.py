@@ -144,13 +144,12 @@ class Transformer(nn.Module):
         return self.head(x_BSD), layers
 
     def init_std(self, name: str) -> float | None:
-        """Return the deviation of a parameter's initial values by canonical name; None means ones (norms).
-
-        Projections into the residual stream are divided by sqrt(2 * layers) (GPT-2).
-        """
-        kind = name.rsplit(".", 2)[-2]
+        """Return the deviation of a parameter's initial values by canonical name; None means ones (norms)."""
+        options, kind = self.options, name.rsplit(".", 2)[-2]
         if kind.endswith("norm"):
             return None
-        into_residual = kind in ("o_proj", "down_proj")
-        return self.options.init_std / ((2 * self.options.num_layers) ** 0.5 if into_residual else 1.0)
-
+        if kind == "embed":
+            return options.embed_init_std
+        if kind in ("o_proj", "down_proj"):
+            return 0.0 if options.zero_init else options.init_std / (2 * options.num_layers) ** 0.5
+        return 0.0 if options.zero_init and kind == "head" else options.init_std

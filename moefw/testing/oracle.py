@@ -64,7 +64,7 @@ def dense_moe(
     if shared:
         out = out + _expert(x, weights, "shared_expert.")
     loss = (out * probe_TD.double()).sum() + _auxiliary(logits, scores, valid, rule, micro_batches)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     grads = {name: _grad(weight) for name, weight in weights.items()} | {"x": _grad(x)}
     counts = torch.zeros(scores.shape[1], dtype=torch.float64)
     counts.index_add_(0, ids[valid].flatten(), torch.ones(ids[valid].numel(), dtype=torch.float64))

@@ -28,7 +28,7 @@ class RankPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed", "moefw.core.build"])
         self._workers: list[tuple[Any, Connection]] = []
-        self._store: dist.TCPStore | None = None
+        self._store: Any = None
         self._jobs = 0
 
     def run(self, function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -72,7 +72,7 @@ class RankPool:
         return answers
 
     def _start(self) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         for _ in range(self.size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
@@ -91,7 +91,7 @@ class RankPool:
 
 def _serve(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     while True:
         try:
             sys.path[:] = pickle.loads(pipe.recv_bytes())
@@ -101,7 +101,7 @@ def _serve(pipe: Connection, port: int) -> None:
         try:
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore(f"job{job}", store),
+                store=dist.PrefixStore(f"job{job}", store),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=world,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

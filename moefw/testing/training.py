@@ -64,7 +64,10 @@ def short_run(tree: Tree, steps: int) -> Run:
     initialise(model, seed=assembly.spec.run.seed, std=std)
     train = assembly.spec.train
     engine = Engine(
-        model, assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr), layout, clip_norm=train.clip_norm
+        model,
+        assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr),
+        layout,
+        clip_norm=train.clip_norm,
     )
     first = _weights(model)
     vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
@@ -72,7 +75,9 @@ def short_run(tree: Tree, steps: int) -> Run:
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)
-        tokens = torch.randint(vocabulary, shape, generator=generator).tensor_split(layout.size("dp"))[layout.index("dp")]
+        tokens = torch.randint(vocabulary, shape, generator=generator).tensor_split(layout.size("dp"))[
+            layout.index("dp")
+        ]
         batches = [Batch(ids_BS=part[:, :-1], labels_BS=part[:, 1:]) for part in tokens.split(train.micro_batch)]
         results.append(engine.step(batches, train.lr, _no_clock))
     state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}

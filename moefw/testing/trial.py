@@ -88,7 +88,9 @@ class Trial:
         defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), problems)
         machine = Machine(device="cpu")
         assembly = assemble_tree(self.tree(), Marks("trial"), defaults=defaults, world=self.world, machine=machine)
-        layers = {n: evolve(p, facts={**p.facts, "row_alignment": self.row_alignment}) for n, p in assembly.layers.items()}
+        layers = {
+            n: evolve(p, facts={**p.facts, "row_alignment": self.row_alignment}) for n, p in assembly.layers.items()
+        }
         return evolve(assembly, layers=layers)
 
 

@@ -146,7 +146,9 @@ def _check_same_model(folder: Path, where: Mapping[str, Path], wanted: Mapping[s
             shape = tuple(file.get_slice(name).get_shape())
         if shape != tuple(tensor.shape):
             plain = name.split("/", 1)[1]
-            what = f"{folder} is a checkpoint of another model: {plain} is {shape} there and {tuple(tensor.shape)} here."
+            what = (
+                f"{folder} is a checkpoint of another model: {plain} is {shape} there and {tuple(tensor.shape)} here."
+            )
             raise CheckpointError(what, "Use the spec that it was trained with (spec.yaml in the run's folder).")
 
 

@@ -41,7 +41,9 @@ def make_ready(assembly: Assembly, *, resume: bool) -> str | None:
         return None
     try:
         if run_dir.exists() and any(run_dir.iterdir()):
-            aside = next(p for p in (run_dir.with_name(f"{run_dir.name}.{n}") for n in range(1, 10**6)) if not p.exists())
+            aside = next(
+                p for p in (run_dir.with_name(f"{run_dir.name}.{n}") for n in range(1, 10**6)) if not p.exists()
+            )
             run_dir.rename(aside)
             return f"{run_dir} held an earlier run: it is now {aside}"
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -32,28 +32,32 @@ def sum_gradients(dense: Sequence[nn.Parameter], experts: Sequence[nn.Parameter]
                 parameter.grad = torch.zeros_like(parameter)
         group = layout.group(*axes)
         if group is not None:
-            _all_reduce_flat([parameter.grad for parameter in parameters if parameter.grad is not None], group)
+            _all_reduce_flat(_gradients(parameters), group)
 
 
 def global_norm(dense: Sequence[nn.Parameter], experts: Sequence[nn.Parameter], layout: Layout) -> Tensor:
     """Return the norm of the whole gradient, fp64: every parameter once, experts summed over their mesh."""
-    own = _squares(experts)
+    own = _squares(experts, dense[0].device)
     group = layout.group(*EXPERT_SHARDS)
     if group is not None:
         dist.all_reduce(own, group=group)
-    return (_squares(dense) + own).sqrt()
+    return (_squares(dense, dense[0].device) + own).sqrt()
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale gradients so that their global norm is at most ``limit``."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0).float()
-    torch._foreach_mul_([parameter.grad for parameter in parameters], factor)
+    torch._foreach_mul_(_gradients(parameters), factor)
 
 
-def _squares(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _squares(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
     if not parameters:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm([parameter.grad for parameter in parameters])
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(_gradients(parameters))
     return torch.stack(norms).double().square().sum()
 
 

@@ -30,7 +30,8 @@ class AdamW(OptimizerPlugin):
         """Return a fused ``torch.optim.AdamW`` with two groups."""
         import torch
 
-        decay, plain = [], []
+        decay: list[Any] = []
+        plain: list[Any] = []
         for name, parameter in parameters.items():
             (plain if any(word in name for word in NO_DECAY) else decay).append(parameter)
         groups = [{"params": decay, "weight_decay": self.weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -64,7 +64,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     shared = Shared()
     if place.world > 1:
         address = rendezvous()
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = _backend(device, place)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         dist.init_process_group(
             backend,
@@ -101,12 +101,18 @@ def _device(assembly: Assembly, place: Place) -> torch.device:
     if assembly.site.machine.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise PlanError("run.device is cuda, and this PyTorch finds no GPU.", "Use run.device: cpu, or see `moefw doctor`.")
-    if place.local_world > torch.cuda.device_count():
-        what = f"{place.local_world} ranks on this machine want a GPU each, and there are {torch.cuda.device_count()}."
-        raise PlanError(what, "Use a smaller layout, or run.device: cpu.")
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+        raise PlanError(
+            "run.device is cuda, and this PyTorch finds no GPU.", "Use run.device: cpu, or see `moefw doctor`."
+        )
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(device: torch.device, place: Place) -> str:
+    """NCCL where every rank has a GPU to itself; gloo on CPUs, and where ranks share a GPU, which NCCL refuses."""
+    alone = device.type == "cuda" and place.local_world <= torch.cuda.device_count()
+    return "nccl" if alone else "gloo"
 
 
 def _agree_on(assembly: Assembly, place: Place) -> None:
@@ -145,5 +151,3 @@ def _fitting(data: DataSource, assembly: Assembly) -> DataSource:
         what = f"the tokenizer has {data.vocab_size} ids and model.vocab_size is {room}."
         raise PlanError(what, f"Use model.vocab_size: {data.vocab_size}.")
     return data
-
-

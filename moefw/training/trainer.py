@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from rich.console import Console
 from ruamel.yaml import YAML
 
@@ -143,13 +144,16 @@ class Trainer:
         session = self.session
         held = sum(parameter.numel() for parameter in session.model.parameters())
         sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
-        self.console.print(
-            f"{session.layout.plan.world} ranks ({sizes or 'one'}) on {session.device.type}, {held / 1e6:.1f} M parameters "
-            f"on rank 0; {len(session.data.train):,} tokens to train on, {len(session.data.heldout):,} held out",
-            highlight=False,
-        )
+        ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
+        tokens = f"{len(session.data.train):,} tokens to train on, {len(session.data.heldout):,} held out"
+        self._say(f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0\n{tokens}")
+        if session.device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo":
+            self._say("ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
         if self.start:
-            self.console.print(f"continuing after step {self.start}", highlight=False)
+            self._say(f"continuing after step {self.start}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _conclude(self) -> None:
         """Sample text, draw the plots, and say where everything is."""
@@ -182,19 +186,18 @@ class Trainer:
         breakdown = self.clock.breakdown()
         if breakdown:
             self.console.print(render(breakdown))
-        last = records[-1]
-        if "eval_bits_per_byte" in last:
-            self.console.print(
-                f"held-out text: {last['eval_bits_per_byte']:.3f} bits a byte; zlib -9 needs {zlib_bits:.3f}", highlight=False
-            )
-        self.console.print(f"\n{text}\n", markup=False, highlight=False)
-        self.console.print(f"metrics, plots, sample and checkpoints are in {self.run_dir}", highlight=False)
+        bits = records[-1].get("eval_bits_per_byte")
+        if bits is not None:
+            self._say(f"held-out text: {bits:.3f} bits a byte; zlib -9 needs {zlib_bits:.3f}")
+        self._say(f"\n{text}\n\nmetrics, plots, sample and checkpoints are in {self.run_dir}")
 
 
 def evaluation(session: Session) -> dict[str, float]:
     """Return ``eval_loss`` (nats a token) and ``eval_bits_per_byte`` over held-out text. Collective."""
     spec, layout, data = session.assembly.spec.train, session.layout, session.data
-    starts = [int(start) for start in heldout_windows(len(data.heldout), seq_len=spec.seq_len, max_tokens=spec.eval_tokens)]
+    starts = [
+        int(start) for start in heldout_windows(len(data.heldout), seq_len=spec.seq_len, max_tokens=spec.eval_tokens)
+    ]
     size, ranks = spec.micro_batch, layout.size("dp")
     rounds = math.ceil(len(starts) / (size * ranks))
     batches = []
@@ -235,5 +238,3 @@ def _write_resolved(assembly: Assembly, run_dir: Path) -> None:
     with scratch.open("w") as file:
         YAML().dump(json.loads(json.dumps(assembly.resolved())), file)
     scratch.replace(run_dir / "spec.yaml")
-
-

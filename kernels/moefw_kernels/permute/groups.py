@@ -60,11 +60,16 @@ def group_chunks(chunks: Sequence[Sequence[int]], alignment: int, device: torch.
 
 
 def _inverse(token_R: Tensor, num_tokens: int) -> RowMap:
+    """Return the map of rows whose token is given, -1 for padding."""
     rows = torch.arange(len(token_R), device=token_R.device)
+    if len(token_R) == num_tokens:
+        row_T = torch.empty_like(token_R)
+        row_T[token_R] = rows
+        return RowMap(token_R, row_T.unsqueeze(1), padding=None, dropped=False)
     valid = token_R >= 0
     row_T = torch.empty(num_tokens, dtype=torch.int64, device=token_R.device)
     row_T[token_R[valid]] = rows[valid]
-    return RowMap(token_R, row_T.unsqueeze(1), padded=len(token_R) > num_tokens, dropped=False)
+    return RowMap(token_R.clamp_min(0), row_T.unsqueeze(1), padding=rows[~valid], dropped=False)
 
 
 def _ends(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -98,5 +103,5 @@ def sort_slots(expert_TK: Tensor, num_experts: int) -> Slots:
     row_of_slot = torch.full((num_tokens * k,), -1, dtype=torch.int64, device=flat.device)
     row_of_slot[slot_R] = torch.arange(num_rows, device=flat.device)
     dropped = num_rows < num_tokens * k
-    rows = RowMap(slot_R // k if k else slot_R, row_of_slot.view(num_tokens, k), padded=False, dropped=dropped)
+    rows = RowMap(slot_R // k if k else slot_R, row_of_slot.view(num_tokens, k), padding=None, dropped=dropped)
     return Slots(slot_R, rows, counts)

@@ -14,12 +14,13 @@ from torch.nn import functional as F
 class RowMap:
     """Which token each row comes from, and which rows each token has. Both int64, each the inverse of the other.
 
-    ``token_R`` holds -1 for a row of padding (then ``padded``); ``row_TK`` holds -1 for a dropped choice (then ``dropped``).
+    ``padding`` lists the rows that come from no token (their ``token_R`` is 0), None if there are none; ``row_TK``
+    holds -1 for a dropped choice (then ``dropped``).
     """
 
     token_R: Tensor
     row_TK: Tensor
-    padded: bool
+    padding: Tensor | None
     dropped: bool
 
 
@@ -36,12 +37,10 @@ def gather_sum(rows_RD: Tensor, rows: RowMap) -> Tensor:
 
 
 def _rows(x_TD: Tensor, rows: RowMap) -> Tensor:
-    if not rows.padded:
-        return x_TD.index_select(0, rows.token_R)
     if not len(x_TD):
         return x_TD.new_zeros(len(rows.token_R), *x_TD.shape[1:])
-    taken = x_TD.index_select(0, rows.token_R.clamp_min(0))
-    return taken.masked_fill_((rows.token_R < 0).unsqueeze(-1), 0)
+    taken = x_TD.index_select(0, rows.token_R)
+    return taken if rows.padding is None else taken.index_fill_(0, rows.padding, 0)
 
 
 def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:

@@ -47,7 +47,7 @@ class AllGatherDispatcher(Dispatcher):
         self.num_experts, self.row_alignment = num_experts, row_alignment
 
     def plan(self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None) -> DispatchPlan:
-        """Gather every rank's choices and sort those that fall to this rank's experts. ``counts`` saves nothing here."""
+        """Gather every rank's choices and sort those of this rank's experts. ``counts`` saves nothing here."""
         ids_TK = routing.expert_ids_TK
         longest = len(ids_TK)
         if self.group is not None:
@@ -120,5 +120,3 @@ class AllGatherDispatcher(Dispatcher):
             for buffer, tensor in zip(buffers, tensors, strict=True)
         ]
         return buffers, works
-
-

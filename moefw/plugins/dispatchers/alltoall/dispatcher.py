@@ -19,9 +19,10 @@ from moefw.core.movement import Launch, Pending, Work, finish, start, stay
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
 from moefw_kernels.permute import Groups, Slots, gather, gather_sum, group_chunks, sort_slots
 
-
 Splits = tuple[int, ...]
 """Rows to or from each rank."""
+Counts = Sequence[Sequence[int]]
+"""Rows by rank and expert."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,23 +45,29 @@ class AllToAllDispatcher(Dispatcher):
         self.group, self.num_ranks, self.rank = group, num_ranks, rank
         self.num_experts, self.row_alignment = num_experts, row_alignment
 
-    def plan(self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None) -> DispatchPlan:
+    def plan(self, routing: Routing, *, counts: Counts | None = None) -> DispatchPlan:
         """Sort the choices and exchange how many rows each rank sends for each expert."""
         slots = sort_slots(routing.expert_ids_TK, self.num_experts)
-        local = self.num_experts // self.num_ranks
-        if counts is None:
-            sent_Pe = slots.counts.view(self.num_ranks, local)
-            received_Pe = sent_Pe
-            if self.group is not None:
-                received_Pe = torch.empty_like(sent_Pe)
-                dist.all_to_all_single(received_Pe, sent_Pe, group=self.group)
-            sent, received = torch.stack([sent_Pe, received_Pe]).tolist()
-        else:
-            mine = slice(self.rank * local, (self.rank + 1) * local)
-            sent = [counts[self.rank][first : first + local] for first in range(0, self.num_experts, local)]
-            received = [list(of_rank[mine]) for of_rank in counts]
+        sent, received = self._exchange_counts(slots.counts) if counts is None else self._known(counts)
         groups = group_chunks(received, self.row_alignment, slots.slot_R.device)
         return DispatchPlan(detail=_Way(slots, tuple(map(sum, sent)), tuple(map(sum, received)), groups))
+
+    def _exchange_counts(self, counts: Tensor) -> tuple[Counts, Counts]:
+        """Return the rows for each (rank, local expert), sent and received."""
+        if self.group is None:
+            alone = [counts.tolist()]
+            return alone, alone
+        sent_Pe = counts.view(self.num_ranks, -1)
+        received_Pe = torch.empty_like(sent_Pe)
+        dist.all_to_all_single(received_Pe, sent_Pe, group=self.group)
+        sent, received = torch.stack([sent_Pe, received_Pe]).tolist()
+        return sent, received
+
+    def _known(self, counts: Counts) -> tuple[Counts, Counts]:
+        local = self.num_experts // self.num_ranks
+        mine = slice(self.rank * local, (self.rank + 1) * local)
+        sent = [counts[self.rank][first : first + local] for first in range(0, self.num_experts, local)]
+        return sent, [of_rank[mine] for of_rank in counts]
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row a (token, expert), and its weight."""

@@ -1,4 +1,4 @@
-"""``folded``: attention and experts each in their own mesh over the same ranks (MoE Parallel Folding, arXiv 2504.14960)."""
+"""``folded``: attention and experts each in their own mesh over the same ranks (arXiv 2504.14960)."""
 
 from __future__ import annotations
 
@@ -54,22 +54,26 @@ class Folded(LayoutPlugin):
     def plan(self, world: int | None) -> FoldedPlan:
         """Arrange ``world`` ranks, or the smallest world that fits: pp * lcm(dp*cp*tp, ep*etp)."""
         dense, experts = self.dense, self.experts
-        fixed = (dense.dp or 1) * dense.cp * dense.tp
-        unit = self.pp * math.lcm(fixed, experts.ep * experts.etp)
-        world = unit if world is None else world
-        if world % unit or (dense.dp and world != self.pp * fixed):
-            if dense.dp and world == unit:
-                what = f"experts.ep {experts.ep} x etp {experts.etp} does not divide dp x cp x tp = {fixed}."
-                raise moefw.PlanError(what, f"Leave dense.dp out, or use dp: {unit // self.pp // dense.cp // dense.tp}.")
-            wanted = f"exactly {self.pp * fixed}" if dense.dp else f"a multiple of {unit}"
-            raise moefw.PlanError(f"{world} ranks do not fit this layout, which wants {wanted}.", "Change one of them.")
+        fixed, spread = (dense.dp or 1) * dense.cp * dense.tp, experts.ep * experts.etp
+        stage = math.lcm(fixed, spread)
+        if dense.dp and stage != fixed:
+            what = f"ep {experts.ep} x etp {experts.etp} = {spread} does not divide dp x cp x tp = {fixed}."
+            raise moefw.PlanError(what, f"Leave dense.dp out, or use dense.dp: {stage // dense.cp // dense.tp}.")
+        smallest = self.pp * stage
+        world = smallest if world is None else world
+        if world < smallest or world % smallest or (dense.dp and world > smallest):
+            wanted = f"exactly {smallest}" if dense.dp else f"a multiple of {smallest}"
+            sizes = f"pp {self.pp} x lcm(dp x cp x tp = {fixed}, ep x etp = {spread})"
+            near = smallest if dense.dp else max(1, round(world / smallest)) * smallest
+            what = f"{world} ranks do not fit this layout, which wants {wanted} = {sizes}."
+            raise moefw.PlanError(what, f"Start {near} ranks, or change the sizes.")
         stage = world // self.pp
         return FoldedPlan(
             pp=self.pp,
             dp=stage // (dense.cp * dense.tp),
             cp=dense.cp,
             tp=dense.tp,
-            edp=stage // (experts.ep * experts.etp),
+            edp=stage // spread,
             ep=experts.ep,
             etp=experts.etp,
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import final
 
 import torch.distributed as dist
-from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moefw.core.contracts import Layout
 from moefw.plugins.parallel.folded.meshes import DENSE, EXPERT, FoldedPlan

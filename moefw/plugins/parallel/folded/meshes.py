@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from attrs import frozen
@@ -50,12 +49,15 @@ class FoldedPlan(LayoutPlan):
         place = self._position(rank, mesh)
         ranks = [0]
         for axis in mesh:
-            positions = range(self.sizes[axis]) if axis in axes else (place[axis],)
-            ranks = [rank * self.sizes[axis] + position for rank in ranks for position in positions]
+            size = getattr(self, axis)
+            positions = range(size) if axis in axes else (place[axis],)
+            ranks = [outer * size + position for outer in ranks for position in positions]
         return tuple(ranks)
 
     def _position(self, rank: int, mesh: Sequence[str]) -> dict[str, int]:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not in a world of {self.world}")
-        strides = [math.prod(self.sizes[axis] for axis in mesh[index + 1 :]) for index in range(len(mesh))]
-        return {axis: rank // stride % self.sizes[axis] for axis, stride in zip(mesh, strides, strict=True)}
+        place = {}
+        for axis in reversed(mesh):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return place

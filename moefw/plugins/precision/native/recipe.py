@@ -16,7 +16,7 @@ class _Cast(Precision):
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass) -> Tensor:
         """Return ``x`` in the operand dtype."""
-        return x.to(self.operand_dtype)
+        return x if x.dtype is self.operand_dtype else x.to(self.operand_dtype)
 
 
 @final

@@ -41,13 +41,9 @@ class TopK(RouterPlugin):
     scale: float = field(default=1.0, validator=gt(0.0))
     balance: tuple[Balance, ...] = ()
 
-    def balance_of(self, kind: str) -> Balance | None:
-        """Return the balance rule of that kind, if it is on."""
-        return next((rule for rule in self.balance if rule.kind == kind), None)
-
     def offers(self, site: Site) -> moefw.Offers:
         """Routing looks at one token at a time, unless an auxiliary loss looks at the micro-batch."""
-        partition = "micro_batch" if self.balance_of("aux_loss") else "token"
+        partition = "micro_batch" if "aux_loss" in {rule.kind for rule in self.balance} else "token"
         return moefw.offers(partition=(partition,), differentiable=True, deterministic=True)
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
@@ -60,15 +56,15 @@ class TopK(RouterPlugin):
         if self.score == "softmax" and dims.top_k == 1:
             what = "the softmax over one chosen expert is always 1, so the router would get no gradient."
             problems.append(moefw.Problem(what, "Use score: sigmoid, or top_k above 1.", "score"))
-        if self.score == "softmax" and self.balance_of("expert_bias"):
+        kinds = [rule.kind for rule in self.balance]
+        if self.score == "softmax" and "expert_bias" in kinds:
             what = "an expert bias is added to scores between 0 and 1, and score: softmax chooses by logits."
             problems.append(moefw.Problem(what, "Use score: sigmoid, or balance by aux_loss.", "balance"))
         if self.score == "sigmoid" and dims.top_k == 1 and self.renormalise:
             what = "one chosen score divided by itself is always 1, so the router would get no gradient."
             problems.append(moefw.Problem(what, "Use renormalise: false with top_k 1.", "renormalise"))
-        kinds = [rule.kind for rule in self.balance]
-        for kind in sorted({kind for kind in kinds if kinds.count(kind) > 1}):
-            problems.append(moefw.Problem(f"balance names {kind} more than once.", "Keep one.", "balance"))
+        twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+        problems += [moefw.Problem(f"balance names {kind} more than once.", "Keep one.", "balance") for kind in twice]
         return problems
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:

@@ -1,0 +1,41 @@
+# make train: set up and run the quickstart. make test: set up and pass all tests.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+SPEC   ?= examples/quickstart.yaml
+
+.PHONY: help setup train test lint format clean
+
+help:
+	@echo "make train   set up and train $(SPEC) (ARGS='train.steps=20' overrides)"
+	@echo "make test    set up and run all tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff format the sources"
+	@echo "make clean   remove the virtual environment and caches"
+
+$(BIN)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
+	  || { echo "error: moefw needs Python 3.11 or 3.12; try make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+setup: $(BIN)/.ready
+
+train: setup
+	$(BIN)/moefw train $(SPEC) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

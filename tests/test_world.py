@@ -1,0 +1,36 @@
+"""Which world a process finds itself in."""
+
+from __future__ import annotations
+
+import pytest
+
+from moefw.core.errors import PlanError
+from moefw.training.world import Place, place_from_environment, rendezvous
+
+
+def test_outside_of_torchrun_and_slurm_there_is_no_place() -> None:
+    assert place_from_environment({}) is None
+    assert place_from_environment({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
+
+
+def test_torchruns_variables_are_read() -> None:
+    found = place_from_environment({"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
+    assert found == Place(5, 16, 1, 4)
+
+
+def test_slurms_variables_are_read() -> None:
+    environment = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "8"}
+    assert place_from_environment(environment) == Place(9, 16, 1, 8)
+
+
+def test_variables_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(PlanError, match="rank 4 is not in a world of 4"):
+        place_from_environment({"RANK": "4", "WORLD_SIZE": "4"})
+    with pytest.raises(PlanError, match="RANK=one"):
+        place_from_environment({"RANK": "one", "WORLD_SIZE": "4"})
+
+
+def test_ranks_meet_at_the_first_node() -> None:
+    assert rendezvous({"MASTER_ADDR": "host", "MASTER_PORT": "1234"}) == "tcp://host:1234"
+    assert rendezvous({"SLURM_JOB_NODELIST": "gpu[07-10,12]", "SLURM_JOB_ID": "2042"}) == "tcp://gpu07:29542"
+    assert rendezvous({"SLURM_JOB_NODELIST": "a1,a2"}) == "tcp://a1:29500"
