@@ -183,6 +183,10 @@ class TestNoFollowOnNoise:
             ("{run: [1]}", "[1] is not a mapping of options"),
             ("{run: {device: gpu}}", "'gpu' is not one of the choices."),
             ("{memory: 3}", "3 is not a list"),
+            ("{train: {micro_batch: 4, micro_batch: 3}}", "'micro_batch' stands here twice"),
+            ("{train: {micro_batch: !x 3}}", "tags, anchors and aliases"),
+            ("{dispatch: {use: !x alltoall}}", "tags, anchors and aliases"),
+            ("{model: {preset: !x 3}}", "tags, anchors and aliases"),
         ],
     )
     def test_of(self, wrong: str, told: str) -> None:
@@ -200,6 +204,32 @@ class TestNoFollowOnNoise:
         assert "head_dim 3 is odd" in others[0]
         assert "region nowhere" in others[1] or "region nowhere" in others[2]
         assert "1000 tokens a step do not divide" in others[3]
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            (
+                "{memory: [{use: keep, regions: [3]}], model: {num_experts: 15}, parallel: {experts: {ep: 2}}}",
+                "3 is not",
+            ),
+            (
+                "{model: {num_experts: 15, num_expert: 3}, parallel: {experts: {ep: 2}}}",
+                "'num_expert' is not an option",
+            ),
+            ("{dispatch: {use: nope}, model: {num_experts: 15}, parallel: {experts: {ep: 2}}}", "'nope'"),
+            (
+                "{train: {steps: [!x 3]}, model: {num_experts: 15}, parallel: {experts: {ep: 2}}}",
+                "is not a whole number",
+            ),
+        ],
+    )
+    def test_a_misfit_elsewhere_is_told_beside_it(self, text: str, told: str) -> None:
+        with pytest.raises(MoefwError) as caught:
+            assembled(text)
+        messages = [str(problem) for problem in caught.value.problems]
+        assert any(told in message for message in messages)
+        assert "needs a size of axis ep that divides 15" in messages[-1]
+        assert len(messages) == 2 + ("!x" in text)
 
 
 class TestPlaces:
@@ -341,6 +371,7 @@ class TestYAML:
             ("train: {? {a: 1} : 3}", "1:11 train", "{'a': 1} is not a key"),
             ("train: {<<: {steps: 3}}", "1:9 train.'<<'", "is not an option here"),
             ("train: {steps: 9223372036854775808}", "1:16 train.steps", "does not fit into 64 bits"),
+            ("train: {steps: -9223372036854775808}", "1:16 train.steps", "does not fit into 64 bits"),
             (f"train: {{steps: -{'9' * 9000}}}", "1:16 train.steps", "does not fit into 64 bits"),
             (f"train: {{steps: 0x{'f' * 9000}}}", "1:16 train.steps", "does not fit into 64 bits"),
             ('run: {dir: "a\\0"}', "1:12 run.dir", "a character that no file can hold"),
@@ -527,6 +558,7 @@ class Options:
     inner: Inner | None = None
     anything: Any = None
     few: tuple[int, ...] = field(default=(), validator=max_len(2))
+    level: Literal[0, 1] = 0
     low: int = 0
     high: int = field(default=9)
 
@@ -567,6 +599,8 @@ class TestStructure:
             ({"inner": {"sizes": 2}}, "o inner.sizes: 'sizes' is not an option here. Did you mean 'size'?"),
             ({"inner": {"words": [1]}}, "o inner.words[0]: 1 is not plain text. Put it in quotes."),
             ({"low": 5, "high": 4}, "o: high 4 is below low 5."),
+            ({"low": "x", "high": -1}, "o low: 'x' is not a whole number. Write for example 8."),
+            ({"level": True}, "o level: true is not one of the choices. Known: 0, 1."),
             ({"few": [1, 2, 3]}, "o few: Length of 'few' must be <= 2: 3."),
         ],
     )

@@ -16,8 +16,8 @@ from moefw.commands import specs
 def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Evaluate the last checkpoint of RUN (a run's folder) on held-out text, on this process alone."""
     assembly = specs.read_run(run, overrides)
+    from moefw.training.evaluation import evaluation, zlib_bits_per_byte
     from moefw.training.trained import open_trained
-    from moefw.training.trainer import evaluation, zlib_bits_per_byte
 
     with open_trained(assembly) as (session, step):
         found = {

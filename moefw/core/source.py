@@ -86,7 +86,7 @@ def read_spec_file(path: Path, overrides: Sequence[str], problems: list[Problem]
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8-sig")
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise SpecError(Problem(f"the file is not UTF-8 text: {error.reason}.", "Save it as UTF-8.", name)) from error
     except (OSError, ValueError) as error:

@@ -1,0 +1,44 @@
+"""How well a model predicts held-out text."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from moefw.core.stages import Batch
+from moefw.training.data.order import heldout_windows
+from moefw.training.engine import evaluate
+from moefw.training.session import Session
+
+
+def evaluation(session: Session) -> dict[str, float]:
+    """Return ``eval_loss`` (nats a token) and ``eval_bits_per_byte`` over held-out text. Collective."""
+    data = session.data
+    loss = evaluate(session.model, list(_batches(session)), session.layout)
+    tokens_per_byte = len(data.heldout) / max(1, len(data.heldout_bytes))
+    return {"eval_loss": loss, "eval_bits_per_byte": loss / math.log(2) * tokens_per_byte}
+
+
+def evaluation_starts(session: Session) -> list[int]:
+    """Return where the windows of an evaluation start. Raises DataError if there is not one."""
+    spec = session.assembly.spec.train
+    starts = heldout_windows(len(session.data.heldout), seq_len=spec.seq_len, max_tokens=spec.eval_tokens)
+    return [int(start) for start in starts]
+
+
+def zlib_bits_per_byte(text: bytes) -> float:
+    """Return what ``zlib -9`` needs for the text, in bits a byte."""
+    return 8 * len(zlib.compress(text, 9)) / max(1, len(text))
+
+
+def _batches(session: Session) -> Iterator[Batch]:
+    """Yield this rank's batches; every rank gets equally many, the last ones padded."""
+    spec, layout, stream = session.assembly.spec.train, session.layout, session.data.heldout
+    starts, size, ranks = evaluation_starts(session), spec.micro_batch, layout.size("dp")
+    for first in range(0, len(starts), size * ranks):
+        mine = starts[first + layout.index("dp") * size :][:size]
+        padded = mine + [0] * (size - len(mine))
+        yield session.batch(np.stack([stream.read(s, spec.seq_len + 1) for s in padded]), valid=len(mine))

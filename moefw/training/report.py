@@ -1,0 +1,75 @@
+"""What a run tells the user before the first step and after the last: sizes, times, plots, a sample of text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from rich.console import Console
+
+from moefw.training.clock import StepClock, render
+from moefw.training.evaluation import zlib_bits_per_byte
+from moefw.training.generate import generate
+from moefw.training.metrics import read_metrics
+from moefw.training.plots import plot_expert_load, plot_loss
+from moefw.training.session import Session
+
+BALANCE_WINDOW = 50
+"""Steps over which the expert load of the heat map is averaged."""
+SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = "def ", 160, 0.7
+
+
+def introduce(session: Session, start: int, console: Console) -> None:
+    """Say what is about to be trained, where, and from which step on."""
+    held = sum(parameter.numel() for parameter in session.model.parameters())
+    sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
+    ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
+    _say(console, f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0")
+    _say(console, f"{len(session.data.train):,} tokens to train on, {len(session.data.heldout):,} held out")
+    if session.device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo":
+        _say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
+    if start:
+        _say(console, f"continuing after step {start}")
+
+
+def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console) -> None:
+    """Sample text, draw the plots, and say where everything is. Collective."""
+    spec = session.assembly.spec
+    text = generate(
+        session.model,
+        session.data,
+        SAMPLE_PROMPT,
+        tokens=SAMPLE_TOKENS,
+        temperature=SAMPLE_TEMPERATURE,
+        seed=spec.run.seed,
+        window=spec.train.seq_len,
+    )
+    if not session.leads:
+        return
+    (run_dir / "sample.txt").write_text(text)
+    zlib_bits = zlib_bits_per_byte(session.data.heldout_bytes)
+    records = read_metrics(run_dir / "metrics.jsonl")
+    _draw(session, run_dir / "plots", records, zlib_bits)
+    breakdown = clock.breakdown()
+    if breakdown:
+        console.print(render(breakdown))
+    bits = records[-1].get("eval_bits_per_byte")
+    if bits is not None:
+        _say(console, f"held-out text: {bits:.3f} bits a byte; zlib -9 needs {zlib_bits:.3f}")
+    _say(console, f"\n{text}\n\nmetrics, plots, sample and checkpoints are in {run_dir}")
+
+
+def _draw(session: Session, folder: Path, records: list[dict[str, Any]], zlib_bits: float) -> None:
+    plot_loss(records, folder / "loss.png", zlib_bits=zlib_bits)
+    layers = list(session.assembly.parts.model.moe_layers())
+    recent = [record["expert_load"] for record in records[-BALANCE_WINDOW:]]
+    if layers and recent:
+        load_LE = np.mean(np.array(recent), axis=0).tolist()
+        title = f"Expert load over the last {len(recent)} steps"
+        plot_expert_load(load_LE, layers, folder / "expert_load.png", title=title)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
