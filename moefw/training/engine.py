@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -98,7 +98,7 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         for batch in batches:
             with clock("forward"):
-                output = self.model(_scaled(batch, scale))
+                output = self.model(replace(batch, loss_scale=scale))
             with clock("backward"):
                 (output.loss_sum * scale).backward()
             tally.add(output.loss_sum, output.num_tokens, output.layers)
@@ -120,17 +120,12 @@ class Engine:
 
     def _loss_scale(self, batches: Sequence[Batch]) -> Tensor:
         """Return 1 / (valid tokens of the global batch), fp32."""
-        tokens = sum(
-            (torch.tensor(b.ids_BS.numel()) if b.mask_BS is None else b.mask_BS.sum() for b in batches), torch.tensor(0)
-        ).to(device=batches[0].ids_BS.device, dtype=torch.float64)
+        counts = [batch.ids_BS.numel() if batch.mask_BS is None else int(batch.mask_BS.sum()) for batch in batches]
+        tokens = torch.tensor(sum(counts), dtype=torch.float64, device=batches[0].ids_BS.device)
         group = self.layout.group(*TOKEN_AXES)
         if group is not None:
             dist.all_reduce(tokens, group=group)
         return (1.0 / tokens.clamp_min(1)).float()
-
-
-def _scaled(batch: Batch, scale: Tensor) -> Batch:
-    return Batch(ids_BS=batch.ids_BS, labels_BS=batch.labels_BS, mask_BS=batch.mask_BS, loss_scale=scale)
 
 
 def _result(tally: Tally, norm: Tensor) -> StepResult:

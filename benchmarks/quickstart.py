@@ -1,0 +1,57 @@
+"""What a newcomer sees: the quickstart's time and result, and what its experts do with and without balance.
+
+Runs ``examples/quickstart.yaml`` as it is, and for a quarter of its steps with ``routing.balance=[]``; writes
+``benchmarks/results/quickstart.json``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+from ruamel.yaml import YAML
+
+from moefw.training.metrics import read_metrics
+
+SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+WINDOW = 50
+
+
+def main() -> None:
+    """Run, print and write."""
+    steps = YAML(typ="safe").load(SPEC)["train"]["steps"]
+    with tempfile.TemporaryDirectory() as folder:
+        whole = train(Path(folder) / "quickstart")
+        without = train(Path(folder) / "without", f"train.steps={steps // 4}", "routing.balance=[]")
+    measured = {"quickstart": whole, "without balance": without}
+    for name, result in measured.items():
+        print(name, result)
+    print(record.write("quickstart", measured))
+
+
+def train(run: Path, *overrides: str) -> dict[str, Any]:
+    """Train and return what ``metrics.jsonl`` says of it; loads are averages over the last steps."""
+    command = [sys.executable, "-m", "moefw", "train", str(SPEC), f"run.dir={run}", *overrides]
+    subprocess.run(command, check=True)
+    records = read_metrics(run / "metrics.jsonl")
+    tokens = YAML(typ="safe").load(run / "spec.yaml")["train"]["tokens_per_step"]
+    load_SLE = np.array([one["expert_load"] for one in records[-WINDOW:]])
+    mean_LE = load_SLE.mean(0)
+    return {
+        "steps": len(records),
+        "training_s": round(sum(tokens / one["tokens_per_s"] for one in records), 1),
+        "tokens_per_s": round(float(np.median([one["tokens_per_s"] for one in records]))),
+        "eval_bits_per_byte": round(records[-1]["eval_bits_per_byte"], 4),
+        "busiest_expert_by_layer": mean_LE.max(1).round(3).tolist(),
+        "idlest_expert_by_layer": mean_LE.min(1).round(3).tolist(),
+        "busiest_expert_of_a_step_median": np.median(load_SLE.max(2), axis=0).round(3).tolist(),
+    }
+
+
+if __name__ == "__main__":
+    main()
