@@ -50,7 +50,8 @@ class AllToAllDispatcher(Dispatcher):
         slots = sort_slots(routing.expert_ids_TK, self.num_experts)
         sent, received = self._exchange_counts(slots.counts) if counts is None else self._known(counts)
         groups = group_chunks(received, self.row_alignment, slots.slot_R.device)
-        return DispatchPlan(detail=_Way(slots, tuple(map(sum, sent)), tuple(map(sum, received)), groups))
+        splits = ((), ()) if self.group is None else (tuple(map(sum, sent)), tuple(map(sum, received)))
+        return DispatchPlan(detail=_Way(slots, *splits, groups))
 
     def _exchange_counts(self, counts: Tensor) -> tuple[Counts, Counts]:
         """Return the rows for each (rank, local expert), sent and received."""
