@@ -50,9 +50,8 @@ def main() -> None:
         "allowed": {"us": ALLOWED_US, "share": ALLOWED_SHARE},
     }
     print(f"plugin tax {tax_us:+.1f} us (control {control_us:+.1f} us; allowed {ALLOWED_US:.0f} us)")
-    print(
-        f"{tax_us / layer_us:+.2%} of the {layer_us:,.0f} us of a layer with D, F = {USUAL} (allowed {ALLOWED_SHARE:.0%})"
-    )
+    share = f"{tax_us / layer_us:+.2%} of the {layer_us:,.0f} us"
+    print(f"{share} of a layer with D, F = {USUAL} (allowed {ALLOWED_SHARE:.0%})")
     print(record.write("plugin_tax", measured))
 
 
