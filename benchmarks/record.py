@@ -18,6 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 def write(name: str, measured: dict[str, Any]) -> Path:
     """Write ``results/NAME.json`` and return its path."""
     described = {"date": date.today().isoformat(), "commit": _commit(), "machine": _machine(), **measured}
+    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(described, indent=1) + "\n")
     return path
