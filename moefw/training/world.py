@@ -24,7 +24,7 @@ KEEP_PAGES = {
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
 """glibc settings for ranks on a CPU: freed activations are used again instead of returned and faulted in anew
-(a step of the quickstart is 13 to 18 % shorter)."""
+(a step of the quickstart is 13 to 20 % shorter)."""
 _GRACE_S = 10.0
 
 
