@@ -62,7 +62,7 @@ def test_the_aux_loss_reaches_the_router_of_every_layer_once(regions: list[str])
         torch.testing.assert_close(thrice[name], 3 * once[name], rtol=1e-4, atol=1e-8)
 
 
-def test_without_an_aux_loss_the_router_learns_from_the_model_alone() -> None:
+def test_an_aux_loss_with_a_coefficient_of_zero_moves_no_router() -> None:
     silent = model_gradients([], 0.0)
     assert silent["layers.1.moe.router.weight"].abs().max() == 0
 

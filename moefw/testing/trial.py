@@ -130,7 +130,7 @@ def _skew(router: nn.Module, trial: Trial) -> None:
 
 def routed(trial: Trial, layer: MoELayer) -> tuple[Tensor, Tensor, Routing]:
     """Return this rank's tokens, its probe, and their routing."""
-    x_TD, probe_TD = trial.draw(layer_rank())
+    x_TD, probe_TD = trial.draw(this_rank())
     ids = torch.zeros(1, len(x_TD), dtype=torch.int64)
     return x_TD, probe_TD, layer.router(x_TD, Batch(ids_BS=ids, labels_BS=ids))
 
@@ -144,7 +144,7 @@ def received(trial: Trial) -> ExpertBatch:
     return batch
 
 
-def layer_rank() -> int:
+def this_rank() -> int:
     """Return this process's rank; 0 without a world."""
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -152,7 +152,7 @@ def layer_rank() -> int:
 def solve(trial: Trial) -> Outcome:
     """Run the layer of a trial forward and backward on this rank; uninitialised memory reads as NaN."""
     torch.use_deterministic_algorithms(True)
-    rank = layer_rank()
+    rank = this_rank()
     layer, shared = build_layer(trial)
     x_TD, probe_TD = trial.draw(rank)
     x_TD.requires_grad_()
