@@ -21,3 +21,11 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def pool8() -> Iterator[RankPool]:
+    """Eight gloo ranks, for the few tests that need so many."""
+    ranks = RankPool(8)
+    yield ranks
+    ranks.close()

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
+from moefw.testing.trial import DISPATCHERS
 
-VARIANTS = list(itertools.product((1, 2, 4), ("allgather", "alltoall"), ("loop", "grouped")))
+VARIANTS = [
+    *itertools.product((1, 2, 4), DISPATCHERS, ("grouped",)),
+    *itertools.product((1, 2, 4), ("alltoall",), ("loop",)),
+]
 STEPS = 20
 
 
 def run(
-    pool: RankPool, world: int, dispatch: str = "alltoall", gemm: str = "grouped", steps: int = STEPS, **parts
+    pool: RankPool, world: int, dispatch: Any = "alltoall", gemm: str = "grouped", steps: int = STEPS, **parts
 ) -> list[Run]:
-    ep = parts.pop("ep", world)
-    tree = {**SMALL, "dispatch": {"use": dispatch}, "gemm": {"use": gemm}, "parallel": {"experts": {"ep": ep}}, **parts}
+    etp = parts.pop("etp", 1)
+    ep = parts.pop("ep", world // etp)
+    tree = {
+        **SMALL,
+        "dispatch": DISPATCHERS[dispatch] if isinstance(dispatch, str) else dispatch,
+        "gemm": {"use": gemm},
+        "parallel": {"experts": {"ep": ep, "etp": etp}, "ranks_per_node": 2},
+        **parts,
+    }
     return pool.run(short_run, world, tree, steps)
 
 
@@ -36,7 +48,11 @@ def alone(pool: RankPool) -> Run:
 def test_expert_parallelism_dispatcher_and_gemm_change_nothing_but_speed(
     pool: RankPool, alone: Run, world: int, dispatch: str, gemm: str
 ) -> None:
-    runs = run(pool, world, dispatch, gemm)
+    assert_same(run(pool, world, dispatch, gemm), alone)
+
+
+def assert_same(runs: list[Run], alone: Run) -> None:
+    """Hold losses, norms, loads, weights before and after, and router state against one rank's."""
     first, last = merged(runs, "first"), merged(runs, "last")
     assert first.keys() == alone.first.keys()
     assert all(torch.equal(first[name], alone.first[name]) for name in first)
@@ -47,6 +63,29 @@ def test_expert_parallelism_dispatcher_and_gemm_change_nothing_but_speed(
     worst = max((last[name] - alone.last[name]).abs().max().item() for name in last)
     assert worst < 2e-5
     assert all(torch.equal(runs[0].state[name], alone.state[name]) for name in alone.state)
+
+
+@pytest.mark.parametrize("gemm", ["loop", "grouped"])
+@pytest.mark.parametrize("dispatch", DISPATCHERS)
+def test_experts_in_parts_change_nothing_but_speed(pool: RankPool, alone: Run, dispatch: str, gemm: str) -> None:
+    assert_same(run(pool, 4, dispatch, gemm, etp=2), alone)
+
+
+def budgeted(on_overflow: str) -> dict[str, object]:
+    """A budget that the first steps overflow."""
+    return {"use": "hybridep", "backend": "torch", "rank_capacity": 0.9, "on_overflow": on_overflow}
+
+
+def test_a_step_that_overflows_its_budget_is_run_again_without_it(pool: RankPool, alone: Run) -> None:
+    runs = run(pool, 2, dispatch=budgeted("rerun"))
+    assert_same(runs, alone)
+    assert sum(result.counts["overflow"] for result in runs[0].results) > 0
+
+
+def test_rows_beyond_the_budget_are_dropped_and_counted_where_the_spec_says_so(pool: RankPool, alone: Run) -> None:
+    runs = run(pool, 2, dispatch=budgeted("drop"))
+    assert runs[0].results[0].counts["dropped_rows"] > 0
+    assert runs[0].results[-1].loss != pytest.approx(alone.results[-1].loss, rel=2e-6)
 
 
 def test_copies_of_experts_on_several_ranks_train_alike(pool: RankPool, alone: Run) -> None:

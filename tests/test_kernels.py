@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefw_kernels.permute import RowMap, gather, gather_sum, group_chunks, sort_slots
+from moefw_kernels.permute import arrange, gather, gather_sum, group_chunks, sort_slots
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 
@@ -28,7 +28,7 @@ def test_rows_are_sorted_by_expert_then_token_and_dropped_choices_have_none(
     assert slots.counts.tolist() == [sum(e == expert for e, _, _ in wanted) for expert in range(experts)]
     for row, (_, token, choice) in enumerate(wanted):
         assert slots.rows.row_TK[token, choice] == row
-    assert slots.rows.dropped == (len(wanted) < tokens * k)
+    assert (slots.rows.bags is not None) == (len(wanted) < tokens * k)
 
 
 @given(
@@ -50,11 +50,58 @@ def test_chunks_are_regrouped_by_expert_padded_and_restored(chunks: list[list[in
     assert torch.equal(groups.restore(rows), arrived)
 
 
+@given(
+    st.integers(0, 6), st.integers(1, 3), st.integers(0, 1000), st.sampled_from([1, 4]), st.sampled_from([0, 5]),
+    st.sampled_from([None, 0, 4, 12]), st.booleans(),
+)  # fmt: skip
+def test_arrived_rows_are_expanded_in_order_of_expert_and_source_within_the_budget(
+    arrived: int, k: int, seed: int, alignment: int, capacity: int, budget: int | None, sources: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids_NK = torch.randint(-1, 4, (arrived, k), generator=generator)
+    source_N = torch.randint(0, 3, (arrived,), generator=generator) if sources else None
+    arrival = arrange(ids_NK, 3, alignment=alignment, capacity=capacity, budget=budget, source_N=source_N)
+    rows_ND = torch.arange(1.0, arrived + 1).unsqueeze(1)
+    weights_NK = torch.arange(1.0, arrived * k + 1).view(arrived, k)
+    wanted: list[float] = []
+    counts = []
+    for expert in range(3):
+        choices = [(n, c) for n in range(arrived) for c in range(k) if ids_NK[n, c] == expert]
+        choices.sort(key=lambda choice: 0 if source_N is None else int(source_N[choice[0]]))
+        size = -(-max(len(choices), capacity) // alignment) * alignment
+        wanted += [weights_NK[n, c].item() for n, c in choices] + [0.0] * (size - len(choices))
+        counts.append(len(choices))
+    if budget is not None:
+        counts = [sum(w > 0 for w in part) for part in _parts(wanted, counts, capacity, alignment, budget)]
+        wanted = (wanted + [0.0] * budget)[:budget]
+    rows_RD, weights_R = arrival.expand(rows_ND, weights_NK)
+    assert weights_R.tolist() == wanted
+    assert rows_RD[:, 0].tolist() == [-(-weight // k) for weight in wanted]
+    assert arrival.counts_e.tolist() == counts
+    assert arrival.offsets_e.tolist() == torch.tensor(arrival.sizes).cumsum(0).tolist()
+    assert arrival.left_out == int(((ids_NK >= 0) & (ids_NK < 3)).sum()) - sum(counts)
+    results_RD = torch.where(weights_R > 0, 1.0, torch.nan).unsqueeze(1).requires_grad_()
+    back_ND = arrival.reduce(results_RD)
+    assert back_ND.sum() == sum(counts)
+    back_ND.sum().backward()
+    assert results_RD.grad is not None
+    assert torch.equal(results_RD.grad[:, 0], (weights_R > 0).float())
+
+
+def _parts(rows: list[float], counts: list[int], capacity: int, alignment: int, budget: int) -> list[list[float]]:
+    """Cut rows into the groups that they belong to, as far as the budget goes."""
+    parts, start = [], 0
+    for count in counts:
+        size = -(-max(count, capacity) // alignment) * alignment
+        parts.append(rows[:budget][start : start + size])
+        start += size
+    return parts
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_gather_and_gather_sum_are_each_others_gradient(tokens: int) -> None:
     ids_TK = torch.arange(tokens * 2).view(tokens, 2) % 3 - (torch.arange(tokens) % 2).unsqueeze(1)
-    slots = sort_slots(ids_TK, 3)
-    rows = RowMap(slots.rows.token_R, slots.rows.row_TK, padding=None, dropped=True)
+    rows = sort_slots(ids_TK, 3).rows
     x_TD = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
     rows_RD = torch.randn(len(rows.token_R), 3, dtype=torch.float64, requires_grad=True)
     if tokens:

@@ -8,9 +8,8 @@ import pytest
 
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import Trial, assert_matches, solve, truth
+from moefw.testing.trial import DISPATCHERS, Trial, assert_matches, solve, truth
 
-DISPATCHERS = ("allgather", "alltoall")
 GEMMS = ("loop", "grouped")
 PRECISIONS = {"fp32": 1e-5, "bf16": 4e-2}
 MEMORY = {
@@ -33,25 +32,27 @@ ROUTINGS = {
     ),
 }
 WORLDS = {
-    "one rank": ((7,), 1),
-    "two ranks, unequal": ((5, 3), 2),
-    "two ranks, experts whole": ((5, 3), 1),
-    "four ranks, one empty": ((4, 0, 7, 2), 4),
-    "four ranks, two groups": ((4, 1, 0, 3), 2),
-    "all ranks empty": ((0, 0), 2),
+    "one rank": ((7,), {}),
+    "two ranks, unequal": ((5, 3), {"experts": {"ep": 2}}),
+    "two ranks, experts whole": ((5, 3), {}),
+    "two ranks, experts in halves": ((5, 3), {"experts": {"etp": 2}}),
+    "four ranks, one empty": ((4, 0, 7, 2), {"experts": {"ep": 4}, "ranks_per_node": 2}),
+    "four ranks, two groups": ((4, 1, 0, 3), {"experts": {"ep": 2}}),
+    "four ranks, experts in halves": ((4, 1, 0, 3), {"experts": {"ep": 2, "etp": 2}, "ranks_per_node": 2}),
+    "all ranks empty": ((0, 0), {"experts": {"ep": 2}}),
 }
 SKEWS = ("even", "one", "starved")
 
 
 def trial(dispatch: str, gemm: str, precision: str, memory: str, routing: str, world: str, skew: str, **more) -> Trial:
-    tokens, ep = WORLDS[world]
+    tokens, parallel = WORLDS[world]
     parts = {
-        "dispatch": {"use": dispatch},
+        "dispatch": DISPATCHERS[dispatch],
         "gemm": {"use": gemm},
         "precision": {"use": precision},
         "memory": MEMORY[memory],
         "routing": {"use": "topk", **ROUTINGS[routing][0]},
-        "parallel": {"experts": {"ep": ep}},
+        "parallel": parallel,
     }
     return Trial(tokens=tokens, skew=skew, parts=parts, **more)
 
@@ -85,6 +86,31 @@ def test_every_routing_equals_the_oracle_on_every_world(
 ) -> None:
     case = trial(dispatch, "grouped", "fp32", "none", routing, world, skew, masked=True)
     check(pool, case, routing, "fp32")
+
+
+EIGHT = {
+    "nodes of two": {"experts": {"ep": 8}, "ranks_per_node": 2},
+    "nodes of four": {"experts": {"ep": 8}, "ranks_per_node": 4},
+    "experts in halves, nodes of two": {"experts": {"ep": 4, "etp": 2}, "ranks_per_node": 2},
+    "experts in halves, nodes of four": {"experts": {"ep": 4, "etp": 2}, "ranks_per_node": 4},
+    "two groups of one node each": {"experts": {"ep": 4}, "ranks_per_node": 4},
+}
+
+
+@pytest.mark.parametrize("layout", EIGHT)
+@pytest.mark.parametrize("dispatch", DISPATCHERS)
+def test_every_dispatcher_equals_the_oracle_on_eight_ranks(pool8: RankPool, dispatch: str, layout: str) -> None:
+    tokens = (3, 0, 5, 2, 4, 1, 0, 6)
+    settings = zip(itertools.cycle(PRECISIONS), ("sigmoid", "aux", "softmax"), SKEWS)
+    for seed, (precision, routing, skew) in enumerate(settings):
+        parts = {
+            "dispatch": DISPATCHERS[dispatch],
+            "precision": {"use": precision},
+            "routing": {"use": "topk", **ROUTINGS[routing][0]},
+            "parallel": EIGHT[layout],
+        }
+        case = Trial(tokens=tokens, num_experts=16, top_k=3, skew=skew, seed=seed, masked=seed == 1, parts=parts)
+        check(pool8, case, routing, precision)
 
 
 def test_an_expert_without_tokens_gets_a_zero_gradient(pool: RankPool) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 from moefw.core.movement import finish, start
 from moefw.core.stages import Batch
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import Trial, build_layer, routed
+from moefw.testing.trial import DISPATCHERS, Trial, build_layer, routed
 
-DISPATCHERS = ("allgather", "alltoall")
 TWO_RANKS = {"parallel": {"experts": {"ep": 2}}}
 
 
@@ -121,7 +120,7 @@ def _log_collective(name: str, log: list[str]) -> None:
 
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_the_dual_of_dispatch_runs_beside_the_shared_experts_backward(pool: RankPool, dispatch: str) -> None:
-    case = Trial(tokens=(5, 3), shared=True, parts={"dispatch": {"use": dispatch}, **TWO_RANKS})
+    case = Trial(tokens=(5, 3), shared=True, parts={"dispatch": DISPATCHERS[dispatch], **TWO_RANKS})
     try:
         for log in pool.run(overlap_log, 2, case):
             combine_waits = log.index("wait")
@@ -169,7 +168,7 @@ def _sent(case: Trial, layer, seed: int):
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_two_micro_batches_in_flight_do_not_disturb_each_other(pool: RankPool, dispatch: str, world: int) -> None:
-    parts = {"dispatch": {"use": dispatch}, "parallel": {"experts": {"ep": world}}}
+    parts = {"dispatch": DISPATCHERS[dispatch], "parallel": {"experts": {"ep": world}}}
     for results in pool.run(two_in_flight, world, Trial(tokens=(4, 0, 6, 3)[:world], parts=parts)):
         for name in ("A", "B", "A grad", "B grad"):
             assert torch.equal(results[f"in a row {name}"], results[f"interleaved {name}"])
@@ -192,7 +191,7 @@ def redispatched(case: Trial) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_redispatch_moves_other_values_along_the_same_way_without_planning(pool: RankPool, dispatch: str) -> None:
-    case = Trial(tokens=(4, 3), parts={"dispatch": {"use": dispatch}, **TWO_RANKS})
+    case = Trial(tokens=(4, 3), parts={"dispatch": DISPATCHERS[dispatch], **TWO_RANKS})
     assert pool.run(redispatched, 2, case) == [(True, 0), (True, 0)]
 
 
@@ -211,7 +210,7 @@ def row_order(case: Trial) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_rows_come_in_order_of_expert_source_rank_and_token(pool: RankPool, dispatch: str) -> None:
-    parts = {"dispatch": {"use": dispatch}, "parallel": {"experts": {"ep": 2}}}
+    parts = {"dispatch": DISPATCHERS[dispatch], "parallel": {"experts": {"ep": 2}}}
     for order in pool.run(row_order, 4, Trial(tokens=(5, 4, 0, 6), num_experts=8, parts=parts)):
         assert order == sorted(order)
 
@@ -232,5 +231,5 @@ def planned_with_counts(case: Trial) -> bool:
 
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_counts_that_the_host_knows_replace_the_exchange(pool: RankPool, dispatch: str) -> None:
-    case = Trial(tokens=(4, 3), parts={"dispatch": {"use": dispatch}, **TWO_RANKS})
+    case = Trial(tokens=(4, 3), parts={"dispatch": DISPATCHERS[dispatch], **TWO_RANKS})
     assert pool.run(planned_with_counts, 2, case) == [True, True]

@@ -146,13 +146,12 @@ class TestRefusals:
         resolved(text.format(gemm="grouped").replace("keep", "recompute"))
 
     def test_axes_that_are_not_built_yet(self) -> None:
-        text = "{parallel: {pp: 2, dense: {tp: 2, cp: 2}, experts: {etp: 2}}, train: {tokens_per_step: 8192}}"
+        text = "{parallel: {pp: 2, dense: {tp: 2, cp: 2}}, train: {tokens_per_step: 8192}}"
         told = refused(text)
         assert [problem.where for problem in told] == [
             "spec.yaml:1:13 parallel.pp",
             "spec.yaml:1:35 parallel.dense.cp",
             "spec.yaml:1:28 parallel.dense.tp",
-            "spec.yaml:1:53 parallel.experts.etp",
         ]
 
     @given(st.integers(1, 100_000), st.integers(1, 8), st.integers(2, 512), st.sampled_from([1, 2, 4, 8]))
@@ -274,8 +273,15 @@ class TestResolvedSpec:
             "train.schedule.use": "wsd",
             "routing.score": "sigmoid",
             "routing.balance": [{"kind": "aux_loss"}],
+            "routing.pre_softmax": True,
+            "routing.renormalise": None,
+            "routing.groups": {"count": 4, "keep": 2},
+            "routing.capacity": {"factor": 1.0},
+            "routing.jitter": 0.1,
+            "routing.dtype": "fp64",
             "memory": [{"use": "keep", "regions": ["block"]}],
             "parallel.dense.dp": 1,
+            "parallel.ranks_per_node": 2,
             "data.path": "x",
             "run.device": "cpu",
             "run.observers": ["wsd"],
@@ -292,7 +298,7 @@ class TestResolvedSpec:
                 other = value / 2 if 0 < value < 1 else value * 2 or 1
             else:
                 other = f"{value}x" if isinstance(value, str) else ["x"]
-            if other is None or re.search(r"^parallel\.(pp|dense\.[ct]p|experts\.etp)$", path):
+            if other is None or re.search(r"^parallel\.(pp|dense\.[ct]p)$", path):
                 continue
             tree: Any = {}
             *parents, last = path.split(".")
@@ -300,7 +306,7 @@ class TestResolvedSpec:
             for key in parents:
                 node = node.setdefault(key, {})
             node[last] = other
-            if path == "parallel.experts.ep":
+            if path in ("parallel.experts.ep", "parallel.experts.etp"):
                 tree["train"] = {"tokens_per_step": 8192}
             if path in ("train.micro_batch", "train.seq_len"):
                 tree.setdefault("train", {})["tokens_per_step"] = 8192

@@ -9,18 +9,18 @@ from torch import Tensor
 from moefw.core.build import Shared, build_model
 from moefw.core.naming import canonical_parameters, initialise, routers
 from moefw.core.resolve import assemble_tree
-from moefw.core.site import Dims, Machine
+from moefw.core.site import Dims, Machine, Site
 from moefw.core.source import Marks, read_yaml
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk import Balance, TopK
 from moefw.plugins.routers.topk.router import TopKRouter
 from moefw.testing.training import DEFAULTS, SMALL
 
-DIMS = Dims(model_dim=4, expert_dim=8, num_experts=6, top_k=2)
+SITE = Site(dims=Dims(model_dim=4, expert_dim=8, num_experts=6, top_k=2), layer=1, world=1, machine=Machine())
 
 
 def router(**options) -> TopKRouter:
-    made = TopKRouter(DIMS, TopK(**options))
+    made = TopKRouter(SITE, TopK(**options))
     torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(0))
     return made
 

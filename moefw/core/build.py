@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.assembly import Assembly
-from moefw.core.contracts import Layout, MemoryPolicy, Precision
+from moefw.core.contracts import Layout, MemoryPolicy, Precision, Shard
+from moefw.core.expert_group import ExpertGroup
 from moefw.core.layer import MoELayer
 from moefw.core.site import Site
 
@@ -62,6 +63,24 @@ class BuildContext:
         each = self.site.dims.num_experts // self.layout.size("ep")
         first = each * self.layout.index("ep")
         return range(first, first + each)
+
+    def expert_shard(self, dim: int) -> Shard | None:
+        """Return which part of each expert this rank holds if it is split along ``dim``; None: all of it."""
+        count = self.layout.size("etp")
+        return Shard(dim, self.layout.index("etp"), count) if count > 1 else None
+
+    def expert_group(self) -> ExpertGroup:
+        """Return the ranks that share out the experts."""
+        layout, axes = self.layout, ("ep", "etp")
+        ranks = layout.plan.group(layout.rank, axes)
+        return ExpertGroup(
+            group=layout.group(*axes),
+            rank=layout.index(*axes),
+            ep=layout.size("ep"),
+            etp=layout.size("etp"),
+            num_experts=self.site.dims.num_experts,
+            nodes=tuple(rank // layout.ranks_per_node for rank in ranks),
+        )
 
     def group(self, *axes: str) -> ProcessGroup | None:
         """Return the process group over axes of the layout, or None where it is this rank alone."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from moefw.core.movement import Pending
     from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, Receipt, Routing
+    from moefw.core.traffic import Traffic
 
 Role = Literal["input", "weight", "grad"]
 Pass = Literal["fprop", "dgrad", "wgrad"]
@@ -33,13 +34,34 @@ class State:
     saved: bool = True
 
 
+@frozen
+class Shard:
+    """Part ``index`` of ``count`` equal parts of a tensor along ``dim``."""
+
+    dim: int
+    index: int
+    count: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this part of the whole tensor."""
+        return whole.chunk(self.count, self.dim)[self.index]
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole tensor, of which ``shape`` is a part's."""
+        return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(shape))
+
+
 @frozen(eq=False)
 class Canonical:
-    """A parameter, or the piece ``parameter[index]`` of one, under a name that no layout changes."""
+    """A parameter, or the piece ``parameter[index]`` of one, under a name that no layout changes.
+
+    ``shard`` says which part of the named tensor this rank holds; None: all of it.
+    """
 
     name: str
     parameter: Parameter
     index: tuple[Any, ...] = ()
+    shard: Shard | None = None
 
     def of(self, like: Tensor) -> Tensor:
         """Return this piece of a tensor shaped like the parameter: itself, its gradient, its moments."""
@@ -69,8 +91,13 @@ class Dispatcher(ABC):
     """
 
     @abstractmethod
-    def plan(self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None) -> DispatchPlan:
-        """Return the metadata of a movement. ``counts[rank][expert]`` given, nothing is exchanged."""
+    def plan(
+        self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
+    ) -> DispatchPlan:
+        """Return the metadata of a movement.
+
+        ``counts[rank][expert]`` given, the exchange of counts is saved. ``dropless``: no budget of rows holds.
+        """
 
     @abstractmethod
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
@@ -103,6 +130,10 @@ class Dispatcher(ABC):
     def combine(self, rows_RD: Tensor, receipt: Receipt) -> Tensor:
         """Start and finish in one go."""
         return self.finish_combine(self.start_combine(rows_RD, receipt))
+
+    @abstractmethod
+    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+        """Return the bytes that this rank sends in the movement of ``receipt``, rows of ``row_bytes`` each."""
 
     def close(self) -> None:
         """Free what the dispatcher holds; may be called twice."""
@@ -166,6 +197,8 @@ class Layout(ABC):
 
     plan: LayoutPlan
     rank: int
+    ranks_per_node: int
+    """How many consecutive ranks a fast link joins: a machine, or a larger NVLink domain."""
 
     @abstractmethod
     def group(self, *axes: str) -> ProcessGroup | None:

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class Carry:
     batch: Batch
     routing: Routing | None = None
     pending: Pending | None = None
+    arrival: Mapping[str, Tensor] = field(default_factory=dict)
     shared_TD: Tensor | None = None
     residual: Tensor | None = None
     rope: Any = None
@@ -32,7 +33,9 @@ class Carry:
     def layer_stats(self) -> LayerStats:
         """Return what the layer reports, once it has routed."""
         assert self.routing is not None
-        return LayerStats(stats=self.routing.stats, aux_losses=self.routing.aux_losses)
+        routing = self.routing
+        stats = {**routing.stats, **self.arrival} if self.arrival else routing.stats
+        return LayerStats(stats=stats, aux_losses=routing.aux_losses, expert_ids_TK=routing.expert_ids_TK)
 
 
 class MoELayer(nn.Module):
@@ -68,7 +71,7 @@ class MoELayer(nn.Module):
     def route_and_send(self, carry: Carry) -> None:
         """Choose experts and start the rows on their way."""
         routing = self._route(carry.x, carry.batch)
-        plan = self.dispatcher.plan(routing)
+        plan = self.dispatcher.plan(routing, dropless=carry.batch.dropless)
         carry.routing = routing
         carry.pending = self.dispatcher.start_dispatch(carry.x, routing.weights_TK, plan)
 
@@ -78,6 +81,7 @@ class MoELayer(nn.Module):
         if self._shared is not None:
             carry.shared_TD = self._shared(carry.x)
         batch, receipt = self.dispatcher.finish_dispatch(carry.pending)
+        carry.arrival = batch.stats
         carry.pending = self.dispatcher.start_combine(self._experts(batch), receipt)
 
     def collect(self, carry: Carry) -> None:

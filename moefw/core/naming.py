@@ -6,9 +6,12 @@ import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from moefw.core.contracts import Canonical, ExpertGemm, Router
+from moefw.core.contracts import Canonical, ExpertGemm, Router, Shard
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
@@ -20,7 +23,7 @@ def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
         yield Canonical(name, parameter)
     for prefix, child in model.named_children():
         for piece in canonical_parameters(child):
-            yield Canonical(f"{prefix}.{piece.name}", piece.parameter, piece.index)
+            yield evolve(piece, name=f"{prefix}.{piece.name}")
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -43,6 +46,15 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def joined(part: Tensor, shard: Shard, group: ProcessGroup | None) -> Tensor:
+    """Return the whole of a tensor of which every rank of ``group`` holds a part; a scalar is whole. Collective."""
+    if not part.dim():
+        return part
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(shard.count)]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, shard.dim)
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None]) -> None:
     """Fill every parameter from a generator keyed by seed and canonical name, so no layout changes a bit.
@@ -57,7 +69,7 @@ def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None
             continue
         key = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
-        drawn = torch.empty(target.shape, dtype=torch.float32)
+        drawn = torch.zeros(piece.shard.whole(target.shape) if piece.shard else target.shape)
         if deviation:
             nn.init.trunc_normal_(drawn, std=deviation, a=-3 * deviation, b=3 * deviation, generator=generator)
-        target.copy_(drawn if deviation else torch.zeros_like(drawn))
+        target.copy_(piece.shard.of(drawn) if piece.shard else drawn)

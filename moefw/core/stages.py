@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Protocol, Self, TypeVar, dataclass_transform
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
+
+from moefw.core.errors import ContractError
 
 T_ = TypeVar("T_")
 
@@ -39,11 +42,27 @@ class Batch:
     """bool, False where a token is padding: it is not routed and bears no loss. None: all are valid."""
     loss_scale: Tensor | None = None
     """None outside training: auxiliary losses are not attached."""
+    seeds_B: Tensor | None = None
+    """int64: a number that no other sequence of the run has. Random draws for a token depend on it and on the
+    token's position, never on rank or call order. None outside training: nothing is drawn."""
+    routes: Mapping[int, Tensor] | None = None
+    """``expert_ids_TK`` by layer, from an earlier forward of the same tokens: routers replay them."""
+    dropless: bool = False
+    """The step is run again because rows overflowed a static budget: budgets do not hold."""
 
     @property
     def mask_T(self) -> Tensor | None:
         """The mask over flattened tokens."""
         return None if self.mask_BS is None else self.mask_BS.reshape(-1)
+
+    def route(self, layer: int, num_tokens: int, top_k: int) -> Tensor | None:
+        """Return the recorded ``expert_ids_TK`` of a layer; None if there are none. Raises ContractError."""
+        ids_TK = None if self.routes is None else self.routes.get(layer)
+        if ids_TK is None or (ids_TK.shape == (num_tokens, top_k) and ids_TK.dtype == torch.int64):
+            return ids_TK
+        what = f"the routes of layer {layer} are {tuple(ids_TK.shape)} {ids_TK.dtype}"
+        wanted = f"({num_tokens}, {top_k}) torch.int64: an id for each choice of each token"
+        raise ContractError(f"{what} and not {wanted}.", "Hand over expert_ids_TK of the same tokens.")
 
 
 @_stage
@@ -56,9 +75,14 @@ class Routing:
     """fp32; 0 where a choice is dropped. Auxiliary losses hang on its gradient."""
     scores_TE: Tensor | None = None
     stats: Mapping[str, Tensor] = field(default_factory=dict)
-    """To be summed over the global batch: at least ``tokens_per_expert`` (E), fp32."""
+    """To be summed over the global batch: at least ``tokens_per_expert`` (E), fp32. Scalars become metrics."""
     aux_losses: Mapping[str, Tensor] = field(default_factory=dict)
     """Detached, for metrics; sums over tokens, to be divided by the valid tokens of the global batch."""
+    capacity: int | None = None
+    """Each expert's group is padded to this many rows for this rank, which never sends more. None: no padding."""
+    counts_host: tuple[int, ...] | None = None
+    """How often each expert (E) is chosen here, where the host knows it and knows that all ranks of the
+    expert group have the same: nothing is exchanged then."""
 
 
 @_stage
@@ -66,6 +90,17 @@ class DispatchPlan:
     """The metadata of a movement; only the dispatcher that made it reads ``detail``."""
 
     detail: Any
+
+
+class Grouping(Protocol):
+    """How rows lie in groups by expert: see :class:`ExpertBatch`."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def counts_e(self) -> Tensor: ...  # noqa: D102
+    @property
+    def offsets_e(self) -> Tensor: ...  # noqa: D102
 
 
 @_stage
@@ -84,7 +119,20 @@ class ExpertBatch:
     """int32 on the device: where each expert's group ends, padding included."""
     counts_host: tuple[int, ...] | None = None
     """The sizes of the groups, padding included, where the host knows them."""
-    overflow: Tensor | None = None
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
+    """To be summed over the global batch, scalars. ``overflow``: rows beyond a static budget; the step is run again."""
+
+    @classmethod
+    def of(cls, rows: tuple[Tensor, Tensor], groups: Grouping, stats: Mapping[str, Tensor] | None = None) -> Self:
+        """Return rows and their weights as a batch, grouped as ``groups`` says."""
+        return cls(
+            rows_RD=rows[0],
+            row_weights_R=rows[1],
+            counts_e=groups.counts_e,
+            offsets_e=groups.offsets_e,
+            counts_host=groups.sizes,
+            stats=stats or {},
+        )
 
 
 @_stage
@@ -101,3 +149,5 @@ class LayerStats:
 
     stats: Mapping[str, Tensor]
     aux_losses: Mapping[str, Tensor]
+    expert_ids_TK: Tensor
+    """What ``Batch.routes`` takes to replay this forward's routing."""

@@ -52,7 +52,8 @@ def structure(
         if name in given:
             values[name] = _field(field, given[name], (*path, name), marks, problems)
         elif field.default is attrs.NOTHING:
-            problems.append(Problem(f"{name!r} is missing.", "It has no default.", marks.where((*path, name))))
+            fix = f"It has no default. {_hint(field.type, None)}"
+            problems.append(Problem(f"{name!r} is missing.", fix, marks.where((*path, name))))
             values[name] = UNREAD
     unread = [name for name, value in values.items() if value is UNREAD]
     for name in unread:

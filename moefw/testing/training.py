@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefw.core.build import Shared, build_model
-from moefw.core.naming import canonical_parameters, initialise, state_tensors
+from moefw.core.contracts import Layout
+from moefw.core.naming import canonical_parameters, initialise, joined, state_tensors
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
 from moefw.core.source import Marks, Tree, read_yaml
@@ -69,24 +70,32 @@ def short_run(tree: Tree, steps: int) -> Run:
         layout,
         clip_norm=train.clip_norm,
     )
-    first = _weights(model)
+    first = _weights(model, layout)
     vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
     results = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)
-        tokens = torch.randint(vocabulary, shape, generator=generator).tensor_split(layout.size("dp"))[
-            layout.index("dp")
+        tokens = torch.randint(vocabulary, shape, generator=generator)
+        numbers = step * len(tokens) + torch.arange(len(tokens))
+        mine = [whole.tensor_split(layout.size("dp"))[layout.index("dp")] for whole in (tokens, numbers)]
+        batches = [
+            Batch(ids_BS=part[:, :-1], labels_BS=part[:, 1:], seeds_B=seeds)
+            for part, seeds in zip(*(whole.split(train.micro_batch) for whole in mine), strict=True)
         ]
-        batches = [Batch(ids_BS=part[:, :-1], labels_BS=part[:, 1:]) for part in tokens.split(train.micro_batch)]
         results.append(engine.step(batches, train.lr, _no_clock))
     state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
     shared.close()
-    return Run(results=results, first=first, last=_weights(model), state=state)
+    return Run(results=results, first=first, last=_weights(model, layout), state=state)
 
 
-def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {piece.name: piece.of(piece.parameter.detach()).clone() for piece in canonical_parameters(model)}
+def _weights(model: torch.nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """Return a copy of every parameter by canonical name, experts in parts made whole."""
+    weights = {}
+    for piece in canonical_parameters(model):
+        tensor = piece.of(piece.parameter.detach()).clone()
+        weights[piece.name] = joined(tensor, piece.shard, layout.group("etp")) if piece.shard else tensor
+    return weights
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import ModelContext, Shared
+from moefw.core.contracts import Canonical
 from moefw.core.layer import MoELayer
 from moefw.core.naming import canonical_parameters, expert_parameters, initialise
 from moefw.core.resolve import assemble_tree
@@ -22,6 +23,15 @@ from moefw.core.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch, ExpertBatch, Routing
 from moefw.models.modules import SwiGLU
 from moefw.testing.oracle import Rule, Truth, dense_moe
+from moefw_kernels.random import token_keys, uniform
+
+DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
+    "allgather": {"use": "allgather"},
+    "alltoall": {"use": "alltoall"},
+    "deepep": {"use": "deepep", "backend": "torch"},
+    "hybridep": {"use": "hybridep", "backend": "torch"},
+}
+"""The built-in dispatchers as any machine can run them."""
 
 DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
 
@@ -61,6 +71,10 @@ class Trial:
         if self.masked:
             mask_T[::3] = False
         return mask_T
+
+    def seeds(self, rank: int) -> Tensor:
+        """Return the seed of a rank's one sequence, int64 (1)."""
+        return torch.tensor([self.seed * 1000 + rank])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,7 +173,7 @@ def solve(trial: Trial) -> Outcome:
     mask_BS = trial.mask(rank).unsqueeze(0) if trial.masked else None
     scale = torch.tensor(1.0 / max(1, trial.valid_tokens))
     ids = torch.zeros(1, len(x_TD), dtype=torch.int64)
-    batch = Batch(ids_BS=ids, labels_BS=ids, mask_BS=mask_BS, loss_scale=scale)
+    batch = Batch(ids_BS=ids, labels_BS=ids, mask_BS=mask_BS, loss_scale=scale, seeds_B=trial.seeds(rank))
     out_TD, stats = layer(x_TD, batch)
     (out_TD * probe_TD).sum(dtype=torch.float32).backward()
     shared.close()
@@ -170,22 +184,48 @@ def solve(trial: Trial) -> Outcome:
     for piece in canonical_parameters(layer):
         grad = piece.parameter.grad
         grad = torch.zeros_like(piece.parameter) if grad is None else grad
-        (outcome.grads if piece.parameter in experts else outcome.shares)[piece.name] = piece.of(grad).clone()
+        (outcome.grads if piece.parameter in experts else outcome.shares)[piece.name] = _whole(piece, piece.of(grad))
     return outcome
 
 
-def truth(trial: Trial, rule: Rule, bias_E: Tensor | None = None) -> Truth:
-    """Return the oracle's answer to a trial over the tokens of all ranks, in rank order."""
+def _whole(piece: Canonical, part: Tensor) -> Tensor:
+    """Return the whole tensor of a piece, zero where this rank has no part of it."""
+    if piece.shard is None:
+        return part.clone()
+    whole = part.new_zeros(piece.shard.whole(part.shape))
+    piece.shard.of(whole).copy_(part)
+    return whole
+
+
+def truth(trial: Trial, rule: Rule, **given: Tensor) -> Truth:
+    """Return the oracle's answer to a trial over the tokens of all ranks, in rank order.
+
+    ``given``: router state and drops as :func:`dense_moe` takes them; the load of the last global batch is even.
+    """
     alone, shared = build_layer(_alone(trial))
     shared.close()
     parameters = {piece.name: piece.of(piece.parameter.detach()) for piece in canonical_parameters(alone)}
     drawn = [trial.draw(rank) for rank in range(trial.world)]
     x_TD, probe_TD = (torch.cat(tensors) for tensors in zip(*drawn, strict=True))
     mask_T = torch.cat([trial.mask(rank) for rank in range(trial.world)])
-    pieces = trial.tokens
+    eps: float = trial.parts.get("routing", {}).get("jitter", 0.0)
+    drawn_TD = torch.cat([_uniform(trial, rank) for rank in range(trial.world)])
+    given = {"load_E": torch.ones(trial.num_experts), "jitter_TD": 1.0 + eps * (2.0 * drawn_TD - 1.0), **given}
     return dense_moe(
-        parameters, x_TD, probe_TD, rule, bias_E=bias_E, mask_T=mask_T, micro_batches=pieces, shared=trial.shared
+        parameters,
+        x_TD,
+        probe_TD,
+        rule,
+        mask_T=mask_T,
+        micro_batches=trial.tokens,
+        sequences=trial.tokens,
+        shared=trial.shared,
+        **given,
     )
+
+
+def _uniform(trial: Trial, rank: int) -> Tensor:
+    return uniform(token_keys(trial.seeds(rank), trial.tokens[rank], salt=0), trial.dim)
 
 
 def _alone(trial: Trial) -> Trial:

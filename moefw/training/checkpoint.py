@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moefw.core.contracts import Layout
+from moefw.core.contracts import Layout, Shard
 from moefw.core.errors import CheckpointError
-from moefw.core.naming import canonical_parameters, expert_parameters, state_tensors
+from moefw.core.naming import canonical_parameters, expert_parameters, joined, state_tensors
 from moefw.training.folder import MANIFEST, checkpoint_dirs
-from moefw.training.gradients import DENSE_COPIES, EXPERT_COPIES
+from moefw.training.gradients import DENSE_COPIES, EXPERT_COPIES, PART_AXIS
 
 FORMAT = 1
 
@@ -86,17 +87,33 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
         if not path.is_file() or _hash(path) != shard["sha256"]:
             raise CheckpointError(f"{path} is missing or damaged.", "Use an earlier checkpoint of the run.")
         where |= dict.fromkeys(shard["tensors"], path)
-    wanted: dict[str, Tensor] = {f"model/{p.name}": p.of(p.parameter.detach()) for p in canonical_parameters(model)}
-    wanted |= {f"state/{name}": tensor for name, tensor in state_tensors(model).items()}
+    pieces = list(canonical_parameters(model))
+    wanted = {f"model/{piece.name}": _Slot(piece.of(piece.parameter.detach()), piece.shard) for piece in pieces}
+    wanted |= {f"state/{name}": _Slot(tensor) for name, tensor in state_tensors(model).items()}
     _check_same_model(folder, where, wanted)
     keys = {name.split("/")[1] for name in where if name.startswith("optimizer/")}
     if optimizer is not None:
         wanted |= _optimizer_slots(model, optimizer, where, keys)
     files = {path: safe_open(path, "pt") for path in set(where.values())}
     with torch.no_grad():
-        for name, target in wanted.items():
-            target.copy_(files[where[name]].get_tensor(name))
+        for name, slot in wanted.items():
+            whole = files[where[name]].get_tensor(name)
+            slot.target.copy_(slot.shard.of(whole) if slot.shard else whole)
     return manifest
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """A tensor on this rank to fill, and which part of the saved one it is; None: all of it."""
+
+    target: Tensor
+    shard: Shard | None = None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the saved tensor."""
+        shape = tuple(self.target.shape)
+        return self.shard.whole(shape) if self.shard else shape
 
 
 def _owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[tuple[str, Tensor]]:
@@ -105,10 +122,15 @@ def _owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -
     for piece in canonical_parameters(model):
         copies = EXPERT_COPIES if piece.parameter in experts else DENSE_COPIES
         if layout.index(*copies) == 0:
-            yield f"model/{piece.name}", piece.of(piece.parameter.detach())
+            tensors = {f"model/{piece.name}": piece.of(piece.parameter.detach())}
             for key, value in optimizer.state.get(piece.parameter, {}).items():
                 shaped = value.shape == piece.parameter.shape
-                yield f"optimizer/{key}/{piece.name}", (piece.of(value) if shaped else value).clone()
+                tensors[f"optimizer/{key}/{piece.name}"] = (piece.of(value) if shaped else value).clone()
+            if piece.shard is not None:
+                group = layout.group(PART_AXIS)
+                tensors = {name: joined(tensor, piece.shard, group) for name, tensor in tensors.items()}
+            if piece.shard is None or piece.shard.index == 0:
+                yield from tensors.items()
     if layout.rank == 0:
         for name, tensor in state_tensors(model).items():
             yield f"state/{name}", tensor
@@ -116,9 +138,9 @@ def _owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -
 
 def _optimizer_slots(
     model: nn.Module, optimizer: torch.optim.Optimizer, where: Mapping[str, Path], keys: set[str]
-) -> dict[str, Tensor]:
+) -> dict[str, _Slot]:
     """Make room for the optimizer's tensors and return the pieces to fill, by name."""
-    slots: dict[str, Tensor] = {}
+    slots: dict[str, _Slot] = {}
     for piece in canonical_parameters(model):
         state = optimizer.state[piece.parameter]
         for key in sorted(keys):
@@ -128,11 +150,11 @@ def _optimizer_slots(
                     shaped = bool(file.get_slice(name).get_shape())
                 if key not in state:
                     state[key] = torch.zeros_like(piece.parameter) if shaped else torch.zeros(())
-                slots[name] = piece.of(state[key]) if shaped else state[key]
+                slots[name] = _Slot(piece.of(state[key]), piece.shard) if shaped else _Slot(state[key])
     return slots
 
 
-def _check_same_model(folder: Path, where: Mapping[str, Path], wanted: Mapping[str, Tensor]) -> None:
+def _check_same_model(folder: Path, where: Mapping[str, Path], wanted: Mapping[str, _Slot]) -> None:
     there = {name for name in where if not name.startswith("optimizer/")}
     local_experts = {name for name in there if ".experts." in name}
     missing, extra = sorted(wanted.keys() - there), sorted(there - wanted.keys() - local_experts)
@@ -141,14 +163,12 @@ def _check_same_model(folder: Path, where: Mapping[str, Path], wanted: Mapping[s
         shown = ", ".join(name.split("/", 1)[1] for name in names[:3])
         what = f"{folder} is a checkpoint of another model: it {kind} {shown} and {max(0, len(names) - 3)} more."
         raise CheckpointError(what, "Use the spec that it was trained with (spec.yaml in the run's folder).")
-    for name, tensor in wanted.items():
+    for name, slot in wanted.items():
         with safe_open(where[name], "pt") as file:
             shape = tuple(file.get_slice(name).get_shape())
-        if shape != tuple(tensor.shape):
+        if shape != slot.whole:
             plain = name.split("/", 1)[1]
-            what = (
-                f"{folder} is a checkpoint of another model: {plain} is {shape} there and {tuple(tensor.shape)} here."
-            )
+            what = f"{folder} is a checkpoint of another model: {plain} is {shape} there and {slot.whole} here."
             raise CheckpointError(what, "Use the spec that it was trained with (spec.yaml in the run's folder).")
 
 

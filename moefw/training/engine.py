@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -33,11 +33,13 @@ class StepResult:
     """What a step did, the same on every rank.
 
     ``loss`` is the global mean over tokens in nats, without auxiliary terms; ``load_LE`` the share of tokens of each
-    expert in each MoE layer, 1.0 = fair.
+    expert in each MoE layer, 1.0 = fair; ``counts`` what layers count beside, summed over layers: choices dropped, rows
+    that overflowed a budget (the step was run again then).
     """
 
     loss: float
     aux_losses: dict[str, float]
+    counts: dict[str, float]
     grad_norm: float
     load_LE: list[list[float]]
 
@@ -47,21 +49,32 @@ class StepResult:
         return max((max(load) for load in self.load_LE), default=1.0)
 
 
+@dataclass(slots=True, eq=False)
+class LayerTally:
+    """One layer's statistics and auxiliary losses, summed, fp64."""
+
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    aux_losses: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, new: LayerStats) -> None:
+        """Add those of one forward."""
+        for total, values in ((self.stats, new.stats), (self.aux_losses, new.aux_losses)):
+            for name, value in values.items():
+                total[name] = total.get(name, 0.0) + value.detach().double()
+
+
 class Tally:
     """Sums over micro-batches and ranks: losses, tokens, and each layer's statistics, in fp64."""
 
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros(2, dtype=torch.float64, device=device)
-        self.layers: dict[int, LayerStats] = {}
+        self.layers: dict[int, LayerTally] = {}
 
-    def add(self, loss_sum: Tensor, num_tokens: Tensor, layers: dict[int, LayerStats]) -> None:
+    def add(self, loss_sum: Tensor, num_tokens: Tensor, layers: Mapping[int, LayerStats]) -> None:
         """Add one micro-batch."""
         self.loss += torch.stack([loss_sum.detach().double(), num_tokens.double()])
-        for layer, new in layers.items():
-            old = self.layers.get(layer)
-            stats = {k: v.detach().double() + (old.stats[k] if old else 0.0) for k, v in new.stats.items()}
-            aux = {k: v.double() + (old.aux_losses[k] if old else 0.0) for k, v in new.aux_losses.items()}
-            self.layers[layer] = LayerStats(stats=stats, aux_losses=aux)
+        for number, new in layers.items():
+            self.layers.setdefault(number, LayerTally()).add(new)
 
     def reduce(self, layout: Layout) -> None:
         """Add up over all ranks that hold different tokens, in one exchange."""
@@ -75,6 +88,15 @@ class Tally:
         dist.all_reduce(flat, group=group)
         for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))
+
+    def counts(self) -> dict[str, float]:
+        """Return the scalar statistics by name, summed over layers."""
+        totals: dict[str, float] = {}
+        for layer in self.layers.values():
+            for name, value in layer.stats.items():
+                if not value.dim():
+                    totals[name] = totals.get(name, 0.0) + value.item()
+        return totals
 
 
 class Engine:
@@ -92,22 +114,17 @@ class Engine:
 
         Raises RunError if the gradient is not finite; nothing has been changed then.
         """
-        device = batches[0].ids_BS.device
-        tally = Tally(device)
         scale = self._loss_scale(batches)
-        self.optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
-            with clock("forward"):
-                output = self.model(replace(batch, loss_scale=scale))
-            with clock("backward"):
-                (output.loss_sum * scale).backward()
-            tally.add(output.loss_sum, output.num_tokens, output.layers)
+        batches = [replace(batch, loss_scale=scale) for batch in batches]
+        tally = self._accumulate(batches, clock)
+        counts = tally.counts()
+        if counts.get("overflow"):
+            tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock)
         with clock("gradients"):
             sum_gradients(self.dense, self.experts, self.layout)
             norm = global_norm(self.dense, self.experts, self.layout)
             if not torch.isfinite(norm):
                 raise RunError(f"the gradient's norm is {norm.item()}.", "Lower train.lr, or look at the data.")
-            tally.reduce(self.layout)
         with clock("optimizer"):
             if self.clip_norm is not None:
                 clip([*self.dense, *self.experts], norm, self.clip_norm)
@@ -116,7 +133,21 @@ class Engine:
             self.optimizer.step()
             for router, layer in zip(self.routers.values(), tally.layers.values(), strict=True):
                 router.update(layer.stats)
-        return _result(tally, norm)
+        return _result(tally, counts, norm)
+
+    def _accumulate(self, batches: Sequence[Batch], clock: Clock) -> Tally:
+        """Run all micro-batches forward and backward; return what they report, over all ranks."""
+        tally = Tally(batches[0].ids_BS.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            with clock("forward"):
+                output = self.model(batch)
+            with clock("backward"):
+                (output.loss_sum * batch.loss_scale).backward()
+            tally.add(output.loss_sum, output.num_tokens, output.layers)
+        with clock("gradients"):
+            tally.reduce(self.layout)
+        return tally
 
     def _loss_scale(self, batches: Sequence[Batch]) -> Tensor:
         """Return 1 / (valid tokens of the global batch), fp32."""
@@ -128,7 +159,7 @@ class Engine:
         return (1.0 / tokens.clamp_min(1)).float()
 
 
-def _result(tally: Tally, norm: Tensor) -> StepResult:
+def _result(tally: Tally, counts: dict[str, float], norm: Tensor) -> StepResult:
     loss_sum, tokens = tally.loss.tolist()
     aux: dict[str, float] = {}
     for layer in tally.layers.values():
@@ -136,7 +167,9 @@ def _result(tally: Tally, norm: Tensor) -> StepResult:
             aux[name] = aux.get(name, 0.0) + value.item() / max(tokens, 1)
     loads: list[Any] = [layer.stats["tokens_per_expert"] for layer in tally.layers.values()]
     shares = [(load / load.mean().clamp_min(1e-9)).tolist() for load in loads]
-    return StepResult(loss=loss_sum / max(tokens, 1), aux_losses=aux, grad_norm=norm.item(), load_LE=shares)
+    return StepResult(
+        loss=loss_sum / max(tokens, 1), aux_losses=aux, counts=counts, grad_norm=norm.item(), load_LE=shares
+    )
 
 
 @torch.no_grad()
@@ -146,7 +179,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
     model.eval()
     tally = Tally(next(model.parameters()).device)
     for batch in batches:
-        output = model(batch)
+        output = model(replace(batch, dropless=True))
         tally.add(output.loss_sum, output.num_tokens, {})
     tally.reduce(layout)
     model.train(was_training)

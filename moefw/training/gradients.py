@@ -14,7 +14,9 @@ from moefw.core.naming import expert_parameters
 DENSE_COPIES = ("dp", "cp", "tp")
 """Axes over which dense parameters are copies that saw different tokens."""
 EXPERT_COPIES = ("edp",)
-EXPERT_SHARDS = ("ep", "etp")
+PART_AXIS = "etp"
+"""The axis over which ranks hold parts of the same experts."""
+EXPERT_SHARDS = ("ep", PART_AXIS)
 
 
 def split_by_mesh(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -41,8 +41,17 @@ class Session:
         """Whether this rank talks to the user and writes shared files."""
         return self.layout.rank == 0
 
-    def batch(self, windows_BS: np.ndarray[Any, np.dtype[np.int64]], valid: int | None = None) -> Batch:
-        """Return windows ``(B, S+1)`` as a batch on the device; sequences from ``valid`` on are padding."""
+    def batch(
+        self,
+        windows_BS: np.ndarray[Any, np.dtype[np.int64]],
+        *,
+        valid: int | None = None,
+        seeds_B: np.ndarray[Any, np.dtype[np.int64]] | None = None,
+    ) -> Batch:
+        """Return windows ``(B, S+1)`` as a batch on the device; sequences from ``valid`` on are padding.
+
+        ``seeds_B`` numbers the sequences for random draws; None: nothing is drawn.
+        """
         tokens = torch.from_numpy(windows_BS)
         mask = None
         if valid is not None and valid < len(tokens):
@@ -50,7 +59,8 @@ class Session:
             mask[:valid] = True
             mask = mask.to(self.device)
         ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        return Batch(ids_BS=ids.to(self.device), labels_BS=labels.to(self.device), mask_BS=mask)
+        seeds = None if seeds_B is None else torch.from_numpy(seeds_B).to(self.device)
+        return Batch(ids_BS=ids.to(self.device), labels_BS=labels.to(self.device), mask_BS=mask, seeds_B=seeds)
 
 
 @contextmanager

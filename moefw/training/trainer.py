@@ -23,6 +23,7 @@ from moefw.training.folder import last_checkpoint
 from moefw.training.metrics import MetricsLog
 from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce
+from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session, open_session
 from moefw.training.world import Place
 
@@ -97,10 +98,13 @@ class Trainer:
         layout, stream, size = self.session.layout, self.session.data.train, self.spec.micro_batch
         starts = self.order.starts(step)
         each = len(starts) // layout.size("dp")
-        mine = starts[layout.index("dp") * each :][:each]
+        begin = layout.index("dp") * each
+        mine = starts[begin:][:each]
+        numbers = step * len(starts) + np.arange(begin, begin + each)
+        seeds = sequence_seeds(self.session.assembly.spec.run.seed, numbers)
         for first in range(0, each, size):
             windows = [stream.read(int(start), self.spec.seq_len + 1) for start in mine[first : first + size]]
-            yield self.session.batch(np.stack(windows))
+            yield self.session.batch(np.stack(windows), seeds_B=seeds[first : first + size])
 
     def _due(self, step: int, every: int) -> bool:
         """Whether something that happens every so many steps, and after the last one, happens after ``step``."""
@@ -124,6 +128,7 @@ def _record(step: int, lr: float, result: StepResult) -> dict[str, Any]:
         "step": step + 1,
         "loss": result.loss,
         **result.aux_losses,
+        **result.counts,
         "grad_norm": result.grad_norm,
         "lr": lr,
         "load_max_over_mean": result.load_max_over_mean,

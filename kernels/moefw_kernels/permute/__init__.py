@@ -1,6 +1,18 @@
 """Token permutation: tokens to rows and rows back to tokens, each the backward of the other."""
 
-from moefw_kernels.permute.groups import Groups, Slots, group_chunks, sort_slots
+from moefw_kernels.permute.arrival import Arrival, arrange
+from moefw_kernels.permute.groups import Groups, Slots, distinct, group_chunks, sort_slots
 from moefw_kernels.permute.reference import RowMap, gather, gather_sum
 
-__all__ = ["Groups", "RowMap", "Slots", "gather", "gather_sum", "group_chunks", "sort_slots"]
+__all__ = [
+    "Arrival",
+    "Groups",
+    "RowMap",
+    "Slots",
+    "arrange",
+    "distinct",
+    "gather",
+    "gather_sum",
+    "group_chunks",
+    "sort_slots",
+]

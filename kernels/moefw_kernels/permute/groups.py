@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefw_kernels.permute.reference import RowMap, gather, gather_sum
+from moefw_kernels.permute.reference import RowMap, gather, gather_sum, row_map
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,14 +39,22 @@ def padded(count: int, alignment: int) -> int:
     return -(-count // alignment) * alignment
 
 
-def group_chunks(chunks: Sequence[Sequence[int]], alignment: int, device: torch.device) -> Groups:
+def group_chunks(
+    chunks: Sequence[Sequence[int]],
+    alignment: int,
+    device: torch.device,
+    *,
+    capacity: int = 0,
+    order: Sequence[int] | None = None,
+) -> Groups:
     """Return how to regroup rows that lie in order (rank, expert, token) into (expert, rank, token).
 
-    ``chunks[rank][expert]`` is the number of rows; each group is padded to a multiple of ``alignment``.
+    ``chunks[rank][expert]`` is the number of rows; a group has at least ``capacity`` rows and is padded to a multiple
+    of ``alignment``. ``order`` lists the chunks in order of rank, where they lie in another.
     """
     num_ranks, num_experts = len(chunks), len(chunks[0])
     counts = [sum(chunk[expert] for chunk in chunks) for expert in range(num_experts)]
-    sizes = tuple(padded(count, alignment) for count in counts)
+    sizes = tuple(padded(max(count, capacity), alignment) for count in counts)
     counts_e, offsets_e = _ends(counts, sizes, device)
     if sizes == tuple(counts) and (num_ranks == 1 or num_experts == 1):
         return Groups(None, sizes, counts_e, offsets_e)
@@ -54,7 +62,7 @@ def group_chunks(chunks: Sequence[Sequence[int]], alignment: int, device: torch.
     padding = [torch.full((size - count,), -1, device=device) for size, count in zip(sizes, counts, strict=True)]
     pieces = []
     for expert in range(num_experts):
-        pieces += [arrived[rank * num_experts + expert] for rank in range(num_ranks)] + [padding[expert]]
+        pieces += [arrived[rank * num_experts + expert] for rank in order or range(num_ranks)] + [padding[expert]]
     token_R = torch.cat(pieces)
     return Groups(_inverse(token_R, sum(counts)), sizes, counts_e, offsets_e)
 
@@ -65,11 +73,11 @@ def _inverse(token_R: Tensor, num_tokens: int) -> RowMap:
     if len(token_R) == num_tokens:
         row_T = torch.empty_like(token_R)
         row_T[token_R] = rows
-        return RowMap(token_R, row_T.unsqueeze(1), padding=None, dropped=False)
+        return row_map(token_R, row_T.unsqueeze(1))
     valid = token_R >= 0
     row_T = torch.empty(num_tokens, dtype=torch.int64, device=token_R.device)
     row_T[token_R[valid]] = rows[valid]
-    return RowMap(token_R.clamp_min(0), row_T.unsqueeze(1), padding=rows[~valid], dropped=False)
+    return row_map(token_R.clamp_min(0), row_T.unsqueeze(1), padding=rows[~valid])
 
 
 def _ends(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -102,6 +110,12 @@ def sort_slots(expert_TK: Tensor, num_experts: int) -> Slots:
     slot_R = order[:num_rows]
     row_of_slot = torch.full((num_tokens * k,), -1, dtype=torch.int64, device=flat.device)
     row_of_slot[slot_R] = torch.arange(num_rows, device=flat.device)
-    dropped = num_rows < num_tokens * k
-    rows = RowMap(slot_R // k if k else slot_R, row_of_slot.view(num_tokens, k), padding=None, dropped=dropped)
+    token_R = slot_R // k if k else slot_R
+    rows = row_map(token_R, row_of_slot.view(num_tokens, k), dropped=num_rows < num_tokens * k)
     return Slots(slot_R, rows, counts)
+
+
+def distinct(unit_TK: Tensor) -> Tensor:
+    """Return the ids with every repetition in a row set to -1: the units that each token must reach, each once."""
+    same_TKK = unit_TK.unsqueeze(2) == unit_TK.unsqueeze(1)
+    return unit_TK.masked_fill(same_TKK.tril(-1).any(2), -1)

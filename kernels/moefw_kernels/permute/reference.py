@@ -14,14 +14,23 @@ from torch.nn import functional as F
 class RowMap:
     """Which token each row comes from, and which rows each token has. Both int64, each the inverse of the other.
 
-    ``padding`` lists the rows that come from no token (their ``token_R`` is 0), None if there are none; ``row_TK``
-    holds -1 for a dropped choice (then ``dropped``).
+    ``padding`` lists the rows that come from no token (their ``token_R`` is 0), None if there are none. ``row_TK``
+    holds -1 for a dropped choice; then ``bags`` are the rows of all tokens in a row, and where each token's begin.
     """
 
     token_R: Tensor
     row_TK: Tensor
     padding: Tensor | None
-    dropped: bool
+    bags: tuple[Tensor, Tensor] | None
+
+
+def row_map(token_R: Tensor, row_TK: Tensor, *, padding: Tensor | None = None, dropped: bool = False) -> RowMap:
+    """Return the map; ``dropped`` says whether ``row_TK`` holds -1."""
+    if not dropped:
+        return RowMap(token_R, row_TK, padding, None)
+    kept_TK = row_TK >= 0
+    counts_T = kept_TK.sum(1)
+    return RowMap(token_R, row_TK, padding, (row_TK[kept_TK], counts_T.cumsum(0) - counts_T))
 
 
 def gather(x_TD: Tensor, rows: RowMap) -> Tensor:
@@ -46,10 +55,10 @@ def _rows(x_TD: Tensor, rows: RowMap) -> Tensor:
 def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:
     if not rows.row_TK.numel() or not len(rows_RD):
         return rows_RD.new_zeros(len(rows.row_TK), *rows_RD.shape[1:])
-    if not rows.dropped:
+    if rows.bags is None:
         return F.embedding_bag(rows.row_TK, rows_RD, mode="sum")
-    kept = rows.row_TK >= 0
-    return (rows_RD[rows.row_TK.clamp_min(0)] * kept.unsqueeze(-1).to(rows_RD.dtype)).sum(1)
+    row_N, begin_T = rows.bags
+    return F.embedding_bag(row_N, rows_RD, begin_T, mode="sum")
 
 
 class _Gather(torch.autograd.Function):

@@ -22,7 +22,7 @@ class AllGather(DispatcherPlugin):
         """Any row alignment; counts are known on the host after the gathered routing is sorted."""
         return moefw.offers(
             row_alignment=moefw.ANY,
-            rows=("ragged",),
+            rows=("ragged", "padded"),
             counts=("host", "device"),
             differentiable=True,
             deterministic=True,
@@ -37,13 +37,7 @@ class AllGather(DispatcherPlugin):
         """Return the dispatcher of this process."""
         from moefw.plugins.dispatchers.allgather.dispatcher import AllGatherDispatcher
 
-        return AllGatherDispatcher(
-            context.group("ep"),
-            num_ranks=context.layout.size("ep"),
-            rank=context.layout.index("ep"),
-            num_experts=context.site.dims.num_experts,
-            row_alignment=context.facts["row_alignment"],
-        )
+        return AllGatherDispatcher(context.expert_group(), row_alignment=context.facts["row_alignment"])
 
 
 @moefw.hookimpl

@@ -1,81 +1,118 @@
 """All-to-all dispatch: sort rows by expert, send each rank its share, sort by (expert, source rank, token) there.
 
-Shapes: legend in :mod:`moefw.core.stages`; ``P`` expert-parallel ranks, ``N`` rows sent.
+Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``N`` rows sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from moefw.core.contracts import Dispatcher
-from moefw.core.movement import Launch, Pending, Work, finish, start, stay
+from moefw.core.exchange import Splits, exchange, exchange_now
+from moefw.core.expert_group import ExpertGroup
+from moefw.core.movement import Pending, finish
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.traffic import Traffic, traffic_of
+from moefw.plugins.dispatchers.alltoall.parts import Parts
 from moefw_kernels.permute import Groups, Slots, gather, gather_sum, group_chunks, sort_slots
 
-Splits = tuple[int, ...]
-"""Rows to or from each rank."""
 Counts = Sequence[Sequence[int]]
 """Rows by rank and expert."""
+COUNT_BYTES, WEIGHT_BYTES = 8, 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Way:
-    """The metadata of one movement: rows sent, in order (expert, token), and how received rows are regrouped."""
+    """The metadata of one movement: rows sent, in order (expert, token), and how received rows are regrouped.
+
+    ``parts`` is the second hop, to the ranks that hold other parts of the same experts; None where experts are whole.
+    """
 
     slots: Slots
     sent: Splits
     received: Splits
+    parts: Parts | None
     groups: Groups
+    told: int
 
 
 @final
 class AllToAllDispatcher(Dispatcher):
-    """One all-to-all of rows and one of weights each way; ``plan`` exchanges e counts per pair of ranks."""
+    """One all-to-all of rows and one of weights each way; ``plan`` exchanges e counts per pair of ranks.
 
-    def __init__(
-        self, group: ProcessGroup | None, *, num_ranks: int, rank: int, num_experts: int, row_alignment: int
-    ) -> None:
-        self.group, self.num_ranks, self.rank = group, num_ranks, rank
-        self.num_experts, self.row_alignment = num_experts, row_alignment
+    With parts of an expert on several ranks (etp > 1), a row travels to the rank with the sender's part, and from
+    there to the others.
+    """
 
-    def plan(self, routing: Routing, *, counts: Counts | None = None) -> DispatchPlan:
+    def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
+        self.experts, self.row_alignment = experts, row_alignment
+
+    def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
         """Sort the choices and exchange how many rows each rank sends for each expert."""
-        slots = sort_slots(routing.expert_ids_TK, self.num_experts)
-        sent, received = self._exchange_counts(slots.counts) if counts is None else self._known(counts)
-        groups = group_chunks(received, self.row_alignment, slots.slot_R.device)
-        splits = ((), ()) if self.group is None else (tuple(map(sum, sent)), tuple(map(sum, received)))
-        return DispatchPlan(detail=_Way(slots, *splits, groups))
+        experts, capacity = self.experts, routing.capacity or 0
+        slots = sort_slots(routing.expert_ids_TK, experts.num_experts)
+        if routing.counts_host is not None:
+            counts = [routing.counts_host] * experts.size
+        if counts is not None:
+            asked_Pe: Counts = [self._share(counts[rank], experts.rank) for rank in range(experts.size)]
+            offered_Pe: Counts = [self._share(counts[experts.rank], rank) for rank in range(experts.size)]
+            capacity, told = capacity * experts.size, 0
+        elif experts.group is None:
+            offered_Pe = asked_Pe = [slots.counts.tolist()]
+            told = 0
+        else:
+            offered_Pe, asked_Pe, capacity = self._exchange_counts(slots.counts, capacity)
+            told = COUNT_BYTES * (experts.local_experts + 1)
+        way = self._way(slots, offered_Pe, asked_Pe, capacity, told)
+        return DispatchPlan(detail=way)
 
-    def _exchange_counts(self, counts: Tensor) -> tuple[Counts, Counts]:
-        """Return the rows for each (rank, local expert), sent and received."""
-        if self.group is None:
-            alone = [counts.tolist()]
-            return alone, alone
-        sent_Pe = counts.view(self.num_ranks, -1)
-        received_Pe = torch.empty_like(sent_Pe)
-        dist.all_to_all_single(received_Pe, sent_Pe, group=self.group)
-        sent, received = torch.stack([sent_Pe, received_Pe]).tolist()
-        return sent, received
+    def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
+        """Return the part of one rank's counts that concerns the experts of ``rank``."""
+        first = rank // self.experts.etp * self.experts.local_experts
+        return counts_E[first : first + self.experts.local_experts]
 
-    def _known(self, counts: Counts) -> tuple[Counts, Counts]:
-        local = self.num_experts // self.num_ranks
-        mine = slice(self.rank * local, (self.rank + 1) * local)
-        sent = [counts[self.rank][first : first + local] for first in range(0, self.num_experts, local)]
-        return sent, [of_rank[mine] for of_rank in counts]
+    def _exchange_counts(self, counts_E: Tensor, capacity: int) -> tuple[Counts, Counts, int]:
+        """Return the rows for each (rank, local expert), offered and asked for, and the capacity over all ranks."""
+        size, ones = self.experts.size, [1] * self.experts.size
+        offered_Pe = counts_E.view(self.experts.ep, -1).repeat_interleave(self.experts.etp, 0)
+        offered_Pe = F.pad(offered_Pe, (0, 1), value=capacity)
+        asked_Pe = exchange_now(offered_Pe, ones, ones, self.experts.group)
+        both = torch.stack([offered_Pe, asked_Pe]).tolist()
+        capacity = sum(both[1][rank][-1] for rank in range(size))
+        offered, asked = ([of_rank[:-1] for of_rank in side] for side in both)
+        return offered, asked, capacity
+
+    def _way(self, slots: Slots, offered: Counts, asked: Counts, capacity: int, told: int) -> _Way:
+        """Send to, and receive from, the ranks with this rank's part of the experts; the parts share what arrived."""
+        experts, device = self.experts, slots.slot_R.device
+        part = experts.rank % experts.etp
+        ours = [rank % experts.etp == part for rank in range(experts.size)]
+        sent = [sum(rows) if mine else 0 for rows, mine in zip(offered, ours, strict=True)]
+        received = [sum(rows) if mine else 0 for rows, mine in zip(asked, ours, strict=True)]
+        arrival = list(chain.from_iterable(range(p, experts.size, experts.etp) for p in range(experts.etp)))
+        groups = group_chunks(
+            [asked[rank] for rank in arrival],
+            self.row_alignment,
+            device,
+            capacity=capacity,
+            order=sorted(range(experts.size), key=arrival.__getitem__),
+        )
+        parts = Parts.of(experts, [sum(rows) for rows in asked]) if experts.etp > 1 else None
+        return _Way(slots, sent, received, parts, groups, told)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row a (token, expert), and its weight."""
         way: _Way = plan.detail
         rows_ND = gather(x_TD, way.slots.rows)
         weights_N = weights_TK.flatten().index_select(0, way.slots.slot_R)
-        return self._move([rows_ND, weights_N], way.sent, way.received, detail=plan)
+        return exchange([rows_ND, weights_N], way.sent, way.received, self.experts.group, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
         """Send again along the same way."""
@@ -84,21 +121,19 @@ class AllToAllDispatcher(Dispatcher):
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
         """Regroup what arrived by expert."""
         plan: DispatchPlan = pending.detail
-        groups: Groups = plan.detail.groups
-        rows_RD, weights_R = groups.regroup(*finish(pending))
-        batch = ExpertBatch(
-            rows_RD=rows_RD,
-            row_weights_R=weights_R,
-            counts_e=groups.counts_e,
-            offsets_e=groups.offsets_e,
-            counts_host=groups.sizes,
-        )
-        return batch, Receipt(plan=plan)
+        way: _Way = plan.detail
+        rows_ND, weights_N = finish(pending)
+        if way.parts is not None:
+            rows_ND, weights_N = way.parts.share([rows_ND, weights_N])
+        return ExpertBatch.of(way.groups.regroup(rows_ND, weights_N), way.groups), Receipt(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
         """Send rows back in the order in which they came."""
         way: _Way = receipt.plan.detail
-        return self._move([way.groups.restore(rows_RD)], way.received, way.sent, detail=way)
+        rows_ND = way.groups.restore(rows_RD)
+        if way.parts is not None:
+            rows_ND = way.parts.add_up(rows_ND)
+        return exchange([rows_ND], way.received, way.sent, self.experts.group, detail=way)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Add up each token's rows."""
@@ -106,19 +141,11 @@ class AllToAllDispatcher(Dispatcher):
         (rows_ND,) = finish(pending)
         return gather_sum(rows_ND, way.slots.rows)
 
-    def _move(self, tensors: Sequence[Tensor], sent: Splits, received: Splits, *, detail: object) -> Pending:
-        if self.group is None:
-            return stay(tensors, detail=detail)
-        there, back = self._exchange(sent, received), self._exchange(received, sent)
-        return start(tensors, forward=there, dual=back, detail=detail)
-
-    def _exchange(self, sent: Splits, received: Splits) -> Launch:
-        def launch(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
-            buffers = [tensor.new_empty(sum(received), *tensor.shape[1:]) for tensor in tensors]
-            works = [
-                dist.all_to_all_single(buffer, tensor, list(received), list(sent), group=self.group, async_op=True)
-                for buffer, tensor in zip(buffers, tensors, strict=True)
-            ]
-            return buffers, works
-
-        return launch
+    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+        """Count the (token, expert) pairs, and once more for every further part of an expert."""
+        way: _Way = receipt.plan.detail
+        size = self.experts.size
+        hops = [(way.sent, way.received)]
+        hops += [(way.parts.sent, way.parts.received)] if way.parts else []
+        told = [way.told] * size
+        return traffic_of(self.experts.rank, hops, row_bytes=row_bytes, weight_bytes=WEIGHT_BYTES, told=told)

@@ -35,13 +35,19 @@ class Grouped(GemmPlugin):
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Groups end to end, aligned as asked for, on a GPU to 16 bytes."""
         needs = [
-            moefw.need("rows", ("ragged", "padded"), reason="grouped_mm takes groups that lie end to end"),
+            moefw.need("rows", ("ragged", "padded", "static"), reason="grouped_mm takes groups that lie end to end"),
             moefw.need("operand", ("bf16", "fp32"), reason="grouped_mm multiplies bf16 or fp32"),
             moefw.need(
                 "axis_divides",
                 ("ep", site.dims.num_experts),
                 reason=f"each rank holds an equal share of {site.dims.num_experts} experts",
                 fix="Use parallel.experts.ep that divides model.num_experts.",
+            ),
+            moefw.need(
+                "axis_divides",
+                ("etp", site.dims.expert_dim // DIM_MULTIPLE),
+                reason=f"each part of an expert is a multiple of {DIM_MULTIPLE} wide",
+                fix="Use parallel.experts.etp that divides model.expert_dim by a multiple of 8.",
             ),
         ]
         if self.pad_rows > 1:

@@ -23,8 +23,8 @@ class GroupedExperts(nn.Module, ExpertGemm):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        d, f = context.site.dims.model_dim, context.site.dims.expert_dim
-        self.numbers = context.local_experts
+        d, f = context.site.dims.model_dim, context.site.dims.expert_dim // context.layout.size("etp")
+        self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
         assert context.precision is not None
         self.precision = context.precision
         self.gate_up = nn.Parameter(torch.empty(len(self.numbers), 2 * f, d))
@@ -44,10 +44,11 @@ class GroupedExperts(nn.Module, ExpertGemm):
     def canonical(self) -> Iterator[Canonical]:
         """Yield each expert's three weights as pieces of the stacked ones."""
         f = self.down.shape[-1]
+        into, out_of = self.shards
         for local, expert in enumerate(self.numbers):
-            yield Canonical(f"{expert}.gate_proj.weight", self.gate_up, (local, slice(0, f)))
-            yield Canonical(f"{expert}.up_proj.weight", self.gate_up, (local, slice(f, 2 * f)))
-            yield Canonical(f"{expert}.down_proj.weight", self.down, (local,))
+            yield Canonical(f"{expert}.gate_proj.weight", self.gate_up, (local, slice(0, f)), into)
+            yield Canonical(f"{expert}.up_proj.weight", self.gate_up, (local, slice(f, 2 * f)), into)
+            yield Canonical(f"{expert}.down_proj.weight", self.down, (local,), out_of)
 
 
 class _Experts(torch.autograd.Function):

@@ -27,13 +27,19 @@ class Loop(GemmPlugin):
         """Group sizes on the host, whole experts on each rank."""
         return [
             moefw.need("counts", ("host",), reason="a Python loop slices the rows of each expert"),
-            moefw.need("rows", ("ragged", "padded"), reason="it slices groups that lie end to end"),
+            moefw.need("rows", ("ragged", "padded", "static"), reason="it slices groups that lie end to end"),
             moefw.need("operand", ("bf16", "fp32"), reason="it multiplies with torch.nn.functional.linear"),
             moefw.need(
                 "axis_divides",
                 ("ep", site.dims.num_experts),
                 reason=f"each rank holds an equal share of {site.dims.num_experts} experts",
                 fix="Use parallel.experts.ep that divides model.num_experts.",
+            ),
+            moefw.need(
+                "axis_divides",
+                ("etp", site.dims.expert_dim),
+                reason="each rank holds an equal part of an expert",
+                fix="Use parallel.experts.etp that divides model.expert_dim.",
             ),
         ]
 

@@ -23,8 +23,8 @@ class LoopExperts(nn.Module, ExpertGemm):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        d, f = context.site.dims.model_dim, context.site.dims.expert_dim
-        self.numbers = context.local_experts
+        d, f = context.site.dims.model_dim, context.site.dims.expert_dim // context.layout.size("etp")
+        self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
         assert context.precision is not None
         self.precision = context.precision
         self.gate = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
@@ -36,14 +36,15 @@ class LoopExperts(nn.Module, ExpertGemm):
         """Return ``rows_RD``."""
         assert batch.counts_host is not None
         outputs = []
-        groups = batch.rows_RD.split(batch.counts_host)
-        weights = batch.row_weights_R.split(batch.counts_host)
+        sizes = [*batch.counts_host, len(batch.rows_RD) - sum(batch.counts_host)]
+        *groups, unused = batch.rows_RD.split(sizes)
+        *weights, _ = batch.row_weights_R.split(sizes)
         for expert, (x_RD, weights_R) in enumerate(zip(groups, weights, strict=True)):
             x_RD = self.precision.quantize(x_RD, role="input", during="fprop")
             gate_up = torch.cat([self.gate[expert], self.up[expert]])
             h_RH = F.linear(x_RD, self.precision.quantize(gate_up, role="weight", during="fprop"))
             outputs.append(self._activate(h_RH, weights_R, self.down[expert]))
-        return torch.cat(outputs)
+        return torch.cat([*outputs, torch.zeros_like(unused)])
 
     def _activate_and_project(self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
         a_RF = self.precision.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop")
@@ -51,7 +52,8 @@ class LoopExperts(nn.Module, ExpertGemm):
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield each expert's three weights."""
+        into, out_of = self.shards
         for local, expert in enumerate(self.numbers):
-            yield Canonical(f"{expert}.gate_proj.weight", self.gate[local])
-            yield Canonical(f"{expert}.up_proj.weight", self.up[local])
-            yield Canonical(f"{expert}.down_proj.weight", self.down[local])
+            yield Canonical(f"{expert}.gate_proj.weight", self.gate[local], shard=into)
+            yield Canonical(f"{expert}.up_proj.weight", self.up[local], shard=into)
+            yield Canonical(f"{expert}.down_proj.weight", self.down[local], shard=out_of)

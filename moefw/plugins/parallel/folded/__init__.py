@@ -34,19 +34,25 @@ class ExpertMesh:
 
 @frozen(kw_only=True)
 class Folded(LayoutPlugin):
-    """Two meshes over the same ranks: dense (pp, dp, cp, tp) and experts (pp, edp, ep, etp)."""
+    """Two meshes over the same ranks: dense (pp, dp, cp, tp) and experts (pp, edp, ep, etp).
+
+    ``ranks_per_node``: so many neighbouring ranks share a fast link; null: those of one machine, as the launcher says.
+    """
 
     name: ClassVar[str] = "folded"
 
     pp: int = field(default=1, validator=ge(1))
     dense: DenseMesh = DenseMesh()
     experts: ExpertMesh = ExpertMesh()
+    ranks_per_node: int | None = field(default=None, validator=optional(ge(1)))
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Only data and expert parallelism are built so far."""
-        sizes = {"pp": self.pp, "dense.cp": self.dense.cp, "dense.tp": self.dense.tp, "experts.etp": self.experts.etp}
+        """Data and expert parallelism are built so far, and experts in parts."""
+        sizes = {"pp": self.pp, "dense.cp": self.dense.cp, "dense.tp": self.dense.tp}
         return [
-            moefw.Problem(f"{option} {size}: this version trains with dp and ep only.", f"Use {option}: 1.", option)
+            moefw.Problem(
+                f"{option} {size}: this version trains with dp, ep and etp only.", f"Use {option}: 1.", option
+            )
             for option, size in sizes.items()
             if size > 1
         ]
@@ -83,7 +89,7 @@ class Folded(LayoutPlugin):
         from moefw.plugins.parallel.folded.layout import FoldedLayout
 
         assert isinstance(plan, FoldedPlan)
-        return FoldedLayout(plan, device)
+        return FoldedLayout(plan, device, self.ranks_per_node)
 
 
 @moefw.hookimpl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import final
 
 import torch.distributed as dist
@@ -16,8 +17,9 @@ from moefw.plugins.parallel.folded.meshes import DENSE, EXPERT, FoldedPlan
 class FoldedLayout(Layout):
     """Groups of one rank are None; without an initialised world, only a world of one can be opened."""
 
-    def __init__(self, plan: FoldedPlan, device: str) -> None:
+    def __init__(self, plan: FoldedPlan, device: str, ranks_per_node: int | None) -> None:
         self.plan: FoldedPlan = plan
+        self.ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}

@@ -2,76 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import and_, ge, gt, lt
 
 import moefw
 from moefw.core.plugin import RouterPlugin
-from moefw.core.site import Site
-
-
-@frozen(kw_only=True)
-class Balance:
-    """One way to keep experts equally busy.
-
-    ``expert_bias`` moves a bias by ``rate`` once a step (no gradient); ``aux_loss`` and ``z_loss`` add
-    ``coeff`` times their loss.
-    """
-
-    kind: Literal["expert_bias", "aux_loss", "z_loss"]
-    rate: float = field(default=1e-3, validator=gt(0.0))
-    coeff: float = field(default=1e-2, validator=ge(0.0))
+from moefw.core.site import Dims, Site
+from moefw.plugins.routers.topk.options import (
+    Balance,
+    Capacity,
+    Groups,
+    check_capacity,
+    check_groups,
+    check_quantile,
+    check_rules,
+)
 
 
 @frozen(kw_only=True)
 class TopK(RouterPlugin):
     """Scores every expert, takes the K best.
 
-    ``score`` softmax: weights are the softmax over the chosen logits; sigmoid: the chosen scores, divided by
-    their sum if ``renormalise``. ``scale`` multiplies the weights.
+    ``score`` softmax: experts compete by logits and weights are the softmax over the chosen ones; with
+    ``pre_softmax`` the softmax is over all experts, before the choice, and not renormalised. ``score`` sigmoid or
+    sqrtsoftplus (the root of softplus): weights are the chosen scores, divided by their sum if ``renormalise`` (as
+    usual above top_k 1). ``scale`` multiplies the weights. ``groups`` limits a token to the experts of its best groups.
+    ``balance`` lists what keeps experts equally busy, ``capacity`` what an expert takes at most. ``jitter`` eps
+    multiplies what the router reads with numbers drawn from 1-eps to 1+eps, in training. ``dtype`` is that of the
+    gating GEMM and of all scores.
     """
 
     name: ClassVar[str] = "topk"
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: bool = True
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    pre_softmax: bool | None = None
+    renormalise: bool | None = None
     scale: float = field(default=1.0, validator=gt(0.0))
+    groups: Groups | None = None
     balance: tuple[Balance, ...] = ()
+    capacity: Capacity | None = None
+    jitter: float = field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
+    dtype: Literal["fp32", "fp64"] = "fp32"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Routing looks at one token at a time, unless an auxiliary loss looks at the micro-batch."""
-        partition = "micro_batch" if "aux_loss" in {rule.kind for rule in self.balance} else "token"
+        """Which tokens are looked at together; what comes from past global batches looks at one token at a time."""
+        levels = {rule.level for rule in self.balance}
+        partition = "token"
+        if "aux_loss over sequence" in levels:
+            partition = "sequence"
+        if self.capacity is not None or levels & {"aux_loss over micro_batch", "quantile"}:
+            partition = "micro_batch"
         return moefw.offers(partition=(partition,), differentiable=True, deterministic=True)
 
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Rows padded to the capacity, if that is asked for."""
+        if self.capacity is None or not self.capacity.pad:
+            return ()
+        reason = "capacity.pad gives every expert the same number of rows"
+        fix = "Use a dispatcher that pads, or capacity.pad: false."
+        return [moefw.need("rows", ("padded",), reason=reason, fix=fix, option="capacity.pad")]
+
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """K experts must exist, softmax must have something to choose from, and a rule counts once."""
-        problems = []
-        dims = site.dims
+        """K experts must exist, options must mean something for the score, and rules must go together."""
+        return [*self._check_score(site.dims), *self._check_parts(site.dims)]
+
+    def _check_score(self, dims: Dims) -> Iterator[moefw.Problem]:
         if not 1 <= dims.top_k <= dims.num_experts:
             what = f"top_k {dims.top_k} of {dims.num_experts} experts cannot be chosen."
-            problems.append(moefw.Problem(what, f"Use model.top_k between 1 and {dims.num_experts}."))
-        if self.score == "softmax" and dims.top_k == 1:
+            yield moefw.Problem(what, f"Use model.top_k between 1 and {dims.num_experts}.")
+        if self.score == "softmax" and not self.pre_softmax and dims.top_k == 1:
             what = "the softmax over one chosen expert is always 1, so the router would get no gradient."
-            problems.append(moefw.Problem(what, "Use score: sigmoid, or top_k above 1.", "score"))
-        kinds = [rule.kind for rule in self.balance]
-        if self.score == "softmax" and "expert_bias" in kinds:
-            what = "an expert bias is added to scores between 0 and 1, and score: softmax chooses by logits."
-            problems.append(moefw.Problem(what, "Use score: sigmoid, or balance by aux_loss.", "balance"))
-        if self.score == "sigmoid" and dims.top_k == 1 and self.renormalise:
+            yield moefw.Problem(what, "Use pre_softmax: true, score: sigmoid, or top_k above 1.", "score")
+        if self.score == "softmax" and self.renormalise is not None:
+            what = "renormalise is no option of score: softmax, whose weights are a softmax already."
+            fix = "Leave it out: without pre_softmax the weights of the chosen experts sum to 1."
+            yield moefw.Problem(what, fix, "renormalise")
+        if self.score != "softmax" and self.pre_softmax is not None:
+            what = f"pre_softmax is no option of score: {self.score}."
+            yield moefw.Problem(what, "Leave it out, or use score: softmax.", "pre_softmax")
+        if self.score != "softmax" and dims.top_k == 1 and self.renormalise:
             what = "one chosen score divided by itself is always 1, so the router would get no gradient."
-            problems.append(moefw.Problem(what, "Use renormalise: false with top_k 1.", "renormalise"))
-        twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
-        problems += [moefw.Problem(f"balance names {kind} more than once.", "Keep one.", "balance") for kind in twice]
-        return problems
+            yield moefw.Problem(what, "Use renormalise: false with top_k 1, or leave it out.", "renormalise")
+
+    def _check_parts(self, dims: Dims) -> Iterator[moefw.Problem]:
+        yield from check_rules(self.score, self.balance)
+        if "quantile" in {rule.kind for rule in self.balance}:
+            yield from check_quantile(dims, self.groups)
+        if self.groups is not None:
+            yield from check_groups(dims, self.groups)
+        if self.capacity is not None:
+            yield from check_capacity(self.balance)
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""
         from moefw.plugins.routers.topk.router import TopKRouter
 
-        return TopKRouter(context.site.dims, self)
+        return TopKRouter(context.site, self)
 
 
 @moefw.hookimpl

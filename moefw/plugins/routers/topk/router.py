@@ -1,122 +1,159 @@
-"""The top-k router. Score arithmetic is fp32 whatever the precision recipe."""
+"""The top-k router: what it does is decided when it is built, from small parts.
+
+``x_TD -> jitter -> logits -> scores -> choice (or replay) -> weights -> mask -> capacity -> losses -> Routing``
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from moefw.core.aux_loss import attach
 from moefw.core.contracts import Router, State
-from moefw.core.site import Dims
+from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
+from moefw.plugins.routers.topk.capacity import Limit
+from moefw.plugins.routers.topk.jitter import jittered
+from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses
+from moefw.plugins.routers.topk.scores import SCORES, Weigh, chosen_scores, share_of_chosen, softmax_of_chosen
+from moefw.plugins.routers.topk.selection import BelowQuantile, Best, Select, Stats, next_quantile
+from moefw_kernels.routing import count_choices
 
 if TYPE_CHECKING:
     from moefw.plugins.routers.topk import TopK
 
+BIAS, BETA = "expert_bias", "quantile_beta"
+
 
 @final
 class TopKRouter(nn.Module, Router):
-    """Weight ``(E, D)``; state ``expert_bias`` (E) if the balance asks for it."""
+    """Weight ``(E, D)``; state (E) for each rule that has one: ``expert_bias``, ``quantile_beta``, ``global_load``.
 
-    expert_bias: Tensor
+    ``stats["tokens_per_expert"]`` counts choices before a capacity drops any: that is what balance must see.
+    """
 
-    def __init__(self, dims: Dims, options: TopK) -> None:
+    def __init__(self, site: Site, options: TopK) -> None:
         super().__init__()
-        self.dims, self.options = dims, options
-        self.rules = {rule.kind: rule for rule in options.balance}
+        dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
-        if "expert_bias" in self.rules:
-            self.register_buffer("expert_bias", torch.zeros(dims.num_experts), persistent=False)
+        self.rules = {rule.kind: rule for rule in options.balance}
+        self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
+        self._fp64 = options.dtype == "fp64"
+        self._cast: Callable[[Tensor], Tensor] = Tensor.double if self._fp64 else Tensor.float
+        self._jitter, self._scale = options.jitter, options.scale
+        self._score = SCORES[options.score]
+        competing = options.score == "softmax" and not options.pre_softmax
+        self._by_logits = competing or "quantile" in self.rules
+        renormalise = dims.top_k > 1 if options.renormalise is None else options.renormalise
+        shared = share_of_chosen if renormalise and options.score != "softmax" else chosen_scores
+        self._weigh: Weigh = softmax_of_chosen if competing else shared
+        groups = None if options.groups is None else (options.groups.count, options.groups.keep)
+        quantile = "quantile" in self.rules
+        self._select: Select = BelowQuantile(dims.top_k, dims.num_experts) if quantile else Best(dims.top_k, groups)
+        self._limit = None if options.capacity is None else Limit(options.capacity, dims)
+        has_losses = not self.rules.keys() <= {"expert_bias", "quantile"}
+        self._losses = Losses(options.balance, dims, normalise=options.score != "softmax") if has_losses else None
+        self._keep_state()
+
+    def _keep_state(self) -> None:
+        experts = self._num_experts
+        self._bias = BETA if "quantile" in self.rules else BIAS if "expert_bias" in self.rules else None
+        self._states: tuple[State, ...] = ()
+        if self._bias is not None:
+            self._states = (State(self._bias, (experts,)),)
+            self.register_buffer(self._bias, torch.zeros(experts), persistent=False)
+        self._keeps_load = self._losses is not None and self._losses.keeps_load
+        if self._keeps_load:
+            self._states += (State(LOAD, (experts,)),)
+            self.register_buffer(LOAD, torch.ones(experts), persistent=False)
 
     def state_spec(self) -> Sequence[State]:
-        """The bias, if there is one."""
-        return (State("expert_bias", (self.dims.num_experts,)),) if "expert_bias" in self.rules else ()
+        """The bias that moves choices and the load that a loss looks at, if there are any."""
+        return self._states
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens; masked tokens go nowhere and count nowhere."""
-        logits_TE = torch.nn.functional.linear(x_TD.float(), self.weight.float())
-        scores_TE = logits_TE.sigmoid() if self.options.score == "sigmoid" else logits_TE.softmax(-1)
-        ids_TK, weights_TK = self._choose(logits_TE, scores_TE)
         mask_T = batch.mask_T
-        if mask_T is not None:
-            ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
-            weights_TK = weights_TK * mask_T.unsqueeze(-1)
-        counts_E = _count(ids_TK, self.dims.num_experts)
-        aux_losses = self._aux_losses(logits_TE, scores_TE, mask_T)
-        if self.training and batch.loss_scale is not None:
-            for loss in aux_losses.values():
-                weights_TK = _Attach.apply(weights_TK, loss * batch.loss_scale)  # type: ignore[no-untyped-call]
+        read_TD = self._cast(x_TD)
+        if self._jitter and self.training:
+            read_TD = jittered(read_TD, batch, self._jitter, self._layer)
+        logits_TE = linear(read_TD, self._cast(self.weight))
+        scores_TE = self._score(logits_TE)
+        bias_E = None if self._bias is None else getattr(self, self._bias)
+        ids_TK, stats = self._select(logits_TE if self._by_logits else scores_TE, bias_E, mask_T)
+        absent_TK = None if mask_T is None else ~mask_T.unsqueeze(-1)
+        if batch.routes is None:
+            weights_TK = self._weigh(logits_TE, scores_TE, ids_TK)
+        else:
+            ids_TK, weights_TK, absent_TK = self._replay(logits_TE, scores_TE, ids_TK, absent_TK, batch)
+        weights_TK = weights_TK * self._scale
+        if self._fp64:
+            weights_TK = weights_TK.float()
+        if absent_TK is not None:
+            ids_TK, weights_TK = ids_TK.masked_fill(absent_TK, -1), weights_TK.masked_fill(absent_TK, 0.0)
+        stats["tokens_per_expert"] = count_choices(ids_TK, self._num_experts)
+        capacity = None
+        if self._limit is not None:
+            ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats)
+        aux_losses: dict[str, Tensor] = {}
+        if self._losses is not None:
+            load_E = getattr(self, LOAD) if self._keeps_load else None
+            losses, seen = self._losses(logits_TE, scores_TE, mask_T, batch, load_E)
+            stats |= seen
+            aux_losses = {name: loss.detach() for name, loss in losses.items()}
+            if self.training and batch.loss_scale is not None:
+                weights_TK = attach(weights_TK, torch.stack([*losses.values()]).sum() * batch.loss_scale)
         return Routing(
             expert_ids_TK=ids_TK,
             weights_TK=weights_TK,
             scores_TE=scores_TE,
-            stats={"tokens_per_expert": counts_E},
-            aux_losses={name: loss.detach() for name, loss in aux_losses.items()},
+            stats=stats,
+            aux_losses=aux_losses,
+            capacity=capacity,
         )
 
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-        k = self.dims.top_k
-        if self.options.score == "softmax":
-            chosen_TK, ids_TK = logits_TE.topk(k)
-            return ids_TK, chosen_TK.softmax(-1) * self.options.scale
-        biased_TE = scores_TE + self.expert_bias if "expert_bias" in self.rules else scores_TE
-        ids_TK = biased_TE.topk(k).indices
-        weights_TK = scores_TE.gather(1, ids_TK)
-        if self.options.renormalise:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return ids_TK, weights_TK * self.options.scale
+    def _replay(
+        self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return recorded ids, today's weights over what they hold, and which choices are absent."""
+        found_TK = batch.route(self._layer, len(ids_TK), self._top_k)
+        if found_TK is None:
+            return ids_TK, self._weigh(logits_TE, scores_TE, ids_TK), absent_TK
+        dropped_TK = found_TK < 0
+        ids_TK = found_TK.clamp_min(0)
+        weights_TK = self._weigh(logits_TE, scores_TE, ids_TK, dropped_TK)
+        return ids_TK, weights_TK, dropped_TK if absent_TK is None else dropped_TK | absent_TK
 
-    def _aux_losses(self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor | None) -> dict[str, Tensor]:
-        """Return each loss times its coefficient and the number of valid tokens.
-
-        aux_loss: ``coeff * E / (K * N^2) * sum_e (sum_x s_xe) * n_e`` over the micro-batch of N tokens, s the scores
-        normalised over all experts, n_e the tokens whose plain top-k of s holds e (Switch, arXiv 2101.03961 eq. 4).
-        z_loss: ``coeff * mean(logsumexp(logits)^2)`` (ST-MoE, arXiv 2202.08906 eq. 5).
-        """
-        losses: dict[str, Tensor] = {}
-        if self.rules.keys() <= {"expert_bias"}:
-            return losses
-        valid_T = torch.ones_like(logits_TE[:, 0]) if mask_T is None else mask_T.to(logits_TE.dtype)
-        rule = self.rules.get("aux_loss")
-        if rule:
-            shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-            ids_TK = scores_TE.topk(self.dims.top_k).indices
-            if mask_T is not None:
-                ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
-            counts_E = _count(ids_TK, self.dims.num_experts)
-            tokens = valid_T.sum().clamp_min(1)
-            mass_E = (shares_TE * valid_T.unsqueeze(-1)).sum(0)
-            losses["aux_loss"] = rule.coeff * self.dims.num_experts / self.dims.top_k * (mass_E @ counts_E) / tokens
-        rule = self.rules.get("z_loss")
-        if rule:
-            losses["z_loss"] = rule.coeff * (logits_TE.logsumexp(-1).square() * valid_T).sum()
-        return losses
+    def _drop(self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats) -> tuple[Tensor, Tensor, int | None]:
+        """Return ids and weights of what experts keep, and the size to pad groups to."""
+        limit = self._limit
+        assert limit is not None
+        kept_TK = limit.kept(ids_TK, weights_TK)
+        if kept_TK is None:
+            stats["dropped_choices"] = stats["tokens_per_expert"].new_zeros(())
+        else:
+            stats["dropped_choices"] = stats["tokens_per_expert"].sum() - kept_TK.sum()
+            ids_TK, weights_TK = ids_TK.masked_fill(~kept_TK, -1), weights_TK.masked_fill(~kept_TK, 0.0)
+        return ids_TK, weights_TK, limit.of(len(ids_TK)) if limit.pad else None
 
     @torch.no_grad()
     def update(self, reduced: Mapping[str, Tensor]) -> None:
-        """``bias += rate * sign(mean load - load)`` (DeepSeek-V3, arXiv 2412.19437 section 2.1.2)."""
-        rule = self.rules.get("expert_bias")
-        if rule:
+        """Advance each rule's state from the sums over the global batch.
+
+        ``bias += rate * sign(mean load - load)`` (DeepSeek-V3, arXiv 2412.19437 section 2.1.2); the quantile's beta
+        see :func:`next_quantile`; the load is the share of plain top-k choices, 1 = fair, kept where there were none.
+        """
+        if "expert_bias" in self.rules:
             load_E = reduced["tokens_per_expert"]
-            self.expert_bias += rule.rate * torch.sign(load_E.mean() - load_E)
-
-
-def _count(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is chosen, fp32, without asking the device; -1 is not counted."""
-    slots = torch.zeros(num_experts + 1, dtype=torch.float32, device=ids_TK.device)
-    flat = ids_TK.flatten() + 1
-    return slots.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))[1:]
-
-
-class _Attach(torch.autograd.Function):
-    """Hand ``weights_TK`` through, and give the loss a gradient of 1 when backward passes by."""
-
-    @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, loss: Tensor) -> Tensor:
-        return weights_TK.view_as(weights_TK)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_TK, torch.ones((), dtype=torch.float32, device=grad_TK.device)
+            bias_E = self.get_buffer(BIAS)
+            bias_E += self.rules["expert_bias"].option("rate") * torch.sign(load_E.mean() - load_E)
+        if "quantile" in self.rules:
+            beta_E = self.get_buffer(BETA)
+            beta_E.copy_(next_quantile(beta_E, reduced, self.rules["quantile"].option("ema")))
+        if self._keeps_load:
+            choices_E, seen_E = reduced[CHOICES], self.get_buffer(LOAD)
+            seen_E.copy_(torch.where(choices_E.sum() > 0, choices_E / choices_E.mean().clamp_min(1e-9), seen_E))

@@ -1,0 +1,48 @@
+"""SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) on int64 tensors.
+
+int64 arithmetic wraps around, on CPUs and GPUs alike, so it is arithmetic modulo 2^64.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+_GAMMA: Final = _signed(0x9E3779B97F4A7C15)
+_FIRST: Final = _signed(0xBF58476D1CE4E5B9)
+_SECOND: Final = _signed(0x94D049BB133111EB)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right without the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Return a bijective hash of each int64 of ``x``, same shape: neighbours in, unrelated bits out."""
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def token_keys(seeds_B: Tensor, positions: int, *, salt: int) -> Tensor:
+    """Return a key for each token of B sequences of so many positions: ``(B * positions)`` int64, row by row.
+
+    Keys with different ``salt`` (of a layer, say) are unrelated.
+    """
+    place_S = torch.arange(1, positions + 1, device=seeds_B.device) * _GAMMA
+    keys_B = mix(mix(seeds_B + _GAMMA) ^ _signed(salt * 0x9E3779B97F4A7C15 % (1 << 64)))
+    return mix(keys_B.unsqueeze(1) + place_S).flatten()
+
+
+def uniform(keys_T: Tensor, count: int) -> Tensor:
+    """Return ``(T, count)`` fp32 in [0, 1), multiples of 2^-24: the SplitMix64 stream of each key."""
+    steps = torch.arange(1, count + 1, device=keys_T.device) * _GAMMA
+    return _shifted(mix(keys_T.unsqueeze(1) + steps), 40).float() * 2.0**-24

@@ -1,0 +1,64 @@
+"""Plain PyTorch, without asking the device. ``R`` rows of ``S`` tokens each; E experts, K choices, -1 is no choice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def count_choices(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert is chosen, (E) fp32; -1 is not counted."""
+    slots = torch.zeros(num_experts + 1, dtype=torch.float32, device=ids_TK.device)
+    flat = ids_TK.flatten() + 1
+    return slots.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))[1:]
+
+
+def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tensor | None = None) -> Tensor:
+    """Return which choices an expert keeps that takes ``capacity`` of them, bool like ``ids_TK``; False for -1.
+
+    The first in order (token, k); with ``by`` (like ``ids_TK``) those with the largest values, ties in that order.
+    """
+    flat = ids_TK.flatten()
+    keys = torch.where(flat >= 0, flat, num_experts)
+    if by is None:
+        order = keys.argsort(stable=True)
+    else:
+        best = by.flatten().argsort(descending=True, stable=True)
+        order = best[keys[best].argsort(stable=True)]
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add_(0, keys, torch.ones_like(keys))
+    first = counts.cumsum(0) - counts
+    place = torch.arange(len(order), device=flat.device) - first[keys[order]]
+    kept = torch.empty_like(flat, dtype=torch.bool)
+    kept[order] = place < capacity
+    return (kept & (flat >= 0)).view_as(ids_TK)
+
+
+def switch_loss(shares_RSE: Tensor, ids_RSK: Tensor, valid_RS: Tensor) -> Tensor:
+    """Return the load-balancing loss of each row times its valid tokens, summed: a scalar in the shares' dtype.
+
+    ``N * E / (K N^2) * sum_e mass_e n_e`` a row of N valid tokens: mass the sum of their ``shares`` (rows of
+    probabilities), n how many of them have the expert in ``ids`` (-1 for what does not count). Switch, arXiv
+    2101.03961 eq. 4-6; 1 a token where experts are equally busy. A row without valid tokens adds 0.
+    """
+    rows, positions, num_experts = shares_RSE.shape
+    k = ids_RSK.shape[-1]
+    row = torch.arange(rows, device=ids_RSK.device).view(-1, 1, 1) * num_experts
+    flat = torch.where(ids_RSK >= 0, ids_RSK + row, -1).view(rows * positions, k)
+    counts_RE = count_choices(flat, rows * num_experts).view(rows, num_experts)
+    mass_RE = (shares_RSE * valid_RS.unsqueeze(-1)).sum(1)
+    per_token_R = (mass_RE * counts_RE).sum(-1) / valid_RS.sum(-1).clamp_min(1)
+    return per_token_R.sum() * (num_experts / k)
+
+
+def load_loss(shares_TE: Tensor, valid_T: Tensor, load_E: Tensor) -> Tensor:
+    """Return the sum over valid tokens of ``sum_e share_e load_e``: the balance loss against a given load.
+
+    ``load`` is what each expert had, 1 = fair (``n_e E / (K N)``): the Switch loss with counts from elsewhere.
+    """
+    return ((shares_TE * valid_T.unsqueeze(-1)).sum(0) * load_E).sum()
+
+
+def z_loss(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
+    """Return the sum over valid tokens of ``logsumexp(logits)^2`` (ST-MoE, arXiv 2202.08906 eq. 5)."""
+    return (logits_TE.logsumexp(-1).square() * valid_T).sum()

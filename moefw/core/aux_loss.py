@@ -1,0 +1,25 @@
+"""Auxiliary losses are attached where they arise, so they work on every pipeline stage and under recompute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attach(weights_TK: Tensor, loss: Tensor) -> Tensor:
+    """Return ``weights_TK``; when backward passes by, ``loss`` gets a gradient of 1."""
+    attached: Tensor = _Attach.apply(weights_TK, loss)  # type: ignore[no-untyped-call]
+    return attached
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, loss: Tensor) -> Tensor:
+        ctx.kind = loss.dtype
+        return weights_TK.view_as(weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_TK, torch.ones((), dtype=ctx.kind, device=grad_TK.device)

@@ -1,0 +1,81 @@
+"""Bytes on the wire: what a rank sends to each other rank, payload and metadata apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from attrs import frozen
+
+Movement = Literal["plan", "dispatch", "combine", "combine_backward", "dispatch_backward"]
+Link = Literal["node", "network"]
+"""Inside a node, and between nodes."""
+
+
+@frozen
+class Sent:
+    """Bytes from one rank to another: rows, and everything else (counts, expert ids, routing weights)."""
+
+    payload: int = 0
+    metadata: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        """Add both kinds."""
+        return Sent(self.payload + other.payload, self.metadata + other.metadata)
+
+
+@frozen
+class Traffic:
+    """What one rank sends in one layer: for each movement, ``sent[movement][peer]``; nothing to itself.
+
+    Peers are positions in the dispatcher's group. A collective counts as what must leave each rank whatever the
+    algorithm: an all-gather sends the rank's own part to each peer, a reduce-scatter each peer's part of its own.
+    """
+
+    rank: int
+    sent: Mapping[Movement, Sequence[Sent]]
+
+    def __attrs_post_init__(self) -> None:
+        assert all(peers[self.rank] == Sent() for peers in self.sent.values()), "what stays here is not sent"
+
+    def by_link(self, ranks_per_node: int) -> dict[Movement, dict[Link, Sent]]:
+        """Add up by link class; the group's ranks lie ``ranks_per_node`` to a node."""
+        totals: dict[Movement, dict[Link, Sent]] = {}
+        for movement, peers in self.sent.items():
+            links: dict[Link, Sent] = {"node": Sent(), "network": Sent()}
+            for peer, sent in enumerate(peers):
+                near = peer // ranks_per_node == self.rank // ranks_per_node
+                links["node" if near else "network"] += sent
+            totals[movement] = links
+        return totals
+
+
+def traffic_of(
+    rank: int,
+    hops: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    row_bytes: int,
+    weight_bytes: int,
+    told: Sequence[int],
+) -> Traffic:
+    """Return the traffic of rows that travel along ``hops``, each the rows sent to and received from every rank.
+
+    A row carries ``weight_bytes`` of routing weights on the way out, and their gradients back; ``told[peer]`` bytes
+    were exchanged to plan it.
+    """
+    out, back = ([sum(rows) for rows in zip(*side, strict=True)] for side in zip(*hops, strict=True))
+
+    def peers(rows: Sequence[int], weights: int) -> tuple[Sent, ...]:
+        sent = (Sent(n * row_bytes, n * weights) for n in rows)
+        return tuple(Sent() if peer == rank else one for peer, one in enumerate(sent))
+
+    return Traffic(
+        rank,
+        {
+            "plan": tuple(Sent() if peer == rank else Sent(metadata=n) for peer, n in enumerate(told)),
+            "dispatch": peers(out, weight_bytes),
+            "combine": peers(back, 0),
+            "combine_backward": peers(out, 0),
+            "dispatch_backward": peers(back, weight_bytes),
+        },
+    )

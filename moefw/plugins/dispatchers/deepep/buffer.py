@@ -1,0 +1,86 @@
+"""``deep_ep.Buffer`` (V1): NVLink inside a node, NVSHMEM between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moefw.core.expert_group import ExpertGroup
+from moefw.core.movement import Work
+from moefw.plugins.dispatchers.deepep.limits import Shape
+from moefw.plugins.dispatchers.deepep.wire import Arrived, EventWork, Moved, Wire
+
+BF16_BYTES = 2
+WEIGHTS_MULTIPLE = 8
+"""Weights travel as rows of 32 bytes and more: the kernel moves halves of 16 bytes."""
+INTRANODE_HANDLE = 6
+"""So many items has a handle inside one node; its first holds running sums ``[source, destination]`` of rows."""
+
+
+@final
+class BufferWire(Wire):
+    """One ``Buffer``, sized for its own recommended configurations."""
+
+    def __init__(self, module: Any, experts: ExpertGroup, shape: Shape) -> None:
+        self.experts, self.num_experts = experts, shape.num_experts
+        self.ids_dtype = getattr(module, "topk_idx_t", torch.int64)
+        kind, ranks, row_bytes = module.Buffer, shape.ranks, BF16_BYTES * shape.model_dim
+        configs = [kind.get_dispatch_config(ranks), kind.get_combine_config(ranks)]
+        self.buffer = kind(
+            experts.group,
+            num_nvl_bytes=max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs),
+            num_rdma_bytes=max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs),
+            explicitly_destroy=True,
+        )
+
+    def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
+        """Lay out and dispatch. The layout is on the device: the host waits once, inside ``dispatch``."""
+        per_rank, per_node, per_expert, to_rank, _ = self.buffer.get_dispatch_layout(ids_TK, self.num_experts)
+        rows_ND, ids_NK, weights_NK, _, handle, event = self.buffer.dispatch(
+            x_TD,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=to_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            async_finish=True,
+        )
+        return Arrived(rows_ND, ids_NK, weights_NK, handle, EventWork(event))
+
+    def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
+        """Dispatch along a handle. A cached dispatch carries no weights: their bits travel as rows of a second one."""
+        received, works = self._again(sent[0], handle)
+        if len(sent) == 1:
+            return [received], works
+        k = sent[1].shape[1]
+        as_rows = torch.nn.functional.pad(sent[1], (0, -k % WEIGHTS_MULTIPLE)).view(torch.bfloat16)
+        bits, more = self._again(as_rows, handle)
+        return [received, bits.view(torch.float32)[:, :k].detach()], [*works, *more]
+
+    def _again(self, x_TD: Tensor, handle: Any) -> tuple[Tensor, list[Work]]:
+        received, _, _, _, _, event = self.buffer.dispatch(x_TD, handle=handle, async_finish=True)
+        return received, [EventWork(event)]
+
+    def send_back(self, sent: Sequence[Tensor], handle: Any) -> Moved:
+        """Combine; the weights' gradients are added up beside the rows."""
+        weights_NK = sent[1] if len(sent) > 1 else None
+        out_TD, out_TK, event = self.buffer.combine(sent[0], handle, topk_weights=weights_NK, async_finish=True)
+        return [out_TD] if weights_NK is None else [out_TD, out_TK], [EventWork(event)]
+
+    def received(self, handle: Any) -> list[int]:
+        """Read the running sums that the handle holds, by global rank."""
+        if len(handle) == INTRANODE_HANDLE:
+            ends: list[int] = handle[0][:, self.experts.rank].tolist()
+        else:
+            ends = handle[6].tolist()
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+    def close(self) -> None:
+        """Destroy the buffer."""
+        if self.buffer is not None:
+            self.buffer.destroy()
+            self.buffer = None

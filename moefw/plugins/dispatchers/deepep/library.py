@@ -1,0 +1,158 @@
+"""Rank-deduplicated dispatch through the DeepEP library: what it brings is expanded as the torch backend's rows are.
+
+Everything known only after the dispatch (the library's handle, the ids of what came) stays with the movement and its
+receipt. Shapes: legend in :mod:`moefw.core.stages`; ``N`` rows on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moefw
+from moefw.core.contracts import Dispatcher
+from moefw.core.expert_group import ExpertGroup
+from moefw.core.movement import Pending, finish, start
+from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.traffic import Traffic, traffic_of
+from moefw.plugins.dispatchers.deepep.limits import Shape
+from moefw.plugins.dispatchers.deepep.probe import open_wire
+from moefw.plugins.dispatchers.deepep.torch_backend import COUNT_BYTES, ID_BYTES, WEIGHT_BYTES, TorchDeepEP
+from moefw.plugins.dispatchers.deepep.wire import Moved, Wire
+from moefw_kernels.permute import Arrival, arrange
+
+
+def build(context: moefw.BuildContext, *, max_tokens: int | None = None) -> Dispatcher:
+    """Return the dispatcher of this process over the buffer that all its layers share.
+
+    A rank that is alone has nothing to send: the library is not asked for. Raises PlanError where it is missing or
+    cannot carry the layer.
+    """
+    experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
+    if experts.group is None:
+        return TorchDeepEP(experts, row_alignment=row_alignment)
+    shape = Shape.of(context.site.dims, ep=experts.ep, etp=experts.etp)
+    key = ("deep_ep", tuple(dist.get_process_group_ranks(experts.group)), shape, max_tokens)
+    wire = context.shared(key, lambda: open_wire(experts, shape, max_tokens=max_tokens))
+    return LibraryDeepEP(experts, wire, row_alignment=row_alignment)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Choices:
+    """The choices of a movement, a part of a tensor-parallel expert counted as an expert: ``ids_TK`` has K * etp."""
+
+    ids_TK: Tensor
+    top_k: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """What a dispatch left: the library's handle, and how the rows that came are expanded."""
+
+    handle: Any
+    arrival: Arrival
+
+
+@dataclass(slots=True, eq=False)
+class _Trip:
+    """One dispatch: the launch notes what the library returned, for the launch of its dual and for the finish."""
+
+    plan: DispatchPlan
+    handle: Any = None
+    ids_NK: Tensor | None = None
+    arrival: Arrival | None = None
+
+
+@final
+class LibraryDeepEP(Dispatcher):
+    """``dispatch`` and ``combine`` of a DeepEP buffer, each the dual of the other along one handle."""
+
+    def __init__(self, experts: ExpertGroup, wire: Wire, *, row_alignment: int) -> None:
+        self.experts, self.wire, self.row_alignment = experts, wire, row_alignment
+
+    def plan(
+        self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
+    ) -> DispatchPlan:
+        """Number the experts as the library does. It exchanges counts in the dispatch; ``counts`` saves nothing."""
+        experts, ids_TK = self.experts, routing.expert_ids_TK
+        theirs_TK = experts.parts(ids_TK).to(self.wire.ids_dtype).contiguous()
+        capacity = 0 if routing.capacity is None else self._sum(routing.capacity, ids_TK.device)
+        return DispatchPlan(detail=_Choices(theirs_TK, ids_TK.shape[1], capacity))
+
+    def _sum(self, capacity: int, device: torch.device) -> int:
+        total = torch.tensor(capacity, device=device)
+        dist.all_reduce(total, group=self.experts.group)
+        return int(total)
+
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+        """Send each token once to each rank; the host waits for the number of rows, the stream for nothing."""
+        trip = _Trip(plan)
+
+        def send(sent: Sequence[Tensor]) -> Moved:
+            arrived = self.wire.send(sent[0], plan.detail.ids_TK, sent[1])
+            trip.handle, trip.ids_NK = arrived.handle, arrived.ids_NK
+            return [arrived.rows_ND, arrived.weights_NK], [arrived.work]
+
+        def send_back(grads: Sequence[Tensor]) -> Moved:
+            return self.wire.send_back(grads, trip.handle)
+
+        return start(self._sent(x_TD, weights_TK), forward=send, dual=send_back, detail=trip)
+
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+        """Send along the handle: neither ids nor counts travel, and nobody waits for them."""
+        way: _Way = receipt.detail
+
+        there, back = partial(self.wire.send_again, handle=way.handle), partial(self.wire.send_back, handle=way.handle)
+        trip = _Trip(receipt.plan, way.handle, None, way.arrival)
+        return start(self._sent(x_TD, weights_TK), forward=there, dual=back, detail=trip)
+
+    def _sent(self, x_TD: Tensor, weights_TK: Tensor) -> list[Tensor]:
+        if x_TD.dtype is not torch.bfloat16:
+            raise moefw.ContractError(f"DeepEP moves bf16 rows; these are {x_TD.dtype}.", "Use precision: {use: bf16}.")
+        etp = self.experts.etp
+        return [x_TD, weights_TK if etp == 1 else weights_TK.repeat_interleave(etp, 1)]
+
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+        """Expand what arrived to one row a (row, local expert)."""
+        trip: _Trip = pending.detail
+        rows_ND, weights_NK = finish(pending)
+        arrival = trip.arrival
+        if arrival is None:
+            assert trip.ids_NK is not None
+            arrival = arrange(
+                trip.ids_NK.long(),
+                self.experts.local_experts,
+                alignment=self.row_alignment,
+                capacity=trip.plan.detail.capacity,
+            )
+        receipt = Receipt(plan=trip.plan, detail=_Way(trip.handle, arrival))
+        return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), receipt
+
+    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+        """Add up each arrived row's experts here, and send one row a (token, rank) back."""
+        way: _Way = receipt.detail
+
+        there, back = partial(self.wire.send_back, handle=way.handle), partial(self.wire.send_again, handle=way.handle)
+        return start([way.arrival.reduce(rows_RD)], forward=there, dual=back)
+
+    def finish_combine(self, pending: Pending) -> Tensor:
+        """Wait: the library has added up each token's ranks."""
+        (out_TD,) = finish(pending)
+        return out_TD
+
+    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+        """Count what the algorithm must send, as the torch backend does. Reads the device."""
+        experts, choices = self.experts, receipt.plan.detail
+        local, ids_TK = experts.local_experts, choices.ids_TK.long()
+        sent = [int((ids_TK.div(local, rounding_mode="floor") == rank).any(1).sum()) for rank in range(experts.size)]
+        hop = (sent, self.wire.received(receipt.detail.handle))
+        told = [COUNT_BYTES + ID_BYTES * choices.top_k * rows for rows in sent]
+        weight_bytes = WEIGHT_BYTES * choices.top_k
+        return traffic_of(experts.rank, [hop], row_bytes=row_bytes, weight_bytes=weight_bytes, told=told)

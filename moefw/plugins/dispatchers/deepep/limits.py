@@ -1,0 +1,126 @@
+"""What the DeepEP library cannot do, told before anything is started. Pure: needs neither torch nor the library.
+
+Read off the assertions of DeepEP 2.1 (``csrc/legacy``, ``csrc/elastic`` and the kernels): the device side ones end a
+run with a trap that names no reason.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attrs import frozen
+
+import moefw
+from moefw.core.site import Dims
+
+PACKAGE: Final = "deep_ep"
+INSTALL: Final = "Install it with: pip install 'moefw[deepep]' (the distribution sgl-deep-ep), or use backend: torch."
+BUFFER_RANKS: Final = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+NODE_RANKS: Final = 8
+MAX_TOP_K: Final = 32
+MAX_NODES_A_TOKEN: Final = 8
+BUFFER_MAX_DIM: Final = 8176
+BUFFER_MAX_ROW_BYTES: Final = 16376
+BUFFER_MAX_LOCAL_EXPERTS: Final = 128
+BUFFER_MAX_NODE_EXPERTS: Final = 512
+ELASTIC_DIM_MULTIPLE: Final = 256
+ELASTIC_MAX_RANKS: Final = 1024
+ELASTIC_MAX_EXPERTS: Final = 2048
+ELASTIC_MAX_LOCAL_EXPERTS: Final = 256
+
+
+@frozen(kw_only=True)
+class Shape:
+    """A layer as the library sees it. Each part of a tensor-parallel expert is an expert of its own there."""
+
+    model_dim: int
+    top_k: int
+    num_experts: int
+    ranks: int
+
+    @classmethod
+    def of(cls, dims: Dims, *, ep: int, etp: int) -> Shape:
+        """Return the shape of a layer whose experts are shared out over ep x etp ranks."""
+        return cls(model_dim=dims.model_dim, top_k=dims.top_k * etp, num_experts=dims.num_experts * etp, ranks=ep * etp)
+
+    @property
+    def local_experts(self) -> int:
+        """The experts of a rank."""
+        return self.num_experts // self.ranks
+
+
+def buffer_limits(shape: Shape) -> list[str]:
+    """Return why ``Buffer`` (V1) cannot carry a layer; nothing if it can."""
+    found = _top_k(shape)
+    if shape.ranks not in BUFFER_RANKS:
+        found.append(f"it runs on {', '.join(map(str, BUFFER_RANKS))} ranks, not {shape.ranks}")
+    nodes = -(-shape.ranks // NODE_RANKS)
+    if nodes == 1:
+        if shape.model_dim % 16:
+            found.append(f"it moves rows in halves of 16 bytes: model.dim is a multiple of 16, not {shape.model_dim}")
+        if shape.model_dim > BUFFER_MAX_DIM:
+            found.append(f"half a row fits 8192 bytes: model.dim is at most {BUFFER_MAX_DIM}, not {shape.model_dim}")
+        if shape.local_experts > BUFFER_MAX_LOCAL_EXPERTS:
+            found.append(f"a rank holds at most {BUFFER_MAX_LOCAL_EXPERTS} experts, not {shape.local_experts}")
+        return found
+    row_bytes = -(-(2 * shape.model_dim + 8 + 8 * shape.top_k) // 16) * 16
+    if shape.model_dim % 256:
+        found.append(f"between nodes it moves 512 bytes a warp: model.dim is a multiple of 256, not {shape.model_dim}")
+    if row_bytes > BUFFER_MAX_ROW_BYTES:
+        found.append(f"a row and its choices are at most {BUFFER_MAX_ROW_BYTES} bytes between nodes, not {row_bytes}")
+    if shape.local_experts * NODE_RANKS > BUFFER_MAX_NODE_EXPERTS:
+        each = BUFFER_MAX_NODE_EXPERTS // NODE_RANKS
+        found.append(f"between nodes a rank holds at most {each} experts, not {shape.local_experts}")
+    if min(shape.top_k, nodes) > MAX_NODES_A_TOKEN:
+        found.append(
+            f"a token reaches at most {MAX_NODES_A_TOKEN} nodes; top-{shape.top_k} over {nodes} may reach more"
+        )
+    return found
+
+
+def elastic_limits(shape: Shape, *, max_tokens: int | None) -> list[str]:
+    """Return why ``ElasticBuffer`` (V2) cannot carry a layer; nothing if it can."""
+    found = _top_k(shape)
+    if shape.model_dim % ELASTIC_DIM_MULTIPLE:
+        found.append(f"combine wants model.dim to be a multiple of {ELASTIC_DIM_MULTIPLE}, not {shape.model_dim}")
+    if shape.ranks > ELASTIC_MAX_RANKS:
+        found.append(f"it runs on at most {ELASTIC_MAX_RANKS} ranks, not {shape.ranks}")
+    if shape.num_experts > ELASTIC_MAX_EXPERTS:
+        found.append(f"it knows at most {ELASTIC_MAX_EXPERTS} experts, not {shape.num_experts}")
+    if shape.local_experts > ELASTIC_MAX_LOCAL_EXPERTS:
+        found.append(f"a rank holds at most {ELASTIC_MAX_LOCAL_EXPERTS} experts, not {shape.local_experts}")
+    if max_tokens is None:
+        found.append("it is sized by the most tokens that any rank ever sends: set max_tokens")
+    return found
+
+
+def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem]:
+    """Return what is wrong where neither buffer of the library can carry a layer."""
+    if shape.ranks == 1:
+        return []
+    buffer, elastic = buffer_limits(shape), elastic_limits(shape, max_tokens=max_tokens)
+    if not buffer or not elastic:
+        return []
+    what = (
+        f"the DeepEP library cannot carry this layer. Buffer: {'; '.join(buffer)}. ElasticBuffer: {'; '.join(elastic)}."
+    )
+    return [moefw.Problem(what, "Use sizes within these limits, or backend: torch.", "backend")]
+
+
+def library_needs() -> list[moefw.Need]:
+    """Return what the library asks of the machine and of the other parts."""
+    return [
+        moefw.need("package", PACKAGE, reason="backend: library calls it", fix=INSTALL, option="backend"),
+        moefw.need(
+            "device", ("cuda",), reason="its kernels run on NVIDIA GPUs", fix="Use backend: torch.", option="backend"
+        ),
+        moefw.need(
+            "wire", ("bf16",), reason="combine adds up bf16 only", fix="Use precision: {use: bf16}.", option="backend"
+        ),
+    ]
+
+
+def _top_k(shape: Shape) -> list[str]:
+    if shape.top_k <= MAX_TOP_K:
+        return []
+    return [f"a warp's lane holds a choice: top-k (times etp) is at most {MAX_TOP_K}, not {shape.top_k}"]

@@ -1,0 +1,93 @@
+"""Rank-deduplicated dispatch over a process group: a token travels once to each rank, with its expert ids and weights.
+
+Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``N`` rows on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moefw.core.contracts import Dispatcher
+from moefw.core.exchange import Splits, exchange, exchange_now
+from moefw.core.expert_group import ExpertGroup
+from moefw.core.movement import Pending, finish
+from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.traffic import Traffic, traffic_of
+from moefw_kernels.permute import Arrival, RowMap, arrange, distinct, gather, gather_sum, sort_slots
+
+ID_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 16
+"""Of a choice's expert id and weight, and of the two numbers that each pair of ranks exchanges."""
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """The metadata of one movement: rows sent in order (rank, token), and how rows that arrive are expanded."""
+
+    rows: RowMap
+    sent: Splits
+    received: Splits
+    arrival: Arrival
+    top_k: int
+
+
+@final
+class TorchDeepEP(Dispatcher):
+    """One all-to-all of rows and one of weights each way; ``plan`` exchanges counts and the expert ids of each row."""
+
+    def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
+        self.experts, self.row_alignment = experts, row_alignment
+
+    def plan(
+        self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
+    ) -> DispatchPlan:
+        """Find the ranks that each token must reach, and tell them its expert ids. ``counts`` saves nothing here."""
+        experts, ids_TK = self.experts, routing.expert_ids_TK
+        slots = sort_slots(distinct(experts.owners(ids_TK)), experts.size)
+        ones = [1] * experts.size
+        offered_P2 = torch.stack([slots.counts, torch.full_like(slots.counts, routing.capacity or 0)], 1)
+        asked_P2 = exchange_now(offered_P2, ones, ones, experts.group)
+        sent, (received, capacities) = slots.counts.tolist(), asked_P2.t().tolist()
+        ids_NK = ids_TK.index_select(0, slots.rows.token_R).to(torch.int32)
+        local_NK = exchange_now(ids_NK, sent, received, experts.group).long() - experts.first_expert
+        arrival = arrange(local_NK, experts.local_experts, alignment=self.row_alignment, capacity=sum(capacities))
+        return DispatchPlan(detail=_Way(slots.rows, sent, received, arrival, ids_TK.shape[1]))
+
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+        """Send one row a (token, rank), and the weights of all its choices."""
+        way: _Way = plan.detail
+        sent = [gather(x_TD, way.rows), weights_TK.index_select(0, way.rows.token_R)]
+        return exchange(sent, way.sent, way.received, self.experts.group, detail=plan)
+
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+        """Send again along the same way."""
+        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+        """Expand what arrived to one row a (row, local expert)."""
+        plan: DispatchPlan = pending.detail
+        arrival: Arrival = plan.detail.arrival
+        rows_ND, weights_NK = finish(pending)
+        return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), Receipt(plan=plan)
+
+    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+        """Add up each arrived row's experts here, and send one row a (token, rank) back."""
+        way: _Way = receipt.plan.detail
+        return exchange([way.arrival.reduce(rows_RD)], way.received, way.sent, self.experts.group, detail=way)
+
+    def finish_combine(self, pending: Pending) -> Tensor:
+        """Add up each token's ranks."""
+        way: _Way = pending.detail
+        (rows_ND,) = finish(pending)
+        return gather_sum(rows_ND, way.rows)
+
+    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+        """Count the distinct (token, rank) pairs; the way back sends rows alone."""
+        way: _Way = receipt.plan.detail
+        told = [COUNT_BYTES + ID_BYTES * way.top_k * rows for rows in way.sent]
+        hop, weights = (way.sent, way.received), WEIGHT_BYTES * way.top_k
+        return traffic_of(self.experts.rank, [hop], row_bytes=row_bytes, weight_bytes=weights, told=told)

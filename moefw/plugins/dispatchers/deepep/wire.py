@@ -1,0 +1,75 @@
+"""What the adapters ask of a DeepEP buffer, whichever it is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moefw.core.movement import Work
+
+Moved = tuple[list[Tensor], list[Work]]
+"""Buffers that fill, and the works to wait for."""
+
+
+class Event(Protocol):
+    """The library's ``EventOverlap``."""
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the communication stream."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EventWork:
+    """An event as a work: the wait is the stream's, not the host's."""
+
+    event: Event
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        self.event.current_stream_wait()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """What one dispatch brings: a row a (token, this rank), in order (source rank, token).
+
+    ``ids_NK`` are numbers of this rank's experts, -1 for choices of other ranks, whose weights mean nothing.
+    ``handle`` is the library's own. Nothing may be read before ``work``.
+    """
+
+    rows_ND: Tensor
+    ids_NK: Tensor
+    weights_NK: Tensor
+    handle: Any
+    work: Work
+
+
+class Wire(ABC):
+    """A buffer of the library, shared by all layers of a process. Closed once."""
+
+    ids_dtype: torch.dtype
+
+    @abstractmethod
+    def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
+        """Start a dispatch. The host waits until it knows how many rows arrive."""
+
+    @abstractmethod
+    def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
+        """Start a dispatch of rows, or of rows and weights, along a handle: no metadata travels."""
+
+    @abstractmethod
+    def send_back(self, sent: Sequence[Tensor], handle: Any) -> Moved:
+        """Start a combine of rows, or of rows and weights: sums by token."""
+
+    @abstractmethod
+    def received(self, handle: Any) -> list[int]:
+        """Return how many rows came from each rank. Reads the device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Destroy the buffer; may be called twice."""

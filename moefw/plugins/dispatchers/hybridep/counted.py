@@ -1,0 +1,41 @@
+"""What a hierarchical dispatch sends, counted from everybody's routing: the library does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moefw.core.expert_group import ExpertGroup
+from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
+from moefw.plugins.dispatchers.hybridep.torch_backend import ID_BYTES, INT_BYTES
+
+Hop = tuple[Sequence[int], Sequence[int]]
+"""Rows sent to, and received from, each rank."""
+
+
+def both_hops(reached_PTP: Tensor, experts: ExpertGroup) -> list[Hop]:
+    """Return this rank's hop to the nodes and its hop inside the node.
+
+    ``reached_PTP[source, token, rank]`` is 1 where a token has an expert. A token for another node lands on the rank
+    with the sender's place there, which passes it on.
+    """
+    size, rank, each = experts.size, experts.rank, ranks_per_node(experts.nodes)
+    place, first = rank % each, rank // each * each
+    to_node = reached_PTP.view(size, reached_PTP.shape[1], -1, each).amax(-1).sum(1).tolist()
+    to_rank = reached_PTP.sum(1).tolist()
+    network, inside = ([0] * size, [0] * size), ([0] * size, [0] * size)
+    for peer in range(place, size, each):
+        network[0][peer], network[1][peer] = to_node[rank][peer // each], to_node[peer][rank // each]
+    for peer in range(first, first + each):
+        inside[0][peer] = sum(to_rank[source][peer] for source in range(place, size, each))
+        inside[1][peer] = sum(to_rank[source][rank] for source in range(peer % each, size, each))
+    return [network, inside]
+
+
+def told_beforehand(experts: ExpertGroup, hops: Sequence[Hop], top_k: int) -> list[int]:
+    """Return the bytes of counts and expert ids that each rank is told to plan the hops."""
+    nodes, here = experts.nodes, experts.nodes[experts.rank]
+    ids = ID_BYTES * top_k
+    counts = [3 * INT_BYTES + INT_BYTES * len(set(nodes)) * (node == here) for node in nodes]
+    return [count + ids * sum(sent[peer] for sent, _ in hops) for peer, count in enumerate(counts)]

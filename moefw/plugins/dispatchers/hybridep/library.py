@@ -1,0 +1,284 @@
+"""Hierarchical dispatch through DeepEP's HybridEP. Shapes: legend in :mod:`moefw.core.stages`.
+
+The library scans the gathered routing map by (rank, token), so rows of an expert come in the order that we promise.
+It moves on the current stream: a movement is over, for that stream, when it has started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+import moefw
+from moefw.core.contracts import Dispatcher
+from moefw.core.exchange import exchange_now
+from moefw.core.expert_group import ExpertGroup
+from moefw.core.movement import Pending, Work, finish, start
+from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.traffic import Traffic, traffic_of
+from moefw.plugins.dispatchers.hybridep.counted import both_hops, told_beforehand
+from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Shape
+from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
+from moefw.plugins.dispatchers.hybridep.torch_backend import WEIGHT_BYTES, TorchHybridEP
+from moefw.plugins.dispatchers.hybridep.wire import COUNTS, OVERFLOW, HybridWire, Landed
+from moefw_kernels.permute import Groups, group_chunks
+
+Moved = tuple[list[Tensor], list[Work]]
+
+
+def build(
+    context: moefw.BuildContext,
+    *,
+    rank_capacity: float | None = None,
+    drops: bool = False,
+    max_tokens: int | None = None,
+) -> Dispatcher:
+    """Return the dispatcher of this process over the buffer that all its layers share.
+
+    A rank that is alone has nothing to send: the library is not asked for. Raises PlanError where it is missing or
+    cannot carry the layer.
+    """
+    experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
+    if experts.group is None:
+        return TorchHybridEP(experts, row_alignment=row_alignment, rank_capacity=rank_capacity, drops=drops)
+    shape = Shape(
+        model_dim=context.site.dims.model_dim,
+        local_experts=experts.local_experts,
+        ranks=experts.size,
+        node_ranks=ranks_per_node(experts.nodes),
+    )
+    key = ("hybrid_ep", tuple(dist.get_process_group_ranks(experts.group)), shape, max_tokens)
+    wire = context.shared(key, lambda: HybridWire(experts, shape, max_tokens=max_tokens))
+    return LibraryHybridEP(
+        experts, wire, row_alignment=row_alignment, rank_capacity=rank_capacity, drops=drops, max_tokens=max_tokens
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Choices:
+    """The choices of a movement over the experts of all ranks, tokens padded to as many on every rank.
+
+    ``wanted`` counts the rows that this rank's experts are chosen for, where dropped ones are to be counted.
+    """
+
+    routing_TE: Tensor
+    ids_TK: Tensor
+    num_tokens: int
+    top_k: int
+    alignment: int
+    capacity: int
+    budget: int | None
+    wanted: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """What a dispatch left, but not its rows: the library's handle, and how groups are padded to a capacity."""
+
+    handle: tuple[Any, ...]
+    sizes_e: Tensor
+    num_rows: int
+    groups: Groups | None
+
+
+@dataclass(slots=True, eq=False)
+class _Trip:
+    """One dispatch: the launch notes what the library returned, for the launch of its dual and for the finish."""
+
+    plan: DispatchPlan
+    way: _Way | None = None
+
+
+@final
+class LibraryHybridEP(Dispatcher):
+    """``dispatch_with_permute`` and ``combine_with_unpermute``, each the dual of the other along one handle.
+
+    With ``max_tokens`` every rank pads to it and nothing is exchanged beforehand; without, ranks agree on the most
+    tokens first, on the host. ``rank_capacity`` is a budget of rows, beyond which rows are left out and reported:
+    ``overflow`` is 1 where some were, ``dropped_rows`` their number.
+    """
+
+    def __init__(
+        self,
+        experts: ExpertGroup,
+        wire: HybridWire,
+        *,
+        row_alignment: int,
+        rank_capacity: float | None = None,
+        drops: bool = False,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.experts, self.wire, self.row_alignment = experts, wire, row_alignment
+        self.rank_capacity, self.drops, self.max_tokens = rank_capacity, drops, max_tokens
+
+    def plan(
+        self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
+    ) -> DispatchPlan:
+        """Spread the choices over a map of all experts. The library gathers it itself; ``counts`` saves nothing."""
+        ids_TK, experts = routing.expert_ids_TK, self.experts
+        num_tokens, top_k = ids_TK.shape
+        most, capacity = self._agree(num_tokens, routing.capacity, ids_TK.device)
+        budget = None if dropless or self.rank_capacity is None else self._budget(most, top_k)
+        if capacity and budget is not None:
+            raise moefw.ContractError(
+                "HybridEP has no budget of rows and a capacity of each expert at once.",
+                "Leave rank_capacity out, or route without a capacity.",
+            )
+        rows = max(1, -(-most // CHUNK)) * CHUNK
+        parts_TK = F.pad(experts.parts(ids_TK), (0, 0, 0, rows - num_tokens), value=-1)
+        num_parts = experts.local_experts * experts.size
+        spread_TK = torch.where(parts_TK >= 0, parts_TK, num_parts)
+        routing_TE = torch.zeros(rows, num_parts + 1, dtype=torch.bool, device=ids_TK.device)
+        routing_TE = routing_TE.scatter_(1, spread_TK, True)[:, :num_parts].contiguous()
+        choices = _Choices(
+            routing_TE,
+            spread_TK,
+            num_tokens,
+            top_k,
+            alignment=1 if capacity else self.row_alignment,
+            capacity=capacity,
+            budget=budget,
+            wanted=self._wanted(routing_TE) if self.drops and budget is not None else None,
+        )
+        return DispatchPlan(detail=choices)
+
+    def _agree(self, num_tokens: int, capacity: int | None, device: torch.device) -> tuple[int, int]:
+        """Return the most tokens that a rank has, and the sum of all capacities.
+
+        A rank without tokens has a capacity of 0: whether there are capacities at all is the same on every rank.
+        """
+        if self.max_tokens is not None and capacity is None:
+            if num_tokens > self.max_tokens:
+                what = f"a rank sends {num_tokens} tokens; max_tokens is {self.max_tokens}."
+                raise moefw.ContractError(what, "Set max_tokens to the most tokens of any rank and micro-batch.")
+            return self.max_tokens, 0
+        ones = [1] * self.experts.size
+        mine_P2 = torch.tensor([[num_tokens, capacity or 0]], device=device).expand(self.experts.size, 2).contiguous()
+        lengths, capacities = exchange_now(mine_P2, ones, ones, self.experts.group).t().tolist()
+        return max(lengths), sum(capacities)
+
+    def _budget(self, most: int, top_k: int) -> int:
+        assert self.rank_capacity is not None
+        rows = math.ceil(self.rank_capacity * most * top_k * self.experts.etp)
+        return -(-rows // self.row_alignment) * self.row_alignment
+
+    def _wanted(self, routing_TE: Tensor) -> Tensor:
+        """Return how many rows all ranks together choose this rank's experts for. Stays on the device."""
+        local, ones = self.experts.local_experts, [1] * self.experts.size
+        sent_Pe = routing_TE.sum(0).view(self.experts.size, local)
+        return exchange_now(sent_Pe, ones, ones, self.experts.group).sum()
+
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+        """Send each token once to each node, and there to its ranks."""
+        choices: _Choices = plan.detail
+        trip = _Trip(plan)
+
+        def send(sent: Sequence[Tensor]) -> Moved:
+            landed = self.wire.send(
+                sent[0], sent[1], choices.routing_TE, alignment=choices.alignment, budget=choices.budget
+            )
+            groups = self._groups(landed, choices)
+            trip.way = _Way(landed.handle, landed.sizes_e, len(landed.rows_RD), groups)
+            return [landed.rows_RD, landed.weights_R], []
+
+        def send_back(grads: Sequence[Tensor]) -> Moved:
+            assert trip.way is not None
+            return self._send_back(grads, trip.way, choices)
+
+        return start(self._sent(x_TD, weights_TK, choices), forward=send, dual=send_back, detail=trip)
+
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+        """Send along the handle: nothing is gathered again."""
+        choices: _Choices = receipt.plan.detail
+        way: _Way = receipt.detail
+        there = partial(self._send_again, way=way, choices=choices)
+        back = partial(self._send_back, way=way, choices=choices)
+        detail = _Trip(receipt.plan, way)
+        return start(self._sent(x_TD, weights_TK, choices), forward=there, dual=back, detail=detail)
+
+    def _sent(self, x_TD: Tensor, weights_TK: Tensor, choices: _Choices) -> list[Tensor]:
+        """Return tokens padded to as many on every rank, and their weights in a column an expert."""
+        if x_TD.dtype is not torch.bfloat16:
+            what = f"HybridEP moves bf16 rows; these are {x_TD.dtype}."
+            raise moefw.ContractError(what, "Use precision: {use: bf16}.")
+        rows, num_parts = choices.routing_TE.shape
+        extra, etp = rows - choices.num_tokens, self.experts.etp
+        weights_TK = F.pad(weights_TK if etp == 1 else weights_TK.repeat_interleave(etp, 1), (0, 0, 0, extra))
+        spread_TE = weights_TK.new_zeros(rows, num_parts + 1).scatter(1, choices.ids_TK, weights_TK)
+        return [F.pad(x_TD, (0, 0, 0, extra)), spread_TE[:, :num_parts]]
+
+    def _send_again(self, sent: Sequence[Tensor], way: _Way, choices: _Choices) -> Moved:
+        probs_TE = sent[1] if len(sent) > 1 else None
+        like = {"alignment": choices.alignment, "num_rows": way.num_rows}
+        return self.wire.send_again(sent[0], probs_TE, way.handle, **like), []
+
+    def _send_back(self, sent: Sequence[Tensor], way: _Way, choices: _Choices) -> Moved:
+        weights_R = sent[1] if len(sent) > 1 else None
+        return self.wire.send_back(sent[0], weights_R, way.handle, alignment=choices.alignment), []
+
+    def _groups(self, landed: Landed, choices: _Choices) -> Groups | None:
+        """Return how groups get their capacity; None where the library has padded them already."""
+        if not choices.capacity:
+            return None
+        sizes = landed.sizes_e.tolist()
+        return group_chunks([sizes], self.row_alignment, landed.rows_RD.device, capacity=choices.capacity)
+
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+        """Hand out the rows as they landed."""
+        trip: _Trip = pending.detail
+        rows = finish(pending)
+        assert trip.way is not None
+        receipt = Receipt(plan=trip.plan, detail=trip.way)
+        way, choices = trip.way, trip.plan.detail
+        if way.groups is not None:
+            return ExpertBatch.of(way.groups.regroup(*rows), way.groups), receipt
+        counts_e: Tensor = way.handle[COUNTS]
+        batch = ExpertBatch(
+            rows_RD=rows[0],
+            row_weights_R=rows[1],
+            counts_e=counts_e,
+            offsets_e=way.sizes_e.to(counts_e.device).cumsum(0, dtype=torch.int32),
+            counts_host=tuple(way.sizes_e.tolist()) if choices.budget is None else None,
+            stats=self._stats(way.handle, choices),
+        )
+        return batch, receipt
+
+    def _stats(self, handle: tuple[Any, ...], choices: _Choices) -> dict[str, Tensor]:
+        if choices.budget is None:
+            return {}
+        if choices.wanted is not None:
+            return {"dropped_rows": (choices.wanted - handle[COUNTS].sum()).float()}
+        return {"overflow": handle[OVERFLOW].reshape(()).float()}
+
+    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+        """Add up each token's experts here, in the node and between nodes."""
+        choices: _Choices = receipt.plan.detail
+        way: _Way = receipt.detail
+        there = partial(self._send_back, way=way, choices=choices)
+        back = partial(self._send_again, way=way, choices=choices)
+        rows = rows_RD if way.groups is None else way.groups.restore(rows_RD)
+        return start([rows], forward=there, dual=back, detail=choices.num_tokens)
+
+    def finish_combine(self, pending: Pending) -> Tensor:
+        """Drop the padding."""
+        (out_TD,) = finish(pending)
+        return out_TD[: pending.detail]
+
+    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+        """Count what the algorithm must send, as the torch backend does. All ranks call this together."""
+        experts, choices = self.experts, receipt.plan.detail
+        mine_TE, size = choices.routing_TE.to(torch.uint8), experts.size
+        lengths = [len(mine_TE)] * size
+        everyone = exchange_now(mine_TE.repeat(size, 1), lengths, lengths, experts.group)
+        hops = both_hops(everyone.view(size, len(mine_TE), size, -1).amax(-1), experts)
+        told = told_beforehand(experts, hops, choices.top_k)
+        weight_bytes = WEIGHT_BYTES * choices.top_k
+        return traffic_of(experts.rank, hops, row_bytes=row_bytes, weight_bytes=weight_bytes, told=told)

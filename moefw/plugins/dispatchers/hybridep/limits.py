@@ -1,0 +1,83 @@
+"""What DeepEP's HybridEP cannot do, told before anything is started. Pure: needs neither torch nor the library.
+
+Read off ``is_valid`` and the assertions of ``csrc/hybrid_ep`` (branch hybrid-ep, July 2026).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attrs import frozen
+
+import moefw
+
+PACKAGE: Final = "hybrid_ep_cpp"
+"""The branch's compiled module; the wheels that carry ``deep_ep`` do not hold it."""
+INSTALL: Final = (
+    "No wheel carries it. Build the branch: pip install --no-build-isolation "
+    "git+https://github.com/deepseek-ai/DeepEP@hybrid-ep (HYBRID_EP_MULTINODE=1 for several nodes), "
+    "or use backend: torch."
+)
+DIM_MULTIPLE: Final = 16
+MAX_NODE_RANKS: Final = 72
+MAX_LOCAL_EXPERTS: Final = 768
+NODE_EXPERTS_MULTIPLE: Final = 4
+MAX_TOKENS_BETWEEN_NODES: Final = 21824
+CHUNK: Final = 64
+"""Tokens of a rank are padded to a multiple: the kernel reads whole chunks, and no odd remainder."""
+
+
+@frozen(kw_only=True)
+class Shape:
+    """A layer as the library sees it; ``node_ranks`` of its ranks share an NVLink domain (None: not known yet)."""
+
+    model_dim: int
+    local_experts: int
+    ranks: int
+    node_ranks: int | None = None
+
+
+def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem]:
+    """Return what is wrong where the library cannot carry a layer."""
+    if shape.ranks == 1:
+        return []
+    found = []
+    if shape.model_dim % DIM_MULTIPLE:
+        found.append(f"model.dim is a multiple of {DIM_MULTIPLE}, not {shape.model_dim}")
+    if shape.local_experts > MAX_LOCAL_EXPERTS:
+        found.append(f"a rank holds at most {MAX_LOCAL_EXPERTS} experts, not {shape.local_experts}")
+    if shape.node_ranks is not None:
+        found += _in_a_node(shape, shape.node_ranks, max_tokens)
+    if not found:
+        return []
+    what = f"HybridEP cannot carry this layer: {'; '.join(found)}."
+    return [moefw.Problem(what, "Use sizes within these limits, or backend: torch.", "backend")]
+
+
+def _in_a_node(shape: Shape, node_ranks: int, max_tokens: int | None) -> list[str]:
+    found = []
+    if node_ranks > MAX_NODE_RANKS:
+        found.append(f"an NVLink domain has at most {MAX_NODE_RANKS} ranks, not {node_ranks}")
+    if shape.ranks % node_ranks:
+        found.append(f"{shape.ranks} ranks do not divide into NVLink domains of {node_ranks}")
+    node_experts = shape.local_experts * node_ranks
+    if node_experts % NODE_EXPERTS_MULTIPLE:
+        found.append(f"the experts of an NVLink domain are a multiple of {NODE_EXPERTS_MULTIPLE}, not {node_experts}")
+    if shape.ranks > node_ranks and (max_tokens or 0) > MAX_TOKENS_BETWEEN_NODES:
+        found.append(f"a rank sends at most {MAX_TOKENS_BETWEEN_NODES} tokens between nodes, not {max_tokens}")
+    return found
+
+
+def library_needs() -> list[moefw.Need]:
+    """Return what the library asks of the machine and of the other parts."""
+    return [
+        moefw.need(
+            "package", PACKAGE, reason="backend: library calls DeepEP's HybridEP", fix=INSTALL, option="backend"
+        ),
+        moefw.need(
+            "device", ("cuda",), reason="its kernels run on NVIDIA GPUs", fix="Use backend: torch.", option="backend"
+        ),
+        moefw.need(
+            "wire", ("bf16",), reason="combine adds up bf16 only", fix="Use precision: {use: bf16}.", option="backend"
+        ),
+    ]

@@ -1,0 +1,22 @@
+"""How the ranks of an expert-parallel group lie on nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import moefw
+
+
+def ranks_per_node(nodes: Sequence[int]) -> int:
+    """Return how many ranks of the group lie on each node, given the node of each rank."""
+    return nodes.count(nodes[0])
+
+
+def uneven_nodes(nodes: Sequence[int]) -> moefw.Problem | None:
+    """Return what is wrong where nodes hold unequal numbers of the group's ranks, or ranks of a node lie apart."""
+    each = ranks_per_node(nodes)
+    even = [nodes[first] for first in range(0, len(nodes), each) for _ in range(each)]
+    if list(nodes) == even[: len(nodes)] and len(nodes) % each == 0 and len(set(nodes)) == len(nodes) // each:
+        return None
+    what = f"hybridep wants equally many ranks of each expert-parallel group on every node; they lie on {list(nodes)}."
+    return moefw.Problem(what, "Use an ep x etp that fills whole nodes or divides one.", "parallel.ranks_per_node")

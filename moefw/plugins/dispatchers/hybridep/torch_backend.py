@@ -1,0 +1,128 @@
+"""Hierarchical dispatch over a process group: once to each node, there to the ranks that need it; sums on the way back.
+
+A token for another node lands on the rank with the sender's place there. Shapes: legend in :mod:`moefw.core.stages`;
+``P`` ranks, ``M`` nodes, ``G`` ranks a node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moefw.core.contracts import Dispatcher
+from moefw.core.exchange import exchange, exchange_now
+from moefw.core.expert_group import ExpertGroup
+from moefw.core.movement import Pending, finish
+from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.traffic import Traffic, traffic_of
+from moefw.plugins.dispatchers.hybridep.hops import Hop, between_nodes, inside_the_node
+from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
+from moefw_kernels.permute import Arrival, arrange
+
+INT_BYTES, ID_BYTES, WEIGHT_BYTES = 8, 4, 4
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """The metadata of one movement: two hops, and how rows that arrive are expanded."""
+
+    network: Hop
+    node: Hop
+    arrival: Arrival
+    top_k: int
+    stats: Mapping[str, Tensor]
+
+
+@final
+class TorchHybridEP(Dispatcher):
+    """Two all-to-alls of rows and of weights each way; ``plan`` exchanges counts and expert ids along both hops."""
+
+    def __init__(
+        self, experts: ExpertGroup, *, row_alignment: int, rank_capacity: float | None = None, drops: bool = False
+    ) -> None:
+        self.experts, self.row_alignment = experts, row_alignment
+        self.rank_capacity, self.stat = rank_capacity, "dropped_rows" if drops else "overflow"
+        self.node_size = ranks_per_node(experts.nodes)
+
+    def plan(
+        self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
+    ) -> DispatchPlan:
+        """Find the nodes and ranks that each token must reach, hop by hop. ``counts`` saves nothing here."""
+        experts, ids_TK = self.experts, routing.expert_ids_TK
+        facts = (routing.capacity or 0, len(ids_TK))
+        network, told = between_nodes(experts, self.node_size, ids_TK, facts)
+        landed_NK = self._forward_ids(ids_TK, network)
+        node, sources = inside_the_node(experts, self.node_size, landed_NK, network.received)
+        arrived_NK = self._forward_ids(landed_NK, node).long()
+        budget = None if dropless else self._budget(ids_TK.shape[1], max(length for _, length in told))
+        arrival = arrange(
+            arrived_NK - experts.first_expert,
+            experts.local_experts,
+            alignment=self.row_alignment,
+            capacity=sum(capacity for capacity, _ in told),
+            budget=budget,
+            source_N=sources,
+        )
+        stats = {} if budget is None else {self.stat: torch.tensor(float(arrival.left_out), device=ids_TK.device)}
+        return DispatchPlan(detail=_Way(network, node, arrival, ids_TK.shape[1], stats))
+
+    def _forward_ids(self, ids_NK: Tensor, hop: Hop) -> Tensor:
+        ids = ids_NK.index_select(0, hop.rows.token_R).to(torch.int32)
+        return exchange_now(ids, hop.sent, hop.received, self.experts.group)
+
+    def _budget(self, top_k: int, longest: int) -> int | None:
+        """Return ``rank_capacity`` times the rows that a rank gets if all are balanced, rounded up to the alignment."""
+        if self.rank_capacity is None:
+            return None
+        rows = math.ceil(self.rank_capacity * longest * top_k * self.experts.etp)
+        return -(-rows // self.row_alignment) * self.row_alignment
+
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+        """Send one row a (token, node), and the weights of all its choices."""
+        hop: Hop = plan.detail.network
+        return exchange(hop.send(x_TD, weights_TK), hop.sent, hop.received, self.experts.group, detail=plan)
+
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+        """Send again along the same way."""
+        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+        """Pass what landed here on to the ranks of this node, and expand what comes from them."""
+        plan: DispatchPlan = pending.detail
+        way: _Way = plan.detail
+        landed = way.node.send(*finish(pending))
+        arrived = finish(exchange(landed, way.node.sent, way.node.received, self.experts.group))
+        batch = ExpertBatch.of(way.arrival.expand(*arrived), way.arrival, way.stats)
+        return batch, Receipt(plan=plan)
+
+    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+        """Add up each row's experts here and its ranks inside the node, and send one row a (token, node) back."""
+        way: _Way = receipt.plan.detail
+        node, network, group = way.node, way.network, self.experts.group
+        (partial_ND,) = finish(exchange([way.arrival.reduce(rows_RD)], node.received, node.sent, group))
+        return exchange([node.add_up(partial_ND)], network.received, network.sent, group, detail=way)
+
+    def finish_combine(self, pending: Pending) -> Tensor:
+        """Add up each token's nodes."""
+        way: _Way = pending.detail
+        (rows_ND,) = finish(pending)
+        return way.network.add_up(rows_ND)
+
+    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+        """Count the distinct (token, node) pairs, and inside nodes the distinct (token, rank) pairs."""
+        way: _Way = receipt.plan.detail
+        rank, nodes = self.experts.rank, self.experts.nodes
+        hops = [(hop.sent, hop.received) for hop in (way.network, way.node)]
+        per_node = INT_BYTES * len(set(nodes))
+        told = [
+            3 * INT_BYTES
+            + per_node * (node == nodes[rank])
+            + ID_BYTES * way.top_k * sum(sent[peer] for sent, _ in hops)
+            for peer, node in enumerate(nodes)
+        ]
+        return traffic_of(rank, hops, row_bytes=row_bytes, weight_bytes=WEIGHT_BYTES * way.top_k, told=told)

@@ -1,0 +1,53 @@
+"""``sinkhorn``: choices from a plan that gives every token and every expert the same share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+import moefw
+from moefw.core.plugin import RouterPlugin
+from moefw.core.site import Site
+
+
+@frozen(kw_only=True)
+class Sinkhorn(RouterPlugin):
+    """Scales the scores of a micro-batch until experts share its tokens evenly, and chooses by the result.
+
+    Weights come from the scores themselves: the sigmoid (top_k 1), or the softmax over all experts at the chosen.
+    Sinkhorn balances by itself: there is no auxiliary loss. ``z_loss`` is the coefficient of one on the logits.
+    Scaling stops when it has settled, which the host asks once a round, or after ``max_rounds``.
+    """
+
+    name: ClassVar[str] = "sinkhorn"
+
+    max_rounds: int = field(default=100, validator=ge(1))
+    z_loss: float = field(default=0.0, validator=ge(0.0))
+    dtype: Literal["fp32", "fp64"] = "fp32"
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """All tokens of a micro-batch are looked at together."""
+        return moefw.offers(partition=("micro_batch",), differentiable=True, deterministic=True)
+
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """K experts must exist."""
+        k, experts = site.dims.top_k, site.dims.num_experts
+        if 1 <= k <= experts:
+            return ()
+        fix = f"Use model.top_k between 1 and {experts}."
+        return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
+
+    def build(self, context: moefw.BuildContext) -> moefw.Router:
+        """Return the router of one layer."""
+        from moefw.plugins.routers.sinkhorn.router import SinkhornRouter
+
+        return SinkhornRouter(context.site, self)
+
+
+@moefw.hookimpl
+def moefw_routers() -> list[type[RouterPlugin]]:
+    """Declare the router."""
+    return [Sinkhorn]

@@ -1,0 +1,83 @@
+"""The Sinkhorn router (as in Megatron Core, notes 1.1; Sinkhorn and Knopp 1967)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from moefw.core.aux_loss import attach
+from moefw.core.contracts import Router
+from moefw.core.site import Site
+from moefw.core.stages import Batch, Routing
+from moefw_kernels.routing import count_choices, z_loss
+
+if TYPE_CHECKING:
+    from moefw.plugins.routers.sinkhorn import Sinkhorn
+
+SETTLED: Final = 1e-4
+"""Mean change of the experts' scales in one round at which they have settled."""
+NOT_ZERO: Final = 1e-8
+
+
+@final
+class SinkhornRouter(nn.Module, Router):
+    """Weight ``(E, D)``; no state."""
+
+    def __init__(self, site: Site, options: Sinkhorn) -> None:
+        super().__init__()
+        dims = site.dims
+        self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
+        self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
+        self._max_rounds, self._z_coeff = options.max_rounds, options.z_loss
+        self._dtype = {"fp32": torch.float32, "fp64": torch.float64}[options.dtype]
+
+    def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
+        """Return the routing of the tokens; masked tokens go nowhere, count nowhere, and scale nothing."""
+        mask_T = batch.mask_T
+        logits_TE = linear(x_TD.to(self._dtype), self.weight.to(self._dtype))
+        scores_TE = logits_TE.sigmoid() if self._top_k == 1 else logits_TE.softmax(-1)
+        ids_TK = batch.route(self._layer, len(x_TD), self._top_k)
+        if ids_TK is None:
+            ids_TK = balanced(logits_TE.detach(), mask_T, self._max_rounds).topk(self._top_k).indices
+        if mask_T is not None:
+            ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
+        weights_TK = scores_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, 0.0).float()
+        aux_losses = {}
+        if self._z_coeff:
+            valid_T = logits_TE.new_ones(len(x_TD)) if mask_T is None else mask_T.to(logits_TE.dtype)
+            loss = self._z_coeff * z_loss(logits_TE, valid_T)
+            aux_losses["z_loss"] = loss.detach()
+            if self.training and batch.loss_scale is not None:
+                weights_TK = attach(weights_TK, loss * batch.loss_scale)
+        return Routing(
+            expert_ids_TK=ids_TK,
+            weights_TK=weights_TK,
+            scores_TE=scores_TE,
+            stats={"tokens_per_expert": count_choices(ids_TK, self._num_experts)},
+            aux_losses=aux_losses,
+        )
+
+
+@torch.no_grad()
+def balanced(logits_TE: Tensor, mask_T: Tensor | None, max_rounds: int) -> Tensor:
+    """Return the transport plan ``d0 * exp(logits) * d1`` (T, E), by which to choose.
+
+    From ``d1 = 1``: ``d0_i = 1 / (N (sum_j d1_j c_ij + 1e-8))`` over N valid tokens, ``d1_j = 1 / (E (sum_i d0_i c_ij
+    + 1e-8))``, until d1 changes by less than 1e-4 in the mean. Rows of c are exp(l - max l): exp cannot overflow, and a
+    row's factor is taken up by its d0.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    cost_TE = (logits_TE - logits_TE.amax(-1, keepdim=True)).exp()
+    rows_T = logits_TE.new_full((num_tokens,), 1.0 / max(1, num_tokens))
+    if mask_T is not None:
+        rows_T = mask_T.to(logits_TE.dtype) / mask_T.sum().clamp_min(1)
+    d1_E = logits_TE.new_ones(num_experts)
+    for _ in range(max_rounds):
+        d0_T = rows_T / (cost_TE @ d1_E + NOT_ZERO)
+        before_E, d1_E = d1_E, 1.0 / (num_experts * (d0_T @ cost_TE + NOT_ZERO))
+        if (d1_E - before_E).abs().mean() < SETTLED:
+            break
+    return d1_E * cost_TE * d0_T.unsqueeze(-1)

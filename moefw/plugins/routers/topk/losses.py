@@ -1,0 +1,98 @@
+"""The auxiliary losses of a balance: sums over valid tokens, so any split of the global batch adds up to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from moefw.core.errors import ContractError
+from moefw.core.site import Dims
+from moefw.core.stages import Batch
+from moefw.plugins.routers.topk.options import Balance
+from moefw_kernels.routing import count_choices, load_loss, switch_loss, z_loss
+
+LOAD = "global_load"
+"""State (E): each expert's plain top-k choices in the last whole global batch, 1 = fair."""
+CHOICES = "global_choices"
+"""The statistic that it comes from."""
+NAMES = {"micro_batch": "aux_loss", "sequence": "sequence_aux_loss", "global_batch": "global_aux_loss"}
+
+
+class View(NamedTuple):
+    """What balance losses look at: probabilities over experts, their plain top-k, which tokens count."""
+
+    shares_TE: Tensor
+    ids_TK: Tensor
+    valid_T: Tensor
+    shape: torch.Size
+    """(B, S) of the batch."""
+    load_E: Tensor | None
+
+
+def over_micro_batch(view: View) -> Tensor:
+    """Return the Switch loss over all tokens."""
+    return switch_loss(view.shares_TE.unsqueeze(0), view.ids_TK.unsqueeze(0), view.valid_T.unsqueeze(0))
+
+
+def over_sequences(view: View) -> Tensor:
+    """Return the Switch loss of each sequence, weighted by its valid tokens."""
+    if view.shape.numel() != len(view.shares_TE):
+        what = f"a balance over sequences got {len(view.shares_TE)} tokens of {view.shape[0]} x {view.shape[1]}."
+        raise ContractError(what, "Hand whole sequences to the router.")
+    return switch_loss(*(tensor.unflatten(0, view.shape) for tensor in view[:3]))
+
+
+def over_global_batch(view: View) -> Tensor:
+    """Return the loss against the load of the last whole global batch (uniform before the first).
+
+    One step late, on purpose: nothing is exchanged in forward, and no split of the batch changes it.
+    """
+    assert view.load_E is not None
+    return load_loss(view.shares_TE, view.valid_T, view.load_E)
+
+
+LEVELS: dict[str, Callable[[View], Tensor]] = {
+    "micro_batch": over_micro_batch,
+    "sequence": over_sequences,
+    "global_batch": over_global_batch,
+}
+
+
+@final
+class Losses:
+    """All losses of one router: the functions are chosen once."""
+
+    def __init__(self, rules: Sequence[Balance], dims: Dims, *, normalise: bool) -> None:
+        self.num_experts, self.top_k, self.normalise = dims.num_experts, dims.top_k, normalise
+        aux = [rule for rule in rules if rule.kind == "aux_loss"]
+        self.levels = tuple((NAMES[r.option("over")], r.option("coeff"), LEVELS[r.option("over")]) for r in aux)
+        self.keeps_load = "global_batch" in {rule.option("over") for rule in aux}
+        self.z_coeffs = tuple(rule.option("coeff") for rule in rules if rule.kind == "z_loss")
+
+    def __call__(
+        self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor | None, batch: Batch, load_E: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return each loss by name (coefficient times mean times valid tokens), and statistics."""
+        valid_T = logits_TE.new_ones(len(logits_TE)) if mask_T is None else mask_T.to(logits_TE.dtype)
+        losses: dict[str, Tensor] = {}
+        stats: dict[str, Tensor] = {}
+        if self.levels:
+            shares_TE = _shares(scores_TE) if self.normalise else scores_TE
+            ids_TK = scores_TE.topk(self.top_k).indices
+            if mask_T is not None:
+                ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
+            view = View(shares_TE, ids_TK, valid_T, batch.ids_BS.shape, load_E)
+            losses = {name: coeff * level(view) for name, coeff, level in self.levels}
+            if self.keeps_load:
+                stats[CHOICES] = count_choices(ids_TK, self.num_experts)
+        for coeff in self.z_coeffs:
+            losses["z_loss"] = coeff * z_loss(logits_TE, valid_T)
+        return losses, stats
+
+
+def _shares(scores_TE: Tensor) -> Tensor:
+    """Return scores that sum to 1. No epsilon that a router could hide its scores behind: only 0 / 0 is kept away."""
+    return scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)

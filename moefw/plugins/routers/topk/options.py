@@ -1,0 +1,126 @@
+"""What a user may set beside ``use: topk``, part by part, and what is wrong with it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, lt, optional
+
+from moefw.core.errors import Problem
+from moefw.core.site import Dims
+
+OWN: Final[Mapping[str, Mapping[str, Any]]] = {
+    "expert_bias": {"rate": 1e-3},
+    "aux_loss": {"coeff": 1e-2, "over": "micro_batch"},
+    "z_loss": {"coeff": 1e-2},
+    "quantile": {"ema": 0.9},
+}
+"""The options of each kind of balance rule, and what they are when left out."""
+
+
+@frozen(kw_only=True)
+class Balance:
+    """One way to keep experts equally busy. Each kind has options of its own.
+
+    ``expert_bias`` {rate}: a bias on the scores that moves once a step, without gradient (DeepSeek-V3, arXiv
+    2412.19437 section 2.1.2). ``aux_loss`` {coeff, over}: the Switch loss (arXiv 2101.03961) over the tokens of a
+    rank's micro-batch, of each sequence, or against the load of the last whole global batch: one step late on
+    purpose, so that nothing is exchanged in forward and no split of the batch changes it. ``z_loss`` {coeff}
+    (arXiv 2202.08906). ``quantile`` {ema}: a bias set once a step to where each expert would have had its fair share.
+    """
+
+    kind: Literal["expert_bias", "aux_loss", "z_loss", "quantile"]
+    rate: float | None = field(default=None, validator=optional(gt(0.0)))
+    coeff: float | None = field(default=None, validator=optional(ge(0.0)))
+    over: Literal["micro_batch", "sequence", "global_batch"] | None = None
+    ema: float | None = field(default=None, validator=optional(and_(ge(0.0), lt(1.0))))
+
+    def option(self, name: str) -> Any:
+        """Return an option of this rule's kind: as set, else as usual."""
+        value = getattr(self, name)
+        return OWN[self.kind][name] if value is None else value
+
+    @property
+    def level(self) -> str:
+        """The rule in words: of two with the same words one is too many."""
+        return f"{self.kind} over {self.option('over')}" if self.kind == "aux_loss" else self.kind
+
+
+@frozen(kw_only=True)
+class Groups:
+    """Experts in ``count`` equal groups, of which a token uses the ``keep`` best (DeepSeek-V3 section 2.1.2)."""
+
+    count: int = field(validator=ge(1))
+    keep: int = field(validator=ge(1))
+
+
+@frozen(kw_only=True)
+class Capacity:
+    """How many choices of one rank an expert takes: ``ceil(T * K / E * factor)`` of the T tokens of a micro-batch.
+
+    ``drop`` probs keeps those with the largest weights, position the first tokens; the others are dropped and the
+    weights that are left stay as they are. ``pad``: every expert gets exactly so many rows from each rank.
+    """
+
+    factor: float = field(validator=gt(0.0))
+    drop: Literal["probs", "position"] = "probs"
+    pad: bool = False
+
+
+def check_rules(score: str, rules: Sequence[Balance]) -> Iterator[Problem]:
+    """Each rule knows its own options, counts once, and goes with the score and with the other rules."""
+    for index, rule in enumerate(rules):
+        for name in ("rate", "coeff", "over", "ema"):
+            value = getattr(rule, name)
+            if value is not None and name not in OWN[rule.kind]:
+                own = " and ".join(OWN[rule.kind])
+                what = f"{name} {value} is no option of balance kind {rule.kind}, which has {own}."
+                yield Problem(what, "Leave it out, or use another kind.", f"balance[{index}].{name}")
+    kinds = {rule.kind for rule in rules}
+    levels = [rule.level for rule in rules]
+    for level in sorted({level for level in levels if levels.count(level) > 1}):
+        yield Problem(f"balance names {level} more than once.", "Keep one.", "balance")
+    if score == "softmax" and "expert_bias" in kinds:
+        what = "an expert bias is added to scores that do not depend on each other, and score: softmax has none."
+        yield Problem(what, "Use score: sigmoid or sqrtsoftplus, or balance by aux_loss.", "balance")
+    for rival in sorted(kinds & {"aux_loss", "expert_bias"} if "quantile" in kinds else ()):
+        what = f"quantile and {rival} both balance: quantile already gives every expert its fair share."
+        yield Problem(what, f"Keep quantile or {rival}.", "balance")
+
+
+def check_quantile(dims: Dims, groups: Groups | None) -> Iterator[Problem]:
+    """The threshold of a token is its best score that is not chosen, among all experts."""
+    if dims.top_k >= dims.num_experts:
+        what = f"balance kind quantile needs an expert that is not chosen; top_k is {dims.top_k} of {dims.num_experts}."
+        yield Problem(what, "Use a smaller model.top_k, or leave quantile out.", "balance")
+    if groups is not None:
+        what = "balance kind quantile compares all experts, and groups take some out of a token's reach."
+        yield Problem(what, "Leave groups out, or balance by aux_loss.", "groups")
+
+
+def check_groups(dims: Dims, groups: Groups) -> Iterator[Problem]:
+    """Groups are equal, and the kept ones hold enough experts to choose and to score a group by."""
+    experts, k, count, keep = dims.num_experts, dims.top_k, groups.count, groups.keep
+    if experts % count:
+        what = f"{experts} experts do not divide into {count} groups."
+        yield Problem(what, "Use a divisor of model.num_experts.", "groups.count")
+        return
+    if keep > count:
+        yield Problem(f"{keep} groups of {count} cannot be kept.", f"Use at most {count}.", "groups.keep")
+        return
+    each = experts // count
+    if k % keep:
+        what = f"a group is scored by its best top_k / keep experts, and keep {keep} does not divide top_k {k}."
+        yield Problem(what, "Use a divisor of model.top_k.", "groups.keep")
+    elif k > keep * each:
+        what = f"{keep} groups of {each} experts have {keep * each}, and top_k is {k}."
+        yield Problem(what, "Keep more groups, or lower model.top_k.", "groups.keep")
+
+
+def check_capacity(rules: Sequence[Balance]) -> Iterator[Problem]:
+    """Dropping goes with balance by losses: a bias would chase a load that the capacity has cut."""
+    for kind in sorted({rule.kind for rule in rules} & {"expert_bias", "quantile"}):
+        what = f"capacity drops choices, and balance kind {kind} counts on every choice being served."
+        yield Problem(what, f"Leave capacity or {kind} out; aux_loss goes with capacity.", "capacity")

@@ -1,0 +1,68 @@
+"""From logits to scores, and from the scores of the chosen experts to weights.
+
+``logits_TE`` and ``scores_TE`` are in the router's dtype; scores are non-negative and lie between 0 and 1 but for
+sqrtsoftplus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LINEAR_ABOVE: Final = 40.0
+"""Where softplus is taken to be its argument: log1p(exp(-40)) is below the last bit, in fp64 too."""
+
+
+class Weigh(Protocol):
+    """Gives the weights of chosen experts."""
+
+    def __call__(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None) -> Tensor:
+        """Return ``(T, K)``, not scaled. Choices that are ``absent`` have some valid id and get no share.
+
+        What an absent choice gets is for the caller to replace: the softmax over none is NaN.
+        """
+
+
+def softmax(logits_TE: Tensor) -> Tensor:
+    """Return probabilities over all experts."""
+    return logits_TE.softmax(-1)
+
+
+def sqrtsoftplus(logits_TE: Tensor) -> Tensor:
+    """Return ``sqrt(log(1 + e^l))``.
+
+    Far below zero softplus underflows, and the slope of a root at zero is infinite: it stops at the smallest number.
+    """
+    return F.softplus(logits_TE, threshold=LINEAR_ABOVE).clamp_min(torch.finfo(logits_TE.dtype).tiny).sqrt()
+
+
+SCORES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "softmax": softmax,
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": sqrtsoftplus,
+}
+
+
+def softmax_of_chosen(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None) -> Tensor:
+    """Return the softmax over the chosen logits."""
+    chosen_TK = logits_TE.gather(1, ids_TK)
+    if absent_TK is not None:
+        chosen_TK = chosen_TK.masked_fill(absent_TK, float("-inf"))
+    return chosen_TK.softmax(-1)
+
+
+def chosen_scores(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None) -> Tensor:
+    """Return the chosen scores."""
+    return scores_TE.gather(1, ids_TK)
+
+
+def share_of_chosen(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None) -> Tensor:
+    """Return the chosen scores divided by their sum."""
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if absent_TK is not None:
+        weights_TK = weights_TK.masked_fill(absent_TK, 0.0)
+    return weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

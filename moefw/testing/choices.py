@@ -1,0 +1,203 @@
+"""Routing in fp64, one token and one expert after the other, from the formulas alone. Nothing is shared with plugins.
+
+Shapes: legend in :mod:`moefw.core.stages`. Formulas: Megatron Core as noted in each function; DeepSeek-V3 (arXiv
+2412.19437), Switch (2101.03961), ST-MoE (2202.08906).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What the routing computes; the same words as the routers' options. Coefficients of 0 switch a loss off.
+
+    ``kind`` is the router: topk, sinkhorn or forced. ``groups`` is (count, keep), ``capacity`` (factor, drop).
+    """
+
+    kind: str = "topk"
+    score: str = "sigmoid"
+    pre_softmax: bool = False
+    top_k: int
+    renormalise: bool = True
+    scale: float = 1.0
+    groups: tuple[int, int] | None = None
+    capacity: tuple[float, str] | None = None
+    aux_coeff: float = 0.0
+    sequence_aux_coeff: float = 0.0
+    global_aux_coeff: float = 0.0
+    z_coeff: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """Where tokens go. ``chosen_TK`` is before, ``ids_TK`` after a capacity drops; -1 is no choice.
+
+    ``loss`` is the sum of the auxiliary losses, each a mean over all valid tokens.
+    """
+
+    chosen_TK: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    loss: Tensor
+
+
+def route(
+    logits: Tensor,
+    rule: Rule,
+    *,
+    bias_E: Tensor | None = None,
+    beta_E: Tensor | None = None,
+    load_E: Tensor | None = None,
+    valid: Tensor | None = None,
+    micro_batches: Sequence[int] | None = None,
+    sequences: Sequence[int] | None = None,
+) -> Routed:
+    """Route tokens by ``logits`` (T, E) fp64. Differentiable.
+
+    ``bias_E`` is the expert bias, ``beta_E`` the quantiles, ``load_E`` the load of the last global batch (1 = fair).
+    ``micro_batches`` and ``sequences`` are lengths of consecutive pieces of T; None: one piece.
+    """
+    valid = torch.ones(len(logits), dtype=torch.bool) if valid is None else valid
+    batches, rows = list(_pieces(logits, micro_batches)), list(_pieces(logits, sequences))
+    scores = scores_of(logits, rule)
+    chosen = torch.full((len(logits), rule.top_k), -1, dtype=torch.int64)
+    for piece in batches:
+        chosen[piece] = _choices(logits[piece].detach(), scores[piece].detach(), valid[piece], rule, bias_E, beta_E)
+    weights = _weights(logits, scores, chosen, rule) * rule.scale
+    chosen = chosen.masked_fill(~valid.unsqueeze(-1), -1)
+    ids = chosen.clone()
+    for piece in batches if rule.capacity else ():
+        ids[piece] = within_capacity(chosen[piece], weights[piece], logits.shape[1], rule)
+    loss = rule.z_coeff * _mean(logits.logsumexp(-1).square(), valid)
+    shares = scores / scores.sum(-1, keepdim=True)
+    best = scores.topk(rule.top_k).indices
+    for coeff, pieces in ((rule.aux_coeff, batches), (rule.sequence_aux_coeff, rows)):
+        for piece in pieces if coeff else ():
+            weight = valid[piece].sum() / valid.sum().clamp_min(1)
+            loss = loss + coeff * weight * switch(shares[piece][valid[piece]], best[piece][valid[piece]])
+    if rule.global_aux_coeff:
+        assert load_E is not None
+        loss = loss + rule.global_aux_coeff * _mean((shares * load_E.double()).sum(-1), valid)
+    return Routed(chosen_TK=chosen, ids_TK=ids, weights_TK=weights * (ids >= 0), loss=loss)
+
+
+def scores_of(logits: Tensor, rule: Rule) -> Tensor:
+    """Return the score of every expert; softmax over all of them."""
+    if rule.kind == "sinkhorn":
+        return 1 / (1 + (-logits).exp()) if rule.top_k == 1 else logits.softmax(-1)
+    if rule.score == "sigmoid":
+        return 1 / (1 + (-logits).exp())
+    if rule.score == "sqrtsoftplus":
+        return torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
+    return logits.softmax(-1)
+
+
+def switch(shares: Tensor, best: Tensor) -> Tensor:
+    """Return ``E / (K N^2) sum_e mass_e n_e`` of N tokens: Switch's loss, 1 where experts are equally busy."""
+    tokens, num_experts = shares.shape
+    loss = shares.new_zeros(())
+    for expert in range(num_experts if tokens else 0):
+        loss = loss + shares[:, expert].sum() * (best == expert).sum()
+    return loss * num_experts / (best.shape[1] * max(1, tokens) ** 2)
+
+
+def fair_beta(logits: Tensor, beta_E: Tensor, top_k: int) -> Tensor:
+    """Return the beta that would have given each expert its fair share of these tokens (N >= 1), one by one.
+
+    The ``floor(N K / E) + 1``-th largest of ``logit - alpha``, alpha a token's ``K + 1``-th largest ``logit - beta``.
+    """
+    tokens, num_experts = logits.shape
+    alpha = [sorted((logits[t] - beta_E).tolist(), reverse=True)[top_k] for t in range(tokens)]
+    place = tokens * top_k // num_experts
+    margins = [
+        sorted((logits[t, e].item() - alpha[t] for t in range(tokens)), reverse=True) for e in range(num_experts)
+    ]
+    return torch.tensor([margin[place] for margin in margins], dtype=torch.float64)
+
+
+def within_capacity(chosen: Tensor, weights: Tensor, num_experts: int, rule: Rule) -> Tensor:
+    """Return the choices of one rank that are left, -1 for the others: at most ``ceil(T K / E * factor)`` an expert."""
+    assert rule.capacity is not None
+    factor, drop = rule.capacity
+    room = math.ceil(Decimal(str(factor)) * chosen.numel() / num_experts)
+    left = chosen.clone()
+    for expert in range(num_experts):
+        takers = [(t, k) for t, k in (chosen == expert).nonzero().tolist()]
+        if drop == "probs":
+            takers.sort(key=lambda taker: -weights[taker].item())
+        for taker in takers[room:]:
+            left[taker] = -1
+    return left
+
+
+def _choices(
+    logits: Tensor, scores: Tensor, valid: Tensor, rule: Rule, bias_E: Tensor | None, beta_E: Tensor | None
+) -> Tensor:
+    tokens, num_experts = logits.shape
+    if rule.kind == "forced":
+        return torch.arange(tokens * rule.top_k).view(tokens, rule.top_k) % num_experts
+    if rule.kind == "sinkhorn":
+        ids = torch.zeros(tokens, rule.top_k, dtype=torch.int64)
+        ids[valid] = sinkhorn(logits[valid]).topk(rule.top_k).indices
+        return ids
+    by_logits = beta_E is not None or (rule.score == "softmax" and not rule.pre_softmax)
+    ranking = logits if by_logits else scores
+    for shift in (bias_E, None if beta_E is None else -beta_E):
+        ranking = ranking if shift is None else ranking + shift.double()
+    if rule.groups is not None:
+        ranking = torch.stack([_best_groups(row, rule) for row in ranking]) if tokens else ranking
+    return ranking.topk(rule.top_k).indices
+
+
+def _best_groups(row: Tensor, rule: Rule) -> Tensor:
+    """Return one token's ranking, -inf outside its best groups; a group counts its best K // keep experts."""
+    assert rule.groups is not None
+    count, keep = rule.groups
+    groups = row.chunk(count)
+    worth = [sum(sorted(group.tolist(), reverse=True)[: rule.top_k // keep]) for group in groups]
+    kept = sorted(range(count), key=lambda group: -worth[group])[:keep]
+    out = torch.full_like(row, -math.inf).chunk(count)
+    return torch.cat([groups[g] if g in kept else out[g] for g in range(count)])
+
+
+def sinkhorn(logits: Tensor) -> Tensor:
+    """Return the transport plan of valid tokens (N, E): Megatron Core's scaling of exp(logits), notes 1.1."""
+    cost = logits.exp()
+    tokens, num_experts = cost.shape
+    d1 = torch.ones(num_experts, dtype=torch.float64)
+    change = math.inf
+    for _ in range(100):
+        if change < 1e-4 or not tokens:
+            break
+        d0 = 1 / (tokens * ((cost * d1).sum(1) + 1e-8))
+        new = 1 / (num_experts * ((cost * d0.unsqueeze(1)).sum(0) + 1e-8))
+        change, d1 = (new - d1).abs().mean().item(), new
+    return cost * d1 * (d0.unsqueeze(1) if tokens else 1)
+
+
+def _weights(logits: Tensor, scores: Tensor, chosen: Tensor, rule: Rule) -> Tensor:
+    if rule.kind == "forced" or (rule.kind == "topk" and rule.score == "softmax" and not rule.pre_softmax):
+        return logits.gather(1, chosen).softmax(-1)
+    weights = scores.gather(1, chosen)
+    if rule.kind == "topk" and rule.score != "softmax" and rule.renormalise and rule.top_k > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights
+
+
+def _mean(values: Tensor, valid: Tensor) -> Tensor:
+    return values[valid].sum() / valid.sum().clamp_min(1)
+
+
+def _pieces(tokens: Tensor, lengths: Sequence[int] | None) -> Iterator[slice]:
+    start = 0
+    for length in [len(tokens)] if lengths is None else lengths:
+        yield slice(start, start + length)
+        start += length

@@ -1,0 +1,24 @@
+"""A number for every sequence of a run, from which random draws for its tokens start."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def sequence_seeds(run_seed: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a seed for each sequence by its number in the whole run; equal numbers only give equal seeds.
+
+    The SplitMix64 stream of ``run_seed``, ``numbers`` being the places in it: a pure function, whatever rank asks.
+    """
+    start = _mix(np.array([run_seed % (1 << 64)], dtype=np.uint64))
+    return _mix(start + (numbers.astype(np.uint64) + np.uint64(1)) * _GAMMA).view(np.int64)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a bijective hash of 64 bits (SplitMix64's finaliser)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
