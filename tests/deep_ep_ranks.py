@@ -1,0 +1,224 @@
+"""What the ranks of a pool run against the fake ``deep_ep``: layers, movements and what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefw.core.contracts import Dispatcher
+from moefw.core.errors import MoefwError
+from moefw.core.resolve import assemble_tree
+from moefw.core.site import Machine
+from moefw.core.source import Marks, read_yaml
+from moefw.core.traffic import Traffic
+from moefw.plugins.dispatchers.deepep import DeepEP
+from moefw.plugins.dispatchers.hybridep import HybridEP
+from moefw.testing.trial import DEFAULTS, Outcome, Trial, build_layer, routed, solve
+
+
+@contextmanager
+def library(**options: Any) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Build dispatchers over the fake, whatever backend the spec names; yields the calls that the fake gets."""
+    from deep_ep.signatures import CALLS
+
+    from moefw.plugins.dispatchers.deepep import library as deepep
+    from moefw.plugins.dispatchers.hybridep import library as hybridep
+
+    before = DeepEP.build, HybridEP.build
+    DeepEP.build = lambda _, context: deepep.build(context, **options)
+    HybridEP.build = lambda self, context: hybridep.build(
+        context, rank_capacity=self.rank_capacity, drops=self.on_overflow == "drop", **options
+    )
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    CALLS.clear()
+    try:
+        yield CALLS
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        DeepEP.build, HybridEP.build = before
+
+
+def solved(case: Trial, options: dict[str, Any]) -> Outcome:
+    """Run the layer of a trial forward and backward over the fake."""
+    with library(**options):
+        return solve(case)
+
+
+def received(case: Trial, options: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the rows that arrive, their weights and counts, over the fake or (None) over the torch backend."""
+    if options is None:
+        return _received(case)
+    with library(**options):
+        return _received(case)
+
+
+def _received(case: Trial) -> dict[str, Any]:
+    layer, shared = build_layer(case)
+    x_TD, _, routing = routed(case, layer)
+    moves = layer.dispatcher
+    batch, receipt = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
+    end = int(batch.offsets_e[-1])
+    traffic: Traffic = moves.traffic(receipt, row_bytes=2 * case.dim)
+    out = moves.combine(torch.where(torch.arange(len(batch.rows_RD)).unsqueeze(1) < end, batch.rows_RD, 0), receipt)
+    shared.close()
+    return {
+        "rows": batch.rows_RD[:end].detach().float(),
+        "weights": batch.row_weights_R[:end].detach(),
+        "counts": batch.counts_e.tolist(),
+        "offsets": batch.offsets_e.tolist(),
+        "sizes": batch.counts_host,
+        "total": len(batch.rows_RD),
+        "stats": {name: float(value) for name, value in batch.stats.items()},
+        "out": out.detach().float(),
+        "traffic": traffic,
+    }
+
+
+@dataclass
+class Again:
+    """What a second movement along a receipt brought, and what the library was asked for."""
+
+    same_rows: bool
+    same_weights: bool
+    grads: dict[str, Tensor]
+    calls: list[tuple[str, list[str]]]
+
+
+def redispatched(case: Trial, options: dict[str, Any]) -> Again:
+    """Dispatch, then redispatch twice the tokens and weights, and return the gradients of the second."""
+    with library(**options) as calls:
+        layer, shared = build_layer(case)
+        moves = layer.dispatcher
+        x_TD, _, routing = routed(case, layer)
+        weights_TK = routing.weights_TK.detach()
+        batch, receipt = moves.dispatch(x_TD, weights_TK, moves.plan(routing))
+        calls.clear()
+        x2, w2 = (2 * x_TD).requires_grad_(), (2 * weights_TK).requires_grad_()
+        again, _ = moves.redispatch(x2, w2, receipt)
+        end = int(batch.offsets_e[-1])
+        (again.rows_RD[:end].float().sum() + (3 * again.row_weights_R[:end]).sum()).backward()
+        asked = [(name, sorted(given)) for name, given in calls]
+        grads = {"x": x2.grad.float(), "weights": w2.grad, "ids": routing.expert_ids_TK}
+        shared.close()
+    return Again(
+        torch.equal(2 * batch.rows_RD[:end], again.rows_RD[:end]),
+        torch.equal(2 * batch.row_weights_R[:end], again.row_weights_R[:end]),
+        grads,
+        asked,
+    )
+
+
+def in_flight(case: Trial, options: dict[str, Any]) -> bool:
+    """Return whether two micro-batches in a row and interleaved give the same bits, outputs and gradients."""
+    with library(**options):
+        layer, shared = build_layer(case)
+        results = [_two(case, layer, interleaved) for interleaved in (False, True)]
+        shared.close()
+    return all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def _two(case: Trial, layer: Any, interleaved: bool) -> list[Tensor]:
+    moves = layer.dispatcher
+    sent = []
+    for seed in (1, 2):
+        x_TD, _, routing = routed(Trial(**{**case.__dict__, "seed": seed}), layer)
+        sent.append((x_TD.requires_grad_(), routing))
+    if interleaved:
+        plans = [moves.plan(routing) for _, routing in sent]
+        flying = [moves.start_dispatch(x, r.weights_TK, plan) for (x, r), plan in zip(sent, plans)]
+        arrived = [moves.finish_dispatch(pending) for pending in flying]
+        back = [moves.start_combine(layer.experts(batch), receipt) for batch, receipt in arrived]
+        outs = [moves.finish_combine(pending) for pending in back]
+    else:
+        outs = []
+        for x_TD, routing in sent:
+            batch, receipt = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
+            outs.append(moves.combine(layer.experts(batch), receipt))
+    sum((out.float().square().sum() for out in outs), torch.zeros(())).backward()
+    return [*(out.detach() for out in outs), *(x.grad for x, _ in sent)]
+
+
+def left_on_the_dispatcher(case: Trial, options: dict[str, Any]) -> list[str]:
+    """Return the attributes of the dispatcher, and of its wire, that a forward and backward changed."""
+    with library(**options):
+        layer, shared = build_layer(case)
+        moves = layer.dispatcher
+        held = [moves, *(value for value in vars(moves).values() if type(value).__module__.startswith("moefw"))]
+        before = [_fields(one) for one in held]
+        _two(case, layer, False)
+        after = [_fields(one) for one in held]
+        shared.close()
+    return [
+        name for old, new in zip(before, after) for name in old.keys() | new.keys() if old.get(name) != new.get(name)
+    ]
+
+
+def _fields(one: Any) -> dict[str, int]:
+    return {name: id(value) for name, value in getattr(one, "__dict__", {}).items()}
+
+
+def rows_outlive_the_layer(case: Trial, options: dict[str, Any]) -> list[bool]:
+    """Return whether what travelled is still held after a forward and backward, before any garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        with library(**options):
+            layer, shared = build_layer(case)
+            moves = layer.dispatcher
+            x_TD, _, routing = routed(case, layer)
+            batch, receipt = moves.dispatch(x_TD.requires_grad_(), routing.weights_TK, moves.plan(routing))
+            out_TD = moves.combine(batch.rows_RD * 2, receipt)
+            held = [weakref.ref(one) for one in (batch.rows_RD, batch.row_weights_R, out_TD)]
+            out_TD.float().sum().backward()
+            del batch, out_TD, routing, x_TD
+            outlived = [one() is not None for one in held]
+            shared.close()
+    finally:
+        gc.enable()
+    return outlived
+
+
+def refusal(case: Trial, options: dict[str, Any], prepare: Callable[[], None] | None = None) -> str:
+    """Return the message with which building or running the layer fails; empty if it does not."""
+    with library(**options):
+        if prepare:
+            prepare()
+        try:
+            layer, _ = build_layer(case)
+            x_TD, _, routing = routed(case, layer)
+            moves: Dispatcher = layer.dispatcher
+            moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
+        except MoefwError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            torch.use_deterministic_algorithms(False)
+            dist.barrier()
+    return ""
+
+
+def refused(trial: Trial, machine: Machine, **dispatch: Any) -> str:
+    """Return the message with which ``machine`` refuses a trial's spec with other options of its dispatcher."""
+    parts = {**trial.parts, "dispatch": {**trial.parts["dispatch"], "backend": "library", **dispatch}}
+    tree = Trial(**{**trial.__dict__, "parts": parts}).tree()
+    tree["run"] = {"device": machine.device}
+    problems: list[Any] = []
+    defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), problems)
+    try:
+        assemble_tree(tree, Marks("trial"), defaults=defaults, world=trial.world, machine=machine)
+    except MoefwError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def torch_fills_memory() -> None:
+    """Torch's deterministic mode with its default."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
