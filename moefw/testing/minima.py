@@ -1,0 +1,103 @@
+"""The fewest rows that can travel: counted for given expert ids, and expected for two ways to draw them.
+
+A *unit* is a rank or a node: it holds consecutive experts, as many as every other. Closed forms: notes on performance,
+"Minimal volume"; ``R(P) = P * (1 - C(E - E/P, K) / C(E, K))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import comb
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+
+def distinct(ids_by_rank: Sequence[Tensor], *, num_experts: int, num_units: int) -> int:
+    """Return how many pairs (token, unit with an expert of the token) there are, without the token's own unit.
+
+    ``ids_by_rank`` holds each rank's ``expert_ids_TK``, -1 for a dropped choice. No dispatcher that brings every
+    token to its experts sends fewer rows between units; nor a combine, which brings a sum of rows back from each.
+    """
+    return sum(
+        unit != _home(ids_by_rank, rank, num_units)
+        for rank, token in _tokens(ids_by_rank)
+        for unit in _units(token, num_experts // num_units)
+    )
+
+
+def inside(ids_by_rank: Sequence[Tensor], *, num_experts: int, ranks_per_node: int, by_rail: bool = True) -> int:
+    """Return the fewest rows that cross from rank to rank inside nodes, where a token comes to a node but once.
+
+    For each token and node the row lies on one rank to begin with: on the token's own rank if it is that rank's
+    node, else on the rank where it came in. It must cross to every other rank of the node with an expert of the
+    token. So from the ranks with an expert, one is taken off if it is that first rank. ``by_rail``: a row comes in
+    at the rank with the same position in its node as the token's rank has in its own, as where every position has a
+    network of its own. Not ``by_rail``: it may come in anywhere, thus at a rank with an expert: a bound for all.
+    (A token that comes to a node more than once may cross less inside; it then crosses more between nodes.)
+    """
+    num_ranks = len(ids_by_rank)
+    rows = 0
+    for rank, token in _tokens(ids_by_rank):
+        node, rail = divmod(rank, ranks_per_node)
+        owners = _units(token, num_experts // num_ranks)
+        rows += len(owners)
+        for visited in {owner // ranks_per_node for owner in owners}:
+            free = visited != node and not by_rail
+            rows -= free or visited * ranks_per_node + rail in owners
+    return rows
+
+
+def _tokens(ids_by_rank: Sequence[Tensor]) -> Iterator[tuple[int, list[int]]]:
+    for rank, ids_TK in enumerate(ids_by_rank):
+        for token in ids_TK.tolist():
+            yield rank, [expert for expert in token if expert >= 0]
+
+
+def _units(token: Sequence[int], experts_per_unit: int) -> set[int]:
+    return {expert // experts_per_unit for expert in token}
+
+
+def _home(ids_by_rank: Sequence[Tensor], rank: int, num_units: int) -> int:
+    return rank * num_units // len(ids_by_rank)
+
+
+@frozen(kw_only=True)
+class Scheme:
+    """Routing by chance: choose ``limit`` of ``groups`` groups of consecutive experts, then K experts inside them.
+
+    One group: uniform routing.
+    """
+
+    num_experts: int
+    top_k: int
+    groups: int = 1
+    limit: int = 1
+
+    def draw(self, num_tokens: int, *, generator: torch.Generator) -> Tensor:
+        """Return ``expert_ids_TK``, int64."""
+        order_TG = torch.rand(num_tokens, self.groups, generator=generator)
+        chosen_TG = torch.zeros_like(order_TG).scatter_(1, order_TG.topk(self.limit).indices, 1.0)
+        open_TE = chosen_TG.repeat_interleave(self.num_experts // self.groups, 1)
+        return (torch.rand(open_TE.shape, generator=generator) + open_TE).topk(self.top_k).indices
+
+    def touched(self, num_units: int) -> float:
+        """Return the expected number of units, of ``num_units``, that hold an expert of a token; its own counts too."""
+        each, group = self.num_experts // num_units, self.num_experts // self.groups
+        spanned = max(1, each // group)
+        untouched = 0.0
+        for opened in range(min(spanned, self.limit) + 1):
+            chance = comb(spanned, opened) * comb(self.groups - spanned, self.limit - opened)
+            pool = self.limit * group
+            avoiding = comb(pool - opened * each // spanned, self.top_k) / comb(pool, self.top_k)
+            untouched += chance / comb(self.groups, self.limit) * avoiding
+        return num_units * (1 - untouched)
+
+    def between(self, num_units: int) -> float:
+        """Return the expected rows a token that must travel between units: :func:`distinct` by token."""
+        return self.touched(num_units) * (num_units - 1) / num_units
+
+    def within(self, num_ranks: int, ranks_per_node: int) -> float:
+        """Return the expected rows a token that must cross inside nodes by rail: :func:`inside` by token."""
+        return self.touched(num_ranks) * (ranks_per_node - 1) / ranks_per_node

@@ -1,0 +1,107 @@
+"""What a dispatcher claims to send, held against what a counting group saw it send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moefw.core.assembly import Assembly
+from moefw.core.build import BuildContext, Shared
+from moefw.core.contracts import Dispatcher, Layout
+from moefw.core.stages import Routing
+from moefw.core.traffic import Traffic
+from moefw.testing.counting import CountingGroup
+from moefw.testing.trial import Trial
+
+
+def dispatch_assembly(
+    use: str, *, ep: int, etp: int = 1, num_experts: int, top_k: int, dim: int, options: Mapping[str, Any] | None = None
+) -> Assembly:
+    """Return an assembly of ``ep * etp`` ranks with the registered dispatcher ``use``. Raises what resolve raises."""
+    parts = {"dispatch": {"use": use, **(options or {})}, "parallel": {"experts": {"ep": ep, "etp": etp}}}
+    return Trial(tokens=(1,) * (ep * etp), num_experts=num_experts, top_k=top_k, dim=dim, parts=parts).assemble()
+
+
+def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: int, shared: Shared) -> Dispatcher:
+    """Return the dispatcher of an assembly over ``group``, which is its whole world, ``ranks_per_node`` to a node."""
+    number, placed = next(iter(assembly.layers.items()))
+    context = BuildContext(
+        site=assembly.site.at(number),
+        facts=placed.facts,
+        layout=_OneGroup(assembly, group, ranks_per_node),
+        device=torch.device("cpu"),
+        shared=shared,
+        policies={},
+    )
+    return assembly.parts.dispatch.build(context)
+
+
+@final
+class _OneGroup(Layout):
+    """A layout whose only group is the given one: over every axis that is not of size one."""
+
+    def __init__(self, assembly: Assembly, group: ProcessGroup, ranks_per_node: int) -> None:
+        self.plan, self.rank, self.ranks_per_node = assembly.layout, group.rank(), ranks_per_node
+        self._group = group
+
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """Return the group, or None where it is this rank alone."""
+        if self.size(*axes) == 1:
+            return None
+        assert self.size(*axes) == self._group.size(), f"no group over {axes} alone"
+        return self._group
+
+
+def measure(
+    dispatcher: Dispatcher,
+    group: CountingGroup,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    *,
+    capacity: int | None = None,
+    counts_host: tuple[int, ...] | None = None,
+) -> tuple[Traffic, Traffic]:
+    """Return what the dispatcher claims to send and what ``group``, over which it was built, counted.
+
+    Runs every movement once, with experts that return their rows. ``capacity`` and ``counts_host``: as in
+    :class:`moefw.core.stages.Routing`. Collective.
+    """
+    group.reset()
+    x_TD, weights_TK = x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()
+    routing = Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK.detach(), capacity=capacity, counts_host=counts_host)
+    with group.during("plan"):
+        plan = dispatcher.plan(routing)
+    with group.during("dispatch"):
+        batch, receipt = dispatcher.dispatch(x_TD, weights_TK, plan)
+    rows_RD = batch.rows_RD.detach().requires_grad_()
+    with group.during("combine"):
+        out_TD = dispatcher.combine(rows_RD, receipt)
+    with group.during("combine_backward"):
+        (grad_RD,) = torch.autograd.grad(out_TD, rows_RD, torch.ones_like(out_TD))
+    arrived = [(batch.rows_RD, grad_RD), (batch.row_weights_R, torch.ones_like(batch.row_weights_R))]
+    arrived = [(tensor, grad) for tensor, grad in arrived if tensor.requires_grad]
+    with group.during("dispatch_backward"):
+        torch.autograd.grad([tensor for tensor, _ in arrived], [x_TD, weights_TK], [grad for _, grad in arrived])
+    row_bytes = x_TD.shape[1] * x_TD.element_size()
+    return dispatcher.traffic(receipt, row_bytes=row_bytes), group.traffic()
+
+
+def differences(claimed: Traffic, counted: Traffic) -> list[str]:
+    """Return where a claim is not what was counted, a line for each movement, peer and kind; empty if it is true."""
+    found = [
+        f"rank {counted.rank}, {movement}: not claimed, or not a movement"
+        for movement in claimed.sent.keys() ^ counted.sent.keys()
+    ]
+    for movement in claimed.sent.keys() & counted.sent.keys():
+        for peer, (said, seen) in enumerate(zip(claimed.sent[movement], counted.sent[movement], strict=True)):
+            for kind in ("payload", "metadata"):
+                a, b = getattr(said, kind), getattr(seen, kind)
+                if a != b:
+                    way = f"rank {counted.rank}, {movement} to rank {peer}"
+                    found.append(f"{way}: {a} bytes of {kind} claimed, {b} counted")
+    return sorted(found)

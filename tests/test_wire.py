@@ -1,0 +1,454 @@
+"""Every byte that a dispatcher moves is counted: what it claims is what left the rank, and no more than need be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import evolve, frozen
+from torch import Tensor
+
+from moefw.core.assembly import Assembly
+from moefw.core.build import Shared
+from moefw.core.contracts import Dispatcher
+from moefw.core.errors import ContractError
+from moefw.core.registry import Registry
+from moefw.core.stages import Routing
+from moefw.core.traffic import Movement, Sent, Traffic
+from moefw.testing.counting import CountingGroup
+from moefw.testing.minima import Scheme, distinct, inside
+from moefw.testing.pool import RankPool
+from moefw.testing.threads import thread_world
+from moefw.testing.wire import differences, dispatch_assembly, measure, open_dispatcher
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"deepep": {"backend": "torch"}, "hybridep": {"backend": "torch"}}
+"""What a dispatcher cannot be named without."""
+
+
+def registered() -> list[str]:
+    registry = Registry()
+    assert registry.load_all() == []
+    return [part.name for part in registry.parts() if part.hook == "moefw_dispatchers"]
+
+
+DISPATCHERS = registered()
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# The witnesses: a group that counts, a world of threads.
+
+
+def collectives(group, rank: int, size: int) -> tuple[Traffic, list[list[float]]]:
+    """Call each collective once; return what was counted and what each brought."""
+    counting = CountingGroup(dist.group.WORLD if group is None else group, dim=4)
+    sent, received = list(range(1, size + 1)), [rank + 1] * size
+    brought = []
+
+    def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (torch.arange(count * 4) + 100 * rank).view(count, 4).to(dtype)
+
+    with counting.during("dispatch"):
+        out = torch.empty(sum(received), 4)
+        work = dist.all_to_all_single(out, rows(sum(sent)), received, sent, group=counting, async_op=True)
+        work.wait()
+        brought.append(out)
+        out = torch.empty(sum(received), 4, dtype=torch.int64)
+        dist.all_to_all_single(out, rows(sum(sent), torch.int64), received, sent, group=counting)
+        brought.append(out)
+        out = torch.empty(size)
+        dist.all_to_all_single(out, torch.arange(size) + 10.0 * rank, group=counting)
+        brought.append(out)
+        nothing = torch.empty(0, 4)
+        dist.all_to_all_single(nothing, nothing.clone(), [0] * size, [0] * size, group=counting)
+    with counting.during("plan"):
+        out = torch.empty(size * 2, 4)
+        all_gather(out, rows(2), group=counting)
+        brought.append(out)
+        listed = [torch.empty(3) for _ in range(size)]
+        dist.all_gather(listed, torch.full((3,), float(rank)), group=counting)
+        brought += listed
+        largest = torch.tensor([rank])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=counting)
+        brought.append(largest)
+    with counting.during("combine"):
+        out = torch.empty(3, 4)
+        reduce_scatter(out, rows(3 * size), group=counting, async_op=True).wait()
+        brought.append(out)
+        dist.barrier(group=counting)
+    return counting.traffic(), [tensor.flatten().tolist() for tensor in brought]
+
+
+def on_gloo(size: int) -> tuple[Traffic, list[list[float]]]:
+    return collectives(None, dist.get_rank(), size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_counts_are_those_done_by_hand_and_threads_bring_what_gloo_brings(pool8: RankPool, size: int) -> None:
+    by_gloo = pool8.run(on_gloo, size, size)
+    by_threads = thread_world(size, collectives, size)
+    for rank, (traffic, brought) in enumerate(by_gloo):
+        for peer in set(range(size)) - {rank}:
+            rows = peer + 1
+            assert traffic.sent["dispatch"][peer] == Sent(payload=rows * 16, metadata=rows * 32 + 4)
+            assert traffic.sent["plan"][peer] == Sent(payload=2 * 16, metadata=3 * 4 + 8)
+            assert traffic.sent["combine"][peer] == Sent(payload=3 * 16)
+        assert traffic.sent["combine_backward"] == traffic.sent["dispatch_backward"] == (Sent(),) * size
+        assert (traffic, brought) == by_threads[rank]
+
+
+def alone_and_unseen(group, rank: int) -> None:
+    counting = CountingGroup(group, dim=4)
+    with pytest.raises(ContractError, match="outside every movement"):
+        dist.all_reduce(torch.zeros(1), group=counting)
+    with counting.during("plan"), pytest.raises(RuntimeError, match="backend"):
+        counting.gather([[torch.zeros(1)]], [torch.zeros(1)])
+
+
+def test_nothing_passes_a_counting_group_unseen() -> None:
+    thread_world(1, alone_and_unseen)
+
+
+def two_collectives(group, rank: int, absent: Sequence[int], returns: bool) -> None:
+    dist.barrier(group=group)
+    if rank in absent:
+        time.sleep(0.2 if returns else 1.0)
+        if returns:
+            return
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+@pytest.mark.parametrize(
+    ("returns", "timeout_s", "why"), [(True, 30.0, "already returned"), (False, 0.3, "not in 0.3 s")]
+)
+def test_threads_that_miss_a_collective_are_named(returns: bool, timeout_s: float, why: str) -> None:
+    wanted = rf"ranks 1, 3 did not come to the all-reduce \({why}\); waiting there: ranks 0, 2, 4"
+    with pytest.raises(ContractError, match=wanted):
+        thread_world(5, two_collectives, (1, 3), returns, timeout_s=timeout_s)
+
+
+def different(group, rank: int) -> None:
+    if rank == 1:
+        dist.barrier(group=group)
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def torn(group, rank: int) -> None:
+    out = torch.empty(2 + (rank == 1), 4)
+    dist.all_to_all_single(out, torch.zeros(2, 4), [1, 1 + (rank == 1)], [1, 1], group=group)
+
+
+def failing(group, rank: int) -> None:
+    if rank == 2:
+        raise ZeroDivisionError("of our own")
+    dist.barrier(group=group)
+
+
+def test_an_error_in_one_thread_ends_all_and_is_raised() -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(ContractError, match=r"different collectives: rank 0 all-reduce, rank 1 barrier"):
+        thread_world(2, different)
+    with pytest.raises(ContractError, match=r"\(1, 4\) torch.float32 is sent from rank 1 to rank 1, which awaits \(2"):
+        thread_world(2, torn)
+    with pytest.raises(ZeroDivisionError, match="of our own") as caught:
+        thread_world(4, failing)
+    assert caught.value.__notes__ == ["(on rank 2 of a world of 4 threads)"]
+    assert torch.get_num_threads() == threads
+
+
+# Claims against counts.
+
+
+@frozen(kw_only=True)
+class Case:
+    """A dispatcher over some ranks, and how many tokens each has."""
+
+    use: str
+    tokens: tuple[int, ...]
+    ranks_per_node: int
+    etp: int = 1
+    dropped: float = 0.0
+    equal: bool = False
+    capacity: int | None = None
+    options: Mapping[str, Any] = {}
+    num_experts: int = 16
+    top_k: int = 3
+    dim: int = 8
+
+    def assembly(self) -> Assembly:
+        return dispatch_assembly(
+            self.use,
+            ep=len(self.tokens) // self.etp,
+            etp=self.etp,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            dim=self.dim,
+            options={**OPTIONS.get(self.use, {}), **self.options},
+        )
+
+    def ids(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0 if self.equal else rank)
+        scheme = Scheme(num_experts=self.num_experts, top_k=self.top_k)
+        ids_TK = scheme.draw(self.tokens[rank], generator=generator)
+        return ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=generator) < self.dropped, -1)
+
+
+def claim_and_count(group, rank: int, case: Case, assembly: Assembly) -> tuple[Traffic, Traffic]:
+    counting, shared = CountingGroup(group, dim=case.dim), Shared()
+    dispatcher = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
+    ids_TK = case.ids(rank)
+    x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.rand(ids_TK.shape)
+    counts = tuple(torch.bincount(ids_TK.flatten(), minlength=case.num_experts).tolist()) if case.equal else None
+    answer = measure(dispatcher, counting, x_TD, weights_TK, ids_TK, capacity=case.capacity, counts_host=counts)
+    dispatcher.close()
+    shared.close()
+    return answer
+
+
+def claims_and_counts(cases: Sequence[Case]) -> list[tuple[Traffic, Traffic]]:
+    assemblies = by_etp(cases)
+    return [claim_and_count(dist.group.WORLD, dist.get_rank(), case, assemblies[case.etp]) for case in cases]
+
+
+def by_etp(cases: Sequence[Case]) -> dict[int, Assembly]:
+    return {case.etp: case.assembly() for case in {case.etp: case for case in cases}.values()}
+
+
+def cases(use: str, world: int) -> list[Case]:
+    tokens = (5, 0, 3, 7, 2, 1, 4, 6)[:world]
+    found = [Case(use=use, tokens=tokens, ranks_per_node=each, dropped=0.3) for each in {2, min(4, world), world}]
+    found += [
+        Case(use=use, tokens=(0,) * world, ranks_per_node=2),
+        Case(use=use, tokens=tokens, ranks_per_node=2, dropped=1.0),
+        Case(use=use, tokens=tokens, ranks_per_node=2, capacity=7),
+        Case(use=use, tokens=(4,) * world, ranks_per_node=2, equal=True),
+        Case(use=use, tokens=tokens, ranks_per_node=2, etp=2),
+    ]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("use", DISPATCHERS)
+def test_what_a_dispatcher_claims_is_what_left_the_rank_on_gloo_and_on_threads(
+    pool8: RankPool, use: str, world: int
+) -> None:
+    tried = cases(use, world)
+    by_rank = pool8.run(claims_and_counts, world, tried)
+    assemblies = by_etp(tried)
+    for number, case in enumerate(tried):
+        by_threads = thread_world(world, claim_and_count, case, assemblies[case.etp])
+        for rank, answers in enumerate(by_rank):
+            claimed, counted = answers[number]
+            assert claimed.rank == rank
+            assert claimed.sent.keys() == set(get_args(Movement))
+            assert differences(claimed, counted) == [], case
+            assert differences(*by_threads[rank]) == [], case
+            assert by_threads[rank][1] == counted, case
+
+
+@pytest.mark.parametrize("capacity", [0.5, 4.0], ids=["too small", "too large"])
+def test_rows_beyond_a_budget_are_counted_too(capacity: float) -> None:
+    options = {"rank_capacity": capacity, "on_overflow": "drop"}
+    case = Case(use="hybridep", tokens=(6, 3, 0, 5), ranks_per_node=2, options=options)
+    for claimed, counted in thread_world(4, claim_and_count, case, case.assembly()):
+        assert differences(claimed, counted) == []
+
+
+def gradient_of_weights(group, rank: int, case: Case, assembly: Assembly) -> Tensor:
+    shared = Shared()
+    moves = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
+    ids_TK = case.ids(0).masked_fill(case.ids(0) >= case.num_experts // 2, -1)
+    x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.ones(ids_TK.shape, requires_grad=True)
+    batch, _ = moves.dispatch(x_TD, weights_TK, moves.plan(Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK)))
+    if batch.row_weights_R.requires_grad:
+        batch.row_weights_R.sum().backward()
+    shared.close()
+    sent_TK = (ids_TK >= 0).float()
+    return sent_TK if weights_TK.grad is None else sent_TK - weights_TK.grad
+
+
+@pytest.mark.parametrize("use", DISPATCHERS)
+def test_ranks_that_got_no_rows_take_the_way_back_where_only_weights_want_gradients(use: str) -> None:
+    case = Case(use=use, tokens=(5, 5), ranks_per_node=1)
+    for wrong in thread_world(2, gradient_of_weights, case, case.assembly()):
+        assert not wrong.any()
+
+
+def redispatched(group, rank: int, case: Case, assembly: Assembly) -> tuple[Traffic, Traffic]:
+    """Return what a dispatch and its repetition sent."""
+    counting, shared = CountingGroup(group, dim=case.dim), Shared()
+    moves = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
+    ids_TK = case.ids(rank)
+    x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.rand(ids_TK.shape)
+    with counting.during("plan"):
+        plan = moves.plan(Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK))
+    seen = []
+    receipt = None
+    for _ in range(2):
+        counting.reset()
+        with counting.during("dispatch"):
+            _, receipt = (
+                moves.redispatch(x_TD, weights_TK, receipt) if receipt else moves.dispatch(x_TD, weights_TK, plan)
+            )
+        seen.append(counting.traffic())
+    shared.close()
+    return seen[0], seen[1]
+
+
+@pytest.mark.parametrize("use", DISPATCHERS)
+def test_a_dispatch_repeated_sends_what_the_first_did_and_no_more(use: str) -> None:
+    case = Case(use=use, tokens=(5, 0, 3, 7), ranks_per_node=2, dropped=0.3)
+    for first, second in thread_world(4, redispatched, case, case.assembly()):
+        assert first == second
+
+
+class Lying(Dispatcher):
+    """Moves as another does, and sends or claims something else."""
+
+    def __init__(self, inner: Dispatcher, group: CountingGroup, lie: str) -> None:
+        self.inner, self.group_, self.lie = inner, group, lie
+        for name in ("start_dispatch", "finish_dispatch", "start_redispatch", "finish_combine"):
+            setattr(self, name, getattr(inner, name))
+
+    def plan(self, routing, **given):
+        if self.lie == "sends more":
+            dist.all_reduce(torch.zeros(2), group=self.group_)
+        return self.inner.plan(routing, **given)
+
+    def start_combine(self, rows_RD, receipt):
+        return self.inner.start_combine(rows_RD, receipt)
+
+    def traffic(self, receipt, *, row_bytes):
+        true = self.inner.traffic(receipt, row_bytes=row_bytes)
+        sent = dict(true.sent)
+        if self.lie == "claims less":
+            peer = 1 - true.rank
+            peers = list(sent["combine_backward"])
+            peers[peer] = evolve(peers[peer], payload=peers[peer].payload - 1)
+            sent["combine_backward"] = peers
+        elif self.lie == "forgets":
+            del sent["dispatch_backward"]
+        elif self.lie == "swaps":
+            sent["dispatch"] = [Sent(payload=s.metadata, metadata=s.payload) for s in sent["dispatch"]]
+        return Traffic(true.rank, sent)
+
+    start_dispatch = finish_dispatch = start_redispatch = finish_combine = start_combine  # type: ignore[assignment]
+
+
+def lied(group, rank: int, case: Case, assembly: Assembly, lie: str) -> list[str]:
+    counting, shared = CountingGroup(group, dim=case.dim), Shared()
+    dispatcher = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
+    ids_TK = case.ids(rank)
+    x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.rand(ids_TK.shape)
+    return differences(*measure(Lying(dispatcher, counting, lie), counting, x_TD, weights_TK, ids_TK))
+
+
+@pytest.mark.parametrize(
+    ("lie", "found"),
+    [
+        ("nothing", []),
+        ("sends more", ["rank 0, plan to rank 1: 72 bytes of metadata claimed, 80 counted"]),
+        ("claims less", ["rank 0, combine_backward to rank 1: 255 bytes of payload claimed, 256 counted"]),
+        ("forgets", ["rank 0, dispatch_backward: not claimed, or not a movement"]),
+        (
+            "swaps",
+            [
+                "rank 0, dispatch to rank 1: 256 bytes of metadata claimed, 32 counted",
+                "rank 0, dispatch to rank 1: 32 bytes of payload claimed, 256 counted",
+            ],
+        ),
+    ],
+)
+def test_a_dispatcher_that_misreports_is_caught(lie: str, found: list[str]) -> None:
+    case = Case(use="alltoall", tokens=(5, 4), ranks_per_node=1)
+    assert thread_world(2, lied, case, case.assembly(), lie)[0] == found
+
+
+# Counts against the fewest that can be.
+
+
+def test_the_fewest_rows_of_a_case_done_by_hand() -> None:
+    """Four ranks on two nodes, two experts a rank."""
+    everywhere, one_way = torch.tensor([[0, 2, 4, 7]]), torch.tensor([[4, 5, -1, -1]])
+    nobody = torch.empty(0, 4, dtype=torch.int64)
+    spread = [everywhere, nobody, nobody, nobody]
+    assert distinct(spread, num_experts=8, num_units=4) == 3
+    assert distinct(spread, num_experts=8, num_units=2) == 1
+    assert inside(spread, num_experts=8, ranks_per_node=2) == 2
+    assert inside(spread, num_experts=8, ranks_per_node=2, by_rail=False) == 2
+    across = [nobody, one_way, nobody, nobody]
+    assert distinct(across, num_experts=8, num_units=4) == distinct(across, num_experts=8, num_units=2) == 1
+    assert inside(across, num_experts=8, ranks_per_node=2) == 1
+    assert inside(across, num_experts=8, ranks_per_node=2, by_rail=False) == 0
+    assert distinct([nobody, nobody, one_way, nobody], num_experts=8, num_units=4) == 0
+
+
+@pytest.mark.parametrize(("groups", "limit"), [(1, 1), (4, 2), (4, 3), (2, 1)])
+@pytest.mark.parametrize("num_units", [2, 4, 8])
+def test_the_closed_form_is_the_mean_over_all_routings(groups: int, limit: int, num_units: int) -> None:
+    num_experts, top_k = 8, 2
+    scheme = Scheme(num_experts=num_experts, top_k=top_k, groups=groups, limit=limit)
+    touched = [
+        len({expert // (num_experts // num_units) for expert in chosen})
+        for opened in combinations(range(groups), limit)
+        for chosen in combinations([e for e in range(num_experts) if e * groups // num_experts in opened], top_k)
+    ]
+    assert scheme.touched(num_units) == pytest.approx(sum(touched) / len(touched))
+
+
+def test_the_closed_forms_are_those_published() -> None:
+    uniform = Scheme(num_experts=256, top_k=8)
+    limited = Scheme(num_experts=256, top_k=8, groups=8, limit=4)
+    assert [round(uniform.touched(units), 2) for units in (2, 4, 16, 32, 64)] == [1.99, 3.61, 6.52, 7.27, 7.68]
+    assert [round(limited.touched(units), 2) for units in (8, 64)] == [3.63, 7.36]
+
+
+RANKS, TOKENS, DIM = 16, 4, 7168
+
+
+def totals(group, rank: int, use: str, assembly: Assembly, ids: Sequence[Tensor], each: int) -> dict[str, Any]:
+    counting, shared = CountingGroup(group, dim=DIM), Shared()
+    dispatcher = open_dispatcher(assembly, counting, ranks_per_node=each, shared=shared)
+    x_TD = torch.zeros(len(ids[rank]), DIM, dtype=torch.bfloat16)
+    claimed, counted = measure(dispatcher, counting, x_TD, torch.ones(ids[rank].shape), ids[rank])
+    assert differences(claimed, counted) == []
+    return counted.by_link(each)
+
+
+@pytest.mark.parametrize("each", [4, 8])
+@pytest.mark.parametrize("limit", [1, 4], ids=["uniform", "group-limited"])
+@pytest.mark.parametrize("use", ["allgather", "alltoall", "deepep", "hybridep"])
+def test_no_row_travels_twice(use: str, limit: int, each: int) -> None:
+    scheme = Scheme(num_experts=256, top_k=8, groups=8 if limit > 1 else 1, limit=limit)
+    generator = torch.Generator().manual_seed(0)
+    ids = [scheme.draw(TOKENS, generator=generator) for _ in range(RANKS)]
+    assembly = dispatch_assembly(use, ep=RANKS, num_experts=256, top_k=8, dim=DIM, options=OPTIONS.get(use))
+    by_rank = thread_world(RANKS, totals, use, assembly, ids, each)
+    to_ranks = distinct(ids, num_experts=256, num_units=RANKS)
+    to_nodes = distinct(ids, num_experts=256, num_units=RANKS // each)
+    owners = [(rank, expert // 16) for rank in range(RANKS) for expert in ids[rank].flatten().tolist()]
+    copies = {
+        "allgather": TOKENS * RANKS * (RANKS - 1),
+        "alltoall": sum(home != owner for home, owner in owners),
+        "deepep": to_ranks,
+        "hybridep": to_nodes + inside(ids, num_experts=256, ranks_per_node=each),
+    }
+    sent = {
+        (movement, link): sum((links[movement][link] for links in by_rank), Sent())
+        for movement, link in product(get_args(Movement), ("node", "network"))
+    }
+    for movement in get_args(Movement)[1:]:
+        rows = {link: sent[movement, link].payload / (2 * DIM) for link in ("node", "network")}
+        assert sum(rows.values()) == copies[use]
+        if use == "hybridep":
+            assert rows["network"] == to_nodes
+    payload, metadata = (sum(getattr(bytes_, kind) for bytes_ in sent.values()) for kind in ("payload", "metadata"))
+    assert 0 < metadata <= 0.03 * payload
+    for movement in ("combine", "combine_backward"):
+        assert sent[movement, "node"].metadata == sent[movement, "network"].metadata == 0
