@@ -16,7 +16,7 @@ from statistics import median
 
 import record
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from moefw.core.stages import Batch
@@ -73,8 +73,11 @@ def race(dim: int, expert_dim: int, rounds: int) -> dict[str, list[float]]:
     def built() -> Tensor:
         return layer(x_TD, batch)[0]
 
+    inline = Inline(*leaves[1:])
+
     def written() -> Tensor:
-        return inline(*leaves)
+        out_TD: Tensor = inline(x_TD)
+        return out_TD
 
     assert torch.equal(built(), written()), "both ways compute the same bits"
     ways: dict[str, Callable[[], Tensor]] = {"built": built, "inline": written, "inline again": written}
@@ -93,20 +96,27 @@ def race(dim: int, expert_dim: int, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def inline(x_TD: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return what the layer returns, written by hand."""
-    logits_TE = linear(x_TD.float(), router.float())
-    scores_TE = logits_TE.sigmoid()
-    ids_TK = scores_TE.topk(TOP_K).indices
-    weights_TK = scores_TE.gather(1, ids_TK)
-    weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20) * 1.0
-    flat = ids_TK.flatten() + 1
-    torch.zeros(EXPERTS + 1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))[1:]
-    slots = sort_slots(ids_TK, EXPERTS)
-    groups = group_chunks([slots.counts.tolist()], 1, x_TD.device)
-    weights_R = weights_TK.flatten().index_select(0, slots.slot_R)
-    rows_RD = _Experts.apply(gather(x_TD, slots.rows), weights_R, groups.offsets_e, gate_up, down)
-    return gather_sum(rows_RD, slots.rows)
+class Inline(nn.Module):
+    """What the layer computes, written by hand: one module, no parts."""
+
+    def __init__(self, router: nn.Parameter, gate_up: nn.Parameter, down: nn.Parameter) -> None:
+        super().__init__()
+        self.router, self.gate_up, self.down = router, gate_up, down
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return what the layer returns."""
+        logits_TE = linear(x_TD.float(), self.router.float())
+        scores_TE = logits_TE.sigmoid()
+        ids_TK = scores_TE.topk(TOP_K).indices
+        weights_TK = scores_TE.gather(1, ids_TK)
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20) * 1.0
+        flat = ids_TK.flatten() + 1
+        torch.zeros(EXPERTS + 1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))[1:]
+        slots = sort_slots(ids_TK, EXPERTS)
+        groups = group_chunks([slots.counts.tolist()], 1, x_TD.device)
+        weights_R = weights_TK.flatten().index_select(0, slots.slot_R)
+        rows_RD = _Experts.apply(gather(x_TD, slots.rows), weights_R, groups.offsets_e, self.gate_up, self.down)
+        return gather_sum(rows_RD, slots.rows)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,13 @@ def test_a_budget_and_what_happens_beyond_it_belong_together(options: dict[str, 
 
 
 @pytest.mark.parametrize("name", ["deepep", "hybridep"])
+def test_a_backend_that_does_not_exist_is_refused(name: str) -> None:
+    message = refusal({"use": name, "backend": "nccl"})
+    assert "library" in message
+    assert "torch" in message
+
+
+@pytest.mark.parametrize("name", ["deepep", "hybridep"])
 def test_the_backend_is_named_by_the_spec(name: str) -> None:
     message = refusal({"use": name})
     assert "'backend' is missing" in message

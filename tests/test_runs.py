@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from moefw.testing.trial import DISPATCHERS
+
 SPEC = """\
 model: {dim: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, num_experts: 8, top_k: 2, expert_dim: 32}
 routing: {use: topk, score: sigmoid, balance: [{kind: expert_bias}]}
@@ -153,13 +155,32 @@ def children(parent: int) -> list[int]:
     return found
 
 
-def test_resume_may_change_the_layout(tmp_path: Path, text: Path, trained: tuple[Path, str]) -> None:
-    shutil.copytree(trained[0], tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-14")
-    moefw("train", spec(tmp_path, text, 1), "--resume", f"run.dir={tmp_path / 'run'}")
-    there, here = losses(trained[0]), losses(tmp_path / "run")
+@pytest.mark.parametrize("etp", [1, 2])
+def test_resume_may_change_the_layout(tmp_path: Path, text: Path, trained: tuple[Path, str], etp: int) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained[0], run)
+    shutil.rmtree(run / "checkpoints" / "step-14")
+    moefw("train", spec(tmp_path, text, 1), "--resume", f"run.dir={run}", f"parallel.experts.etp={etp}")
+    there, here = losses(trained[0]), losses(run)
     assert here.keys() == there.keys()
     assert all(here[step] == pytest.approx(there[step], rel=1e-5) for step in there)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(moefw("eval", run, "--json").stdout)["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
+
+
+def test_the_quickstart_learns_the_same_under_every_dispatcher(tmp_path: Path) -> None:
+    quickstart = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+    short = ("train.steps=20", "train.eval_every=0", "train.checkpoint_every=0", "train.eval_tokens=2048")
+    found = {}
+    for name, options in DISPATCHERS.items():
+        chosen = (f"dispatch={json.dumps(options)}", "precision={use: fp32}", f"run.dir={tmp_path / name}")
+        moefw("train", quickstart, *short, *chosen, "run.device=cpu", "parallel.ranks_per_node=1")
+        found[name] = losses(tmp_path / name)
+    wanted = found.pop("alltoall")
+    assert len(wanted) == 20
+    assert wanted[20] < wanted[1]
+    for name, got in found.items():
+        assert [got[step] for step in wanted] == pytest.approx(list(wanted.values()), rel=2e-6), name
 
 
 def test_training_again_moves_the_earlier_run_aside(tmp_path: Path, text: Path) -> None:

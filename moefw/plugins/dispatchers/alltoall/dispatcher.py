@@ -58,20 +58,20 @@ class AllToAllDispatcher(Dispatcher):
         """Sort the choices and exchange how many rows each rank sends for each expert."""
         experts, capacity = self.experts, routing.capacity or 0
         slots = sort_slots(routing.expert_ids_TK, experts.num_experts)
+        if experts.group is None:
+            rows = slots.counts.tolist()
+            groups = group_chunks([rows], self.row_alignment, slots.slot_R.device, capacity=capacity)
+            return DispatchPlan(detail=_Way(slots, [0], [0], None, groups, 0))
         if routing.counts_host is not None:
             counts = [routing.counts_host] * experts.size
-        if counts is not None:
-            asked_Pe: Counts = [self._share(counts[rank], experts.rank) for rank in range(experts.size)]
-            offered_Pe: Counts = [self._share(counts[experts.rank], rank) for rank in range(experts.size)]
-            capacity, told = capacity * experts.size, 0
-        elif experts.group is None:
-            offered_Pe = asked_Pe = [slots.counts.tolist()]
-            told = 0
-        else:
+        if counts is None:
             offered_Pe, asked_Pe, capacity = self._exchange_counts(slots.counts, capacity)
             told = COUNT_BYTES * (experts.local_experts + 1)
-        way = self._way(slots, offered_Pe, asked_Pe, capacity, told)
-        return DispatchPlan(detail=way)
+        else:
+            asked_Pe = [self._share(counts[rank], experts.rank) for rank in range(experts.size)]
+            offered_Pe = [self._share(counts[experts.rank], rank) for rank in range(experts.size)]
+            capacity, told = capacity * experts.size, 0
+        return DispatchPlan(detail=self._way(slots, offered_Pe, asked_Pe, capacity, told))
 
     def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
         """Return the part of one rank's counts that concerns the experts of ``rank``."""
