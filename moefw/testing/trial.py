@@ -17,11 +17,13 @@ from moefw.core.build import ModelContext, Shared
 from moefw.core.contracts import Canonical
 from moefw.core.layer import MoELayer
 from moefw.core.naming import canonical_parameters, expert_parameters, initialise
+from moefw.core.plugin import Plugin
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
 from moefw.core.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch, ExpertBatch, Routing
 from moefw.models.modules import SwiGLU
+from moefw.testing.announce import with_plugins
 from moefw.testing.oracle import Rule, Truth, dense_moe
 from moefw_kernels.random import token_keys, uniform
 
@@ -54,6 +56,8 @@ class Trial:
     row_alignment: int = 1
     seed: int = 0
     parts: Mapping[str, Any] = field(default_factory=dict)
+    plugins: tuple[type[Plugin], ...] = ()
+    """Declarations that no installed distribution brings."""
 
     @property
     def world(self) -> int:
@@ -101,7 +105,15 @@ class Trial:
         problems: list[Any] = []
         defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), problems)
         machine = Machine(device="cpu")
-        assembly = assemble_tree(self.tree(), Marks("trial"), defaults=defaults, world=self.world, machine=machine)
+        assembly = assemble_tree(
+            self.tree(),
+            Marks("trial"),
+            problems,
+            defaults=defaults,
+            registry=with_plugins(self.plugins),
+            world=self.world,
+            machine=machine,
+        )
         layers = {
             n: evolve(p, facts={**p.facts, "row_alignment": self.row_alignment}) for n, p in assembly.layers.items()
         }

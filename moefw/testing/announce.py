@@ -1,0 +1,38 @@
+"""Plugins of a test: declarations that no installed distribution announces."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+
+from moefw.core.hooks import hookimpl
+from moefw.core.plugin import Plugin
+from moefw.core.registry import Registry
+
+
+def with_plugins(declarations: Iterable[type[Plugin]]) -> Registry:
+    """Return the installed plugins and these. Raises PluginError where an installed one has the name of another."""
+    registry = Registry()
+    for declaration in declarations:
+        if declaration.name in registry.names:
+            installed = registry.get(declaration.hook, declaration.name).declaration
+            if installed is declaration:
+                continue
+        registry.register(_module(declaration), "this test", "0")
+    return registry
+
+
+def _module(declaration: type[Plugin]) -> ModuleType:
+    """Return the module that declares a plugin through its hook; made up where its own does not."""
+    own = sys.modules.get(declaration.__module__)
+    hook = getattr(own, declaration.hook, None)
+    if own is not None and hook is not None and declaration in hook():
+        return own
+    made = ModuleType(f"{declaration.__module__}.{declaration.__qualname__}")
+
+    def declare() -> list[type[Plugin]]:
+        return [declaration]
+
+    setattr(made, declaration.hook, hookimpl(declare, specname=declaration.hook))
+    return made
