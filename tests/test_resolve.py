@@ -316,6 +316,12 @@ class TestResolvedSpec:
         assert num_changed > 45
         assert len(digests) == num_changed + 1
 
+    def test_the_digest_does_not_change_with_plugins_that_the_spec_does_not_name(self) -> None:
+        registry = Registry()
+        registry.load_all()
+        found = assemble_tree({}, Marks("o"), defaults=DEFAULTS, registry=registry, machine=Machine())
+        assert found.digest() == resolved("{}").digest()
+
     def test_the_digest_differs_with_the_world(self) -> None:
         assert resolved(world=1).digest() != resolved(world=2).digest()
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import Factory, field, frozen
+from attrs import Factory, field, fields, frozen
 
 from moefw.core.plugin import (
     DataSourcePlugin,
@@ -76,9 +76,16 @@ class Assembly:
         data["train"]["schedule"] = _spelled(self.parts.schedule)
         return data
 
+    def versions(self) -> list[list[str]]:
+        """Return ``[hook, name, distribution, version]`` of each part that the spec names."""
+        parts = (getattr(self.parts, field.name) for field in fields(Parts) if field.name != "memory")
+        named = {type(part) for part in (*parts, *self.parts.memory)}
+        loaded = (part for part in self.registry.parts() if part.declaration in named)
+        return [[part.hook, part.name, part.distribution, part.version] for part in loaded]
+
     def digest(self) -> str:
-        """Return a hash of the resolved spec, the world and every plugin's version: equal on all ranks of a run."""
-        identity = [self.resolved(), self.layout.world, self.registry.versions()]
+        """Return a hash of the resolved spec, the world and each part's version: equal on all ranks of a run."""
+        identity = [self.resolved(), self.layout.world, self.versions()]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

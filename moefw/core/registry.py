@@ -166,10 +166,6 @@ class Registry:
         order = list(self._families)
         return sorted(self._parts.values(), key=lambda part: (order.index(part.hook), part.name))
 
-    def versions(self) -> list[list[str]]:
-        """Return ``[hook, name, distribution, version]`` of each loaded part."""
-        return [[part.hook, part.name, part.distribution, part.version] for part in self.parts()]
-
     def gather(self, hook: str, **arguments: Any) -> list[Any]:
         """Call a hook that returns lists in every loaded plugin and join the lists."""
         return [item for answer in getattr(self._manager.hook, hook)(**arguments) for item in answer]

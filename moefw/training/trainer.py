@@ -112,7 +112,7 @@ class Trainer:
 
     def _save(self, step: int) -> Path:
         session = self.session
-        identity = {"world": session.layout.plan.world, "plugins": session.assembly.registry.versions()}
+        identity = {"world": session.layout.plan.world, "plugins": session.assembly.versions()}
         keep = self.spec.keep_checkpoints
         optimizer = self.engine.optimizer
         return checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, identity, keep=keep)
