@@ -11,7 +11,7 @@ from moefw.testing.pool import RankPool
 from moefw.testing.trial import DISPATCHERS, Trial, assert_matches, solve, truth
 
 GEMMS = ("loop", "grouped")
-PRECISIONS = {"fp32": 1e-5, "bf16": 4e-2}
+PRECISIONS = {"fp32": 5e-5, "bf16": 4e-2}
 MEMORY = {
     "none": [],
     "keep": [{"use": "keep", "regions": ["router", "experts"]}],
@@ -62,28 +62,28 @@ def check(pool: RankPool, case: Trial, routing: str, precision: str) -> None:
     assert_matches(pool.run(solve, case.world, case), truth(case, rule), rtol=PRECISIONS[precision])
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("dispatch", DISPATCHERS)
-def test_every_combination_equals_the_oracle(
-    pool: RankPool, dispatch: str, gemm: str, precision: str, memory: str
-) -> None:
-    turns = zip(itertools.cycle(ROUTINGS), WORLDS, itertools.cycle(SKEWS))
-    for seed, (routing, world, skew) in enumerate(turns):
+COMBINATIONS = list(itertools.product(DISPATCHERS, GEMMS, PRECISIONS, MEMORY))
+
+
+@pytest.mark.parametrize("number", range(len(COMBINATIONS)), ids=["-".join(each) for each in COMBINATIONS])
+def test_every_combination_equals_the_oracle(pool: RankPool, number: int) -> None:
+    """Each on three of the worlds; neighbours take others, with other routings and skews."""
+    dispatch, gemm, precision, memory = COMBINATIONS[number]
+    for seed in (number, number + 3, number + 6):
+        routing, world, skew = (list(one)[seed % len(one)] for one in (ROUTINGS, WORLDS, SKEWS))
         case = trial(
             dispatch, gemm, precision, memory, routing, world, skew, seed=seed, masked=seed % 2 == 1, shared=True
         )
         check(pool, case, routing, precision)
 
 
-@pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_every_routing_equals_the_oracle_on_every_world(
-    pool: RankPool, dispatch: str, world: str, routing: str, skew: str
+    pool: RankPool, dispatch: str, world: str, routing: str
 ) -> None:
+    skew = SKEWS[(list(WORLDS).index(world) + list(ROUTINGS).index(routing)) % len(SKEWS)]
     case = trial(dispatch, "grouped", "fp32", "none", routing, world, skew, masked=True)
     check(pool, case, routing, "fp32")
 
