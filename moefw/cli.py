@@ -18,6 +18,8 @@ COMMANDS = {
     "generate": "Text from a run's last checkpoint.",
     "check": "Every problem of SPEC at once, without a GPU or a process group.",
     "plugins": "Every plugin by hook point: where from, usable here or why not.",
+    "matrix": "What goes with what, and why the rest does not.",
+    "new": "Write a package with a plugin of your own, which passes its suite as it is.",
     "schema": "JSON Schema of a spec, for editors.",
     "doctor": "What this machine can do, and how to install what is missing.",
 }

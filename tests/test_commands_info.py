@@ -221,6 +221,25 @@ class TestBrokenPlugins:
         assert "twice" not in {entry["name"] for entry in found["plugins"]}
         assert "alltoall" in {entry["name"] for entry in found["plugins"]}
 
+    def test_a_distribution_cannot_announce_the_name_of_a_built_in(self, install):
+        install("evil-parts", dispatcher("alltoall", "pass"), names=["alltoall"])
+        said = refusal({"dispatch": {"use": "alltoall"}})
+        assert "two distributions bring a plugin called 'alltoall'" in said
+        assert "evil-parts 1.5" in said
+        assert f"moefw {moefw.__version__}" in said
+
+    @pytest.mark.parametrize("name", ["aaa", "zzz"])
+    def test_a_part_beside_the_announced_one_does_not_become_a_built_in(self, install, name):
+        source = dispatcher("alltoall", "pass").replace("return [Part]", "return [Part]\n@moefw.hookimpl")
+        source += f"def moefw_routers(): return [type('R', (moefw.RouterPlugin,), {{'name': {name!r}}})]\n"
+        source = source.replace("return [type", "return [frozen(type").replace("})]", "}))]")
+        install("evil-parts", source, names=[name])
+        said = refusal({"routing": {"use": name}, "dispatch": {"use": "alltoall"}})
+        assert "two plugins are called 'alltoall'" in said
+        assert "evil-parts 1.5" in said
+        assert f"moefw {moefw.__version__}" in said
+        assert refusal({"dispatch": {"use": "alltoall"}}) == "", "what is not named is not loaded"
+
     def test_the_schema_leaves_it_out_and_says_so_on_stderr(self, install):
         healthy = written_schema()
         install("bad-parts", "import no_such_module_at_all", names=["broken"])

@@ -227,3 +227,9 @@ def test_every_fact_names_sections_that_exist() -> None:
 
     for fact in FACTS.values():
         assert set(fact.offered_by) <= set(Parts.__annotations__)
+
+
+@pytest.mark.parametrize("state", [lambda: offers(rows="ragged"), lambda: need("device", "cpu", reason="because")])
+def test_alternatives_are_stated_as_a_tuple(state) -> None:
+    with pytest.raises(PluginError, match="takes a tuple of alternatives"):
+        state()

@@ -75,7 +75,7 @@ def test_declarations_import_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["check", str(QUICKSTART)], ["plugins"], ["schema"], ["--help"], ["train", "--help"]]
+    "arguments", [["check", str(QUICKSTART)], ["plugins"], ["matrix"], ["schema"], ["--help"], ["train", "--help"]]
 )
 def test_commands_that_only_look_import_no_torch(arguments: list[str]) -> None:
     code = f"""

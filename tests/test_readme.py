@@ -51,10 +51,10 @@ def test_the_plugin_of_20_lines_registers_and_is_chosen_by_a_spec(
     registry = Registry(extra=[module])
     path = tmp_path / "ring.yaml"
     path.write_text(
-        "model: {preset: qwen3-moe-tiny}\ndispatch: {use: ring, chunk_rows: 7}\nparallel: {experts: {ep: 2}}"
+        "model: {preset: qwen3-moe-tiny}\ndispatch: {use: ring, both_ways: false}\nparallel: {experts: {ep: 2}}"
     )
     assembly = assemble(path, defaults=specs.defaults(), registry=registry)
-    assert assembly.parts.dispatch.chunk_rows == 7
+    assert assembly.parts.dispatch.both_ways is False
 
 
 def test_every_command_has_a_row_and_help() -> None:

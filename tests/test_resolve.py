@@ -154,6 +154,17 @@ class TestRefusals:
             "spec.yaml:1:28 parallel.dense.tp",
         ]
 
+    def test_two_policies_on_one_region_and_regions_that_the_model_does_not_have(self) -> None:
+        policies = "[{use: keep, regions: [experts]}, {use: recompute, regions: [experts, dense_mlp, shared_expert]}]"
+        told = refused(f"{{memory: {policies}}}")
+        assert told[0].where == "spec.yaml:1:71 memory[1].regions[0]"
+        assert "keep" in told[0].what
+        assert "recompute" in told[0].what
+        assert [word for problem in told[1:] for word in ("dense_mlp", "shared_expert") if word in problem.what] == [
+            "dense_mlp",
+            "shared_expert",
+        ]
+
     @given(st.integers(1, 100_000), st.integers(1, 8), st.integers(2, 512), st.sampled_from([1, 2, 4, 8]))
     @settings(max_examples=50)
     def test_a_batch_that_does_not_divide_is_refused_with_one_that_does(

@@ -216,6 +216,8 @@ FACTS: Final[Mapping[str, Fact]] = {
 def _look_at(name: str, value: Any) -> None:
     if name not in FACTS:
         raise PluginError(f"{name!r} is not a fact that parts agree on.", nearest(name, FACTS))
+    if FACTS[name].settle is _one_of and isinstance(value, str) and value != ANY:
+        raise PluginError(f"fact {name} takes a tuple of alternatives, not {value!r}.", f"Write ({value!r},).")
     str(value)  # one that rests on an option that could not be read fails here, inside the part that says it
 
 

@@ -56,6 +56,7 @@ def assemble_tree(
     assert spec is not None, "every section is a choice or has a default"
     work.choose(spec)
     device = spec.run.device
+    work.check_regions()
     layout = work.lay_out(world)
     site, layers = work.fit(layout, machine or this_machine(device if isinstance(device, str) else "auto"))
     if layout is not None:
@@ -172,6 +173,19 @@ class _Resolution:
 
     def _find(self, section: str) -> Any:
         return next((placed.part for placed in self.placed if placed.section == section), None)
+
+    def check_regions(self) -> None:
+        """Report a region that is named twice: one policy treats it."""
+        owners: dict[str, tuple[_Placed, int]] = {}
+        for placed in self.placed:
+            named = placed.part.regions if placed.section == "memory" else ()
+            for index, region in enumerate(() if named is UNREAD else named):
+                if region is UNREAD:
+                    continue
+                first = owners.setdefault(region, (placed, index))
+                if first != (placed, index):
+                    what = f"{placed} and {first[0]} both treat region {region!r}."
+                    self.tell((*placed.path, "regions", index), Problem(what, "Name it once."))
 
     def lay_out(self, world: int | None) -> LayoutPlan | None:
         """Arrange the world, or report why none fits."""

@@ -1,1 +1,63 @@
-"""What plugin authors and our own tests share: problems, the dense oracle, a pool of gloo ranks."""
+"""What plugin authors and our own tests share: contract suites, problems, the dense oracle, a pool of gloo ranks."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moefw.testing.oracle import Rule, Truth, dense_moe
+    from moefw.testing.pool import RankPool
+    from moefw.testing.suites.base import Profile, Suite
+    from moefw.testing.suites.dispatcher import DispatcherSuite
+    from moefw.testing.threads import thread_world
+    from moefw.testing.trial import Outcome, Trial, assert_matches, solve, truth
+
+_HOMES = {
+    "DispatcherSuite": "suites.dispatcher",
+    "RouterSuite": "suites.router",
+    "GemmSuite": "suites.gemm",
+    "PrecisionSuite": "suites.precision",
+    "MemorySuite": "suites.memory",
+    "LayoutSuite": "suites.layout",
+    "Suite": "suites.base",
+    "Profile": "suites.base",
+    "RankPool": "pool",
+    "thread_world": "threads",
+    "Trial": "trial",
+    "Outcome": "trial",
+    "solve": "trial",
+    "truth": "trial",
+    "assert_matches": "trial",
+    "Rule": "oracle",
+    "Truth": "oracle",
+    "dense_moe": "oracle",
+}
+"""Where the public names live: imported when they are first asked for, as they bring torch and hypothesis."""
+
+__all__ = [
+    "DispatcherSuite",
+    "Outcome",
+    "Profile",
+    "RankPool",
+    "Rule",
+    "Suite",
+    "Trial",
+    "Truth",
+    "assert_matches",
+    "dense_moe",
+    "solve",
+    "thread_world",
+    "truth",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'moefw.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"moefw.testing.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

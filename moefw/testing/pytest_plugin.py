@@ -6,7 +6,8 @@ Loaded by every pytest in an environment with moefw, so it imports nothing heavy
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,11 +15,48 @@ if TYPE_CHECKING:
     from moefw.testing.pool import RankPool
     from moefw.testing.suites.base import Profile
 
+WORDS = ("dispatcher", "router", "gemm", "precision", "memory", "layout")
+"""What can be certified: the keys of ``moefw.testing.certify.KINDS``."""
+PROFILES = ("quick", "ci", "nightly")
+_NAMED = pytest.StashKey[Any]()
+CERTIFY = Path(__file__).with_name("certify.py")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add our options."""
-    group = parser.getgroup("moefw")
+    group = parser.getgroup("moefw", "certify plugins of moefw")
     group.addoption("--moefw-profile", default="quick", help="how hard contract suites look: quick, ci or nightly")
+    for word in WORDS:
+        group.addoption(
+            f"--moefw-{word}", metavar="NAME", help=f"certify the installed {word} NAME; no test file needed"
+        )
+    group.addoption("--moefw-options", metavar="YAML", help="what a spec says beside `use:`, as in '{backend: torch}'")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find what is to be certified, before anything is collected."""
+    profile = config.getoption("--moefw-profile")
+    if profile not in PROFILES:
+        raise pytest.UsageError(f"--moefw-profile {profile}: use one of {', '.join(PROFILES)}.")
+    if config.getoption("--moefw-options") or any(config.getoption(f"--moefw-{word}") for word in WORDS):
+        from moefw.testing.certify import candidates
+
+        config.stash[_NAMED] = candidates(config)
+        if config.args_source is not pytest.Config.ArgsSource.ARGS:
+            config.args[:] = []
+        config.args.append(str(CERTIFY))
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Collect the suites of the named plugins in place of our own file."""
+    named = parent.config.stash.get(_NAMED, None)
+    if named is None or module_path != CERTIFY:
+        return None
+    from moefw.testing.certify import Certificate
+
+    certificate: Certificate = Certificate.from_parent(parent, path=module_path, nodeid="moefw")
+    certificate.named = named
+    return certificate
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +64,7 @@ def moefw_profile(request: pytest.FixtureRequest) -> Profile:
     """How hard contract suites look."""
     from moefw.testing.suites.base import PROFILES
 
-    name = request.config.getoption("--moefw-profile")
-    if name not in PROFILES:
-        raise pytest.UsageError(f"--moefw-profile {name}: use one of {', '.join(PROFILES)}.")
-    return PROFILES[name]
+    return PROFILES[request.config.getoption("--moefw-profile")]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 
 import pytest
 from attrs import frozen
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from moefw.core.facts import Offers
@@ -75,13 +75,21 @@ class Suite:
             pytest.skip(f"{self.plugin.name} does not offer {fact}")
         return value
 
-    def for_all(self, check: Callable[[Any], None], examples: st.SearchStrategy[Any]) -> None:
-        """Run ``check`` on drawn examples, as many as the profile says; the smallest that fails is reported."""
+    def for_all(self, check: Callable[[Any], None], examples: st.SearchStrategy[Any], *, shrink: bool = True) -> None:
+        """Run ``check`` on drawn examples, as many as the profile says; the smallest that fails is reported.
+
+        ``shrink`` False reports the first that fails: the smallest takes a hundred more, much where ranks are started.
+        """
+
+        def run(example: Any) -> None:
+            check(example)
+
         chosen = settings(
             max_examples=self.profile.examples,
             deadline=None,
             database=None,
+            phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
             derandomize=bool(os.environ.get("CI")),
             suppress_health_check=list(HealthCheck),
         )
-        given(examples)(chosen(check))()
+        given(examples)(chosen(run))()

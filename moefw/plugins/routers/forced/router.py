@@ -25,26 +25,29 @@ class ForcedRouter(nn.Module, Router):
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
-        self._num_experts, self._top_k = dims.num_experts, dims.top_k
+        self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
         self._known_counts = options.known_counts
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens; masked tokens go nowhere, and their turns are lost."""
         logits_TE = linear(x_TD.float(), self.weight.float())
         choices = len(x_TD) * self._top_k
-        ids_TK = torch.arange(choices, device=x_TD.device).remainder_(self._num_experts).view(-1, self._top_k)
-        weights_TK = logits_TE.gather(1, ids_TK).softmax(-1)
+        recorded_TK = batch.route(self._layer, len(x_TD), self._top_k)
+        ids_TK = self._in_turn(choices, x_TD.device) if recorded_TK is None else recorded_TK
         mask_T = batch.mask_T
         if mask_T is not None:
-            absent_T1 = ~mask_T.unsqueeze(-1)
-            ids_TK, weights_TK = ids_TK.masked_fill(absent_T1, -1), weights_TK.masked_fill(absent_T1, 0.0)
-        known = self._known_counts and self.training and mask_T is None
+            ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
+        weights_TK = logits_TE.gather(1, ids_TK.clamp_min(0)).softmax(-1).masked_fill(ids_TK < 0, 0.0)
+        known = self._known_counts and self.training and mask_T is None and recorded_TK is None
         return Routing(
             expert_ids_TK=ids_TK,
             weights_TK=weights_TK,
             stats={"tokens_per_expert": count_choices(ids_TK, self._num_experts)},
             counts_host=self._counts(choices) if known else None,
         )
+
+    def _in_turn(self, choices: int, device: torch.device) -> Tensor:
+        return torch.arange(choices, device=device).remainder_(self._num_experts).view(-1, self._top_k)
 
     def _counts(self, choices: int) -> tuple[int, ...]:
         each, more = divmod(choices, self._num_experts)

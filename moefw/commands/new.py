@@ -1,0 +1,188 @@
+"""``moefw new``: a third-party package that passes its suite as generated."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import click
+from attrs import frozen
+
+import moefw
+from moefw.core.errors import Problem, SpecError
+from moefw.core.registry import Registry
+
+TEMPLATES: Final = Path(__file__).parent.parent / "templates"
+"""``package`` is what all kinds have; a kind's own files go before it. Everything is called ``sample`` there."""
+LONGEST_NAME: Final = 32
+
+
+@frozen
+class Kind:
+    """A kind of plugin that ``moefw new`` writes. ``spec`` is how one chooses it, ``runtime`` what its file is for."""
+
+    suite: str
+    spec: str
+    runtime: str
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "dispatcher": Kind(
+        "DispatcherSuite",
+        "dispatch: {use: sample}",
+        "how rows travel: `plan` exchanges metadata, each movement is a start and a finish,\n"
+        "  and `traffic` says what they send, which the suite counts.",
+    ),
+    "router": Kind(
+        "RouterSuite",
+        "routing: {use: sample}",
+        "how tokens choose. What is to be known after a step goes into `stats`; state is declared in\n"
+        "  `state_spec` and moves in `update`. If tokens look at each other, `offers` must say so: `partition`.",
+    ),
+    "gemm": Kind(
+        "GemmSuite",
+        "gemm: {use: sample}",
+        "the experts. It owns their parameters and names them in `canonical`, so that\n"
+        "  checkpoints and layouts find them.",
+    ),
+    "precision": Kind(
+        "PrecisionSuite",
+        "precision: {use: sample}",
+        "how operands are rounded, and in which dtype activations flow.",
+    ),
+    "memory": Kind(
+        "MemorySuite",
+        "memory:\n  - {use: sample, regions: [experts]}",
+        "what happens to what a region saves between forward and backward.",
+    ),
+    "layout": Kind(
+        "LayoutSuite",
+        "parallel: {use: sample, ep: 2}",
+        "the process groups; `moefw_sample/meshes.py`: the arithmetic behind them.",
+    ),
+}
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(list(KINDS)))
+@click.argument("name")
+@click.option("--into", default=".", type=click.Path(path_type=Path), help="The folder that gets the package's folder.")
+def new(kind: str, name: str, into: Path) -> int:
+    """Write a package moefw-NAME with a KIND called NAME: complete, and certified by the suite that we ship.
+
+    Nothing is written where NAME or the folder is taken.
+    """
+    named = Names.of(name)
+    problems = [*_name_problems(named, kind), *_place_problems(named, into)]
+    if problems:
+        raise SpecError(problems)
+    try:
+        target = _write(kind, named, into)
+    except OSError as error:
+        raise SpecError(f"{into}: {named.distribution} cannot be written: {error.strerror}.") from error
+    click.echo(f"{click.format_filename(target)} holds a {kind} called {named.part}. Next:")
+    click.echo(f"  cd {click.format_filename(target)}")
+    click.echo("  pip install --editable '.[test]'")
+    click.echo("  pytest                 # certifies it")
+    return 0
+
+
+@frozen
+class Names:
+    """What everything in a package is called."""
+
+    part: str
+    module: str
+    distribution: str
+    declaration: str
+
+    @classmethod
+    def of(cls, name: str) -> Names:
+        """Return the names of a part, normalised as package indexes do. Raises SpecError."""
+        part = re.sub(r"[-_.]+", "-", name).lower().removeprefix("moefw-")
+        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", part) or len(part) > LONGEST_NAME:
+            what = f"{name!r} cannot be the name of a package, of a module and of a class."
+            fix = f"Use a letter, then letters, digits and single hyphens, {LONGEST_NAME} characters at most."
+            raise SpecError(what, fix)
+        words = part.split("-")
+        return cls(
+            part=part,
+            module="_".join(["moefw", *words]),
+            distribution=f"moefw-{part}",
+            declaration="".join(map(str.capitalize, words)),
+        )
+
+
+def _name_problems(names: Names, kind: str) -> Iterator[Problem]:
+    installed = Registry().names
+    if names.part in installed:
+        yield Problem(
+            f"an installed plugin is called {names.part!r} already.", "See moefw plugins, and use another name."
+        )
+    elif importlib.util.find_spec(names.module) is not None:
+        yield Problem(f"a package {names.module} is installed already.", "Use another name.")
+    code = " ".join(path.read_text(encoding="utf-8") for path in _sources(kind).values() if path.suffix == ".py")
+    words = set(re.findall(r"\w+", code))
+    if names.part in ("true", "false", "null", "none") or keyword.iskeyword(names.declaration):
+        yield Problem(f"{names.part!r} is a word of YAML or Python.", "Use another name.")
+    elif names.declaration in words:
+        yield Problem(f"the {kind} needs the name {names.declaration} for something else.", "Use another name.")
+
+
+def _place_problems(names: Names, into: Path) -> Iterator[Problem]:
+    target = into / names.distribution
+    if not into.is_dir():
+        yield Problem(f"--into {into} is not a folder.", "Make it first.")
+    elif os.path.lexists(target):
+        yield Problem(f"{target} exists already.", "Use another name, or another folder: --into DIR.")
+
+
+def _sources(kind: str) -> dict[Path, Path]:
+    """Return the templates of a kind by their place in the package."""
+    folders = (TEMPLATES / "package", TEMPLATES / kind)
+    return {
+        path.relative_to(folder): path
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def _write(kind: str, names: Names, into: Path) -> Path:
+    """Write the package beside its place and move it there: all of it or nothing."""
+    words = {
+        "{kind}": kind,
+        "{spec}": KINDS[kind].spec,
+        "{changes}": f"- `moefw_sample/{kind}.py`: {KINDS[kind].runtime}",
+        "moefw>=0.0": "moefw>=" + ".".join(moefw.__version__.split(".")[:2]),
+        "KindSuite": KINDS[kind].suite,
+        "moefw_sample": names.module,
+        "moefw-sample": names.distribution,
+        "Sample": names.declaration,
+        "test_sample": f"test_{names.part.replace('-', '_')}",
+        "sample": names.part,
+    }
+
+    def renamed(text: str) -> str:
+        pattern = "|".join(map(re.escape, words))
+        return re.sub(pattern, lambda found: renamed(words[found[0]]) if found[0][0] == "{" else words[found[0]], text)
+
+    target = into / names.distribution
+    building = Path(tempfile.mkdtemp(prefix=".moefw-new-", dir=into))
+    try:
+        made = building / names.distribution
+        for place, source in _sources(kind).items():
+            path = made / renamed(str(place))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(renamed(source.read_text(encoding="utf-8")), encoding="utf-8")
+        made.rename(target)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return target

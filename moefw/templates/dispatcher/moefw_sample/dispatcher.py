@@ -1,0 +1,98 @@
+"""The runtime part of ``sample``.
+
+Shapes: legend in :mod:`moefw.core.stages`; ``N`` rows are sent, or received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import moefw
+from attrs import frozen
+from moefw.core.exchange import exchange, exchange_now
+from moefw.core.expert_group import ExpertGroup
+from moefw.core.movement import finish
+from moefw.core.traffic import Traffic, traffic_of
+from moefw_kernels.permute import Groups, Slots, gather, gather_sum, group_chunks, sort_slots
+from torch import Tensor
+from torch.nn import functional as F
+
+COUNT_BYTES, WEIGHT_BYTES = 8, 4
+
+
+@frozen(kw_only=True, eq=False)
+class Way:
+    """The metadata of one movement: which rows are sent where, and how those that arrive lie in groups by expert."""
+
+    slots: Slots
+    sent: Sequence[int]
+    received: Sequence[int]
+    groups: Groups
+
+
+@final
+class SampleDispatcher(moefw.Dispatcher):
+    """Nothing is kept between calls: what a movement needs travels in its plan and its receipt."""
+
+    def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
+        self.experts, self.row_alignment = experts, row_alignment
+
+    def plan(
+        self, routing: moefw.Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
+    ) -> moefw.DispatchPlan:
+        """Sort the choices by expert, and tell every rank how many rows it will get for each of its experts."""
+        experts = self.experts
+        parts_TK = experts.parts(routing.expert_ids_TK)
+        slots = sort_slots(parts_TK, experts.size * experts.local_experts)
+        offered_Pe = slots.counts.view(experts.size, experts.local_experts)
+        ones = [1] * experts.size
+        told_Pe = F.pad(offered_Pe, (0, 1), value=routing.capacity or 0)
+        asked = exchange_now(told_Pe, ones, ones, experts.group).tolist()
+        groups = group_chunks(
+            [of_rank[:-1] for of_rank in asked],
+            self.row_alignment,
+            slots.slot_R.device,
+            capacity=sum(of_rank[-1] for of_rank in asked),
+        )
+        received = [sum(of_rank[:-1]) for of_rank in asked]
+        return moefw.DispatchPlan(
+            detail=Way(slots=slots, sent=offered_Pe.sum(1).tolist(), received=received, groups=groups)
+        )
+
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
+        """Send one row a (token, part of an expert), and its weight."""
+        way: Way = plan.detail
+        rows_ND = gather(x_TD, way.slots.rows)
+        weights = weights_TK.repeat_interleave(self.experts.etp, 1).flatten()
+        weights_N = weights.index_select(0, way.slots.slot_R)
+        return exchange([rows_ND, weights_N], way.sent, way.received, self.experts.group, detail=plan)
+
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: moefw.Receipt) -> moefw.Pending:
+        """Send other values along the same way."""
+        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+
+    def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.Receipt]:
+        """Put what arrived, in order (rank, expert, token), into groups: (expert, rank, token)."""
+        plan: moefw.DispatchPlan = pending.detail
+        groups: Groups = plan.detail.groups
+        rows_ND, weights_N = finish(pending)
+        return moefw.ExpertBatch.of(groups.regroup(rows_ND, weights_N), groups), moefw.Receipt(plan=plan)
+
+    def start_combine(self, rows_RD: Tensor, receipt: moefw.Receipt) -> moefw.Pending:
+        """Send rows back in the order in which they came."""
+        way: Way = receipt.plan.detail
+        return exchange([way.groups.restore(rows_RD)], way.received, way.sent, self.experts.group, detail=way)
+
+    def finish_combine(self, pending: moefw.Pending) -> Tensor:
+        """Add up each token's rows."""
+        way: Way = pending.detail
+        (rows_ND,) = finish(pending)
+        return gather_sum(rows_ND, way.slots.rows)
+
+    def traffic(self, receipt: moefw.Receipt, *, row_bytes: int) -> Traffic:
+        """Count one row a (token, part of an expert), and the counts that every rank tells every other."""
+        way: Way = receipt.plan.detail
+        told = [COUNT_BYTES * (self.experts.local_experts + 1)] * self.experts.size
+        hops = [(way.sent, way.received)]
+        return traffic_of(self.experts.rank, hops, row_bytes=row_bytes, weight_bytes=WEIGHT_BYTES, told=told)

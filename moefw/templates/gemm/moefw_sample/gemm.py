@@ -1,0 +1,60 @@
+"""The runtime part of ``sample``.
+
+Shapes: legend in :mod:`moefw.core.stages`; ``H = 2F`` is gate, then up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+import moefw
+import torch
+from moefw_kernels.swiglu import weighted_swiglu
+from torch import Tensor, nn
+
+
+@final
+class SampleExperts(nn.Module, moefw.ExpertGemm):
+    """Owns the experts' parameters, stacked: gate and up ``(e, F, D)``, down ``(e, D, F)``, F this rank's part."""
+
+    def __init__(self, context: moefw.BuildContext) -> None:
+        super().__init__()
+        dims, self.numbers = context.site.dims, context.local_experts
+        e, d, f = len(self.numbers), dims.model_dim, dims.expert_dim // context.layout.size("etp")
+        self.gate = nn.Parameter(torch.empty(e, f, d))
+        self.up = nn.Parameter(torch.empty(e, f, d))
+        self.down = nn.Parameter(torch.empty(e, d, f))
+        self._shards = {"gate": context.expert_shard(0), "up": context.expert_shard(0), "down": context.expert_shard(1)}
+        assert context.precision is not None, "the context of a layer has a precision"
+        self._precision = context.precision
+        self._activate = context.region("moe_act", self._activate_and_project)
+
+    def forward(self, batch: moefw.ExpertBatch) -> Tensor:
+        """Return ``rows_RD``; rows past the last group are not read and come out as zero."""
+        assert batch.counts_host is not None, "needs() asks for counts on the host"
+        unused = len(batch.rows_RD) - sum(batch.counts_host)
+        sizes = [*batch.counts_host, unused]
+        *groups, tail_RD = batch.rows_RD.split(sizes)
+        *weights, _ = batch.row_weights_R.split(sizes)
+        out = [self._run(local, *rows) for local, rows in enumerate(zip(groups, weights, strict=True))]
+        return torch.cat([*out, torch.zeros_like(tail_RD)])
+
+    def _run(self, local: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
+        gate_up_HD = torch.cat([self.gate[local], self.up[local]])
+        h_RH = self._operand(x_RD, "input") @ self._operand(gate_up_HD, "weight").T
+        return self._activate(h_RH, weights_R, self.down[local])
+
+    def _activate_and_project(self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
+        a_RF = weighted_swiglu(h_RH, weights_R)
+        return self._operand(a_RF, "input") @ self._operand(down_DF, "weight").T
+
+    def _operand(self, x: Tensor, role: str) -> Tensor:
+        return self._precision.quantize(x, role=role, during="fprop")
+
+    def canonical(self) -> Iterator[moefw.Canonical]:
+        """Yield each expert's three weights under names that no layout changes."""
+        for local, expert in enumerate(self.numbers):
+            for part, shard in self._shards.items():
+                name = f"{expert}.{part}_proj.weight"
+                yield moefw.Canonical(name, getattr(self, part), index=(local,), shard=shard)

@@ -1,0 +1,36 @@
+"""The runtime part of ``sample``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, final
+
+import moefw
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@final
+class SamplePolicy(moefw.MemoryPolicy):
+    """Sees each tensor when it is saved and again when backward wants it: the place to move or to pack it."""
+
+    def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with what it saves treated. Values and gradients stay the same bits."""
+
+        @wraps(function)
+        def treated(*args: Any, **kwargs: Any) -> Any:
+            with saved_tensors_hooks(_pack, _unpack):
+                return function(*args, **kwargs)
+
+        return treated
+
+
+def _pack(saved: Tensor) -> Tensor:
+    """Return what is held until backward; parameters that an operation saves come here, too."""
+    return saved
+
+
+def _unpack(held: Tensor) -> Tensor:
+    """Return the tensor that was saved, bit for bit."""
+    return held

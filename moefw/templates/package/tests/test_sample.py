@@ -1,0 +1,7 @@
+from moefw.testing import KindSuite
+
+from moefw_sample import Sample
+
+
+class TestSample(KindSuite):
+    plugin = Sample

@@ -1,0 +1,47 @@
+"""``sample``: a router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import moefw
+from attrs import field, frozen
+from attrs.validators import gt
+
+moefw_api = ">=1,<2"
+
+
+@frozen
+class Sample(moefw.RouterPlugin):
+    """Sends each token to the K experts with the largest softmax scores, which are their weights.
+
+    ``temperature`` divides the scores' logits: the higher, the more even.
+    """
+
+    name: ClassVar[str] = "sample"
+
+    temperature: float = field(default=1.0, validator=gt(0.0))
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        """Each token is routed by itself."""
+        return moefw.offers(partition=("token",), differentiable=True, deterministic=True)
+
+    def check(self, site: moefw.Site) -> Sequence[moefw.Problem]:
+        """K different experts must exist."""
+        k, experts = site.dims.top_k, site.dims.num_experts
+        if k <= experts:
+            return ()
+        return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", "Use a smaller model.top_k.")]
+
+    def build(self, context: moefw.BuildContext) -> moefw.Router:
+        """Return the router of one layer."""
+        from moefw_sample.router import SampleRouter
+
+        return SampleRouter(context.site, temperature=self.temperature)
+
+
+@moefw.hookimpl
+def moefw_routers() -> list[type[moefw.RouterPlugin]]:
+    """Declare the router."""
+    return [Sample]

@@ -1,0 +1,121 @@
+"""How our own plugins are used in combinations, and what the oracle is told of each way. Options, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+
+def _routing(use: str, label: str, words: Mapping[str, Any], *, also: Mapping[str, Any] | None = None) -> Any:
+    """A router whose options are called as the oracle's words are, but for ``also``."""
+    same = {key: value for key, value in words.items() if key in ("score", "pre_softmax", "renormalise", "scale")}
+    return label, {"use": use, **same, **(also or {})}, {"words": words}
+
+
+def _topk(label: str, score: str, also: Mapping[str, Any] | None = None, /, **words: Any) -> Any:
+    return _routing("topk", label, {"score": score, **words}, also=also)
+
+
+def _aux(over: str) -> dict[str, Any]:
+    return {"kind": "aux_loss", "coeff": 0.2, "over": over}
+
+
+_Z: Final = {"kind": "z_loss", "coeff": 0.1}
+
+_ROUTERS: Final = (
+    _topk("softmax", "softmax"),
+    _topk("pre-softmax, scaled", "softmax", pre_softmax=True, scale=1.5),
+    _topk("sigmoid", "sigmoid"),
+    _topk("sigmoid, not renormalised", "sigmoid", renormalise=False, scale=2.5),
+    _topk("sqrtsoftplus", "sqrtsoftplus"),
+    _topk("groups", "sigmoid", {"groups": {"count": 4, "keep": 2}}, groups=(4, 2)),
+    _topk("aux_loss over micro_batch", "softmax", {"balance": [_aux("micro_batch")]}, aux_coeff=0.2),
+    _topk("aux_loss over sequence", "softmax", {"balance": [_aux("sequence")]}, sequence_aux_coeff=0.2),
+    _topk("aux_loss over global_batch", "sigmoid", {"balance": [_aux("global_batch")]}, global_aux_coeff=0.2),
+    _topk("z_loss", "softmax", {"balance": [_Z]}, z_coeff=0.1),
+    _topk(
+        "expert_bias with aux_loss",
+        "sigmoid",
+        {"balance": [{"kind": "expert_bias"}, _aux("micro_batch"), _Z]},
+        aux_coeff=0.2,
+        z_coeff=0.1,
+    ),
+    _topk("capacity by probs", "sigmoid", {"capacity": {"factor": 0.6}}, capacity=(0.6, "probs")),
+    _topk(
+        "capacity by position",
+        "softmax",
+        {"capacity": {"factor": 0.6, "drop": "position"}, "balance": [_aux("micro_batch")]},
+        capacity=(0.6, "position"),
+        aux_coeff=0.2,
+    ),
+    _topk("capacity, padded", "sigmoid", {"capacity": {"factor": 0.6, "pad": True}}, capacity=(0.6, "probs")),
+    _topk("jitter", "sigmoid", {"jitter": 0.4}),
+    _topk("fp64", "sigmoid", {"dtype": "fp64", "balance": [_aux("micro_batch")]}, aux_coeff=0.2),
+)
+_QUANTILE: Final = ("quantile", {"use": "topk", "balance": [{"kind": "quantile"}]})
+
+_NODES: Final = {"ranks_per_node": 2}
+_LAYOUTS: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
+    ("one rank", {}, 1),
+    ("2 ranks, ep 2", {"experts": {"ep": 2}}, 2),
+    ("2 ranks, edp 2", {}, 2),
+    ("2 ranks, etp 2", {"experts": {"etp": 2}}, 2),
+    ("4 ranks, ep 4 over two nodes", {"experts": {"ep": 4}, **_NODES}, 4),
+    ("4 ranks, ep 4 in one node", {"experts": {"ep": 4}}, 4),
+    ("4 ranks, ep 4, nodes of 3", {"experts": {"ep": 4}, "ranks_per_node": 3}, 4),
+    ("4 ranks, ep 2, edp 2", {"experts": {"ep": 2}}, 4),
+    ("4 ranks, ep 2, etp 2 over two nodes", {"experts": {"ep": 2, "etp": 2}, **_NODES}, 4),
+    ("4 ranks, etp 2, edp 2", {"experts": {"etp": 2}}, 4),
+    ("4 ranks, etp 4", {"experts": {"etp": 4}}, 4),
+    ("2 ranks, tp 2", {"dense": {"tp": 2}}, 2),
+    ("2 ranks, cp 2", {"dense": {"cp": 2}}, 2),
+    ("2 ranks, pp 2", {"pp": 2}, 2),
+    ("4 ranks, tp 2, ep 4", {"dense": {"tp": 2}, "experts": {"ep": 4}}, 4),
+    ("4 ranks, cp 2, ep 2, etp 2", {"dense": {"cp": 2}, "experts": {"ep": 2, "etp": 2}}, 4),
+)
+
+
+def _budget(label: str, backend: str, on_overflow: str) -> Any:
+    choice = {"use": "hybridep", "backend": backend, "rank_capacity": 0.6, "on_overflow": on_overflow}
+    return label, choice, {"budget": 0.6}
+
+
+BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
+    "routing": {
+        "topk": (*_ROUTERS, (*_QUANTILE, {"words": {"score": "softmax"}, "state": ("beta_E",)})),
+        "sinkhorn": (
+            ("", {"use": "sinkhorn", "z_loss": 0.1}, {"words": {"kind": "sinkhorn", "z_coeff": 0.1}, "smallest": 4}),
+        ),
+        "forced": (
+            ("", {"use": "forced", "known_counts": False}, {"words": {"kind": "forced"}}),
+            ("counts known", {"use": "forced"}, {"words": {"kind": "forced"}, "equal_tokens": True}),
+        ),
+    },
+    "dispatch": {
+        "allgather": (("", {"use": "allgather"}, {}),),
+        "alltoall": (("", {"use": "alltoall"}, {}),),
+        "deepep": (
+            ("torch", {"use": "deepep", "backend": "torch"}, {}),
+            ("library", {"use": "deepep", "backend": "library"}, {}),
+        ),
+        "hybridep": (
+            ("torch", {"use": "hybridep", "backend": "torch"}, {}),
+            _budget("torch, budget, rerun", "torch", "rerun"),
+            _budget("torch, budget, drop", "torch", "drop"),
+            ("library", {"use": "hybridep", "backend": "library"}, {}),
+            _budget("library, budget, drop", "library", "drop"),
+        ),
+    },
+    "gemm": {
+        "loop": (("", {"use": "loop"}, {}),),
+        "grouped": (("", {"use": "grouped"}, {}), ("pad_rows", {"use": "grouped", "pad_rows": 16}, {})),
+    },
+    "precision": {
+        "fp32": (("", {"use": "fp32"}, {"rtol": 1e-4}),),
+        "bf16": (("", {"use": "bf16"}, {"rtol": 4e-2, "floor": 0.1}),),
+    },
+    "parallel": {
+        "folded": tuple((label, {"use": "folded", **sizes}, {"world": world}) for label, sizes, world in _LAYOUTS)
+    },
+}
+"""By section and plugin: label, choice, what the oracle is told. Plugins that are not here are used as they come."""

@@ -1,0 +1,181 @@
+"""Specs drawn over the product of all plugins, for hypothesis; see :func:`moefw.testing.verify.verify`.
+
+A combination is a variant of each section, and an MoE layer small enough to try it on: ranks with few tokens, none or
+unequally many, skewed routing, masks, aligned rows.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve, field, frozen
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from moefw.core.facts import ANY
+from moefw.core.plugin import Plugin
+from moefw.core.registry import Registry
+from moefw.core.source import Tree
+from moefw.testing.announce import with_plugins
+from moefw.testing.fit import Fit
+from moefw.testing.variants import SECTIONS, Variant, of_part, variants
+
+if TYPE_CHECKING:
+    from moefw.testing.oracle import Rule
+    from moefw.testing.trial import Trial
+
+Sections = Mapping[str, Sequence[Variant]]
+"""The variants that a section may take."""
+
+NUM_EXPERTS, TOP_K = 8, 2
+SKEWS = ("even", "one", "starved")
+ALIGNMENTS = (1, 4)
+MAX_TOKENS = 6
+
+
+@frozen(kw_only=True)
+class Combination:
+    """A variant for each section, and the tokens of each rank. ``plugins``: declarations that nobody installed."""
+
+    parts: Mapping[str, Variant] = field(eq=False)
+    tokens: tuple[int, ...]
+    skew: str = "even"
+    masked: bool = False
+    shared: bool = False
+    row_alignment: int = 1
+    seed: int = 0
+    plugins: tuple[type[Plugin], ...] = ()
+
+    def spec(self) -> Tree:
+        """Return the spec as plain data."""
+        return self._trial().tree()
+
+    def yaml(self) -> str:
+        """Return the spec as a user would write it, and what else there was in comments."""
+        settings = [f"skew {self.skew}", f"seed {self.seed}", f"row alignment {self.row_alignment}"]
+        settings += ["every third token masked"] if self.masked else []
+        head = [
+            f"# moefw check this.yaml --world {len(self.tokens)}",
+            f"# tokens of each rank: {', '.join(map(str, self.tokens))}; {', '.join(settings)}",
+        ]
+        return "\n".join([*head, *(f"{section}: {_flow(value)}" for section, value in self.spec().items())]) + "\n"
+
+    def trial(self) -> Trial:
+        """Return the layer to try. Raises what resolve raises.
+
+        Rows are aligned as the parts agreed on, and as drawn where the dispatcher offers that.
+        """
+        trial = self._trial()
+        assembly = trial.resolve()
+        agreed = assembly.layers[0].facts.get("row_alignment", 1)
+        offered = assembly.parts.dispatch.offers(assembly.layers[0].site).get("row_alignment", ())
+        wanted = math.lcm(agreed, self.row_alignment)
+        return self._trial(row_alignment=wanted if offered == ANY or wanted in offered else agreed)
+
+    def rule(self) -> Rule | None:
+        """Return what the oracle is told of the router; None where no formula of ours says what it computes."""
+        from moefw.testing.oracle import Rule
+
+        words = self.parts["routing"].words
+        return None if words is None else Rule(top_k=TOP_K, **words)
+
+    def _trial(self, **more: Any) -> Trial:
+        from moefw.testing.trial import Trial
+
+        return Trial(
+            tokens=self.tokens,
+            num_experts=NUM_EXPERTS,
+            top_k=TOP_K,
+            skew=self.skew,
+            masked=self.masked,
+            shared=self.shared,
+            seed=self.seed,
+            parts={section: variant.choice for section, variant in self.parts.items()},
+            plugins=self.plugins,
+            **more,
+        )
+
+    def __repr__(self) -> str:
+        return f"Combination of\n{self.yaml()}"
+
+
+def settled(combination: Combination) -> Combination:
+    """Return the combination with tokens that its parts take: see ``smallest`` and ``equal_tokens`` of a variant."""
+    parts, tokens = combination.parts.values(), combination.tokens
+    smallest = max(variant.smallest for variant in parts)
+    tokens = tuple(number if number == 0 else max(number, smallest) for number in tokens)
+    equal = any(variant.equal_tokens for variant in parts)
+    return evolve(
+        combination,
+        tokens=(max(tokens),) * len(tokens) if equal else tokens,
+        masked=combination.masked and not equal,
+        shared=combination.shared or any("shared_expert" in variant.regions for variant in parts),
+    )
+
+
+def usable_here(
+    *, registry: Registry, plugin: type[Plugin] | None = None, options: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[Sections, Fit]:
+    """Return the variants that this machine can run, a section's plainest first, and how they fit.
+
+    ``plugin``: its section holds nothing but it, used with each set of ``options``.
+    """
+    sections: dict[str, tuple[Variant, ...]] = dict(variants(registry))
+    if plugin is not None:
+        section = next(section for section, hook in SECTIONS.items() if hook == plugin.hook)
+        part = registry.get(plugin.hook, plugin.name)
+        sections[section] = tuple(of_part(part, section, options))
+        if not sections[section]:
+            what = f"{plugin.name} has options without a default that no test can guess"
+            raise ValueError(f"{what}; set them: options = [{{...}}]")
+    model = Combination(parts={}, tokens=(1,), shared=True).spec()["model"]
+    assert isinstance(model, dict)
+    fit = Fit(sections, registry=registry, model=model)
+    found = {section: [one for one in ways if fit.company(one) is not None] for section, ways in sections.items()}
+    fit.sections = found
+    return found, fit
+
+
+def combinations(
+    sections: Sections | None = None, plugins: tuple[type[Plugin], ...] = ()
+) -> st.SearchStrategy[Combination]:
+    """Return a strategy of combinations: accepted mostly, refused at times. It shrinks to what a spec takes by default.
+
+    ``sections``: the variants to draw from; by default all that this machine can run, ``plugins`` that nobody installed
+    among them.
+    """
+
+    @cache
+    def ways() -> Sections:
+        return usable_here(registry=with_plugins(plugins))[0] if sections is None else sections
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> Combination:
+        parts = {section: draw(st.sampled_from(found)) for section, found in ways().items()}
+        world = parts["parallel"].world
+        return settled(
+            Combination(
+                parts=parts,
+                tokens=tuple(draw(st.lists(st.integers(0, MAX_TOKENS), min_size=world, max_size=world))),
+                skew=draw(st.sampled_from(SKEWS)),
+                masked=draw(st.booleans()),
+                shared=draw(st.booleans()),
+                row_alignment=draw(st.sampled_from(ALIGNMENTS)),
+                seed=draw(st.integers(0, 1000)),
+                plugins=plugins,
+            )
+        )
+
+    return drawn()
+
+
+def _flow(value: object) -> str:
+    """Return a value as YAML writes it on one line."""
+    yaml, text = YAML(pure=True), io.StringIO()
+    yaml.default_flow_style, yaml.width = True, 10_000
+    yaml.dump(value, text)
+    return text.getvalue().removesuffix("...\n").strip()

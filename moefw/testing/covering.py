@@ -1,0 +1,98 @@
+"""A few combinations in which every two variants that go together meet at least once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from moefw.core.plugin import Plugin
+from moefw.testing.announce import with_plugins
+from moefw.testing.combinations import ALIGNMENTS, SKEWS, Combination, Sections, settled, usable_here
+from moefw.testing.fit import Fit
+from moefw.testing.variants import Variant
+
+TOKENS: Mapping[int, tuple[tuple[int, ...], ...]] = {
+    1: ((5,), (1,), (4,)),
+    2: ((5, 3), (0, 4), (1, 1)),
+    4: ((4, 0, 5, 2), (1, 3, 0, 0), (2, 1, 6, 3), (0, 0, 1, 0)),
+}
+"""Tokens of each rank, by world: unequal, empty, single."""
+
+Pair = frozenset[Variant]
+
+
+def pairs(
+    *, plugins: tuple[type[Plugin], ...] = (), only: type[Plugin] | None = None, fit: Fit | None = None
+) -> list[Combination]:
+    """Return a covering set: each two variants of two sections that resolve accepts are together in one of them.
+
+    Always the same, and few: the largest two sections alone need as many as their product. ``only``: the pairs with a
+    variant of that plugin. ``fit``: variants, and what resolve says of them; by default all that this machine can run.
+    """
+    if fit is None:
+        _, fit = usable_here(registry=with_plugins(plugins))
+    wanted = list(fitting_pairs(fit.sections, fit))
+    if only is not None:
+        wanted = [pair for pair in wanted if any(only.name in variant.names for variant in pair)]
+    return [dress(parts, number, plugins) for number, parts in enumerate(_cover(wanted, fit))]
+
+
+def all_pairs(sections: Sections) -> Iterator[tuple[Variant, Variant]]:
+    """Yield every two variants of two different sections."""
+    for one, other in itertools.combinations(sections.values(), 2):
+        yield from itertools.product(one, other)
+
+
+def fitting_pairs(sections: Sections, fit: Fit) -> Iterator[Pair]:
+    """Yield every two variants of two sections that some accepted combination holds."""
+    return (frozenset(pair) for pair in all_pairs(sections) if fit.company(*pair) is not None)
+
+
+def met(parts: Mapping[str, Variant]) -> set[Pair]:
+    """Return the pairs that a combination holds."""
+    return {frozenset(pair) for pair in itertools.combinations(parts.values(), 2)}
+
+
+def dress(parts: Mapping[str, Variant], number: int, plugins: tuple[type[Plugin], ...] = ()) -> Combination:
+    """Return parts with tokens, skew, mask and alignment, a different mix for every number."""
+    patterns = TOKENS[parts["parallel"].world]
+    return settled(
+        Combination(
+            parts=parts,
+            tokens=patterns[number % len(patterns)],
+            skew=SKEWS[number // 3 % len(SKEWS)],
+            masked=number % 3 == 1,
+            shared=number % 2 == 0,
+            row_alignment=ALIGNMENTS[number // 2 % len(ALIGNMENTS)],
+            seed=number,
+            plugins=plugins,
+        )
+    )
+
+
+def _cover(wanted: list[Pair], fit: Fit) -> Iterator[Mapping[str, Variant]]:
+    """Start from a pair that is left, and take for each other section what meets most of those that are left."""
+    left = dict.fromkeys(wanted)
+    sections = sorted(fit.sections, key=lambda section: -len(fit.sections[section]))
+    while left:
+        parts = {variant.section: variant for variant in sorted(next(iter(left)), key=lambda one: one.section)}
+        for section in sections:
+            if section not in parts:
+                best = _best(parts, section, left, fit)
+                if best is not None:
+                    parts[section] = best
+        if len(parts) < len(sections) or fit.refusal(parts) is not None:
+            parts = dict(fit.company(*next(iter(left))) or {})
+        yield {section: parts[section] for section in fit.sections}
+        for pair in met(parts):
+            left.pop(pair, None)
+
+
+def _best(parts: Mapping[str, Variant], section: str, left: Mapping[Pair, None], fit: Fit) -> Variant | None:
+    best, most = None, -1
+    for variant in fit.sections[section]:
+        meeting = [frozenset((variant, other)) for other in parts.values()]
+        gain = sum(pair in left for pair in meeting)
+        if gain > most and all(fit.company(*pair) is not None for pair in meeting):
+            best, most = variant, gain
+    return best

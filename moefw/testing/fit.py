@@ -1,0 +1,200 @@
+"""Which variants go together: resolve over the product, each question asked once. No torch here."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from moefw.core.assembly import Assembly
+from moefw.core.errors import MoefwError, PluginError, Problem
+from moefw.core.facts import Need
+from moefw.core.plugin import Plugin
+from moefw.core.registry import Registry
+from moefw.core.resolve import assemble_tree
+from moefw.core.site import Dims, Machine, Site
+from moefw.core.source import Marks, Tree, read_yaml
+from moefw.core.structure import structure
+from moefw.testing.variants import SECTIONS, Variant
+
+DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
+
+Parts = Mapping[str, Variant]
+"""A variant for each section."""
+
+
+@frozen(kw_only=True)
+class Pretended(Machine):
+    """A machine on which everything is installed."""
+
+    def has_package(self, name: str) -> bool:
+        """Say yes."""
+        return True
+
+
+class Fit:
+    """What resolve says of a model with a variant in each section. ``pretend``: any device, everything installed.
+
+    Without ``pretend``: on a CPU, with what is installed here.
+    """
+
+    def __init__(
+        self, sections: Mapping[str, Sequence[Variant]], *, registry: Registry, model: Tree, pretend: bool = False
+    ) -> None:
+        self.sections, self.registry, self.model, self.pretend = sections, registry, model, pretend
+        self._defaults = read_yaml(DEFAULTS.read_text(encoding="utf-8"), Marks(DEFAULTS.name), [])
+        self._said: dict[frozenset[Variant], MoefwError | None] = {}
+        self._companies: dict[frozenset[Variant], Parts | None] = {}
+        self._needs: dict[Variant, list[Need]] = {}
+        self._stated: dict[Variant, str] = {}
+
+    def tree(self, parts: Parts) -> Tree:
+        """Return the spec of a combination as plain data."""
+        world = parts["parallel"].world
+        train = {"tokens_per_step": 16 * world, "micro_batch": 1, "seq_len": 16}
+        return {"model": self.model, "train": train, **{section: parts[section].choice for section in SECTIONS}}
+
+    def resolve(self, parts: Parts) -> Assembly:
+        """Return the assembly of a combination. Raises what resolve raises."""
+        return assemble_tree(
+            self.tree(parts),
+            Marks("spec"),
+            defaults=self._defaults,
+            registry=self.registry,
+            world=parts["parallel"].world,
+            machine=self._machine(parts.values()),
+        )
+
+    def refusal(self, parts: Parts) -> MoefwError | None:
+        """Return why a combination is refused; None if it is accepted."""
+        key = frozenset(parts.values())
+        if key not in self._said:
+            try:
+                self.resolve(parts)
+                self._said[key] = None
+            except MoefwError as error:
+                self._said[key] = error
+        return self._said[key]
+
+    def company(self, *chosen: Variant) -> Parts | None:
+        """Return an accepted combination that holds the chosen variants; None if none was found.
+
+        Looked for: the plainest others, those that each of the chosen needs, and then every one of the others in turn.
+        """
+        key = frozenset(chosen)
+        if key not in self._companies:
+            candidates = self._candidates(chosen)
+            self._companies[key] = next((parts for parts in candidates if self.refusal(parts) is None), None)
+        return self._companies[key]
+
+    def reason(self, *chosen: Variant) -> Problem:
+        """Return why no company was found for the chosen variants: a problem that names them all where there is one.
+
+        Where two fail only because of a third section, each of whose variants one of them refuses, it says that.
+        """
+        refusal = self.refusal(next(iter(self._candidates(chosen))))
+        assert refusal is not None, "the first candidate was refused"
+        best = max(refusal.problems, key=lambda problem: len(named(problem, chosen)))
+        if len(chosen) < 2 or len(named(best, chosen)) == len(chosen):
+            return best
+        return next(self._thirds(chosen), best)
+
+    def _thirds(self, chosen: Sequence[Variant]) -> Iterator[Problem]:
+        for section in sorted(self.sections.keys() - {variant.section for variant in chosen}):
+            pairs = [(third, one) for third in self.sections[section] if self.company(third) for one in chosen]
+            refused = [pair for pair in pairs if self.company(*pair) is None]
+            if {third for third, _ in refused} == {third for third, _ in pairs}:
+                reasons = dict.fromkeys(self.reason(*pair).what for pair in refused)
+                both = " and ".join(variant.label for variant in chosen)
+                yield Problem(f"no {section} goes with {both}. {' '.join(reasons)}")
+
+    def needs(self, variant: Variant) -> list[str]:
+        """Return what a variant needs of the machine, beyond a CPU: devices and packages by name."""
+        found = [need for need in self._asks(variant) if need.fact in ("device", "package")]
+        values = [[need.value] if isinstance(need.value, str) else list(need.value) for need in found]
+        return [" or ".join(value) for value in values if "cpu" not in value]
+
+    def _candidates(self, chosen: Sequence[Variant]) -> Iterable[Parts]:
+        fixed = {variant.section: variant for variant in chosen}
+        plain = {section: found[0] for section, found in self.sections.items()}
+        companies = [self.company(variant) or {} for variant in chosen] if len(chosen) > 1 else []
+        merged: list[dict[str, Variant]] = [
+            dict(plain) | _not_plain(one, plain) | _not_plain(other, plain) | fixed
+            for one, other in itertools.permutations(companies, 2)
+        ] or [plain | fixed]
+        yield from merged
+        for section in self.sections.keys() - fixed.keys():
+            asked = set()
+            for variant in self.sections[section]:
+                if self._states(variant) not in asked:
+                    asked.add(self._states(variant))
+                    yield merged[0] | {section: variant}
+
+    def _machine(self, chosen: Iterable[Variant]) -> Machine:
+        if not self.pretend:
+            return Machine(device="cpu")
+        wanted = [need.value for variant in chosen for need in self._asks(variant) if need.fact == "device"]
+        fits = (device for device in ("cuda", "cpu") if all(device in value for value in wanted))
+        return Pretended(device=next(fits, "cuda"))
+
+    def _asks(self, variant: Variant) -> list[Need]:
+        if variant not in self._needs:
+            try:
+                self._needs[variant] = [need for part in self._parts(variant) for need in part.needs(self._site())]
+            except Exception:  # resolve tells what is wrong with the plugin
+                self._needs[variant] = []
+        return self._needs[variant]
+
+    def _states(self, variant: Variant) -> str:
+        """Return what a variant says of itself: of two that say the same, one is asked for."""
+        if variant not in self._stated:
+            said = variant.label
+            if variant.section != "parallel":
+                try:
+                    offers = [part.offers(self._site()) for part in self._parts(variant)]
+                    said = repr([variant.names, offers, self._asks(variant)])
+                except Exception:  # as above
+                    said = variant.label
+            self._stated[variant] = said
+        return self._stated[variant]
+
+    def _parts(self, variant: Variant) -> list[Plugin]:
+        chosen = variant.choice if isinstance(variant.choice, list) else [variant.choice]
+        built = []
+        for choice in chosen:
+            part = self.registry.get(SECTIONS[variant.section], choice["use"])
+            options = {key: value for key, value in choice.items() if key != "use"}
+            made = structure(part.declaration, options, (), Marks("spec"), [])
+            if made is not None:
+                built.append(made)
+        return built
+
+    def _site(self) -> Site:
+        machine = Pretended(device="cuda") if self.pretend else Machine(device="cpu")
+        dims: Any = {"model_dim": 256, "expert_dim": 256, "num_experts": 16, "top_k": 4}
+        return Site(dims=Dims(**dims), layer=0, world=1, machine=machine)
+
+
+def _not_plain(parts: Parts, plain: Parts) -> dict[str, Variant]:
+    return {section: variant for section, variant in parts.items() if variant != plain[section]}
+
+
+def named(problem: Problem, chosen: Iterable[Variant]) -> list[Variant]:
+    """Return the variants that a problem names: by a plugin's name, or by the key of the spec that holds it."""
+    return [variant for variant in chosen if _is_named(problem, variant)]
+
+
+def _is_named(problem: Problem, variant: Variant) -> bool:
+    words = [*variant.names, *(["the layout"] if variant.section == "parallel" else [])]
+    said = any(re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", problem.what) for word in words)
+    key = rf"(?<![\w.]){variant.section}(?=[.\[]|$)"
+    return said or any(re.search(key, text) is not None for text in (problem.where, problem.fix))
+
+
+def is_a_refusal(error: MoefwError) -> bool:
+    """Return whether an error says that parts do not fit, and not that a plugin is broken."""
+    return not isinstance(error, PluginError)

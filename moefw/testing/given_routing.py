@@ -1,0 +1,127 @@
+"""The truth of a layer whose router no formula of ours describes: everything behind the router, given its routing.
+
+The ids and weights that the router returned are constants of a dense layer in fp64, which gives the output, the
+gradients of the experts, of the tokens through the experts, and of the weights. That last one goes back through the
+router's own autograd, auxiliary losses included, and gives the router's gradients and the tokens' share through it. So
+a wrong router passes here (its own suite judges it), and a layer that treats a right one wrongly does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import silu
+
+from moefw.core.assembly import Assembly
+from moefw.core.stages import Batch
+from moefw.testing.budget import over_budget
+from moefw.testing.oracle import Truth
+from moefw.testing.trial import Trial, build_layer, this_rank
+
+
+def truth_given_routing(trial: Trial, parameters: Mapping[str, Tensor], budget: float | None) -> Truth:
+    """Return this rank's part of the truth: its tokens' outputs and gradients, its share of every other gradient.
+
+    ``parameters``: :func:`moefw.testing.trial.parameters_of`. ``budget``: the ``rank_capacity`` to drop beyond.
+    Collective.
+    """
+    rank = this_rank()
+    layer, shared = build_layer(trial)
+    x_TD, probe_TD = trial.draw(rank)
+    x_TD.requires_grad_()
+    routing = layer.router(x_TD, batch_of(trial, rank))
+    shared.close()
+    ids_TK = routing.expert_ids_TK
+    if budget is not None:
+        ids = _all_ranks(ids_TK)
+        ids_TK = ids_TK.masked_fill(dropped(trial, ids, budget)[rank], -1)
+    weights = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
+    x = x_TD.detach().double().requires_grad_()
+    weights_TK = routing.weights_TK.detach().double().requires_grad_()
+    out = torch.zeros_like(x)
+    for expert in range(trial.num_experts):
+        gate = (weights_TK * (ids_TK == expert)).sum(-1, keepdim=True)
+        out = out + gate * _expert(x, weights, f"experts.{expert}.")
+    if trial.shared:
+        out = out + _expert(x, weights, "shared_expert.")
+    (out * probe_TD.double()).sum().backward()
+    grads = {name: _grad(value) for name, value in weights.items()}
+    through = _pull_back(routing.weights_TK, _grad(weights_TK), x_TD, layer.router)
+    grads |= {f"router.{name}": grad for name, grad in through.items() if name}
+    return Truth(
+        out_TD=out.detach(),
+        expert_ids_TK=ids_TK,
+        tokens_per_expert=routing.stats["tokens_per_expert"].double(),
+        grads=grads | {"x": _grad(x) + through[""]},
+    )
+
+
+def summed(parts: Sequence[Truth]) -> Truth:
+    """Return the whole truth from every rank's part."""
+    names = [name for name in parts[0].grads if name != "x"]
+    grads = {name: torch.stack([part.grads[name] for part in parts]).sum(0) for name in names}
+    return Truth(
+        out_TD=torch.cat([part.out_TD for part in parts]),
+        expert_ids_TK=torch.cat([part.expert_ids_TK for part in parts]),
+        tokens_per_expert=torch.stack([part.tokens_per_expert for part in parts]).sum(0),
+        grads=grads | {"x": torch.cat([part.grads["x"] for part in parts])},
+    )
+
+
+def batch_of(trial: Trial, rank: int) -> Batch:
+    """Return the batch of a rank in training."""
+    mask_BS = trial.mask(rank).unsqueeze(0) if trial.masked else None
+    scale = torch.tensor(1.0 / max(1, trial.valid_tokens))
+    ids = torch.zeros(1, trial.tokens[rank], dtype=torch.int64)
+    return Batch(ids_BS=ids, labels_BS=ids, mask_BS=mask_BS, loss_scale=scale, seeds_B=trial.seeds(rank))
+
+
+def dropped(trial: Trial, ids: Sequence[Tensor], budget: float) -> list[Tensor]:
+    """Return each rank's choices that a budget of ``budget`` times the fair share leaves out, bool (T, K)."""
+    assembly: Assembly = trial.resolve()
+    plan = assembly.layout
+    out = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in ids]
+    for group in {plan.group(rank, ("ep", "etp")) for rank in range(plan.world)}:
+        masks = over_budget(
+            [ids[rank] for rank in group],
+            num_experts=trial.num_experts,
+            ep=plan.sizes["ep"],
+            rank_capacity=budget,
+            row_alignment=trial.row_alignment,
+        )
+        for rank, mask_TK in zip(group, masks, strict=True):
+            out[rank] = mask_TK
+    return out
+
+
+def _all_ranks(ids_TK: Tensor) -> list[Tensor]:
+    if not dist.is_initialized():
+        return [ids_TK]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, ids_TK)
+    return gathered
+
+
+def _pull_back(weights_TK: Tensor, grad_TK: Tensor, x_TD: Tensor, router: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of the router's parameters by name, and of the tokens under ``""``."""
+    inputs = {"": x_TD, **dict(router.named_parameters())}
+    if not weights_TK.requires_grad:
+        return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in inputs.items()}
+    found = torch.autograd.grad(weights_TK, list(inputs.values()), grad_TK.to(weights_TK.dtype), allow_unused=True)
+    return {
+        name: torch.zeros_like(value, dtype=torch.float64) if grad is None else grad.double()
+        for (name, value), grad in zip(inputs.items(), found, strict=True)
+    }
+
+
+def _expert(x: Tensor, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
+    gate, up, down = (weights[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
+    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -1,0 +1,76 @@
+"""The support matrix: which variants of which sections go together, and why the others do not. No torch here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from attrs import field, frozen
+
+from moefw.core.errors import Problem
+from moefw.core.registry import Registry
+from moefw.testing.fit import Fit
+from moefw.testing.variants import Variant, variants
+
+
+@frozen(kw_only=True)
+class Refusal:
+    """Two variants that no accepted spec holds together."""
+
+    one: Variant
+    other: Variant
+    reason: str
+
+
+@frozen(kw_only=True)
+class Matrix:
+    """What goes together on a machine that has everything.
+
+    ``sections``: the variants that some spec accepts; ``alone``: those that none does, with the reason. ``needs``: what
+    a variant needs of the machine beyond a CPU. ``problems``: plugins that did not load.
+    """
+
+    sections: Mapping[str, Sequence[Variant]]
+    refusals: Sequence[Refusal]
+    alone: Mapping[Variant, str] = field(eq=False)
+    needs: Mapping[Variant, Sequence[str]] = field(eq=False)
+    problems: Sequence[Problem]
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of variants of two sections there are."""
+        sizes = [len(ways) for ways in self.sections.values()]
+        return sum(one * other for one, other in itertools.combinations(sizes, 2))
+
+    @property
+    def share_refused(self) -> float:
+        """How many of them are refused, of 1."""
+        return len(self.refusals) / max(1, self.pairs)
+
+    def summary(self) -> str:
+        """Return the share refused as a line."""
+        return f"refused: {len(self.refusals)} of {self.pairs} combinations of two ({100 * self.share_refused:.1f} %)"
+
+
+def survey(registry: Registry, *, ours_only: bool = True) -> Matrix:
+    """Ask resolve for every two variants whether some spec holds both; ``ours_only``: of the built-in plugins."""
+    problems = [] if ours_only else registry.load_all()
+    sections = variants(registry, ours_only=ours_only)
+    fit = Fit(sections, registry=registry, model={"num_layers": 1, "shared_expert_dim": 256}, pretend=True)
+    every = [variant for ways in sections.values() for variant in ways]
+    alone = {variant: fit.reason(variant).what for variant in every if fit.company(variant) is None}
+    fit.sections = {section: [way for way in ways if way not in alone] for section, ways in sections.items()}
+    refusals = [
+        Refusal(one=one, other=other, reason=fit.reason(one, other).what)
+        for here, there in itertools.combinations(fit.sections.values(), 2)
+        for one, other in itertools.product(here, there)
+        if fit.company(one, other) is None
+    ]
+    needs = {variant: fit.needs(variant) for variant in every if fit.needs(variant)}
+    return Matrix(
+        sections=fit.sections,
+        refusals=refusals,
+        alone=alone,
+        needs=needs,
+        problems=problems,
+    )

@@ -1,0 +1,108 @@
+"""Hypothesis strategies: problems for a dispatcher, whole layers, trials, and spec trees over installed plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from moefw.core.source import Tree
+from moefw.testing.suites.dispatch_case import DTYPES, SKEWS, Case
+from moefw.testing.suites.dispatch_layer import Layer
+from moefw.testing.trial import Trial
+
+
+def tokens(world: int, *, most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw each rank's number of tokens: unequal ones, all the same, none, and fewer than there are ranks."""
+    unequal = st.tuples(*[st.integers(0, most)] * world)
+    same = st.integers(0, most).map(lambda each: (each,) * world)
+    lonely = st.integers(0, world - 1).map(lambda rank: tuple(int(other == rank) for other in range(world)))
+    return st.one_of(unequal, same, lonely)
+
+
+def meshes(world: int) -> st.SearchStrategy[dict[str, int]]:
+    """Draw the expert mesh of a world: ep, etp, and edp copies for what is left."""
+    divisors = [size for size in (1, 2, 4, 8) if world % size == 0]
+    found = [{"ep": ep, "etp": etp} for ep in divisors for etp in divisors if world % (ep * etp) == 0 and etp <= 2]
+    return st.sampled_from(found)
+
+
+def sizes(shares: int, *, most_experts: int = 16) -> st.SearchStrategy[tuple[int, int]]:
+    """Draw a number of experts that ``shares`` divides, and a top-k: 1, some, or all."""
+    each = max(1, most_experts // shares)
+    experts = st.integers(1, each).map(lambda n: max(n * shares, 2 * shares if shares == 1 else shares))
+    return experts.flatmap(
+        lambda e: st.tuples(st.just(e), st.one_of(st.just(1), st.integers(1, min(e, 6)), st.just(e)))
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, world: int) -> Case:
+    """Draw a problem for a dispatcher alone; one expert group fills the world."""
+    etp = draw(st.sampled_from([size for size in (1, 1, 2) if world % size == 0]))
+    num_experts, top_k = draw(sizes(world // etp))
+    return Case(
+        tokens=draw(tokens(world)),
+        num_experts=num_experts,
+        top_k=top_k,
+        dim=draw(st.sampled_from((16, 16, 7, 64))),
+        etp=etp,
+        ranks_per_node=draw(st.sampled_from([size for size in (1, 2, 4) if world % size == 0])),
+        skew=draw(st.sampled_from(SKEWS)),
+        dropped=draw(st.sampled_from((0.0, 0.0, 0.3, 1.0))),
+        row_alignment=draw(st.sampled_from((1, 1, 2, 8, 16))),
+        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        padded=False,
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@st.composite
+def layers(draw: st.DrawFn, world: int) -> Layer:
+    """Draw a whole MoE layer of a world, copies of experts among the layouts."""
+    mesh = draw(meshes(world))
+    num_experts, top_k = draw(sizes(mesh["ep"], most_experts=8))
+    num_experts = max(2, num_experts)
+    capacity = draw(st.sampled_from((None, None, (0.7, "probs"), (1.0, "position"))))
+    return Layer(
+        tokens=draw(tokens(world)),
+        experts=tuple((axis, size) for axis, size in mesh.items() if size > 1),
+        num_experts=num_experts,
+        top_k=top_k,
+        skew=draw(st.sampled_from(("even", "one", "starved"))),
+        masked=draw(st.booleans()),
+        precision=draw(st.sampled_from(("fp32", "fp32", "bf16"))),
+        capacity=capacity,
+        pad=capacity is not None and draw(st.booleans()),
+        row_alignment=draw(st.sampled_from((1, 1, 4, 16))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def trials(world: int, *, parts: Mapping[str, Any] | None = None) -> st.SearchStrategy[Trial]:
+    """Draw a trial of a world; ``parts`` go before the sections that are drawn. It may be refused."""
+
+    def trial(layer: Layer) -> Trial:
+        return Trial(
+            tokens=layer.tokens,
+            num_experts=layer.num_experts,
+            top_k=layer.top_k,
+            skew=layer.skew,
+            masked=layer.masked,
+            row_alignment=layer.row_alignment,
+            seed=layer.seed,
+            parts={**layer.parts(), **(parts or {})},
+        )
+
+    return layers(world).map(trial)
+
+
+def specs(world: int, choices: Mapping[str, Sequence[Mapping[str, Any]]]) -> st.SearchStrategy[Tree]:
+    """Draw a whole spec as plain data.
+
+    ``choices[section]`` lists what a section may say, for example ``{"dispatch": [{"use": "alltoall"}]}``; what is left
+    out is drawn as in :func:`trials`, or left to the defaults. It may be refused.
+    """
+    chosen = st.fixed_dictionaries({section: st.sampled_from(list(options)) for section, options in choices.items()})
+    return st.builds(lambda trial, parts: {**trial.tree(), **parts}, trials(world), chosen)

@@ -1,0 +1,70 @@
+"""The suite of combinations: a plugin beside every other part, held against the dense oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from attrs import evolve
+
+from moefw.testing.announce import with_plugins
+from moefw.testing.combinations import Combination, Sections, combinations, usable_here
+from moefw.testing.covering import pairs
+from moefw.testing.fit import Fit
+from moefw.testing.suites.base import Suite
+from moefw.testing.variants import SECTIONS, Variant
+from moefw.testing.verify import verify, verify_all
+
+
+class CombinationSuite(Suite):
+    """Puts ``plugin``, of whatever kind, into specs with all other plugins, and runs these on real ranks.
+
+    ``options``: what a spec says beside ``use:``; by default each choice of the options that have no default. ``rtol``:
+    how closely a precision meets fp64. ``parts`` fixes other sections, but for the layout, which is drawn.
+    """
+
+    rtol: ClassVar[float | None] = None
+
+    @property
+    def section(self) -> str:  # type: ignore[override]
+        """The section that chooses this kind of plugin."""
+        return next(section for section, hook in SECTIONS.items() if hook == self.plugin.hook)
+
+    def fit(self) -> tuple[Sections, Fit]:
+        """Return the variants to combine, and how they fit; of the plugin's own section, the plugin alone."""
+        options: Sequence[dict[str, Any]] | None = [dict(self.options)] if self.options else None
+        registry = with_plugins((self.plugin,))
+        sections, fit = usable_here(registry=registry, plugin=self.plugin, options=options)
+        assert sections[self.section], f"no spec that holds {self.plugin.name} is accepted: {self._refusal(options)}"
+        found = dict(sections)
+        for section, choice in self.parts.items():
+            if section not in found or section == "parallel":
+                raise ValueError(f"parts of combinations are sections of plugins beside the layout, not {section}.")
+            same = [one for one in found[section] if one.choice == choice]
+            found[section] = same or [Variant(section=section, label="as given", choice=choice)]
+        if self.rtol is not None and "precision" in found:
+            found["precision"] = [evolve(one, rtol=self.rtol) for one in found["precision"]]
+        fit.sections = found
+        return found, fit
+
+    def _refusal(self, options: Sequence[dict[str, Any]] | None) -> str:
+        trial = self.trial(parts={self.section: {"use": self.plugin.name, **dict(*(options or [{}]))}})
+        try:
+            trial.resolve()
+        except Exception as error:
+            return str(error)
+        return "with no layout that this machine can run"
+
+    def test_beside_every_other_part_the_layer_equals_the_oracle(self) -> None:
+        """Each variant of another section that fits the plugin is beside it at least once."""
+        _, fit = self.fit()
+        verify_all(pairs(plugins=(self.plugin,), only=self.plugin, fit=fit), self.pool)
+
+    def test_drawn_combinations_equal_the_oracle_or_say_why_not(self) -> None:
+        """Everything else varies: tokens, skew, masks, alignment, all parts at once."""
+        sections, _ = self.fit()
+
+        def check(combination: Combination) -> None:
+            verify(combination, self.pool)
+
+        self.for_all(check, combinations(sections, (self.plugin,)))

@@ -1,0 +1,198 @@
+"""Problems for a dispatcher alone, and the rows that must arrive: by brute force, from everybody's routing.
+
+Shapes: legend in :mod:`moefw.core.stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from moefw.core.stages import Routing
+
+SKEWS: Final = ("even", "one", "starved", "near", "far")
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@frozen(kw_only=True)
+class Case:
+    """Tokens of every rank and where they go; the ranks are one expert group of ep x etp.
+
+    ``skew`` "even": by chance; "one": every token has expert 0; "starved": none has the last; "near" and "far": each
+    prefers the experts of its own rank, or of others. ``dropped`` is the share of choices that are -1. ``equal``: all
+    ranks choose the same. ``padded``: each rank states a capacity. ``whole``: whole numbers, whose sums are exact.
+    """
+
+    tokens: tuple[int, ...]
+    num_experts: int = 8
+    top_k: int = 2
+    dim: int = 16
+    etp: int = 1
+    ranks_per_node: int = 2
+    skew: str = "even"
+    dropped: float = 0.0
+    row_alignment: int = 1
+    dtype: str = "fp32"
+    padded: bool = False
+    equal: bool = False
+    whole: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """Say what is special about the case."""
+        said = [f"{self.world} rank{'s' * (self.world > 1)} (ep {self.ep} x etp {self.etp})", f"tokens {self.tokens}"]
+        said += [f"{self.num_experts} experts, top-{self.top_k}, {self.skew} routing"]
+        said += [f"{self.dropped:.0%} of choices dropped"] * bool(self.dropped)
+        said += [f"alignment {self.row_alignment}"] * (self.row_alignment > 1)
+        return ", ".join([*said, *["a capacity"] * self.padded, *[self.dtype] * (self.dtype != "fp32")])
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.tokens)
+
+    @property
+    def ep(self) -> int:
+        """How many shares the experts are in."""
+        return self.world // self.etp
+
+    @property
+    def eps(self) -> float:
+        """The relative rounding error of the tokens' dtype."""
+        return torch.finfo(DTYPES[self.dtype]).eps
+
+    def experts(self, rank: int) -> range:
+        """Return the numbers of the experts of which a rank holds (a part of) each."""
+        each = self.num_experts // self.ep
+        return range(rank // self.etp * each, (rank // self.etp + 1) * each)
+
+    def part(self, rank: int) -> float:
+        """Return a rank's share of the sum that its experts make with their other parts; the shares add up to 1."""
+        return (2 * (rank % self.etp) + 1) / self.etp**2
+
+    def x(self, rank: int) -> Tensor:
+        """Return a rank's tokens, (T, D)."""
+        return self._values(rank, "x")
+
+    def probe(self, rank: int) -> Tensor:
+        """Return what a rank's output is multiplied with, (T, D)."""
+        return self._values(rank, "probe")
+
+    def _values(self, rank: int, what: str) -> Tensor:
+        generator = _generator(self.seed, rank, 1 if what == "x" else 2)
+        shape = (self.tokens[rank], self.dim)
+        drawn = torch.randint(-3, 4, shape, generator=generator) if self.whole else torch.randn(
+            shape, generator=generator
+        )  # fmt: skip
+        if what == "x" and self.seed % 4 == 3:
+            drawn[1::5] = 0  # a token may be zero, and two may be the same
+            drawn[3::7] = drawn[:1]
+        return drawn.to(DTYPES[self.dtype])
+
+    def ids(self, rank: int) -> Tensor:
+        """Return a rank's choices, int64 (T, K): different experts for each token, -1 where dropped."""
+        generator = _generator(self.seed, 0 if self.equal else rank, 3)
+        scores = torch.rand(self.tokens[rank], self.num_experts, generator=generator)
+        scores[:, 0] += 2.0 * (self.skew == "one")
+        scores[:, -1] -= 2.0 * (self.skew == "starved")
+        own = self.experts(rank)
+        scores[:, own.start : own.stop] += {"near": 2.0, "far": -2.0}.get(self.skew, 0.0)
+        ids_TK = scores.topk(self.top_k, 1).indices
+        return ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=generator) < self.dropped, -1)
+
+    def weights(self, rank: int) -> Tensor:
+        """Return a rank's routing weights, fp32 (T, K): of either sign, some 0 where a token is sent all the same."""
+        generator = _generator(self.seed, rank, 4)
+        ids_TK = self.ids(rank)
+        if self.whole:
+            return (ids_TK >= 0).float()
+        weights_TK = torch.rand(ids_TK.shape, generator=generator) * 3.0 - 1.0
+        weights_TK[torch.rand(ids_TK.shape, generator=generator) < 0.15] = 0.0
+        return weights_TK.masked_fill(ids_TK < 0, 0.0)
+
+    def capacity(self, rank: int) -> int | None:
+        """Return what a rank states as its capacity: at least its largest number of rows for one expert."""
+        return int(self.counts(rank).max()) + rank % 2 if self.padded else None
+
+    def counts(self, rank: int) -> Tensor:
+        """Return how often a rank chooses each expert, int64 (E)."""
+        ids_TK = self.ids(rank)
+        return torch.bincount(ids_TK[ids_TK >= 0], minlength=self.num_experts)
+
+    def routing(self, rank: int, *, counts_host: bool = False) -> Routing:
+        """Return a rank's routing as a router hands it over."""
+        known = tuple(self.counts(rank).tolist()) if counts_host else None
+        return Routing(
+            expert_ids_TK=self.ids(rank),
+            weights_TK=self.weights(rank),
+            capacity=self.capacity(rank),
+            counts_host=known,
+        )
+
+    def arrivals(self, rank: int) -> list[list[tuple[int, int, int]]]:
+        """Return for each of a rank's experts the (source rank, token, choice) of its rows, in order."""
+        chosen = [self.ids(source) for source in range(self.world)]
+        return [list(_rows_of(expert, chosen)) for expert in self.experts(rank)]
+
+    def sizes(self, rank: int) -> tuple[int, ...]:
+        """Return the sizes of a rank's groups, padding included."""
+        floor = sum(self.capacity(source) or 0 for source in range(self.world))
+        wanted = [max(len(rows), floor) for rows in self.arrivals(rank)]
+        return tuple(-(-rows // self.row_alignment) * self.row_alignment for rows in wanted)
+
+    def gains(self, rank: int) -> Tensor:
+        """Return the number that each choice's expert multiplies a token with, fp64 (T, K); 0 where dropped."""
+        return (self.ids(rank) + 1).double()
+
+
+def _rows_of(expert: int, chosen: list[Tensor]) -> Iterator[tuple[int, int, int]]:
+    for source, ids_TK in enumerate(chosen):
+        for token, choice in (ids_TK == expert).nonzero().tolist():
+            yield source, token, choice
+
+
+def _generator(seed: int, rank: int, stream: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed * 1009 + rank) * 10 + stream)
+
+
+def unequal(world: int, seed: int = 0) -> tuple[int, ...]:
+    """Return different numbers of tokens for the ranks, one of them 0 where there are three or more."""
+    pattern = (5, 3, 0, 7, 2, 1, 4, 6)
+    return tuple(pattern[(rank + seed) % len(pattern)] for rank in range(world)) if world > 1 else (7,)
+
+
+def usual(world: int) -> list[Case]:
+    """Return the cases that every dispatcher is tried on, simplest first."""
+    tokens, seven = unequal(world), max(7, world)
+    lonely = (0,) * (world - 1) + (1,)
+    found = [
+        Case(tokens=(3,) * world, top_k=1),
+        Case(tokens=(4,) * world),
+        *(Case(tokens=tokens, skew=skew, seed=seed) for seed, skew in enumerate(SKEWS)),
+        Case(tokens=lonely),
+        Case(tokens=(0,) * world),
+        Case(tokens=tuple(reversed(tokens)), top_k=1, skew="one"),
+        Case(tokens=tokens, top_k=8, seed=1),
+        Case(tokens=tokens, dropped=0.4, top_k=3),
+        Case(tokens=tokens, dropped=0.9),
+        Case(tokens=tokens, dropped=1.0),
+        Case(tokens=tokens, row_alignment=4, seed=2),
+        Case(tokens=tokens, row_alignment=16, skew="starved", dropped=0.2),
+        Case(tokens=(0,) * world, row_alignment=4),
+        Case(tokens=tokens, dtype="bf16", top_k=3),
+        Case(tokens=tokens, dtype="bf16", skew="one", row_alignment=4, dropped=0.2),
+        Case(tokens=tokens, num_experts=world * 2, top_k=2, seed=3),
+        Case(tokens=tokens, dim=7, seed=9),
+        Case(tokens=tuple(37 + 8 * n for n in range(world)), num_experts=seven // world * world * 8, top_k=5),
+    ]
+    nodes = {1, world} - {2}
+    found += [Case(tokens=tokens, ranks_per_node=each, dropped=0.2, top_k=3) for each in sorted(nodes)]
+    if world % 2 == 0:
+        parts = [Case(tokens=tokens, etp=2, seed=4), Case(tokens=lonely, etp=2), Case(tokens=tokens, etp=world)]
+        parts.append(Case(tokens=tokens, etp=2, skew="one", dropped=0.3, row_alignment=4, dtype="bf16", top_k=3))
+        found += [*parts, Case(tokens=tokens, etp=2, skew="starved", ranks_per_node=1)]
+    return found

@@ -1,0 +1,161 @@
+"""Checks of a whole MoE layer over gloo ranks, held against the dense oracle: output and every gradient by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pytest
+from attrs import evolve, frozen
+
+from moefw.core.errors import ContractError, PlanError
+from moefw.testing.oracle import Rule
+from moefw.testing.suites.dispatch_case import unequal
+from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, crash, fail
+from moefw.testing.trial import Outcome, Trial, assert_matches, solve, truth
+
+RTOL: Final = {"fp32": 1e-5, "bf16": 4e-2}
+SKEWS: Final = ("even", "one", "starved")
+
+
+@frozen(kw_only=True)
+class Layer:
+    """A layer of a world to try, and what is special about it."""
+
+    tokens: tuple[int, ...]
+    experts: tuple[tuple[str, int], ...] = ()
+    num_experts: int = 4
+    top_k: int = 2
+    skew: str = "even"
+    masked: bool = False
+    precision: str = "fp32"
+    capacity: tuple[float, str] | None = None
+    pad: bool = False
+    row_alignment: int = 1
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """Say what is special about the layer."""
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.experts) or "experts whole on every rank"
+        said = [f"tokens {self.tokens}", mesh, f"{self.num_experts} experts, top-{self.top_k}, {self.skew} routing"]
+        said += [f"capacity {self.capacity[0]}"] if self.capacity else []
+        return ", ".join([*said, *["masked tokens"] * self.masked, self.precision])
+
+    @property
+    def rule(self) -> Rule:
+        """The routing, as the oracle reads it."""
+        return Rule(top_k=self.top_k, renormalise=False, capacity=self.capacity)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the sections of the spec beside the dispatcher's."""
+        routing: dict[str, Any] = {"use": "topk", "score": "sigmoid", "renormalise": False}
+        if self.capacity:
+            routing["capacity"] = {"factor": self.capacity[0], "drop": self.capacity[1], "pad": self.pad}
+        parallel: dict[str, Any] = {"experts": dict(self.experts)}
+        if len(self.tokens) % 2 == 0:
+            parallel["ranks_per_node"] = 2 if len(self.tokens) > 2 else 1
+        return {"routing": routing, "precision": {"use": self.precision}, "parallel": parallel}
+
+
+def solved(trials: Sequence[Trial]) -> list[Outcome]:
+    """Run the trials one after the other on this rank."""
+    return [solve(trial) for trial in trials]
+
+
+class LayerChecks(DispatcherRunner):
+    """The layer equals the dense oracle."""
+
+    def layers(self, *, etp: bool = False, copies: bool = False, **settings: Any) -> list[Layer]:
+        """Return a layer of each world of the profile: over ep, with experts in halves, or with copies of experts."""
+        found = []
+        for world in self.profile.worlds:
+            if (etp and world % 2) or (copies and world == 1):
+                continue
+            mesh: dict[str, int] = {"ep": world // 2, "etp": 2} if etp else {"ep": world // 2 if copies else world}
+            axes = tuple((axis, size) for axis, size in mesh.items() if size > 1)
+            found.append(Layer(tokens=unequal(world), experts=axes, num_experts=max(4, world)))
+        return [evolve(layer, **settings) for layer in found]
+
+    def hold(self, layers: Sequence[Layer]) -> None:
+        """Fail with the first layer that is not what the oracle computes; skip if all are refused."""
+        if self.offers(tokens=(1,)).get("rows") == ("static",):
+            pytest.skip("a static budget drops rows of which the oracle does not know")
+        refusals, worlds = [], dict[int, list[tuple[Layer, Trial]]]()
+        for layer in layers:
+            drawn = self.trial(
+                tokens=layer.tokens,
+                num_experts=layer.num_experts,
+                top_k=layer.top_k,
+                skew=layer.skew,
+                masked=layer.masked,
+                row_alignment=layer.row_alignment,
+                seed=layer.seed,
+                parts=layer.parts(),
+            )
+            try:
+                assembly = drawn.assemble()
+                self.aligned(assembly.parts.dispatch.offers(assembly.site.at(0)), layer.row_alignment)
+            except (PlanError, RefusedError) as error:
+                refusals.append(str(error))
+                continue
+            worlds.setdefault(drawn.world, []).append((layer, drawn))
+        for world, tried in worlds.items():
+            self._hold(world, tried)
+        if not worlds:
+            why = refusals[0] if refusals else "no world of the profile has room for it"
+            pytest.skip(f"{self.plugin.name} refuses: {why}")
+
+    def _hold(self, world: int, tried: Sequence[tuple[Layer, Trial]]) -> None:
+        try:
+            ranks = self.job(solved, world, [drawn for _, drawn in tried])
+        except ContractError as error:
+            about = "; ".join(str(layer) for layer, _ in tried)
+            fail(f"{self.plugin.name}: {crash(error)} In a layer of {world} ranks, one of: {about}.")
+        for number, (layer, drawn) in enumerate(tried):
+            wanted = truth(self._with_builtin(drawn), layer.rule)
+            try:
+                assert_matches([outcomes[number] for outcomes in ranks], wanted, rtol=RTOL[layer.precision])
+            except AssertionError as error:
+                fail(f"{self.plugin.name}: in a layer of {world} ranks {error}. With {layer}.")
+
+    def _with_builtin(self, drawn: Trial) -> Trial:
+        """Return the trial as the oracle needs it: for the weights alone, which no dispatcher changes."""
+        parts = {name: part for name, part in drawn.parts.items() if name != self.section}
+        return Trial(**{**drawn.__dict__, "parts": parts, "plugins": ()})
+
+    def test_the_layer_equals_the_oracle(self) -> None:
+        """Over worlds and skews: all tokens to one expert, an expert that gets none, ranks of unequal numbers."""
+        self.hold([layer for seed, skew in enumerate(SKEWS) for layer in self.layers(skew=skew, seed=seed)])
+
+    def test_the_layer_equals_the_oracle_where_ranks_are_empty(self) -> None:
+        """One, all but one, or all."""
+        empty = [evolve(layer, tokens=(0,) * len(layer.tokens)) for layer in self.layers()]
+        lonely = [evolve(layer, tokens=(0,) * (len(layer.tokens) - 1) + (1,)) for layer in self.layers(seed=1)]
+        self.hold([*empty, *lonely])
+
+    def test_the_layer_equals_the_oracle_where_tokens_are_masked(self) -> None:
+        """Masked tokens go nowhere."""
+        self.hold(self.layers(masked=True, skew="starved", seed=2))
+
+    def test_the_layer_equals_the_oracle_with_one_expert_or_all(self) -> None:
+        """K = 1 and K = E."""
+        every = [evolve(layer, top_k=layer.num_experts) for layer in self.layers(seed=3)]
+        self.hold([*self.layers(top_k=1, seed=4), *every])
+
+    def test_the_layer_equals_the_oracle_where_capacity_drops_choices(self) -> None:
+        """Dropped choices travel nowhere; groups are padded to the capacity where that is offered."""
+        dropping = self.layers(capacity=(0.7, "probs"), skew="one", num_experts=8, seed=5)
+        padded = [evolve(layer, pad=True, row_alignment=4) for layer in dropping]
+        self.hold([*dropping, *padded])
+
+    def test_the_layer_equals_the_oracle_in_bf16(self) -> None:
+        """Within the rounding of bf16."""
+        self.hold(self.layers(precision="bf16", seed=6))
+
+    def test_the_layer_equals_the_oracle_with_experts_in_parts(self) -> None:
+        """Tensor-parallel experts: a token is not counted twice."""
+        self.hold([*self.layers(etp=True, seed=7), *self.layers(etp=True, skew="one", masked=True)])
+
+    def test_the_layer_equals_the_oracle_with_copies_of_experts(self) -> None:
+        """Several expert groups in one world, each of them the same."""
+        self.hold([*self.layers(copies=True, seed=8), *self.layers(copies=True, skew="starved", row_alignment=4)])

@@ -1,0 +1,223 @@
+"""What a rank does with a dispatcher under test. Functions of ``(group, rank, case, assembly, ...)``, sent by name.
+
+Shapes: legend in :mod:`moefw.core.stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefw.core.assembly import Assembly
+from moefw.core.build import Shared
+from moefw.core.contracts import Dispatcher
+from moefw.core.stages import ExpertBatch, Receipt, Routing
+from moefw.testing.suites.dispatch_case import Case
+from moefw.testing.suites.dispatch_witness import same_bits
+from moefw.testing.wire import open_dispatcher
+
+
+@dataclass(kw_only=True)
+class Moved:
+    """What one rank saw of one movement there and back."""
+
+    rows_RD: Tensor
+    row_weights_R: Tensor
+    counts_e: Tensor
+    offsets_e: Tensor
+    counts_host: tuple[int, ...] | None
+    stats: Mapping[str, Tensor]
+    out_TD: Tensor
+    grad_x_TD: Tensor | None = None
+    grad_weights_TK: Tensor | None = None
+    grad_rows_RD: Tensor | None = None
+    spoiled: list[str] = field(default_factory=list)
+    """Names of inputs that were changed in place."""
+    wants: str = ""
+    """Which inputs wanted gradients, of x and w, in a backward that was run."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor by the name that a fault says; rows without the undefined ones at the end."""
+        end = int(self.offsets_e[-1]) if len(self.offsets_e) else 0
+        named = {
+            "the rows": self.rows_RD[:end],
+            "the rows' weights": self.row_weights_R[:end],
+            "counts_e": self.counts_e,
+            "offsets_e": self.offsets_e,
+            "the output": self.out_TD,
+            "the gradient of x": self.grad_x_TD,
+            "the gradient of the weights": self.grad_weights_TK,
+            "the gradient of the rows": None if self.grad_rows_RD is None else self.grad_rows_RD[:end],
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+@contextmanager
+def opened(group: Any, case: Case, assembly: Assembly) -> Iterator[Dispatcher]:
+    """Build the dispatcher of an assembly on this rank, and close it."""
+    shared = Shared()
+    moves = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
+    try:
+        yield moves
+    finally:
+        moves.close()
+        shared.close()
+
+
+def settled_case(assembly: Assembly) -> bool:
+    """Return whether the dispatcher offers nothing but a static budget of rows, which the cases do not fit."""
+    return tuple(assembly.parts.dispatch.offers(assembly.site).get("rows", ())) == ("static",)
+
+
+def experts(batch: ExpertBatch, case: Case, rank: int, *, padding: float = 0.0) -> Tensor:
+    """Return what this rank's experts make of their rows: (expert number + 1) * weight * row, this rank's part of it.
+
+    What they give for rows that are none, of padding and past the last group, is ``padding``.
+    """
+    numbers = torch.tensor(list(case.experts(rank)))
+    places = torch.arange(len(batch.rows_RD))
+    expert_R = torch.bucketize(places, batch.offsets_e.long(), right=True)
+    inside_R = expert_R < len(numbers)
+    expert_R = expert_R.clamp_max(len(numbers) - 1)
+    starts_e = torch.cat([batch.offsets_e.new_zeros(1), batch.offsets_e[:-1]]).long()
+    valid_R = inside_R & (places - starts_e[expert_R] < batch.counts_e[expert_R])
+    gain_R = (numbers[expert_R] + 1).float() * case.part(rank)
+    made_RD = (batch.rows_RD.float() * (batch.row_weights_R * gain_R).unsqueeze(1)).to(batch.rows_RD.dtype)
+    return torch.where(valid_R.unsqueeze(1), made_RD, padding)
+
+
+def there_and_back(
+    moves: Dispatcher,
+    case: Case,
+    rank: int,
+    *,
+    wants: str = "xw",
+    padding: float = 0.0,
+    routing: Routing | None = None,
+    x_TD: Tensor | None = None,
+    weights_TK: Tensor | None = None,
+    counts: list[list[int]] | None = None,
+    dropless: bool = False,
+) -> Moved:
+    """Route, dispatch, compute, combine, and go backward from the output times the case's probe.
+
+    ``wants``: which inputs want gradients, of x and w; none: no backward. ``dropless``: budgets do not hold.
+    """
+    routing = routing or case.routing(rank)
+    x_TD = (case.x(rank) if x_TD is None else x_TD).detach().requires_grad_("x" in wants)
+    weights_TK = (routing.weights_TK if weights_TK is None else weights_TK).detach().requires_grad_("w" in wants)
+    given = {"x": x_TD, "the weights": weights_TK, "the expert ids": routing.expert_ids_TK}
+    kept = {name: tensor.detach().clone() for name, tensor in given.items()}
+    known: dict[str, Any] = {} if counts is None else {"counts": counts}
+    plan = moves.plan(routing, **known, dropless=dropless)
+    batch, receipt = moves.dispatch(x_TD, weights_TK, plan)
+    return _returned(moves, case, rank, batch, receipt, given, kept, padding=padding, wants=wants)
+
+
+def again(
+    moves: Dispatcher, case: Case, rank: int, receipt: Receipt, *, factor: float = 1.0, wants: str = "xw"
+) -> Moved:
+    """Do the same along a receipt, with ``factor`` times the tokens and weights."""
+    x_TD = (factor * case.x(rank)).requires_grad_("x" in wants)
+    weights_TK = (factor * case.weights(rank)).requires_grad_("w" in wants)
+    given = {"x": x_TD, "the weights": weights_TK}
+    kept = {name: tensor.detach().clone() for name, tensor in given.items()}
+    batch, receipt = moves.redispatch(x_TD, weights_TK, receipt)
+    return _returned(moves, case, rank, batch, receipt, given, kept, wants=wants)
+
+
+def _returned(
+    moves: Dispatcher,
+    case: Case,
+    rank: int,
+    batch: ExpertBatch,
+    receipt: Receipt,
+    given: dict[str, Tensor],
+    kept: dict[str, Tensor],
+    *,
+    padding: float = 0.0,
+    wants: str,
+) -> Moved:
+    rows_RD = experts(batch, case, rank, padding=padding)
+    if rows_RD.requires_grad:
+        rows_RD.retain_grad()
+    given |= {"the dispatched rows": batch.rows_RD, "the rows' weights": batch.row_weights_R, "the rows": rows_RD}
+    kept |= {name: given[name].detach().clone() for name in given.keys() - kept.keys()}
+    out_TD = moves.combine(rows_RD, receipt)
+    probe_TD = case.probe(rank)
+    given["the gradient of the output"], kept["the gradient of the output"] = probe_TD, probe_TD.clone()
+    if wants and out_TD.requires_grad:
+        torch.autograd.backward(out_TD, probe_TD)
+    moved = seen(batch, out_TD)
+    moved.spoiled = [name for name, tensor in given.items() if not same_bits(tensor, kept[name])]
+    moved.grad_x_TD, moved.grad_weights_TK = given["x"].grad, given["the weights"].grad
+    moved.grad_rows_RD = rows_RD.grad if rows_RD.requires_grad else None
+    moved.wants = wants
+    return moved
+
+
+def seen(batch: ExpertBatch, out_TD: Tensor) -> Moved:
+    """Return a movement's tensors, without gradients."""
+    return Moved(
+        rows_RD=batch.rows_RD.detach().clone(),
+        row_weights_R=batch.row_weights_R.detach().clone(),
+        counts_e=batch.counts_e.clone(),
+        offsets_e=batch.offsets_e.clone(),
+        counts_host=batch.counts_host,
+        stats={name: value.detach().clone() for name, value in batch.stats.items()},
+        out_TD=out_TD.detach().clone(),
+    )
+
+
+def moved(group: Any, rank: int, case: Case, assembly: Assembly, **how: Any) -> Moved:
+    """Return one movement on a dispatcher of its own."""
+    with opened(group, case, assembly) as moves:
+        return there_and_back(moves, case, rank, dropless=settled_case(assembly), **how)
+
+
+def moved_twice(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Moved, Moved]:
+    """Return the same movement twice, on one dispatcher, another between the two."""
+    dropless = settled_case(assembly)
+    with opened(group, case, assembly) as moves:
+        first = there_and_back(moves, case, rank, dropless=dropless)
+        other = Case(tokens=tuple(n + 1 for n in case.tokens), **_sizes(case), seed=case.seed + 17)
+        there_and_back(moves, other, rank, dropless=dropless)
+        return first, there_and_back(moves, case, rank, dropless=dropless)
+
+
+def _sizes(case: Case) -> dict[str, Any]:
+    names = ("num_experts", "top_k", "dim", "etp", "ranks_per_node", "row_alignment", "dtype")
+    return {name: getattr(case, name) for name in names}
+
+
+def identity(group: Any, rank: int, case: Case, assembly: Assembly) -> Tensor:
+    """Return what combine makes of the very rows that dispatch brought."""
+    with opened(group, case, assembly) as moves:
+        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
+        batch, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        end = int(batch.offsets_e[-1])
+        rows_RD = torch.zeros_like(batch.rows_RD)
+        rows_RD[:end] = batch.rows_RD[:end]
+        return moves.combine(rows_RD, receipt).detach()
+
+
+def odd_values(case: Case, rank: int) -> Tensor:
+    """Return tokens of values that are not numbers, or nearly not."""
+    x_TD = case.x(rank)
+    odd = (float("nan"), float("inf"), -float("inf"), -0.0, torch.finfo(x_TD.dtype).tiny / 2, 1e30)
+    for place, value in enumerate(odd):
+        x_TD[place % 3 :: 3, place] = value
+    return x_TD
+
+
+def odd_rows(group: Any, rank: int, case: Case, assembly: Assembly) -> Tensor:
+    """Return the rows that come of such tokens, without padding and what follows."""
+    with opened(group, case, assembly) as moves:
+        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
+        batch, _ = moves.dispatch(odd_values(case, rank), case.weights(rank), plan)
+        return batch.rows_RD[: int(batch.offsets_e[-1])].detach()

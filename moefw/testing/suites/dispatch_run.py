@@ -1,0 +1,272 @@
+"""How dispatcher checks get their ranks: threads where that is possible, else gloo; how crashes become sentences."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moefw.core.assembly import Assembly
+from moefw.core.errors import ContractError, MoefwError, PlanError
+from moefw.core.facts import ANY, Offers
+from moefw.testing.suites import dispatch_judge as judge
+from moefw.testing.suites.base import Suite
+from moefw.testing.suites.dispatch_case import Case
+from moefw.testing.suites.dispatch_ranks import Moved, moved, moved_twice
+from moefw.testing.threads import thread_world
+from moefw.testing.trial import Trial
+
+PROBE: Final = Case(tokens=(2, 1))
+NO_THREADS: Final = (
+    "no backend",
+    "process group has not been initialized",
+    "not registered",
+    "backend type",
+    "Backend",
+)
+"""What torch says where a dispatcher asks of its group what only a real process group has."""
+
+
+GONE: Final = ("Connection closed by peer", "Connection reset by peer", "Socket closed")
+"""What gloo says on a rank because another has ended."""
+
+
+class RefusedError(Exception):
+    """The plugin refuses this case, with its reason: that is its right, and no fault."""
+
+
+class FaultError(Exception):
+    """What a dispatcher did wrong, in a sentence."""
+
+
+def fail(what: str) -> None:
+    """Fail the running check with a sentence, without a traceback."""
+    pytest.fail(what, pytrace=False)
+
+
+class DispatcherRunner(Suite):
+    """Runs functions of :mod:`moefw.testing.suites.dispatch_ranks` on the ranks of a case, and judges what they saw."""
+
+    section = "dispatch"
+    job_s: ClassVar[float] = 20.0
+    """How long ranks may take for one job before they count as hanging."""
+    _known: ClassVar[dict[Any, Any]]
+    """What was assembled and run for this plugin: checks that look at the same run share it."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._known = {}
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returned, or raise what it raised, the first time."""
+        known = type(self)._known
+        if key not in known:
+            try:
+                known[key] = (make(), None)
+            except (RefusedError, FaultError) as error:
+                known[key] = (None, error)
+        value, raised = known[key]
+        if raised is not None:
+            raise raised
+        return value
+
+    def trial_of(self, case: Case) -> Trial:
+        """Return the trial whose dispatcher a case is for."""
+        parts = {
+            "parallel": {"experts": {"ep": case.ep, "etp": case.etp}, "ranks_per_node": case.ranks_per_node},
+            "routing": {"use": "topk", "score": "sigmoid"},
+            "gemm": {"use": "loop"},
+        }
+        return self.trial(
+            tokens=(1,) * case.world,
+            num_experts=case.num_experts,
+            top_k=case.top_k,
+            dim=case.dim,
+            row_alignment=case.row_alignment,
+            parts=parts,
+        )
+
+    def assembly_of(self, case: Case) -> Assembly:
+        """Return the assembly of a case. Raises RefusedError where the plugin, or what it does not fit, says no."""
+        sizes = (case.num_experts, case.top_k, case.dim, case.row_alignment)
+        key = ("assembly", case.world, case.etp, case.ranks_per_node, *sizes)
+
+        def make() -> Assembly:
+            try:
+                assembly = self.trial_of(case).assemble()
+            except PlanError as error:
+                raise RefusedError(str(error)) from error
+            self.aligned(assembly.parts.dispatch.offers(assembly.site.at(0)), case.row_alignment)
+            return assembly
+
+        found: Assembly = self._once(key, make)
+        return found
+
+    def aligned(self, offered: Offers, row_alignment: int) -> None:
+        """Raise RefusedError where rows of an alignment are not offered; those of 1 always are."""
+        alignments = offered.get("row_alignment", (1,))
+        if alignments != ANY and row_alignment not in (1, *alignments):
+            raise RefusedError(f"rows aligned to {row_alignment} are not offered, only {alignments}")
+
+    @property
+    def on_threads(self) -> bool:
+        """Whether the dispatcher runs where ranks are threads: it asks its group for nothing but collectives."""
+
+        def probe() -> bool:
+            try:
+                thread_world(2, moved, PROBE, self.assembly_of(PROBE), timeout_s=self.job_s)
+            except RefusedError:
+                return True
+            except Exception as error:
+                return not any(words in str(error) for words in NO_THREADS)
+            return True
+
+        return bool(self._once("threads", probe))
+
+    @property
+    def exact(self) -> bool:
+        """Whether the same movement must give the same bits: it is offered."""
+        return bool(self.offers(tokens=(1,)).get("deterministic", False))
+
+    def offers(self, **settings: Any) -> Offers:
+        """Return what the plugin promises; skips the check where it refuses to stand there at all."""
+        settings = {"tokens": (1,), **settings}
+        key = ("offers", *sorted((name, str(value)) for name, value in settings.items()))
+
+        def make() -> Offers:
+            try:
+                return super(DispatcherRunner, self).offers(**settings)
+            except PlanError as error:
+                raise RefusedError(str(error)) from error
+
+        try:
+            offered: Offers = self._once(key, make)
+        except RefusedError as refusal:
+            pytest.skip(f"{self.plugin.name} refuses: {refusal}")
+        return offered
+
+    def ranks(self, function: Callable[..., Any], case: Case, **how: Any) -> list[Any]:
+        """Return ``function(group, rank, case, assembly, **how)`` of every rank. Raises RefusedError, FaultError."""
+        assembly = self.assembly_of(case)
+        try:
+            if self.on_threads:
+                return _on_threads(function, case, assembly, how, self.job_s)
+            return self.job(_on_gloo, case.world, function, self.trial_of(case), case, how)
+        except PlanError as error:
+            raise RefusedError(str(error)) from error
+        except Exception as error:
+            if isinstance(error, ContractError) and "PlanError" in str(error):
+                raise RefusedError(str(error).rsplit("PlanError:")[-1].strip()) from error
+            raise FaultError(f"{crash(error)} With {case}.") from error
+
+    def job(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        """Run a function on gloo ranks. Raises ContractError; once ranks hung, at once, with what was said then."""
+        known = type(self)._known
+        if "hung" in known:
+            raise known["hung"]
+        home = self.plugin.__module__.partition(".")[0]
+        if "<locals>" in self.plugin.__qualname__ or not any(each.find_spec(home, None) for each in sys.meta_path):
+            what = f"{self.plugin.__qualname__} cannot be sent to other processes"
+            fail(f"{self.plugin.name}: {what}: declare it at the top of a module that can be imported.")
+        try:
+            return self.pool.run(function, world, *args, timeout_s=self.job_s)
+        except ContractError as error:
+            if "no answer in time" in str(error) and "Traceback" not in str(error):
+                known["hung"] = error
+            raise
+
+    def moved(self, case: Case) -> list[Moved]:
+        """Return what each rank saw of a case; run once for all checks."""
+        found: list[Moved] = self._once(("moved", case), lambda: self.ranks(moved, case))
+        return found
+
+    def judge(self, cases: Sequence[Case], *judges: judge.Judge) -> None:
+        """Fail with the first fault that a judge finds in what the ranks saw; skip if every case is refused."""
+
+        def look(case: Case) -> str | None:
+            ranks = self.moved(case)
+            return next(filter(None, (one(case, ranks) for one in judges)), None)
+
+        self.each(cases, look)
+
+    def each(self, cases: Sequence[Case], look: Callable[[Case], str | None]) -> None:
+        """Fail with the first fault of the cases; skip if the plugin refuses every one."""
+        refusals: list[str] = []
+        for case in cases:
+            try:
+                fault = look(case)
+            except RefusedError as refusal:
+                refusals.append(str(refusal))
+                continue
+            except FaultError as crashed:
+                fail(f"{self.plugin.name}: {crashed}")
+            if fault:
+                fail(f"{self.plugin.name}: {fault}. With {case}.")
+        if len(refusals) == len(cases):
+            why = refusals[0] if refusals else "no world of the profile has room for it"
+            pytest.skip(f"{self.plugin.name} refuses: {why}")
+
+    def twice(self, case: Case) -> list[tuple[Moved, Moved]]:
+        """Return what each rank saw the first and the third time on one dispatcher."""
+        found: list[tuple[Moved, Moved]] = self.ranks(moved_twice, case)
+        return found
+
+
+def _on_threads(
+    function: Callable[..., Any], case: Case, assembly: Assembly, how: Mapping[str, Any], timeout_s: float
+) -> list[Any]:
+    def run(group: Any, rank: int) -> Any:
+        return function(group, rank, case, assembly, **how)
+
+    with poisoned():
+        return thread_world(case.world, run, timeout_s=timeout_s)
+
+
+def _on_gloo(function: Callable[..., Any], trial: Trial, case: Case, how: Mapping[str, Any]) -> Any:
+    with poisoned():
+        return function(dist.group.WORLD, dist.get_rank(), case, trial.assemble(), **how)
+
+
+class poisoned:  # noqa: N801
+    """While it is open, memory that nobody wrote reads as NaN."""
+
+    def __enter__(self) -> None:
+        self._before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(self._before)
+
+
+def crash(error: BaseException) -> str:
+    """Return the sentence for an exception of a rank, with the last lines of its traceback."""
+    said = str(error)
+    if isinstance(error, ContractError):
+        if "different collectives" in said or "did not come to" in said:
+            return f"the ranks do not make the same collectives in the same order, and would hang: {said}"
+        if "which awaits" in said:
+            return f"the ranks disagree about what they send each other: {said}"
+        if "Traceback" in said:
+            return _raised(said)
+        if "no answer in time" in said:
+            return f"the ranks hang: some wait for a collective that others do not make: {said}"
+        return f"a rank fails: {said[-1500:]}"
+    where = " ".join(getattr(error, "__notes__", []))
+    lines = traceback.format_exception(error)[-4:] if not isinstance(error, MoefwError) else []
+    return f"raises {type(error).__name__}: {said} {where}\n{''.join(lines)}"
+
+
+def _raised(said: str) -> str:
+    """Return the sentence for the tracebacks of some ranks: of the first that is not just told of another's end."""
+    blocks = re.split(r"^(?=rank \d+: )", said, flags=re.MULTILINE)
+    failed = [block.rstrip() for block in blocks if "Traceback" in block]
+    cause = next((block for block in failed if not any(words in block for words in GONE)), failed[0])
+    lines = cause.splitlines()
+    return f"raises {lines[-1]} ({lines[0].partition(':')[0]})\n" + "\n".join(lines[-5:]) + "\n"

@@ -1,0 +1,197 @@
+"""Movements that are watched: what the dispatcher keeps, what it launches and waits for, what it sends.
+
+Functions of ``(group, rank, case, assembly, ...)``, as in :mod:`moefw.testing.suites.dispatch_ranks`.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefw.core.assembly import Assembly
+from moefw.core.contracts import Dispatcher
+from moefw.core.traffic import Traffic
+from moefw.testing.counting import CountingGroup
+from moefw.testing.suites.dispatch_case import Case
+from moefw.testing.suites.dispatch_flights import other_case
+from moefw.testing.suites.dispatch_ranks import Moved, experts, opened, settled_case, there_and_back
+from moefw.testing.suites.dispatch_witness import Event, Witness, known
+from moefw.testing.wire import differences, measure
+
+DEPTH = 6
+"""How deep objects inside objects are looked at."""
+CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+
+
+def kept(group: Any, rank: int, case: Case, assembly: Assembly) -> list[str]:
+    """Return the names of what changed on the dispatcher, its classes and its module, from build to three movements."""
+    dropless = settled_case(assembly)
+    changed: set[str] = set()
+    with opened(group, case, assembly) as moves:
+        before, outside = snapshot(moves), surroundings(alone=case.world == 1)
+        plan = moves.plan(case.routing(rank), dropless=dropless)
+        changed |= _changes(before, snapshot(moves))
+        batch, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        changed |= _changes(before, snapshot(moves))
+        moves.combine(experts(batch, case, rank), receipt)
+        changed |= _changes(before, snapshot(moves))
+        for one in (case, other_case(case)):
+            there_and_back(moves, one, rank, dropless=dropless)
+            changed |= _changes(before, snapshot(moves))
+        changed |= _changes(outside, surroundings(alone=case.world == 1))
+    return sorted(changed)
+
+
+def surroundings(*, alone: bool) -> dict[str, str]:
+    """Return what of torch a dispatcher leaves as it is; its random numbers where no other thread draws any."""
+    found = {
+        "torch.get_default_dtype()": str(torch.get_default_dtype()),
+        "torch.is_grad_enabled()": str(torch.is_grad_enabled()),
+        "torch.are_deterministic_algorithms_enabled()": str(torch.are_deterministic_algorithms_enabled()),
+    }
+    if alone:
+        found["torch.get_rng_state()"] = str(hash(torch.get_rng_state().numpy().tobytes()))
+    return found
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def snapshot(moves: Dispatcher) -> dict[str, str]:
+    """Return what a dispatcher holds by path: its attributes, and data of its classes and of its module."""
+    found = dict(_values("self", moves, DEPTH, set()))
+    for kind in type(moves).__mro__:
+        if kind in Dispatcher.__mro__:
+            continue
+        for name, value in vars(kind).items():
+            if not name.startswith("__") and isinstance(value, (Tensor, int, float, *CONTAINERS, types.NoneType)):
+                found |= _values(f"{kind.__name__}.{name}", value, DEPTH, set())
+    for name, value in vars(sys.modules[type(moves).__module__]).items():
+        if not name.startswith("__") and isinstance(value, (Tensor, int, float, *CONTAINERS)):
+            found |= _values(f"{type(moves).__module__}.{name}", value, DEPTH, set())
+    return found
+
+
+def _values(path: str, value: Any, depth: int, above: set[int]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Tensor):
+        yield path, f"{value.dtype} {tuple(value.shape)} {value.detach().flatten().tolist()}"
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, range)):
+        yield path, repr(value)
+    elif depth and id(value) not in above:
+        yield path, f"{type(value).__name__} {id(value) if not isinstance(value, CONTAINERS) else _size(value)}"
+        for name, item in _inside(value):
+            yield from _values(f"{path}{name}", item, depth - 1, above | {id(value)})
+
+
+def _size(value: Any) -> int:
+    return len(value)
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
+    elif isinstance(value, (set, frozenset)):
+        yield from ((f"{{{item!r}}}", None) for item in value)
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif not isinstance(value, (type, types.ModuleType, types.FunctionType, types.MethodType, torch.dtype)):
+        if isinstance(value, torch.distributed.ProcessGroup):
+            return
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        names = [*getattr(value, "__dict__", {}), *(name for name in slots if isinstance(name, str))]
+        for name in names:
+            if not name.startswith("__") and hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def witnessed(
+    group: Any, rank: int, case: Case, assembly: Assembly, *, late: bool = False, slow: int | None = None
+) -> tuple[Moved, list[Event], list[Event]]:
+    """Return a movement with the events of its collectives, and those whose input was overwritten.
+
+    ``late``: results arrive when they are waited for. ``slow``: the rank whose launches take 3 ms.
+    """
+    witness = Witness(group, late=late, delay_s=0.003 if rank == slow else 0.0)
+    with known(witness), opened(witness, case, assembly) as moves:
+        result = there_and_back(moves, case, rank, dropless=settled_case(assembly))
+        return result, witness.events, witness.overwritten
+
+
+class _Step(torch.autograd.Function):
+    """Work between start and finish, which notes when its backward runs and what is under way then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, witness: Witness, name: str, found: dict[str, int]) -> Tensor:
+        ctx.noted = witness, name, found
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        witness, name, found = ctx.noted
+        found[name] = witness.under_way()
+        return grads[0], None, None, None
+
+
+def under_way(group: Any, rank: int, case: Case, assembly: Assembly) -> dict[str, int]:
+    """Return how many collectives are under way after each start and finish, and in the backward of work between."""
+    witness, found = Witness(group), dict[str, int]()
+    with known(witness), opened(witness, case, assembly) as moves:
+        x_TD, weights_TK = case.x(rank).requires_grad_(), case.weights(rank).requires_grad_()
+        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
+        found["plan"] = witness.under_way()
+        pending = moves.start_dispatch(x_TD, weights_TK, plan)
+        found["start_dispatch"] = witness.under_way()
+        beside: Any = _Step.apply(x_TD, witness, "backward of dispatch", found)  # type: ignore[no-untyped-call]
+        batch, receipt = moves.finish_dispatch(pending)
+        found["finish_dispatch"] = witness.under_way()
+        rows_RD = experts(batch, case, rank)
+        pending = moves.start_combine(rows_RD, receipt)
+        found["start_combine"] = witness.under_way()
+        after: Any = _Step.apply(x_TD, witness, "backward of combine", found)  # type: ignore[no-untyped-call]
+        out_TD = moves.finish_combine(pending)
+        found["finish_combine"] = witness.under_way()
+        torch.autograd.backward([out_TD, beside, after], [case.probe(rank)] * 3)
+        found["the end"] = witness.under_way()
+        pending = moves.start_redispatch(x_TD, weights_TK, receipt)
+        found["start_redispatch"] = witness.under_way()
+        moves.finish_dispatch(pending)
+        found["launched"] = len(witness.launches())
+        return found
+
+
+def on_the_wire(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[list[str], Traffic, Traffic]:
+    """Return where the claimed bytes are not those that were counted, and both."""
+    counting = CountingGroup(group, dim=case.dim)
+    with known(counting), opened(counting, case, assembly) as moves:
+        ids_TK, weights_TK = case.ids(rank), case.weights(rank)
+        claimed, counted = measure(moves, counting, case.x(rank), weights_TK, ids_TK, capacity=case.capacity(rank))
+        return differences(claimed, counted), claimed, counted
+
+
+def sent_again(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[list[Event], list[Event], int]:
+    """Return the collectives of a dispatch and of its repetition, and how often ``plan`` was called for the latter."""
+    witness, plans = Witness(group), 0
+    with known(witness), opened(witness, case, assembly) as moves:
+        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
+        before = len(witness.launches())
+        _, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        between = len(witness.launches())
+        inner = type(moves).plan
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal plans
+            plans += 1
+            return inner(moves, *arguments, **options)
+
+        if hasattr(moves, "__dict__"):
+            moves.__dict__["plan"] = counted
+        moves.redispatch(case.x(rank), case.weights(rank), receipt)
+        launches = witness.launches()
+        return launches[before:between], launches[between:], plans

@@ -1,0 +1,127 @@
+"""Checks of what travels: which collectives, when they are waited for, how many bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from moefw.core.traffic import Sent
+from moefw.testing.suites import dispatch_judge as judge
+from moefw.testing.suites.dispatch_case import Case, unequal
+from moefw.testing.suites.dispatch_run import DispatcherRunner
+from moefw.testing.suites.dispatch_watch import on_the_wire, sent_again, under_way, witnessed
+from moefw.testing.suites.dispatch_witness import UNEVEN, Event
+
+UNSEEN = "none of its collectives passes the process group of context.expert_group(), so they cannot be watched"
+
+
+class WireChecks(DispatcherRunner):
+    """Collectives of every rank, watched at the process group that the dispatcher was built with."""
+
+    def worlds(self, **settings: Any) -> list[Case]:
+        """Return cases on several ranks: unequal and empty ones, drops, experts in parts, one rank a node."""
+        found = []
+        for world in (each for each in self.profile.worlds if each > 1):
+            base = Case(tokens=unequal(world), dropped=0.3, top_k=3, seed=11)
+            found += [base, evolve(base, tokens=(0,) * (world - 1) + (2,)), evolve(base, dropped=1.0)]
+            found += [evolve(base, skew="one", ranks_per_node=1), evolve(base, etp=2), evolve(base, skew="far")]
+        if not found:
+            pytest.skip("a world of one rank sends nothing")
+        return [evolve(case, **settings) for case in found]
+
+    def test_every_rank_makes_the_same_collectives(self) -> None:
+        """In the same order, whatever its own tokens are; shapes agree where they must."""
+
+        def look(case: Case) -> str | None:
+            logs = [
+                [event for event in events if event.what == "launch"] for _, events, _ in self.ranks(witnessed, case)
+            ]
+            logs = [[event for event in log if event.kind not in UNEVEN[1:]] for log in logs]
+            for rank, log in enumerate(logs[1:], 1):
+                fault = _unlike(logs[0], log, rank)
+                if fault:
+                    return fault
+            return None
+
+        self.each(self.worlds(), look)
+
+    def test_no_buffer_is_read_before_its_collective_is_awaited(self) -> None:
+        """Results that arrive as late as they may give the same; what is sent is not overwritten before."""
+
+        def look(case: Case) -> str | None:
+            ranks = self.ranks(witnessed, case, late=True)
+            for rank, (_, _, overwritten) in enumerate(ranks):
+                if overwritten:
+                    return f"rank {rank}: what the {overwritten[0]} sends is overwritten before it was awaited"
+            late = [result for result, _, _ in ranks]
+            fault = judge.different(list(zip(self.moved(case), late, strict=True)), exact=self.exact)
+            return f"{fault}: a buffer is read before the collective that fills it was awaited" if fault else None
+
+        self.each(self.worlds(), look)
+
+    def test_movements_are_under_way_between_start_and_finish(self) -> None:
+        """Both ways: finish's backward starts the dual, start's backward waits for it."""
+
+        def look(case: Case) -> str | None:
+            for rank, found in enumerate(self.ranks(under_way, case)):
+                if not found["launched"]:
+                    pytest.skip(UNSEEN)
+                for start in ("start_dispatch", "start_combine", "start_redispatch"):
+                    if not found[start]:
+                        return f"rank {rank}: nothing is under way after {start}: it waits, so nothing overlaps"
+                for finish in ("plan", "finish_dispatch", "finish_combine", "the end"):
+                    if found[finish]:
+                        return f"rank {rank}: {found[finish]} collectives were never waited for by {finish}"
+                for movement in ("dispatch", "combine"):
+                    if not found.get(f"backward of {movement}"):
+                        what = f"nothing is under way in the backward of work between start and finish of {movement}"
+                        return f"rank {rank}: {what}: finish's backward does not start the dual, so nothing overlaps"
+            return None
+
+        cases = [Case(tokens=tuple(3 + rank for rank in range(case.world)), seed=5) for case in self.worlds()[::6]]
+        self.each(cases, look)
+
+    def test_redispatch_exchanges_no_metadata(self) -> None:
+        """It launches what dispatch launches, on rows and weights, and plans nothing."""
+
+        def look(case: Case) -> str | None:
+            for rank, (first, second, plans) in enumerate(self.ranks(sent_again, case)):
+                told = [event for event in second if "int" in event.dtype or "bool" in event.dtype]
+                if plans or told:
+                    what = f"launches {told[0]}" if told else "calls plan"
+                    return f"rank {rank}: redispatch exchanges metadata again: it {what}"
+                if [event.alike() for event in first] != [event.alike() for event in second]:
+                    what = f"{_listed(second)} instead of {_listed(first)}"
+                    return f"rank {rank}: redispatch launches other collectives than dispatch: {what}"
+            return None
+
+        self.each(self.worlds(), look)
+
+    def test_the_bytes_it_reports_are_those_that_leave_the_rank(self) -> None:
+        """``traffic`` by movement, peer and kind; nothing to itself."""
+
+        def look(case: Case) -> str | None:
+            for found, claimed, counted in self.ranks(on_the_wire, case):
+                unseen = not any(sent != Sent() for peers in counted.sent.values() for sent in peers)
+                if found and unseen and any(sent.payload for sent in claimed.sent["dispatch"]):
+                    pytest.skip(UNSEEN)
+                if found:
+                    return f"traffic is not what was sent: {found[0]}"
+            return None
+
+        self.each([*self.worlds(), *self.worlds(dtype="bf16", dim=64)[::5], Case(tokens=(5,))], look)
+
+
+def _unlike(first: list[Event], log: list[Event], rank: int) -> str | None:
+    for number, (a, b) in enumerate(zip(first, log)):
+        if a.alike() != b.alike():
+            return f"collective {number} is a {a} on rank 0 and a {b} on rank {rank}: the order differs between ranks"
+    if len(first) != len(log):
+        return f"rank 0 makes {len(first)} collectives and rank {rank} makes {len(log)}"
+    return None
+
+
+def _listed(events: list[Event]) -> str:
+    return ", ".join(map(str, events)) or "nothing"

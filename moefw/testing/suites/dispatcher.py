@@ -1,0 +1,92 @@
+"""The contract of a dispatcher: ``class TestRing(DispatcherSuite): plugin = Ring`` certifies one."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from moefw.core.errors import PlanError
+from moefw.testing import strategies
+from moefw.testing.suites import dispatch_judge as judge
+from moefw.testing.suites.dispatch_case import Case
+from moefw.testing.suites.dispatch_layer import Layer, LayerChecks
+from moefw.testing.suites.dispatch_run import FaultError, RefusedError, fail
+from moefw.testing.suites.dispatch_state import StateChecks
+from moefw.testing.suites.dispatch_static import StaticChecks
+from moefw.testing.suites.dispatch_wire import WireChecks
+
+
+class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
+    """Holds a dispatcher to its contract: set ``plugin``, and ``options`` if it has any that are required.
+
+    What it offers decides what is checked. A movement is tried on ranks that are threads, where the dispatcher asks
+    its process group for collectives alone, else over gloo; whole layers are always tried over gloo.
+    """
+
+    def test_it_can_be_built_and_its_declaration_is_pure(self) -> None:
+        """Options resolve on some world; offers and needs are the same each time they are asked."""
+        refusals = []
+        for world in self.profile.worlds:
+            for case in (Case(tokens=(1,) * world), Case(tokens=(1,) * world, num_experts=world * 2)):
+                try:
+                    site = self.assembly_of(case).site
+                except RefusedError as refusal:
+                    refusals.append(str(refusal))
+                    continue
+                part = self.assembly_of(case).parts.dispatch
+                for name in ("offers", "needs", "check"):
+                    ask = getattr(part, name)
+                    if ask(site.at(0)) != ask(site.at(0)):
+                        fail(f"{self.plugin.name}: {name}(site) returns something else when it is asked again.")
+                if pickle.loads(pickle.dumps(part)) != part:
+                    fail(f"{self.plugin.name}: a declaration does not survive pickle, so it cannot go to other ranks.")
+                if part != self.assembly_of(case).parts.dispatch or hash(part) != hash(part):
+                    fail(f"{self.plugin.name}: two declarations with the same options are not equal.")
+        if len(refusals) == 2 * len(self.profile.worlds):
+            fail(f"{self.plugin.name} refuses every world of the profile: {refusals[0]}")
+
+    def test_the_declaration_imports_no_torch(self) -> None:
+        """It is imported by ``check``, ``plugins`` and ``--help``, which answer at once."""
+        module = sys.modules[self.plugin.__module__]
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.name.startswith("test_") or file.name.endswith("_test.py") or module.__name__ == "__main__":
+            pytest.skip(f"{self.plugin.name} is declared in a test file")
+        path = [entry for entry in sys.path if entry]
+        code = f"import sys; sys.path[:0] = {path!r}; import {module.__name__}; print('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            pytest.skip(f"{module.__name__} cannot be imported on its own")
+        if "True" in done.stdout:
+            fail(f"{self.plugin.name}: importing {module.__name__} imports torch: import it inside build().")
+
+    def test_drawn_movements_are_right(self) -> None:
+        """Tokens, skews, drops, alignments, dtypes and layouts by chance, on every world."""
+        for world in self.profile.worlds:
+            self.for_all(self._movement, strategies.cases(world))
+
+    def _movement(self, case: Case) -> None:
+        try:
+            pairs = self.twice(case)
+        except RefusedError:
+            return
+        except FaultError as crashed:
+            fail(f"{self.plugin.name}: {crashed}")
+        for ranks in zip(*pairs, strict=True):
+            fault = next(filter(None, (one(case, ranks) for one in judge.JUDGES)), None)
+            if fault:
+                fail(f"{self.plugin.name}: {fault}. With {case}.")
+
+    def test_drawn_layers_equal_the_oracle(self) -> None:
+        """Whole layers by chance, over gloo."""
+        self.for_all(self._layer, st.sampled_from(self.profile.worlds).flatmap(strategies.layers), shrink=False)
+
+    def _layer(self, layer: Layer) -> None:
+        try:
+            self.hold([layer])
+        except (PlanError, pytest.skip.Exception):
+            return

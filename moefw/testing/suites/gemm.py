@@ -1,0 +1,279 @@
+"""The contract of expert computations: ``class TestMine(GemmSuite): plugin = Mine``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from moefw.core.contracts import ExpertGemm
+from moefw.core.errors import PlanError
+from moefw.core.stages import ExpertBatch
+from moefw.testing.suites.base import Suite
+from moefw.testing.suites.gemm_case import (
+    Results,
+    Rows,
+    backward,
+    computed,
+    computed_on_this_rank,
+    diagnosis,
+    differing,
+    experts_of,
+    formula,
+    named_on_this_rank,
+    names_of,
+    parameters_of,
+    rows,
+    saved_bytes,
+    terms_of_row_weights,
+)
+from moefw.testing.suites.runs import poisoned_memory, row_alignment
+from moefw.testing.suites.watch import changed, held, worst_error
+from moefw.testing.trial import Trial
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@frozen(eq=False)
+class Bench:
+    """Experts with random parameters, and what they are given."""
+
+    experts: Any
+    alignment: int
+    precision: str
+    differentiable: bool
+
+    def inputs(self, case: Rows, dim: int) -> tuple[ExpertBatch, Tensor]:
+        """Return rows, and the gradient that comes back for them."""
+        dtype = DTYPES.get(self.precision, torch.float32)
+        return case.batch(dim, dtype, alignment=self.alignment), case.probe(dim, dtype, alignment=self.alignment)
+
+
+class GemmSuite(Suite):
+    """Holds an expert computation to its contract: the dense formula in fp64, row by row.
+
+    ``dims`` are the sizes of the layer. ``rtol`` names the precision recipes to try, each with the largest error
+    allowed as a share of a tensor's largest value. ``policies`` names a memory plugin for each treatment of a region.
+    """
+
+    section = "gemm"
+    dims: ClassVar[Mapping[str, int]] = {"num_experts": 4, "top_k": 2, "dim": 16, "expert_dim": 32}
+    rtol: ClassVar[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 4e-2}
+    policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute"}
+
+    def on(self, precision: str = "", **parts: Any) -> Trial:
+        """Return a trial with a precision recipe (the first that fits) and other parts."""
+        precision = precision or self._precisions()[0]
+        return self.trial(parts={"precision": {"use": precision}, **parts}, **self.dims)
+
+    def _precisions(self) -> list[str]:
+        """The recipes of ``rtol`` whose operands the GEMM takes."""
+        fitting = []
+        for precision in self.rtol:
+            try:
+                self.on(precision).assemble()
+            except PlanError:
+                continue
+            fitting.append(precision)
+        assert fitting, f"{self.plugin.name} fits none of the precisions {', '.join(self.rtol)}."
+        return fitting
+
+    def bench(self, precision: str = "", **parts: Any) -> Bench:
+        """Return the experts of a layer with a precision recipe (the first that fits) and other parts."""
+        precision = precision or self._precisions()[0]
+        experts, assembly = experts_of(self.on(precision, **parts))
+        assert isinstance(experts, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
+        assert isinstance(experts, ExpertGemm), f"{self.plugin.name} builds something that is no moefw.ExpertGemm."
+        offered = assembly.parts.gemm.offers(assembly.site.at(0))
+        return Bench(experts, row_alignment(assembly), precision, bool(offered.get("differentiable")))
+
+    def takes(self, kind: str) -> bool:
+        """Return whether the GEMM says that it takes rows of a kind: ragged, padded or static."""
+        assembly = self.on().assemble()
+        needs = [need for need in assembly.parts.gemm.needs(assembly.site.at(0)) if need.fact == "rows"]
+        return all(kind in need.value for need in needs)
+
+    def test_outputs_and_gradients_are_those_of_the_dense_formula(self) -> None:
+        """``w * W2 (silu(W1 x) * (W3 x))`` in fp64; experts may have no row, one, or all."""
+        for precision in self._precisions():
+            self._check_all(self.bench(precision), rows(self.dims["num_experts"]))
+
+    def test_padding_gives_zero_and_changes_nothing(self) -> None:
+        """Rows that pad a group give zero, even where memory holds NaN, and shift no other row."""
+        if not self.takes("padded"):
+            pytest.skip(f"{self.plugin.name} takes no padded rows")
+        for precision in self._precisions():
+            self._check_all(self.bench(precision), rows(self.dims["num_experts"], padded=True))
+
+    def test_rows_behind_the_last_group_are_not_read(self) -> None:
+        """They are undefined, here NaN, and so is the gradient that comes back for them."""
+        if not self.takes("static"):
+            pytest.skip(f"{self.plugin.name} takes no static rows, so nothing lies behind the last group")
+        says = "It reads rows behind the last group, offsets_e[-1]; they are undefined."
+        self._check_all(self.bench(), rows(self.dims["num_experts"], padded=True, tail=True), hint=says)
+
+    def test_canonical_names_every_parameter_once(self) -> None:
+        """``canonical`` names the experts of this rank, each value of each parameter once, in whole shapes."""
+        d, f, name = self.dims["dim"], self.dims["expert_dim"], self.plugin.name
+        for world, mesh in ((1, {}), (2, {"ep": 2}), (2, {"etp": 2})):
+            trial = self._split(world, mesh)
+            if trial is None:
+                continue
+            for named in self.pool.run(named_on_this_rank, world, trial):
+                wanted = names_of(named.experts)
+                assert not named.twice, f"{name}: canonical() yields {', '.join(named.twice)} twice."
+                unknown, missing = sorted(named.shapes.keys() - wanted), sorted(wanted - named.shapes.keys())
+                says = f"{name}: canonical() on a rank with the experts {list(named.experts)}"
+                assert not unknown, f"{says} yields {', '.join(unknown)}; {', '.join(missing)} is missing."
+                assert not missing, f"{says} does not yield {', '.join(missing)}."
+                for parameter, shape in named.shapes.items():
+                    right = (d, f) if ".down_proj." in parameter else (f, d)
+                    assert shape == right, f"{name}: canonical() says {parameter} is {shape}; {right} is right."
+                values = ", ".join(named.uncovered)
+                assert not named.uncovered, f"{name}: canonical() does not name every value of {values} once."
+
+    def test_parts_of_experts_add_up_to_the_whole(self) -> None:
+        """With experts in two parts (etp 2), the outputs of two ranks add up to those of whole experts."""
+        trial = self._split(2, {"etp": 2})
+        if trial is None:
+            pytest.skip(f"{self.plugin.name} does not take experts in parts")
+        case, name = Rows(counts=(3, 0, 1, 5)[: self.dims["num_experts"]], seed=2), self._precisions()[0]
+        parts = self.pool.run(computed_on_this_rank, 2, trial, case)
+        summed = {key: sum(part[key].double() for part in parts) for key in parts[0]}
+        bench = self.bench()
+        batch, probe = bench.inputs(case, trial.dim)
+        wanted = formula(parameters_of(bench.experts), case, batch, probe, bench.alignment)
+        terms = terms_of_row_weights(wanted, batch, probe)
+        self._compare(summed, wanted, self.rtol[name], terms, f"{self.plugin.name}, experts in two parts added up")
+
+    def test_two_batches_in_flight_do_not_meet(self) -> None:
+        """Forward A, forward B, backward A, backward B gives what each gives alone."""
+        bench, cases = self.bench(), [Rows(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
+        alone = [self._compute(bench, case) for case in cases]
+        inputs = [bench.inputs(case, self.dims["dim"]) for case in cases]
+        outs = [bench.experts(batch) for batch, _ in inputs]
+        for one, out_RD, (batch, probe) in zip(alone, outs, inputs, strict=True):
+            together = {"out": out_RD.detach(), **backward(bench.experts, batch, out_RD, probe)}
+            wrong = differing(one, together)
+            assert not wrong, f"{self.plugin.name}: with two batches in flight, {wrong} changes."
+
+    def test_forward_and_backward_write_nothing(self) -> None:
+        """Experts hold parameters and nothing else that changes."""
+        bench = self.bench()
+        before = held(bench.experts)
+        self._compute(bench, Rows(counts=self._counts(1)))
+        wrote = ", ".join(changed(before, held(bench.experts)))
+        assert not wrote, f"{self.plugin.name} writes {wrote} in forward or backward. It must keep nothing."
+
+    def test_the_same_rows_give_the_same_bits(self) -> None:
+        """What offers to be deterministic is."""
+        self.promised("deterministic", **self.dims)
+        case, results = Rows(counts=self._counts(3), seed=3), []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            results.append(self._compute(self.bench(), case))
+        wrong = differing(*results)
+        assert not wrong, f"{self.plugin.name} offers deterministic, but {wrong} differs in a second run."
+
+    def test_counts_on_the_host_are_not_needed_unless_asked_for(self) -> None:
+        """Dispatchers that know counts on the device alone hand over ``counts_host=None``."""
+        assembly = self.on().assemble()
+        needs = assembly.parts.gemm.needs(assembly.site.at(0))
+        if any(need.fact == "counts" and "device" not in need.value for need in needs):
+            pytest.skip(f"{self.plugin.name} needs counts on the host")
+        bench, case = self.bench(), Rows(counts=self._counts(1))
+        dtype = DTYPES.get(bench.precision, torch.float32)
+        try:
+            bench.experts(case.batch(self.dims["dim"], dtype, alignment=bench.alignment, on_host=False))
+        except Exception as error:
+            what = f"{self.plugin.name} fails without counts_host ({type(error).__name__}: {error})."
+            raise AssertionError(f'{what} Say need("counts", ("host",), ...), or read offsets_e.') from error
+
+    def test_promised_regions_change_no_bit(self) -> None:
+        """A region under a policy that it allows computes the same; recomputed, it saves less than kept."""
+        regions = self.promised("region", **self.dims)
+        case, saved = Rows(counts=self._counts(4), seed=4), {}
+        plain = self._compute(self.bench(), case)
+        for region, treatment in regions:
+            if treatment not in self.policies:
+                continue
+            treated = self.bench(memory=[{"use": self.policies[treatment], "regions": [region]}])
+            wrong = differing(plain, self._compute(treated, case))
+            assert not wrong, f"{self.plugin.name}: with the region {region} under {treatment}, {wrong} changes."
+            saved[region, treatment] = saved_bytes(treated.experts, treated.inputs(case, self.dims["dim"])[0])
+        for (region, treatment), size in saved.items():
+            kept = saved.get((region, "keep"))
+            if treatment == "recompute" and kept is not None:
+                what = (
+                    f"{self.plugin.name} offers to recompute or to keep {region}, but saves {size} bytes for backward"
+                )
+                assert size < kept, f"{what} if recomputed, {kept} if kept. Is context.region({region!r}, ...) used?"
+
+    def _counts(self, seed: int) -> tuple[int, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        return (0, *torch.randint(1, 6, (self.dims["num_experts"] - 1,), generator=generator).tolist())
+
+    def _compute(self, bench: Bench, case: Rows) -> Results:
+        return computed(bench.experts, *bench.inputs(case, self.dims["dim"]))
+
+    def _split(self, world: int, mesh: Mapping[str, int]) -> Trial | None:
+        """Return the trial with experts split so, or None where the GEMM refuses."""
+        settings = {**self.dims, "tokens": (1,) * world}
+        parts = {"precision": {"use": self._precisions()[0]}, "parallel": {"experts": dict(mesh)}}
+        trial = self.trial(parts=parts, **settings)
+        try:
+            trial.assemble()
+        except PlanError:
+            return None
+        return trial
+
+    def _check_all(self, bench: Bench, drawn: st.SearchStrategy[Rows], *, hint: str = "") -> None:
+        def check(case: Rows) -> None:
+            self._check(bench, case, hint)
+
+        self.for_all(check, drawn)
+
+    def _check(self, bench: Bench, case: Rows, hint: str) -> None:
+        """Hold outputs and gradients against the formula."""
+        batch, probe = bench.inputs(case, self.dims["dim"])
+        with poisoned_memory():
+            out_RD = bench.experts(batch)
+            is_, right = (f"{tuple(t.shape)} {t.dtype}" for t in (out_RD, batch.rows_RD))
+            assert is_ == right, f"{self.plugin.name} returns rows of {is_}; {right} is right."
+            got = {"out": out_RD.detach()}
+            if bench.differentiable:
+                assert out_RD.requires_grad, f"{self.plugin.name} returns rows without a gradient."
+                got |= backward(bench.experts, batch, out_RD, probe)
+        weights, rtol = parameters_of(bench.experts), self.rtol[bench.precision]
+        wanted = formula(weights, case, batch, probe, bench.alignment)
+        end = sum(case.sizes(bench.alignment))
+        for results in (got, wanted):
+            results |= {key: results[key][:end] for key in ("out", "rows", "row_weights") if key in results}
+        padding = torch.ones(end, dtype=torch.bool)
+        padding[torch.cat(case.valid(bench.alignment))] = False
+        padded = bool(got["out"][padding].any())
+        if not hint and worst_error(got["out"][~padding], wanted["out"][~padding]) > rtol:
+            hint = diagnosis(weights, case, batch, probe, bench.alignment, got["out"], rtol)
+        elif padded:
+            raise AssertionError(f"{self.plugin.name}: rows that pad a group do not give zero. {hint}".strip())
+        terms = terms_of_row_weights(wanted, batch, probe)
+        self._compare(got, wanted, rtol, terms, f"{self.plugin.name} in {bench.precision}", hint)
+
+    def _compare(
+        self, got: Mapping[str, Any], wanted: Results, rtol: float, terms: float, what: str, hint: str = ""
+    ) -> None:
+        largest = {key: value.abs().max().item() if value.numel() else 0.0 for key, value in wanted.items()}
+        floor = 1e-2 * max(1e-3, *(size for key, size in largest.items() if key != "out"))
+        for key, value in wanted.items():
+            if key not in got:
+                continue
+            scale = {"out": 1e-30, "row_weights": max(floor, terms)}.get(key, floor)
+            error = worst_error(got[key], value, floor=scale)
+            thing = "the output" if key == "out" else f"the gradient of {key}"
+            says = f"{what}: {thing} is not that of the dense formula (off by {error:.1e} of its largest value)."
+            assert error <= rtol, f"{says} {hint}".strip()

@@ -1,0 +1,238 @@
+"""Rows for experts, and the dense formula in fp64 that experts are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from moefw.core.assembly import Assembly
+from moefw.core.contracts import Canonical
+from moefw.core.naming import initialise
+from moefw.core.stages import ExpertBatch
+from moefw.testing.suites.runs import open_context, row_alignment
+from moefw.testing.suites.watch import same_bits, worst_error
+from moefw.testing.trial import Trial
+
+Results = dict[str, Tensor]
+"""``out``, and gradients: of ``rows``, ``row_weights`` and each parameter by canonical name."""
+
+
+@frozen(kw_only=True)
+class Rows:
+    """How many rows each expert gets, how many rows pad its group, and how many undefined ones lie behind all."""
+
+    counts: tuple[int, ...]
+    padding: tuple[int, ...] = ()
+    tail: int = 0
+    seed: int = 0
+
+    def sizes(self, alignment: int) -> list[int]:
+        """Return the sizes of the groups, padding included."""
+        padding = self.padding or (0,) * len(self.counts)
+        return [-(-(count + more) // alignment) * alignment for count, more in zip(self.counts, padding, strict=True)]
+
+    def valid(self, alignment: int) -> list[Tensor]:
+        """Return the places of each expert's valid rows."""
+        sizes = self.sizes(alignment)
+        starts = [sum(sizes[:expert]) for expert in range(len(sizes))]
+        return [torch.arange(start, start + count) for start, count in zip(starts, self.counts, strict=True)]
+
+    def batch(self, dim: int, dtype: torch.dtype, *, alignment: int = 1, on_host: bool = True) -> ExpertBatch:
+        """Return the rows as a dispatcher hands them over; undefined ones are NaN."""
+        sizes, generator = self.sizes(alignment), torch.Generator().manual_seed(self.seed)
+        total = sum(sizes) + self.tail
+        rows_RD, weights_R = torch.zeros(total, dim), torch.zeros(total)
+        for places in self.valid(alignment):
+            rows_RD[places] = torch.randn(len(places), dim, generator=generator)
+            weights_R[places] = torch.rand(len(places), generator=generator) + 0.2
+        rows_RD[sum(sizes) :], weights_R[sum(sizes) :] = torch.nan, torch.nan
+        return ExpertBatch(
+            rows_RD=rows_RD.to(dtype).requires_grad_(),
+            row_weights_R=weights_R.requires_grad_(),
+            counts_e=torch.tensor(self.counts, dtype=torch.int32),
+            offsets_e=torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            counts_host=tuple(sizes) if on_host else None,
+        )
+
+    def probe(self, dim: int, dtype: torch.dtype, *, alignment: int = 1) -> Tensor:
+        """Return the gradient that comes back from combine: zero for padding, undefined (NaN) behind the groups."""
+        end = sum(self.sizes(alignment))
+        probe_RD = torch.zeros(end + self.tail, dim)
+        places = torch.cat(self.valid(alignment))
+        probe_RD[places] = torch.randn(len(places), dim, generator=torch.Generator().manual_seed(self.seed + 1))
+        probe_RD[end:] = torch.nan
+        return probe_RD.to(dtype)
+
+
+def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.SearchStrategy[Rows]:
+    """Return rows of which some experts have none, one has one, or one has all."""
+    some = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7]), min_size=experts, max_size=experts)
+    one = st.tuples(st.integers(0, experts - 1), st.integers(0, 9)).map(
+        lambda drawn: [drawn[1] * (expert == drawn[0]) for expert in range(experts)]
+    )
+    padding = st.tuples(*[st.integers(0, 4)] * experts)
+    return st.builds(
+        Rows,
+        counts=(some | one).map(tuple),
+        padding=padding if padded else st.just(()),
+        tail=st.integers(1, 5) if tail else st.just(0),
+        seed=st.integers(0, 10**6),
+    )
+
+
+def computed(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
+    """Return what experts compute, and all gradients by name; missing ones are zero."""
+    out_RD: Tensor = experts(batch)
+    return {"out": out_RD.detach(), **backward(experts, batch, out_RD, probe_RD)}
+
+
+def backward(experts: Any, batch: ExpertBatch, out_RD: Tensor, probe_RD: Tensor) -> Results:
+    """Return all gradients by name; missing ones are zero."""
+    pieces: list[Canonical] = list(experts.canonical())
+    variables = {"rows": batch.rows_RD, "row_weights": batch.row_weights_R}
+    variables |= {f"parameter {index}": p for index, p in enumerate(experts.parameters())}
+    grads = torch.autograd.grad(out_RD, list(variables.values()), probe_RD.to(out_RD.dtype), allow_unused=True)
+    filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables.values(), grads, strict=True)]
+    by_parameter = {id(variable): grad for variable, grad in zip(variables.values(), filled, strict=True)}
+    of_pieces = {piece.name: _whole(piece, piece.of(by_parameter[id(piece.parameter)])) for piece in pieces}
+    return {"rows": filled[0], "row_weights": filled[1], **of_pieces}
+
+
+def _whole(piece: Canonical, part: Tensor) -> Tensor:
+    """Return the whole tensor of a piece, zero where this rank has no part of it."""
+    if piece.shard is None:
+        return part
+    whole = part.new_zeros(piece.shard.whole(part.shape))
+    piece.shard.of(whole).copy_(part)
+    return whole
+
+
+def parameters_of(experts: Any) -> Results:
+    """Return a copy of each parameter by canonical name, zero where this rank has no part of it."""
+    return {piece.name: _whole(piece, piece.of(piece.parameter.detach())).clone() for piece in experts.canonical()}
+
+
+def formula(weights: Mapping[str, Tensor], case: Rows, batch: ExpertBatch, probe_RD: Tensor, alignment: int) -> Results:
+    """Return ``w * W2 (silu(W1 x) * (W3 x))`` of each valid row in fp64, zero elsewhere, and its gradients."""
+    leaves = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    rows_RD = batch.rows_RD.detach().double().nan_to_num(0.0).requires_grad_()
+    weights_R = batch.row_weights_R.detach().double().nan_to_num(0.0).requires_grad_()
+    out_RD = torch.zeros_like(rows_RD)
+    for expert, places in enumerate(case.valid(alignment)):
+        gate, up, down = (leaves[f"{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        x = rows_RD[places]
+        hidden = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+        out_RD = out_RD.index_add(0, places, weights_R[places].unsqueeze(1) * (hidden @ down.T))
+    variables = {"rows": rows_RD, "row_weights": weights_R, **leaves}
+    grads = torch.autograd.grad(out_RD, list(variables.values()), probe_RD.double().nan_to_num(0.0), allow_unused=True)
+    named = zip(variables.items(), grads, strict=True)
+    filled = {name: torch.zeros_like(value) if grad is None else grad for (name, value), grad in named}
+    return {"out": out_RD.detach(), **filled}
+
+
+def terms_of_row_weights(wanted: Results, batch: ExpertBatch, probe_RD: Tensor) -> float:
+    """Return how large the terms are that add up to the gradient of a row's weight: they may nearly cancel."""
+    out_RD = wanted["out"]
+    weights_R, probe_RD = batch.row_weights_R.detach()[: len(out_RD)], probe_RD.double()[: len(out_RD)]
+    unweighted_RD = torch.where(weights_R.unsqueeze(1) > 0, out_RD / weights_R.unsqueeze(1), 0.0)
+    sizes_R = probe_RD.norm(dim=1) * unweighted_RD.norm(dim=1)
+    return sizes_R.nan_to_num(0.0).max().item() if len(sizes_R) else 0.0
+
+
+def names_of(experts: Iterable[int]) -> set[str]:
+    """Return the canonical names of the parameters of experts."""
+    return {f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up", "down")}
+
+
+@frozen(eq=False)
+class Named:
+    """What a rank's experts are called: whole shapes by name, twice named ones, experts that are here."""
+
+    shapes: dict[str, tuple[int, ...]]
+    twice: tuple[str, ...]
+    experts: tuple[int, ...]
+    uncovered: tuple[str, ...]
+    """Parameters of which some value has no name, or more than one."""
+
+
+def named_on_this_rank(trial: Trial) -> Named:
+    """Build the experts of a trial and look at their canonical names."""
+    context, assembly = open_context(trial)
+    experts: Any = assembly.parts.gemm.build(context)
+    marks = {id(parameter): torch.zeros_like(parameter) for parameter in experts.parameters()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    twice = []
+    for piece in experts.canonical():
+        part = piece.of(piece.parameter)
+        twice += [piece.name] if piece.name in shapes else []
+        shapes[piece.name] = piece.shard.whole(part.shape) if piece.shard else tuple(part.shape)
+        if id(piece.parameter) in marks:
+            piece.of(marks[id(piece.parameter)]).add_(1.0)
+    uncovered = [name for name, parameter in experts.named_parameters() if (marks[id(parameter)] != 1.0).any()]
+    return Named(shapes, tuple(twice), tuple(context.local_experts), tuple(uncovered))
+
+
+def experts_of(trial: Trial) -> tuple[Any, Assembly]:
+    """Build the experts of a trial on this rank, with random parameters."""
+    context, assembly = open_context(trial)
+    experts: Any = assembly.parts.gemm.build(context)
+    if isinstance(experts, nn.Module):
+        initialise(experts, seed=0, std=lambda _: 0.3)
+    return experts, assembly
+
+
+def computed_on_this_rank(trial: Trial, case: Rows) -> Results:
+    """Build the experts of a trial and compute with this rank's parts of them."""
+    experts, assembly = experts_of(trial)
+    alignment = row_alignment(assembly)
+    dtype = assembly.parts.precision.build(open_context(trial)[0]).residual_dtype
+    inputs = case.batch(trial.dim, dtype, alignment=alignment), case.probe(trial.dim, dtype, alignment=alignment)
+    return computed(experts, *inputs)
+
+
+def diagnosis(
+    weights: Results, case: Rows, batch: ExpertBatch, probe: Tensor, alignment: int, out_RD: Tensor, rtol: float
+) -> str:
+    """Return what would explain a wrong output; empty if nothing known does."""
+    swap = {"gate": "up", "up": "gate"}
+    swapped = {
+        ".".join([e, f"{swap.get(part[:-5], part[:-5])}_proj", w]): weights[f"{e}.{part}.{w}"]
+        for e, part, w in (name.split(".") for name in weights)
+    }
+    wanted = formula(swapped, case, batch, probe, alignment)["out"]
+    if worst_error(out_RD, wanted[: len(out_RD)]) <= rtol:
+        return "It fits if canonical() has gate_proj and up_proj the wrong way round."
+    wanted = formula(weights, case, batch, probe, alignment)["out"]
+    weights_R = batch.row_weights_R.detach().double().unsqueeze(1)[: len(out_RD)]
+    unweighted = torch.where(weights_R > 0, wanted[: len(out_RD)] / weights_R, 0.0)
+    if worst_error(out_RD, unweighted) <= rtol:
+        return "It fits if the row weights are left out."
+    return ""
+
+
+def saved_bytes(experts: Any, batch: ExpertBatch) -> int:
+    """Return how many bytes a forward saves for backward, parameters and inputs apart."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*experts.parameters(), batch.rows_RD)}
+    sizes: dict[int, int] = {}
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        experts(batch)
+    return sum(sizes.values())
+
+
+def differing(one: Results, other: Results) -> str:
+    """Return the names of what differs in a bit."""
+    return ", ".join(key for key, value in one.items() if not same_bits(value, other[key]))

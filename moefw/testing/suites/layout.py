@@ -1,0 +1,273 @@
+"""The contract of parallel layouts: ``class TestMine(LayoutSuite): plugin = Mine``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+
+from moefw.core.contracts import LayoutPlan
+from moefw.core.errors import PlanError, Problem
+from moefw.core.source import Marks
+from moefw.core.structure import structure
+from moefw.testing.suites.base import Suite
+
+MAX_RANKS, MAX_SECONDS = 4096, 1.0
+
+
+class LayoutSuite(Suite):
+    """Holds a layout to its contract: plans are arithmetic that agrees with itself, groups are what plans say.
+
+    ``meshes`` lists the axes of each mesh, outermost first. ``drawn`` draws options; None: ``options`` alone.
+    ``opened`` are the options to open on ranks, beside ``options``.
+    """
+
+    section = "parallel"
+    meshes: ClassVar[Sequence[Sequence[str]]] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
+    drawn: ClassVar[st.SearchStrategy[Mapping[str, Any]] | None] = None
+    opened: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    max_world: ClassVar[int] = 96
+
+    def layout(self, options: Mapping[str, Any] | None = None) -> Any:
+        """Return the declaration with options, read as from a spec."""
+        problems: list[Problem] = []
+        read = structure(self.plugin, {**self.options, **(options or {})}, (), Marks("suite"), problems)
+        assert not problems, f"{self.plugin.name}: the options {options} do not read: {problems[0]}"
+        return read
+
+    def plans(self) -> st.SearchStrategy[LayoutPlan]:
+        """Return plans of worlds that brute force can follow."""
+        options = st.just({}) if self.drawn is None else self.drawn
+
+        def arranged(drawn: tuple[Mapping[str, Any], int]) -> Any:
+            layout = self.layout(drawn[0])
+            return next(self._fitting(layout, drawn[1]), None)
+
+        plans = st.tuples(options, st.integers(1, 6)).map(arranged)
+        return plans.filter(lambda plan: plan is not None)
+
+    def _fitting(self, layout: Any, multiple: int) -> Iterator[LayoutPlan]:
+        """Yield plans of a few multiples of the smallest world, or of it alone."""
+        smallest = self._smallest(layout)
+        for world in (smallest * multiple, smallest):
+            if world <= self.max_world:
+                try:
+                    yield layout.plan(world)
+                except PlanError:
+                    continue
+
+    def _smallest(self, layout: Any) -> int:
+        try:
+            return int(layout.plan(None).world)
+        except PlanError:
+            return self.max_world + 1
+
+    def test_the_sizes_of_each_mesh_multiply_to_the_world(self) -> None:
+        """Every rank has one place in each mesh."""
+
+        def check(plan: LayoutPlan) -> None:
+            for mesh in self.meshes:
+                missing = [axis for axis in mesh if axis not in plan.sizes]
+                assert not missing, f"{self.plugin.name}: sizes has no axis {', '.join(missing)}."
+                sizes = [plan.sizes[axis] for axis in mesh]
+                says = f"{self.plugin.name}: the sizes {sizes} of {tuple(mesh)} do not multiply to {plan.world} ranks."
+                assert math.prod(sizes) == plan.world, says
+                assert min(sizes) >= 1, f"{self.plugin.name}: an axis of {tuple(mesh)} has a size below 1: {sizes}."
+
+        self.for_all(check, self.plans())
+
+    def test_coordinates_give_every_rank_a_place_of_its_own(self) -> None:
+        """In each mesh, ranks and places are one to one."""
+
+        def check(plan: LayoutPlan) -> None:
+            places = [plan.coordinates(rank) for rank in range(plan.world)]
+            for mesh in self.meshes:
+                seen: dict[tuple[int, ...], int] = {}
+                for rank, place in enumerate(places):
+                    here = tuple(place[axis] for axis in mesh)
+                    inside = all(0 <= place[axis] < plan.sizes[axis] for axis in mesh)
+                    assert inside, (
+                        f"{self.plugin.name}: rank {rank} stands at {here} of {tuple(mesh)}, outside the mesh."
+                    )
+                    says = (
+                        f"{self.plugin.name}: ranks {seen.get(here)} and {rank} have the same place in {tuple(mesh)}."
+                    )
+                    assert here not in seen, says
+                    seen[here] = rank
+
+        self.for_all(check, self.plans())
+
+    def test_groups_are_the_ranks_that_share_all_other_coordinates(self) -> None:
+        """Held against the definition by coordinates: members, mesh order, whatever order axes are named in."""
+        axes = st.sampled_from([some for mesh in self.meshes for some in _subsets(mesh)])
+        self.for_all(self._check_groups, st.tuples(self.plans(), axes, st.booleans()))
+
+    def test_groups_partition_the_world(self) -> None:
+        """Every rank is in one group over some axes, and all its members say so."""
+        axes = st.sampled_from([some for mesh in self.meshes for some in _subsets(mesh)])
+
+        def check(drawn: tuple[LayoutPlan, tuple[str, ...]]) -> None:
+            plan, over = drawn
+            for rank in range(plan.world):
+                group = plan.group(rank, over)
+                says = f"{self.plugin.name}: the group of rank {rank} over {over} is {group}"
+                assert rank in group, f"{says}, without the rank."
+                assert len(group) == math.prod(plan.sizes[axis] for axis in over), f"{says}, not of the axes' size."
+                other = next((one for one in group if tuple(plan.group(one, over)) != tuple(group)), None)
+                assert other is None, f"{says}, but rank {other} of it is in another group: groups overlap."
+
+        self.for_all(check, st.tuples(self.plans(), axes))
+
+    def test_the_smallest_world_is_the_first_that_fits(self) -> None:
+        """``plan(None)`` arranges the smallest world; smaller ones are refused."""
+
+        def check(options: Mapping[str, Any]) -> None:
+            layout = self.layout(options)
+            smallest = self._smallest(layout)
+            for world in range(1, min(smallest, self.max_world)):
+                fits = self._plan(layout, world) is not None
+                assert not fits, f"{self.plugin.name} says that {smallest} ranks are the fewest, and arranges {world}."
+
+        self.for_all(check, st.just({}) if self.drawn is None else self.drawn)
+
+    def test_a_world_fits_or_is_refused_with_a_message(self) -> None:
+        """A plan has the world that was asked for; any other answer is a PlanError that says why."""
+        drawn = st.tuples(st.just({}) if self.drawn is None else self.drawn, st.integers(1, self.max_world))
+
+        def check(asked: tuple[Mapping[str, Any], int]) -> None:
+            options, world = asked
+            plan = self._plan(self.layout(options), world)
+            if plan is not None:
+                assert plan.world == world, f"{self.plugin.name} arranges {plan.world} ranks when asked for {world}."
+
+        self.for_all(check, drawn)
+
+    def test_4096_ranks_are_arranged_within_a_second(self) -> None:
+        """Plans are arithmetic: a laptop can look at a cluster."""
+        layout = self.layout()
+        world = MAX_RANKS // self._smallest(layout) * self._smallest(layout)
+        start = time.process_time()
+        plan = self._plan(layout, world) if world else None
+        if plan is None:
+            pytest.skip(f"{self.plugin.name} does not arrange {world} ranks")
+        for rank in range(plan.world):
+            plan.coordinates(rank)
+        for axes in (some for mesh in self.meshes for some in _subsets(mesh)):
+            for rank in range(0, plan.world, plan.world // 4 or 1):
+                plan.group(rank, axes)
+        spent = time.process_time() - start
+        says = f"{self.plugin.name} takes {spent:.1f} s to look over {plan.world} ranks; {MAX_SECONDS:g} s is allowed."
+        assert spent <= MAX_SECONDS, says
+
+    def test_opened_groups_are_those_of_the_plan(self) -> None:
+        """On real ranks: members in the plan's order, sizes, positions, and None where a rank is alone."""
+        tried = 0
+        for options in (self.options, *self.opened):
+            layout = self.layout(options)
+            for world in self.profile.worlds:
+                plan = self._plan(layout, world)
+                if plan is not None:
+                    tried += 1
+                    for rank, seen in enumerate(self.pool.run(open_on_this_rank, world, layout, world, self.meshes)):
+                        self._check_opened(plan, rank, seen)
+        if not tried:
+            pytest.skip(f"{self.plugin.name} arranges none of the worlds {self.profile.worlds} with these options")
+
+    def _plan(self, layout: Any, world: int) -> LayoutPlan | None:
+        """Return the plan of a world, or None where it is refused as it should be."""
+        try:
+            plan: LayoutPlan = layout.plan(world)
+        except PlanError as error:
+            said = bool(error.problems and error.problems[0].what)
+            assert said, f"{self.plugin.name} refuses {world} ranks without a message."
+            return None
+        except Exception as error:
+            what = f"{self.plugin.name} refuses {world} ranks with {type(error).__name__}: {error}."
+            raise AssertionError(f"{what} Raise moefw.PlanError, which says what would fit.") from error
+        return plan
+
+    def _check_groups(self, drawn: tuple[LayoutPlan, tuple[str, ...], bool]) -> None:
+        plan, axes, turned = drawn
+        mesh = next(mesh for mesh in self.meshes if set(axes) <= set(mesh))
+        places = [plan.coordinates(rank) for rank in range(plan.world)]
+        asked = axes[::-1] if turned else axes
+        for rank, place in enumerate(places):
+            alike = [
+                other
+                for other, there in enumerate(places)
+                if all(there[axis] == place[axis] for axis in mesh if axis not in axes)
+            ]
+            wanted = tuple(sorted(alike, key=lambda other: [places[other][axis] for axis in mesh]))
+            got = tuple(plan.group(rank, asked))
+            says = f"{self.plugin.name}: the group of rank {rank} over {asked} is {got}; by coordinates it is {wanted}"
+            assert sorted(got) == sorted(wanted), f"{says}."
+            assert got == wanted, f"{says}, in mesh order."
+
+    def _check_opened(self, plan: LayoutPlan, rank: int, seen: Opened) -> None:
+        name = self.plugin.name
+        assert seen.rank == rank, f"{name}: the layout opened on rank {rank} says that it is rank {seen.rank}."
+        assert seen.ranks_per_node >= 1, f"{name}: ranks_per_node is {seen.ranks_per_node}; 1 is the least."
+        for axes, group in seen.groups.items():
+            wanted = plan.group(rank, axes)
+            says = f"{name}: on rank {rank} of {plan.world}, the group over {axes}"
+            assert group.size == len(wanted), f"{says} has size {group.size}; the plan says {len(wanted)}."
+            place = wanted.index(rank)
+            assert group.index == place, f"{says} has this rank at {group.index}; the plan says {place}."
+            if len(wanted) == 1:
+                assert group.members is None, f"{says} is this rank alone, and should be None."
+                continue
+            assert group.members is not None, f"{says} is None; the plan says {wanted}."
+            assert group.members == wanted, f"{says} is {group.members}; the plan says {wanted}."
+            assert group.heard == wanted, f"{says} gathers {group.heard}; the plan's order is {wanted}."
+
+
+@dataclass(frozen=True)
+class OpenedGroup:
+    """A group as a rank sees it; ``heard`` is what an all-gather of ranks brings."""
+
+    size: int
+    index: int
+    members: tuple[int, ...] | None
+    heard: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A layout as a rank sees it."""
+
+    rank: int
+    ranks_per_node: int
+    groups: dict[tuple[str, ...], OpenedGroup]
+
+
+def open_on_this_rank(declaration: Any, world: int, meshes: Sequence[Sequence[str]]) -> Opened:
+    """Open a layout and look at the groups over all sets of axes of each mesh. Collective."""
+    layout = declaration.build(declaration.plan(world), "cpu")
+    groups = {}
+    for axes in dict.fromkeys(some for mesh in meshes for some in _subsets(mesh)):
+        group = layout.group(*axes)
+        seen = OpenedGroup(layout.size(*axes), layout.index(*axes), None)
+        if group is not None:
+            own, heard = (
+                torch.tensor([dist.get_rank()]),
+                [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())],
+            )
+            dist.all_gather(heard, own, group=group)
+            members = tuple(dist.get_process_group_ranks(group))
+            seen = OpenedGroup(seen.size, seen.index, members, tuple(int(one) for one in heard))
+        groups[axes] = seen
+    return Opened(layout.rank, layout.ranks_per_node, groups)
+
+
+def _subsets(mesh: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield every choice of axes of a mesh, at least one, in mesh order."""
+    for count in range(1, len(mesh) + 1):
+        yield from itertools.combinations(mesh, count)

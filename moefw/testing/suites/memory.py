@@ -1,0 +1,197 @@
+"""The contract of memory policies: ``class TestMine(MemorySuite): plugin = Mine``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefw.core.contracts import MemoryPolicy
+from moefw.core.errors import MoefwError, PlanError
+from moefw.core.facts import ANY
+from moefw.testing.suites.base import Suite
+from moefw.testing.suites.memory_case import Observed, observed, probe_region
+from moefw.testing.suites.runs import open_context, whole_model
+from moefw.testing.suites.watch import same_bits
+from moefw.testing.trial import Trial
+
+JITTERY: Mapping[str, Any] = {
+    "use": "topk",
+    "score": "sigmoid",
+    "jitter": 0.2,
+    "balance": [{"kind": "expert_bias"}, {"kind": "aux_loss", "coeff": 0.1}, {"kind": "z_loss", "coeff": 0.01}],
+}
+"""A router with everything that a second forward could spoil: random draws, losses, statistics, state."""
+
+
+class MemorySuite(Suite):
+    """Holds a memory policy to its contract: whatever it does, no bit changes.
+
+    ``regions`` are those to treat; left empty, all that the model and the GEMM offer for the plugin's treatment.
+    ``holding`` names the regions that hold the dispatch, in which its metadata may be exchanged again.
+    """
+
+    section = "memory"
+    regions: ClassVar[Sequence[str]] = ()
+    holding: ClassVar[Sequence[str]] = ("block",)
+    world: ClassVar[int] = 2
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The choice of the plugin, over all regions that it can treat."""
+        return {"use": self.plugin.name, "regions": list(self._offered()), **self.options}
+
+    def trial(self, **settings: Any) -> Trial:
+        """Return a trial whose list of policies is this one."""
+        parts = {**self.parts, **settings.pop("parts", {}), "memory": [self.chosen]}
+        return Trial(parts=parts, plugins=(self.plugin,), **settings)
+
+    def model(self, regions: Sequence[str], *, world: int | None = None) -> Trial:
+        """Return a trial with a whole model on all ranks, of which some regions are treated."""
+        world = world or self.world
+        policy = {"use": self.plugin.name, **self.options, "regions": list(regions)}
+        parts = {"routing": JITTERY, "parallel": {"experts": {"ep": world}}, **self.parts}
+        parts["memory"] = [policy] if regions else []
+        return whole_model(world, parts=parts, plugins=(self.plugin,))
+
+    def _offered(self) -> Sequence[str]:
+        """The regions to treat, in order."""
+        if self.regions:
+            return self.regions
+        assembly = whole_model(self.world, parts=self.parts, plugins=(self.plugin,)).assemble()
+        site, treatment = assembly.site.at(0), getattr(self.plugin, "treatment", None)
+        offers = [part.offers(site).get("region", ()) for part in (assembly.parts.model, assembly.parts.gemm)]
+        found = [region for offer in offers if offer != ANY for region, way in offer if way == treatment]
+        if not found:
+            pytest.skip(f"nothing here allows {treatment}, the treatment of {self.plugin.name}; set regions and parts")
+        return found
+
+    def policy(self) -> Any:
+        """Return the policy, built."""
+        context, assembly = open_context(self.model(self._offered()[:1], world=1))
+        policy = assembly.parts.memory[0].build(context)
+        is_policy = isinstance(policy, MemoryPolicy)
+        assert is_policy, f"{self.plugin.name} builds something that is no moefw.MemoryPolicy."
+        return policy
+
+    def test_no_bit_changes_in_any_region(self) -> None:
+        """Losses, statistics, auxiliary losses and gradients of accumulated micro-batches, on two ranks."""
+        self._compare_regions(in_flight=False)
+
+    def test_two_micro_batches_in_flight_change_no_bit(self) -> None:
+        """Forward A, forward B, backward A, backward B."""
+        self._compare_regions(in_flight=True)
+
+    def test_all_regions_together_change_no_bit(self) -> None:
+        """Regions may lie in each other."""
+        plain, treated = (self._observe(regions) for regions in ((), self._offered()))
+        self._same(plain, treated, "all regions")
+
+    def test_auxiliary_losses_arrive_once(self) -> None:
+        """A router that runs again in backward attaches its losses once."""
+        (plain, *_) = self._observe((), language=0.0)
+        for region in self._offered():
+            (treated, *_) = self._observe((region,), language=0.0)
+            for name, grad in plain.grads.items():
+                if name.endswith("router.weight"):
+                    times = (treated.grads[name] * grad).sum().item() / grad.square().sum().item()
+                    says = f"{self.plugin.name}: with the region {region}, auxiliary losses reach the router"
+                    assert abs(times - 1.0) < 1e-3, f"{says} {times:.3g} times; once is right."
+
+    def test_counts_are_not_exchanged_again(self) -> None:
+        """Where a region does not hold the dispatch, its metadata is exchanged once a micro-batch and layer."""
+        plain = self._observe(())[0].plans
+        for region in self._offered():
+            if region not in self.holding:
+                plans = self._observe((region,))[0].plans
+                says = (
+                    f"{self.plugin.name}: with the region {region}, dispatchers plan {plans} times instead of {plain}."
+                )
+                assert plans == plain, f"{says} The region does not hold the dispatch."
+
+    def test_a_region_runs_once_in_forward(self) -> None:
+        """And at most once more in backward."""
+        calls, _ = probe_region(self.policy(), self._offered()[0])
+        says = f"{self.plugin.name} runs a region"
+        assert calls[0] == 1, f"{says} {calls[0]} times in forward; once is right."
+        assert calls[1] <= 2, f"{says} {calls[1] - calls[0]} times more in backward; once is enough."
+
+    def test_a_region_gets_what_it_is_given_and_returns_what_it_returns(self) -> None:
+        """Positions, keywords, structures, None, and gradients of all that comes in, closures included."""
+        region = self._offered()[0]
+        _, wanted = probe_region(None, region)
+        try:
+            _, got = probe_region(self.policy(), region)
+        except Exception as error:
+            what = f"{self.plugin.name} does not pass arguments or results on as they are"
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        for name, value in wanted.items():
+            same = name in got and type(got[name]) is type(value)
+            same = same and (same_bits(got[name], value) if isinstance(value, Tensor) else got[name] == value)
+            assert same, f"{self.plugin.name}: {name} of a region is not what it is without the policy."
+
+    def test_regions_are_told_apart(self) -> None:
+        """A policy that wraps two functions runs each."""
+        policy, name = self.policy(), self._offered()[0]
+        wrapped: list[Callable[..., Any]] = [policy.wrap(name, _Adds(number)) for number in (1.0, 2.0)]
+        x = torch.ones(3, requires_grad=True)
+        outs = [function(x) for function in wrapped]
+        right = all(torch.equal(out, x + number) for out, number in zip(outs, (1.0, 2.0), strict=True))
+        assert right, f"{self.plugin.name}: of two wrapped functions, the wrong one runs."
+
+    def test_no_gradient_is_wanted_in_evaluation(self) -> None:
+        """Under ``no_grad``, a region gives the same values and saves nothing for backward."""
+        x = torch.ones(3, requires_grad=True)
+        with torch.no_grad():
+            out = self.policy().wrap(self._offered()[0], _Adds(1.0))(x)
+        right = torch.equal(out, x + 1.0) and not out.requires_grad
+        assert right, f"{self.plugin.name} changes what a region gives under no_grad."
+
+    def test_a_region_that_is_not_there_is_refused(self) -> None:
+        """With a message that names the region."""
+        name, refusal = self.plugin.name, self._refusal("nowhere")
+        what = f"{name} accepts the region 'nowhere', which is not there."
+        assert refusal is not None, f"{what} Let needs() ask for each region, as MemoryPlugin.needs does."
+        said = f"{type(refusal).__name__}: {refusal}"
+        assert isinstance(refusal, PlanError), f"{name} refuses a region that is not there with no PlanError ({said})."
+        named = "nowhere" in str(refusal)
+        assert named, f"{name}: the refusal of a region that is not there does not name it ({said})."
+
+    def _refusal(self, region: str) -> MoefwError | None:
+        try:
+            self.model((region,)).assemble()
+        except MoefwError as error:
+            return error
+        return None
+
+    def _observe(self, regions: Sequence[str], *, in_flight: bool = False, language: float = 1.0) -> list[Observed]:
+        return list(self.pool.run(observed, self.world, self.model(regions), in_flight, language))
+
+    def _compare_regions(self, *, in_flight: bool) -> None:
+        plain = self._observe((), in_flight=in_flight)
+        for region in self._offered():
+            self._same(plain, self._observe((region,), in_flight=in_flight), f"the region {region}")
+
+    def _same(self, plain: Sequence[Observed], treated: Sequence[Observed], what: str) -> None:
+        for rank, (one, other) in enumerate(zip(plain, treated, strict=True)):
+            for kind in ("values", "grads"):
+                before, after = getattr(one, kind), getattr(other, kind)
+                wrong = [key for key in before.keys() | after.keys() if not _both(before, after, key)]
+                where = f"{self.plugin.name}: with {what}, rank {rank} has other bits in"
+                things = "the gradient of " if kind == "grads" else ""
+                assert not wrong, f"{where} {things}{', '.join(sorted(wrong)[:3])}."
+
+
+class _Adds:
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.number
+
+
+def _both(one: Mapping[str, Tensor], other: Mapping[str, Tensor], key: str) -> bool:
+    return key in one and key in other and same_bits(one[key], other[key])

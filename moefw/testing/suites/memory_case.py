@@ -1,0 +1,106 @@
+"""What a model with treated regions does on one rank, and a region to look through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefw.core.contracts import MemoryPolicy
+from moefw.core.layer import MoELayer
+from moefw.core.naming import canonical_parameters
+from moefw.core.stages import Routing
+from moefw.testing.suites.runs import global_batch, open_model
+from moefw.testing.trial import Trial
+
+MICRO_BATCHES = 2
+
+
+@dataclass(kw_only=True)
+class Observed:
+    """What one rank computed over some micro-batches: values and gradients by name, and how often dispatchers plan."""
+
+    values: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    plans: int
+
+
+class _CountingPlans:
+    """A dispatcher whose plans are counted."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.plans = inner, 0
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """Count, and plan."""
+        self.plans += 1
+        return self.inner.plan(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def observed(trial: Trial, in_flight: bool, language: float) -> Observed:
+    """Run the whole model of a trial forward and backward over two micro-batches.
+
+    ``in_flight``: both forwards come before the first backward. ``language`` is the weight of the language-model
+    loss; without it, what arrives is the auxiliary losses'.
+    """
+    model, assembly, layout, shared = open_model(trial)
+    counters = []
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+        counters.append(_CountingPlans(layer.dispatcher))
+        layer.dispatcher = counters[-1]  # type: ignore[assignment]
+    scale = torch.tensor(1.0 / assembly.spec.train.tokens_per_step)
+    batches = global_batch(assembly, layout, 0)[:MICRO_BATCHES]
+    values: dict[str, Tensor] = {}
+    waiting = []
+    for number, batch in enumerate(batches):
+        output = model(replace(batch, loss_scale=scale))
+        values[f"the loss of micro-batch {number}"] = output.loss_sum.detach()
+        for at, layer_stats in output.layers.items():
+            place = f"of layer {at} in micro-batch {number}"
+            values[f"expert_ids {place}"] = layer_stats.expert_ids_TK
+            values |= {f"stats[{name!r}] {place}": value.detach() for name, value in layer_stats.stats.items()}
+            values |= {f"aux_losses[{name!r}] {place}": value for name, value in layer_stats.aux_losses.items()}
+        waiting.append(output.loss_sum * scale * language)
+        if not in_flight:
+            waiting.pop().backward()
+    for loss in waiting:
+        loss.backward()
+    grads = {}
+    for piece in canonical_parameters(model):
+        grad = piece.parameter.grad
+        grads[piece.name] = torch.zeros_like(piece.parameter) if grad is None else piece.of(grad).clone()
+    shared.close()
+    return Observed(values=values, grads=grads, plans=sum(counter.plans for counter in counters))
+
+
+def probe_region(policy: MemoryPolicy | None, region: str) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return how often a region had run after forward and after backward, and all that went in and came out.
+
+    The region takes a position, a structure and keywords, and returns a structure; policy None: it is not wrapped.
+    """
+    calls = []
+    generator = torch.Generator().manual_seed(0)
+    first, second, closed = (torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(3))
+    given = Routing(expert_ids_TK=torch.arange(4).view(2, 2), weights_TK=second)
+
+    def function(x: Tensor, routing: Routing, *, scale: float, names: tuple[str, ...], nothing: None) -> Any:
+        calls.append((x.shape, scale, names, nothing, type(routing), routing.expert_ids_TK.tolist()))
+        hidden = (x * scale).sin() @ closed + routing.weights_TK.exp()
+        stats = {"sum": hidden.detach().sum()}
+        return hidden.square(), Routing(expert_ids_TK=routing.expert_ids_TK, weights_TK=hidden, stats=stats), None, 7
+
+    wrapped = function if policy is None else policy.wrap(region, function)
+    out, routing, nothing, number = wrapped(first, given, scale=0.5, names=("a", "b"), nothing=None)
+    after_forward = len(calls)
+    seen = {"the arguments": calls[0], "a result that is None": nothing, "a result that is a number": number}
+    seen |= {"a returned tensor": out.detach(), "a tensor in a returned structure": routing.weights_TK.detach()}
+    seen |= {"ids in a returned structure": routing.expert_ids_TK, "statistics": routing.stats["sum"]}
+    (out.sum() + (routing.weights_TK * 0.3).sum()).backward()
+    for name, leaf in (("an argument", first), ("a tensor in an argument", second), ("a closed-over tensor", closed)):
+        seen[f"the gradient of {name}"] = None if leaf.grad is None else leaf.grad.clone()
+    return (after_forward, len(calls)), seen

@@ -1,0 +1,260 @@
+"""The contract of precision recipes: ``class TestMine(PrecisionSuite): plugin = Mine``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, get_args
+
+import pytest
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moefw.core.contracts import Pass, Precision, Role
+from moefw.core.errors import PlanError
+from moefw.core.facts import ANY
+from moefw.core.naming import canonical_parameters
+from moefw.core.stages import Batch
+from moefw.testing.oracle import Rule, dense_moe
+from moefw.testing.suites.base import Suite
+from moefw.testing.suites.runs import open_context, poisoned_memory, row_alignment
+from moefw.testing.suites.watch import changed, held, same_bits, worst_error
+from moefw.testing.trial import Trial, build_layer
+
+NATIVE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Operands that are plain tensors, by what a recipe offers."""
+RTOL: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+"""The error allowed where a suite states none: that of the residual stream."""
+
+
+@frozen(kw_only=True)
+class Operand:
+    """A drawn tensor to quantize: rows, or the weights of one or several experts, in a plain or a turned layout."""
+
+    rows: int
+    blocks: int
+    experts: int
+    turned: bool
+    role: Role
+    during: Pass
+    seed: int
+
+    def tensor(self, block: int, dtype: torch.dtype) -> Tensor:
+        """Return the tensor, a leaf whose values reach over some powers of two."""
+        leading = (self.experts,) if self.experts else ()
+        shape = (*leading, self.rows, self.blocks * block)
+        generator = torch.Generator().manual_seed(self.seed)
+        x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+        if self.turned:
+            x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+        return x.to(dtype).requires_grad_()
+
+
+OPERANDS = st.builds(
+    Operand,
+    rows=st.sampled_from([0, 1, 7, 32, 128]),
+    blocks=st.integers(1, 2),
+    experts=st.sampled_from([0, 0, 1, 3]),
+    turned=st.booleans(),
+    role=st.sampled_from(get_args(Role)),
+    during=st.sampled_from(get_args(Pass)),
+    seed=st.integers(0, 10**6),
+)
+
+
+class PrecisionSuite(Suite):
+    """Holds a precision recipe to its contract.
+
+    ``rtol`` is the largest error of an operand, and of a layer against the fp64 oracle, as a share of a tensor's
+    largest value; None: by the residual dtype. ``block`` divides the sizes of all operands. ``gemms`` are the GEMMs of
+    which one must take the operands.
+    """
+
+    section = "precision"
+    rtol: ClassVar[float | None] = None
+    block: ClassVar[int] = 32
+    gemms: ClassVar[Sequence[Mapping[str, Any]]] = ({"use": "grouped"}, {"use": "loop"})
+
+    @property
+    def _dims(self) -> dict[str, int]:
+        return {"num_experts": 4, "top_k": 2, "dim": self.block, "expert_dim": 2 * self.block}
+
+    def recipe(self) -> Any:
+        """Return the recipe of one layer."""
+        context, assembly = open_context(self._fitting())
+        recipe = assembly.parts.precision.build(context)
+        is_recipe = isinstance(recipe, Precision)
+        assert is_recipe, f"{self.plugin.name} builds something that is no moefw.Precision."
+        return recipe
+
+    def _fitting(self, **settings: Any) -> Trial:
+        """Return a trial with a GEMM that takes the operands."""
+        refusals = []
+        for gemm in self.gemms if "gemm" not in self.parts else (self.parts["gemm"],):
+            trial = self.trial(**{**self._dims, **settings}, parts={"gemm": gemm})
+            try:
+                trial.assemble()
+            except PlanError as error:
+                refusals.append(str(error))
+                continue
+            return trial
+        says = f"{self.plugin.name} offers operands that no GEMM takes: {refusals[0]}"
+        raise AssertionError(says)
+
+    def _offered(self, fact: str) -> Any:
+        assembly = self._fitting().assemble()
+        return assembly.parts.precision.offers(assembly.site.at(0)).get(fact)
+
+    def test_a_gemm_takes_the_operands(self) -> None:
+        """What is offered fits somewhere, and what is offered is said."""
+        self._fitting()
+        operand = self._offered("operand")
+        assert operand, f"{self.plugin.name} does not offer operand: no GEMM can tell whether it fits."
+        assert operand != ANY, f"{self.plugin.name} offers any operand; a recipe makes a certain one."
+
+    def test_operands_have_the_shape_of_what_they_stand_for(self) -> None:
+        """Any role, any pass, no rows, any strides; the dtype is the one that is offered."""
+        recipe, dtype = self.recipe(), self._native()
+
+        def check(drawn: Operand) -> None:
+            for given in self._given(recipe):
+                x = drawn.tensor(self.block, given)
+                operand = self._quantize(recipe, x, drawn)
+                says = f"{self.plugin.name}: the operand of {tuple(x.shape)} {x.dtype} ({_where(drawn)}) is"
+                assert operand.shape == x.shape, f"{says} {tuple(operand.shape)}; the shape must stay."
+                right = dtype or operand.dtype
+                assert operand.dtype == right, f"{says} {operand.dtype}; {right} is what the recipe offers."
+
+        self.for_all(check, OPERANDS)
+
+    def test_operands_are_close_to_what_they_stand_for(self) -> None:
+        """Within the stated error; what is in the offered dtype already stays as it is, bit by bit."""
+        recipe, dtype, allowed = self.recipe(), self._native(), self._rtol()
+
+        def check(drawn: Operand) -> None:
+            x = drawn.tensor(self.block, torch.float32)
+            error = worst_error(self._quantize(recipe, x, drawn).detach(), x.detach())
+            what = f"{self.plugin.name}: an operand ({_where(drawn)}) is off by {error:.1e} of its largest value"
+            assert error <= allowed, f"{what}; {allowed:.0e} is stated."
+            if dtype is not None:
+                native = drawn.tensor(self.block, dtype)
+                same = same_bits(self._quantize(recipe, native, drawn), native)
+                assert same, f"{self.plugin.name} changes a tensor that is {dtype} already ({_where(drawn)})."
+
+        self.for_all(check, OPERANDS)
+
+    def test_gradients_flow_straight_through(self) -> None:
+        """The gradient of the sum of an operand is one everywhere, in the dtype of the tensor."""
+        if not self._offered("differentiable"):
+            pytest.skip(f"{self.plugin.name} does not offer differentiable")
+        recipe, allowed = self.recipe(), self._rtol()
+
+        def check(drawn: Operand) -> None:
+            for given in self._given(recipe):
+                x = drawn.tensor(self.block, given)
+                operand = self._quantize(recipe, x, drawn)
+                where = f"({_where(drawn)})"
+                assert operand.requires_grad, f"{self.plugin.name}: no gradient flows through an operand {where}."
+                (grad,) = torch.autograd.grad(operand, x, torch.ones_like(operand), allow_unused=True)
+                assert grad is not None, f"{self.plugin.name}: no gradient flows through an operand {where}."
+                fits = grad.dtype == x.dtype and grad.shape == x.shape
+                says = f"{self.plugin.name}: the gradient through an operand {where} is"
+                assert fits, f"{says} {tuple(grad.shape)} {grad.dtype}; {tuple(x.shape)} {x.dtype} is right."
+                straight = worst_error(grad, torch.ones_like(grad)) <= allowed
+                assert straight, f"{says} not that of the identity."
+
+        self.for_all(check, OPERANDS)
+
+    def test_the_same_tensor_gives_the_same_bits(self) -> None:
+        """Recompute quantizes again: what is drawn at random depends on no call order."""
+        recipe = self.recipe()
+
+        def check(drawn: Operand) -> None:
+            x = drawn.tensor(self.block, torch.float32)
+            first, second = (self._quantize(recipe, x, drawn) for _ in range(2))
+            same = same_bits(first, second)
+            assert same, f"{self.plugin.name}: an operand ({_where(drawn)}) has other bits the second time."
+
+        self.for_all(check, OPERANDS)
+
+    def test_quantize_writes_nothing(self) -> None:
+        """Neither the recipe nor the tensor that it is given."""
+        recipe = self.recipe()
+        turns = zip(itertools.cycle((7, 0, 32)), itertools.product(get_args(Role), get_args(Pass)))
+        for seed, (rows, (role, during)) in enumerate(turns):
+            drawn = Operand(rows=rows, blocks=1, experts=seed % 3, turned=False, role=role, during=during, seed=seed)
+            before = held(recipe)
+            x = drawn.tensor(self.block, torch.float32)
+            kept = x.detach().clone()
+            operand = self._quantize(recipe, x, drawn)
+            if operand.requires_grad and operand.numel():
+                torch.autograd.grad(operand, x, torch.ones_like(operand), allow_unused=True)
+            wrote = ", ".join(changed(before, held(recipe)))
+            assert not wrote, f"{self.plugin.name} writes {wrote} in quantize. A recipe keeps nothing."
+            assert same_bits(x, kept), f"{self.plugin.name} writes into the tensor that it quantizes."
+
+    def test_the_residual_dtype_is_one_that_flows(self) -> None:
+        """A floating dtype that torch adds natively."""
+        dtype = getattr(self.recipe(), "residual_dtype", None)
+        says = f"{self.plugin.name}: residual_dtype is {dtype}; one of {', '.join(map(str, RTOL))} is right."
+        assert dtype in RTOL, says
+
+    def test_a_layer_stays_close_to_the_oracle(self) -> None:
+        """Output and every gradient of an MoE layer, held against fp64 within the stated error."""
+        for seed, tokens in enumerate((13, 6, 0)):
+            for name, error in self._errors(tokens, seed):
+                thing = "output" if name == "out" else f"gradient of {name}"
+                what = f"{self.plugin.name}: the {thing} of a layer of {tokens} tokens is off by {error:.1e}"
+                assert error <= self._rtol(), f"{what} of its largest value; {self._rtol():.0e} is stated."
+
+    def _errors(self, tokens: int, seed: int) -> Iterator[tuple[str, float]]:
+        """Yield the error of the output and of each gradient of a layer against the oracle."""
+        trial = self._fitting(tokens=(tokens,), seed=seed, row_alignment=row_alignment(self._fitting().resolve()))
+        layer, shared = build_layer(trial)
+        dtype = self.recipe().residual_dtype
+        x_TD, probe_TD = (drawn.to(dtype) for drawn in trial.draw(0))
+        x_TD.requires_grad_()
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        with poisoned_memory():
+            out_TD, stats = layer(x_TD, Batch(ids_BS=ids, labels_BS=ids))
+            (out_TD * probe_TD).sum(dtype=torch.float32).backward()
+        shared.close()
+        pieces = list(canonical_parameters(layer))
+        parameters = {piece.name: piece.of(piece.parameter.detach()) for piece in pieces}
+        truth = dense_moe(parameters, x_TD, probe_TD, Rule(top_k=trial.top_k, score="softmax"))
+        agree = torch.equal(stats.expert_ids_TK.sort().values, truth.expert_ids_TK.sort().values)
+        assert agree, f"{self.plugin.name}: tokens go to other experts than in fp64; the router reads x as it is."
+        got = {piece.name: piece.of(_grad(piece.parameter)) for piece in pieces} | {"x": _grad(x_TD)}
+        floor = 1e-2 * max(1e-3, *(grad.abs().max().item() if grad.numel() else 0.0 for grad in truth.grads.values()))
+        yield "out", worst_error(out_TD.detach(), truth.out_TD, floor=floor)
+        yield from ((name, worst_error(got[name], grad, floor=floor)) for name, grad in truth.grads.items())
+
+    def _native(self) -> torch.dtype | None:
+        """The dtype that the recipe says its operands have; None where they are no plain tensors."""
+        (operand, *others) = self._offered("operand") or ("",)
+        return None if others else NATIVE.get(operand)
+
+    def _given(self, recipe: Any) -> Sequence[torch.dtype]:
+        """The dtypes of what is quantized: of weights, and of the residual stream."""
+        return tuple(dict.fromkeys((torch.float32, recipe.residual_dtype)))
+
+    def _rtol(self) -> float:
+        return RTOL.get(self.recipe().residual_dtype, 4e-2) if self.rtol is None else self.rtol
+
+    def _quantize(self, recipe: Any, x: Tensor, drawn: Operand) -> Tensor:
+        try:
+            operand: Tensor = recipe.quantize(x, role=drawn.role, during=drawn.during)
+        except Exception as error:
+            what = f"{self.plugin.name} fails on {tuple(x.shape)} {x.dtype}, strides {x.stride()} ({_where(drawn)})"
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        return operand
+
+
+def _where(drawn: Operand) -> str:
+    return f"role {drawn.role} during {drawn.during}"
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

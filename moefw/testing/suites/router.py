@@ -1,0 +1,351 @@
+"""The contract of routers: ``class TestMine(RouterSuite): plugin = Mine``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from moefw.core.contracts import Router
+from moefw.core.naming import initialise
+from moefw.core.stages import Batch, Routing
+from moefw.testing.suites.base import Suite
+from moefw.testing.suites.routing_case import (
+    SEQUENCES,
+    TOKENS,
+    Tokens,
+    compared,
+    miscounted,
+    misshapen,
+    of_sequences,
+    summed,
+)
+from moefw.testing.suites.runs import Trained, open_context, train, whole_model
+from moefw.testing.suites.slopes import slopes
+from moefw.testing.suites.watch import changed, held, same_bits
+
+
+class RouterSuite(Suite):
+    """Holds a router to its contract. ``dims`` are the sizes of the layer that it stands in."""
+
+    section = "routing"
+    dims: ClassVar[Mapping[str, int]] = {"num_experts": 8, "top_k": 2, "dim": 16, "expert_dim": 16}
+
+    def router(self, *, seed: int = 0) -> Any:
+        """Return a router with random parameters, in training mode."""
+        context, assembly = open_context(self.trial(**self.dims))
+        with torch.random.fork_rng():
+            router = assembly.parts.routing.build(context)
+        assert isinstance(router, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
+        assert isinstance(router, Router), f"{self.plugin.name} builds something that is no moefw.Router."
+        initialise(router, seed=seed, std=lambda _: 0.3)
+        return router
+
+    def learned_router(self) -> Any:
+        """Return a router whose state has seen a step."""
+        router, tokens = self.router(), Tokens(sequences=4, positions=8, seed=7)
+        router.update(summed([router(tokens.x(self.dims["dim"]), tokens.batch())]))
+        return router
+
+    def test_routings_have_the_shapes_and_types_of_the_contract(self) -> None:
+        """Ids, weights and statistics are what dispatchers and the engine count on; T may be 0."""
+        router = self.router()
+
+        def check(tokens: Tokens) -> None:
+            routing = router(tokens.x(self.dims["dim"]), tokens.batch(loss_scale=torch.tensor(0.1)))
+            self._complain(misshapen(routing, tokens, self.dims))
+
+        self.for_all(check, TOKENS)
+
+    def test_statistics_count_every_choice_once_before_any_is_dropped(self) -> None:
+        """``tokens_per_expert`` is what balance goes by: a capacity does not hide what was asked for."""
+        router = self.router()
+
+        def check(tokens: Tokens) -> None:
+            routing = router(tokens.x(self.dims["dim"]), tokens.batch())
+            self._complain(miscounted(routing, tokens, self.dims))
+
+        self.for_all(check, TOKENS)
+
+    def test_masked_tokens_go_nowhere_and_count_nowhere(self) -> None:
+        """What padding holds changes no choice, weight, statistic or loss, and gets no gradient."""
+        router = self.router()
+
+        def check(tokens: Tokens) -> None:
+            mask_T = tokens.batch().mask_T
+            assert mask_T is not None
+            x_TD = tokens.x(self.dims["dim"])
+            other_TD = torch.where(mask_T.unsqueeze(1), x_TD, 3.0 - x_TD).detach()
+            batch = tokens.batch(loss_scale=torch.tensor(0.1))
+            routing, other = router(x_TD, batch), router(other_TD, batch)
+            name = self.plugin.name
+            assert (routing.expert_ids_TK[~mask_T] == -1).all(), f"{name} sends masked tokens to experts."
+            assert not routing.weights_TK[~mask_T].any(), f"{name} gives weights to masked tokens."
+            for what, one, two in compared(routing, other):
+                close = torch.allclose(one.double(), two.double(), rtol=1e-5, atol=1e-6)
+                assert close, f"{name}: {what} changes with what masked tokens hold. They are padding."
+            (grad_TD,) = torch.autograd.grad(routing.weights_TK.sum() * 1.7, x_TD, allow_unused=True)
+            if grad_TD is not None:
+                assert not grad_TD[~mask_T].any(), f"{name} gives gradients to masked tokens."
+
+        masked = st.builds(evolve, TOKENS, masked=st.integers(1, 3), dtype=st.just("float32"))
+        self.for_all(check, masked)
+
+    def test_no_tokens_and_one_token_train(self) -> None:
+        """Ranks may be without tokens; backward still works there, and no gradient is NaN."""
+        router = self.router()
+        for positions in (0, 1):
+            tokens = Tokens(sequences=1, positions=positions)
+            routing = router(tokens.x(self.dims["dim"]), tokens.batch(loss_scale=torch.tensor(1.0)))
+            self._complain(misshapen(routing, tokens, self.dims))
+            self._complain(miscounted(routing, tokens, self.dims))
+            if routing.weights_TK.requires_grad:
+                grads = torch.autograd.grad(routing.weights_TK.sum(), list(router.parameters()), allow_unused=True)
+                finite = all(grad.isfinite().all() for grad in grads if grad is not None)
+                assert finite, f"{self.plugin.name} has gradients that are not finite with {positions} tokens."
+
+    def test_gradients_are_the_slopes_of_the_weights(self) -> None:
+        """What reaches the tokens and the router's parameters is held against finite differences."""
+        self.promised("differentiable", **self.dims)
+        router = self.learned_router()
+        tokens = Tokens(sequences=2, positions=5, seed=3)
+        x_TD, batch, name = tokens.x(self.dims["dim"]), tokens.batch(), self.plugin.name
+        probe_TK = torch.randn(tokens.num_tokens, self.dims["top_k"], generator=torch.Generator().manual_seed(1))
+
+        def value() -> tuple[Tensor, Tensor]:
+            routing = router(x_TD, batch)
+            return (routing.weights_TK * probe_TK).sum(dtype=torch.float64), routing.expert_ids_TK
+
+        assert value()[0].requires_grad, f"{name}: weights_TK carry no gradient, so the router cannot learn."
+        steep = {}
+        for what, variable in {"the tokens": x_TD, **dict(router.named_parameters())}.items():
+            (grad,) = torch.autograd.grad(value()[0], variable, allow_unused=True)
+            found = slopes(value, variable, torch.zeros_like(variable) if grad is None else grad)
+            steep[what] = found.steepest
+            says = f"{name}: the gradient of {what} is not the slope of the weights ({found})."
+            assert found.agree(3e-2), says
+        assert steep.pop("the tokens") > 1e-6, f"{name}: no gradient reaches the tokens."
+        assert max(steep.values(), default=0.0) > 1e-6, f"{name}: no gradient reaches its parameters."
+
+    def test_auxiliary_losses_are_attached_once_and_scaled(self) -> None:
+        """The backward of the weights adds ``loss_scale`` times the gradient of each auxiliary loss."""
+        router = self.learned_router()
+        tokens = Tokens(sequences=2, positions=8, seed=5)
+        x_TD = tokens.x(self.dims["dim"])
+
+        def value() -> tuple[Tensor, Tensor]:
+            routing = router(x_TD, tokens.batch())
+            losses = [loss.double() for loss in routing.aux_losses.values()]
+            return sum(losses, torch.zeros((), dtype=torch.float64)), routing.expert_ids_TK
+
+        for what, variable in {"the tokens": x_TD, **dict(router.named_parameters())}.items():
+            for scale in (0.5, 2.0):
+                grad = self._attached(router, x_TD, tokens.batch(loss_scale=torch.tensor(scale)), variable)
+                found = slopes(value, variable, grad / scale)
+                says = (
+                    f"{self.plugin.name}: with loss_scale {scale}, the gradient that auxiliary losses give to {what} "
+                    f"is {found.ratio:.3g} times loss_scale times their slope; once is right."
+                )
+                assert found.agree(3e-2, noise=2e-4 * abs(value()[0].item())), says
+
+    def test_auxiliary_losses_are_attached_in_training_only(self) -> None:
+        """Neither in evaluation nor without a loss scale do they touch a gradient."""
+        router, tokens = self.learned_router(), Tokens(sequences=2, positions=8, seed=5)
+        x_TD = tokens.x(self.dims["dim"])
+        for training, scale in ((False, torch.tensor(1.0)), (True, None)):
+            router.train(training)
+            for variable in (x_TD, *router.parameters()):
+                grad = self._attached(router, x_TD, tokens.batch(loss_scale=scale), variable)
+                when = "without loss_scale" if training else "in evaluation"
+                assert not grad.any(), f"{self.plugin.name} attaches auxiliary losses {when}."
+
+    def test_forward_and_backward_write_nothing(self) -> None:
+        """A router is constant between updates: micro-batches may be in flight, and forwards may be repeated."""
+        router, tokens = self.learned_router(), Tokens(sequences=2, positions=5, seed=1)
+        for training in (True, False):
+            router.train(training)
+            before = held(router)
+            routing = router(tokens.x(self.dims["dim"]), tokens.batch(loss_scale=torch.tensor(1.0)))
+            if routing.weights_TK.requires_grad:
+                routing.weights_TK.sum().backward()
+            router.zero_grad(set_to_none=True)
+            wrote = ", ".join(changed(before, held(router)))
+            says = f"{self.plugin.name} writes {wrote} in forward. Return it in stats, and write state in update()."
+            assert not wrote, says
+
+    def test_declared_state_is_fp32_buffers(self) -> None:
+        """``state_spec`` names buffers that are there, in fp32, of the shape that it says."""
+        router = self.router()
+        buffers, name = dict(router.named_buffers()), self.plugin.name
+        for state in router.state_spec():
+            assert state.name in buffers, f"{name} declares the state {state.name!r} and has no buffer of that name."
+            buffer = buffers[state.name]
+            fits = tuple(buffer.shape) == state.shape and buffer.dtype == torch.float32
+            is_, says = f"{tuple(buffer.shape)} {buffer.dtype}", f"{state.shape} torch.float32"
+            assert fits, f"{name}: the buffer {state.name!r} is {is_}; state_spec says {says}."
+
+    def test_update_depends_on_the_reduced_statistics_alone(self) -> None:
+        """Whatever a router saw before, equal sums lead to equal state, in any order of micro-batches."""
+        fresh, used, turned = self.router(), self.router(), self.router()
+        batches = [Tokens(sequences=2, positions=5, seed=seed) for seed in range(3)]
+        routings = [fresh(tokens.x(self.dims["dim"]), tokens.batch()) for tokens in batches]
+        other = Tokens(sequences=3, positions=7, seed=9)
+        used(other.x(self.dims["dim"]), other.batch())
+        reduced, name = summed(routings), self.plugin.name
+        kept = {key: value.clone() for key, value in reduced.items()}
+        before = held(fresh)
+        fresh.update(reduced)
+        assert all(same_bits(reduced[key], kept[key]) for key in kept), f"{name}: update() changes what it is given."
+        states = [state.name for state in fresh.state_spec()]
+        wrote = [path for path in changed(before, held(fresh)) if path not in states]
+        assert not wrote, f"{name}: update() writes {', '.join(wrote)}, which state_spec() does not declare."
+        used.update(kept)
+        turned.update(summed(routings[::-1]))
+        for state in states:
+            one, two, three = (getattr(router, state) for router in (fresh, used, turned))
+            assert one.dtype == torch.float32, f"{name}: update() turns {state!r} into {one.dtype}."
+            says = f"{name}: update() of {state!r} depends on more than the reduced statistics."
+            assert same_bits(one, two), says
+            assert torch.allclose(one, three, rtol=1e-5), f"{name}: {state!r} depends on the order of micro-batches."
+        fresh.update({key: torch.zeros_like(value) for key, value in kept.items()})
+        finite = all(getattr(fresh, state).isfinite().all() for state in states)
+        assert finite, f"{name}: update() after a step without tokens leaves state that is not finite."
+
+    def test_routing_looks_at_no_more_than_the_partition_says(self) -> None:
+        """token: at each token by itself; sequence: at each sequence by itself, losses included."""
+        partition = self._partition()
+        router = self.learned_router()
+        self.for_all(lambda tokens: self._check_sequences(router, tokens, partition), SEQUENCES)
+        if partition == "token":
+            self.for_all(lambda tokens: self._check_tokens(router, tokens), SEQUENCES)
+
+    def test_the_same_call_again_gives_the_same_bits(self) -> None:
+        """Recompute runs a router twice: random draws depend on the batch's seeds, never on the order of calls."""
+        router = self.learned_router()
+
+        def check(tokens: Tokens) -> None:
+            x_TD, batch = tokens.x(self.dims["dim"]), tokens.batch(loss_scale=torch.tensor(0.3))
+            first = router(x_TD, batch)
+            for what, one, two in compared(first, router(x_TD, batch)):
+                says = f"{self.plugin.name}: {what} differs when the same micro-batch is routed again."
+                assert same_bits(one, two), f"{says} Draw by Batch.seeds_B and position, not by call."
+
+        self.for_all(check, TOKENS)
+
+    def test_two_routers_compute_the_same_bits(self) -> None:
+        """What offers to be deterministic is, from one process to the next."""
+        self.promised("deterministic", **self.dims)
+        tokens, name = Tokens(sequences=3, positions=5, seed=4), self.plugin.name
+        runs = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            router, x_TD = self.router(), tokens.x(self.dims["dim"])
+            routing = router(x_TD, tokens.batch(loss_scale=torch.tensor(0.3)))
+            grads: Sequence[Tensor | None] = ()
+            if routing.weights_TK.requires_grad:
+                probe = torch.linspace(-1, 1, routing.weights_TK.numel()).view_as(routing.weights_TK)
+                variables = [x_TD, *router.parameters()]
+                grads = torch.autograd.grad((routing.weights_TK * probe).sum(), variables, allow_unused=True)
+            runs.append((routing, [grad for grad in grads if grad is not None]))
+        for what, one, two in compared(runs[0][0], runs[1][0]):
+            assert same_bits(one, two), f"{name} offers deterministic, but {what} differs between two equal routers."
+        for one, two in zip(runs[0][1], runs[1][1], strict=True):
+            assert same_bits(one, two), f"{name} offers deterministic, but gradients differ between two equal routers."
+
+    def test_recorded_routes_are_replayed(self) -> None:
+        """``Batch.routes`` from an earlier forward decides, whatever parameters say today."""
+        router, earlier = self.router(seed=0), self.router(seed=1)
+
+        def check(tokens: Tokens) -> None:
+            x_TD, layer = tokens.x(self.dims["dim"]), 0
+            recorded_TK = earlier(x_TD, tokens.batch()).expert_ids_TK
+            routing = router(x_TD, tokens.batch(routes={layer: recorded_TK}))
+            says = f"{self.plugin.name} does not replay Batch.routes."
+            assert torch.equal(routing.expert_ids_TK, recorded_TK), f"{says} Take the ids that Batch.route() returns."
+            self._complain(misshapen(routing, tokens, self.dims))
+
+        self.for_all(check, TOKENS)
+
+    def test_a_model_trains_on_two_ranks_like_on_one(self) -> None:
+        """Where no more than a sequence is looked at, the layout changes nothing; elsewhere, ranks agree."""
+        alone, both = (self._train(world, micro_batch) for world, micro_batch in ((1, 16), (2, 2)))
+        name, (first, second) = self.plugin.name, both
+        finite = all(torch.tensor(result.loss).isfinite() for result in first.results)
+        assert finite, f"{name}: the loss of a model on two ranks is not finite."
+        assert first.results == second.results, f"{name}: two ranks disagree on the results of a step."
+        for state, tensor in first.state.items():
+            assert same_bits(tensor, second.state[state]), f"{name}: the state {state!r} differs between two ranks."
+        if self._partition(required=False) not in ("token", "sequence"):
+            return
+        for one, two in zip(alone[0].results, first.results, strict=True):
+            says = f"{name}: two ranks do not train like one, although routing looks at one"
+            same = two.loss == pytest.approx(one.loss, rel=1e-5) and two.load_LE == one.load_LE
+            assert same, f"{says} {self._partition()} (losses {one.loss:.7f} and {two.loss:.7f})."
+            same = two.aux_losses == pytest.approx(one.aux_losses, rel=1e-4)
+            assert same, f"{says} {self._partition()}: {one.aux_losses} and {two.aux_losses}."
+
+    def _train(self, world: int, micro_batch: int) -> list[Trained]:
+        sizes = {"num_experts": self.dims["num_experts"], "top_k": self.dims["top_k"]}
+        parts = {"parallel": {"experts": {"ep": world}}, **self.parts, "routing": self.chosen}
+        trial = whole_model(world, parts=parts, plugins=(self.plugin,), micro_batch=micro_batch, sizes=sizes)
+        return list(self.pool.run(train, world, trial, 3))
+
+    def _complain(self, faults: Iterator[str]) -> None:
+        for fault in faults:
+            raise AssertionError(f"{self.plugin.name}: {fault}")
+
+    def _partition(self, *, required: bool = True) -> Any:
+        """The set of tokens that the router says it looks at."""
+        partition = self.trial(**self.dims).assemble().layers[0].facts.get("partition")
+        if required and partition not in ("token", "sequence"):
+            pytest.skip(f"{self.plugin.name} looks at one {partition}: what it computes depends on the split")
+        return partition
+
+    def _attached(self, router: nn.Module, x_TD: Tensor, batch: Batch, variable: Tensor) -> Tensor:
+        """Return the gradient that comes with weights whose own gradient is zero."""
+        weights_TK = router(x_TD, batch).weights_TK
+        if not weights_TK.requires_grad:
+            return torch.zeros_like(variable)
+        (grad,) = torch.autograd.grad(weights_TK, variable, torch.zeros_like(weights_TK), allow_unused=True)
+        return torch.zeros_like(variable) if grad is None else grad
+
+    def _check_sequences(self, router: nn.Module, tokens: Tokens, partition: str) -> None:
+        x_TD, batch = tokens.x(self.dims["dim"]), tokens.batch(loss_scale=torch.tensor(0.3))
+        whole = router(x_TD, batch)
+        parts = [of_sequences(batch, x_TD, [number]) for number in reversed(range(tokens.sequences))]
+        routings = [router(*part) for part in parts][::-1]
+        says = f"{self.plugin.name} offers to look at one {partition} at a time, but"
+        joined = {key: torch.cat([getattr(one, key) for one in routings]) for key in ("expert_ids_TK", "weights_TK")}
+        self._same_choices(whole, joined, f"{says} the routing of a sequence depends on the other sequences.")
+        for kind in ("stats", "aux_losses"):
+            total = summed(routings, kind)
+            for key, value in getattr(whole, kind).items():
+                same = torch.allclose(value.double(), total[key], rtol=1e-4, atol=1e-5)
+                assert same, f"{says} {kind}[{key!r}] depends on how sequences are split over micro-batches."
+
+    def _check_tokens(self, router: nn.Module, tokens: Tokens) -> None:
+        x_TD, says = tokens.x(self.dims["dim"]), f"{self.plugin.name} offers to look at one token at a time, but"
+        whole = router(x_TD, tokens.batch())
+        mask_BS = torch.rand(tokens.sequences, tokens.positions, generator=torch.Generator().manual_seed(1)) < 0.5
+        some = router(x_TD, tokens.batch(mask_BS=mask_BS))
+        mask_T = mask_BS.flatten()
+        left = {key: getattr(some, key)[mask_T] for key in ("expert_ids_TK", "weights_TK")}
+        those = {key: getattr(whole, key)[mask_T] for key in ("expert_ids_TK", "weights_TK")}
+        self._same_choices(Routing(**those), left, f"{says} the routing of a token depends on the others.")
+        router.eval()
+        flat = router(x_TD, Tokens(sequences=1, positions=tokens.num_tokens).batch(seeds_B=None))
+        order = torch.randperm(tokens.num_tokens, generator=torch.Generator().manual_seed(tokens.seed))
+        turned = router(x_TD[order], Tokens(sequences=1, positions=tokens.num_tokens).batch(seeds_B=None))
+        router.train()
+        back = {key: getattr(turned, key)[order.argsort()] for key in ("expert_ids_TK", "weights_TK")}
+        self._same_choices(flat, back, f"{says} the routing of a token depends on its place among the others.")
+
+    def _same_choices(self, whole: Routing, other: Mapping[str, Tensor], says: str) -> None:
+        same_ids = torch.equal(whole.expert_ids_TK, other["expert_ids_TK"])
+        same = same_ids and torch.allclose(whole.weights_TK, other["weights_TK"], rtol=1e-4, atol=1e-6)
+        assert same, says

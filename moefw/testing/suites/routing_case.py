@@ -1,0 +1,131 @@
+"""Micro-batches for routers, and what is wrong with a routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moefw.core.stages import Batch, Routing
+
+
+@frozen(kw_only=True)
+class Tokens:
+    """A drawn micro-batch: ``masked`` of every three tokens are padding."""
+
+    sequences: int = 2
+    positions: int = 4
+    masked: int = 0
+    seed: int = 0
+    dtype: str = "float32"
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.sequences * self.positions
+
+    def mask(self) -> Tensor | None:
+        """Return which tokens are valid, bool (B, S); None: all."""
+        if not self.masked:
+            return None
+        return (torch.arange(self.num_tokens).view(self.sequences, self.positions) + self.seed) % 3 >= self.masked
+
+    def x(self, dim: int) -> Tensor:
+        """Return the tokens, ``(T, D)``; a leaf."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(self.num_tokens, dim, generator=generator).to(getattr(torch, self.dtype)).requires_grad_()
+
+    def batch(self, **more: Any) -> Batch:
+        """Return the micro-batch as in training, auxiliary losses apart."""
+        ids_BS = torch.zeros(self.sequences, self.positions, dtype=torch.int64)
+        seeds_B = torch.arange(self.sequences) + 1000 * self.seed
+        return Batch(**{"ids_BS": ids_BS, "labels_BS": ids_BS, "mask_BS": self.mask(), "seeds_B": seeds_B, **more})
+
+
+TOKENS = st.builds(
+    Tokens,
+    sequences=st.integers(1, 3),
+    positions=st.integers(0, 6),
+    masked=st.integers(0, 3),
+    seed=st.integers(0, 10**6),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+SEQUENCES = st.builds(Tokens, sequences=st.integers(2, 4), positions=st.integers(1, 6), seed=st.integers(0, 10**6))
+
+
+def summed(routings: Sequence[Routing], kind: str = "stats") -> dict[str, Tensor]:
+    """Return statistics, or auxiliary losses, added up as the engine does: in fp64."""
+    names = getattr(routings[0], kind)
+    return {name: torch.stack([getattr(one, kind)[name].double() for one in routings]).sum(0) for name in names}
+
+
+def of_sequences(batch: Batch, x_TD: Tensor, chosen: Sequence[int]) -> tuple[Tensor, Batch]:
+    """Return some sequences of a micro-batch as a micro-batch."""
+    names = ("ids_BS", "labels_BS", "mask_BS", "seeds_B")
+    taken = {name: value[chosen] for name in names if (value := getattr(batch, name)) is not None}
+    x_BSD = x_TD.detach().view(*batch.ids_BS.shape, -1)
+    return x_BSD[chosen].flatten(0, 1), Batch(**taken, loss_scale=batch.loss_scale)
+
+
+def compared(one: Routing, two: Routing) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what can be compared of two routings, with a name for it."""
+    yield "expert_ids_TK", one.expert_ids_TK, two.expert_ids_TK
+    yield "weights_TK", one.weights_TK, two.weights_TK
+    for kind in ("stats", "aux_losses"):
+        for name, value in getattr(one, kind).items():
+            yield f"{kind}[{name!r}]", value, getattr(two, kind)[name]
+
+
+def misshapen(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Iterator[str]:
+    """Yield what dispatchers could not use."""
+    ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
+    shape, experts = (tokens.num_tokens, dims["top_k"]), dims["num_experts"]
+    if tuple(ids_TK.shape) != shape or ids_TK.dtype != torch.int64:
+        yield f"expert_ids_TK is {tuple(ids_TK.shape)} {ids_TK.dtype}; {shape} torch.int64 is right."
+        return
+    if tuple(weights_TK.shape) != shape or weights_TK.dtype != torch.float32:
+        yield f"weights_TK is {tuple(weights_TK.shape)} {weights_TK.dtype}; {shape} torch.float32 is right."
+        return
+    if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < experts:
+        yield f"expert_ids_TK holds ids outside -1..{experts - 1}."
+    if weights_TK[ids_TK < 0].any():
+        yield "weights_TK is not zero where a choice is dropped."
+    if not weights_TK.isfinite().all():
+        yield "weights_TK is not finite."
+    same_TKK = (ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)) & (ids_TK >= 0).unsqueeze(2)
+    if same_TKK.tril(-1).any():
+        yield "a token chooses the same expert twice."
+    if routing.scores_TE is not None and tuple(routing.scores_TE.shape) != (shape[0], experts):
+        yield f"scores_TE is {tuple(routing.scores_TE.shape)}; {(shape[0], experts)} is right."
+    for kind, values in (("stats", routing.stats), ("aux_losses", routing.aux_losses)):
+        for name, value in values.items():
+            if value.requires_grad:
+                yield f"{kind}[{name!r}] carries a graph. Detach it: it is for metrics and sums."
+            if kind == "aux_losses" and value.dim():
+                yield f"aux_losses[{name!r}] is no scalar."
+            if not value.isfinite().all():
+                yield f"{kind}[{name!r}] is not finite."
+
+
+def miscounted(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Iterator[str]:
+    """Yield what is wrong with the counts of a routing."""
+    experts, ids_TK, mask_T = dims["num_experts"], routing.expert_ids_TK, tokens.batch().mask_T
+    counts_E = routing.stats.get("tokens_per_expert")
+    if counts_E is None or tuple(counts_E.shape) != (experts,) or counts_E.dtype != torch.float32:
+        yield f"stats hold no tokens_per_expert ({experts}) in fp32."
+        return
+    kept_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=experts)
+    valid = tokens.num_tokens if mask_T is None else int(mask_T.sum())
+    if (counts_E < kept_E).any() or counts_E.sum() != valid * dims["top_k"]:
+        yield (
+            f"tokens_per_expert adds up to {counts_E.sum():g}; {valid} valid tokens make {valid * dims['top_k']} "
+            "choices, those that are dropped afterwards included and masked tokens left out."
+        )
+    if routing.counts_host is not None and list(routing.counts_host) != kept_E.tolist():
+        yield f"counts_host is {routing.counts_host}; experts are chosen {kept_E.tolist()} times."
+    if routing.capacity is not None and kept_E.max() > routing.capacity:
+        yield f"an expert is chosen {int(kept_E.max())} times, above the capacity {routing.capacity}."

@@ -1,0 +1,108 @@
+"""Whole models on the ranks of a pool, with plugins of a test in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefw.core.assembly import Assembly
+from moefw.core.build import BuildContext, ModelContext, Shared, build_model
+from moefw.core.contracts import Layout
+from moefw.core.naming import canonical_parameters, initialise, state_tensors
+from moefw.core.plugin import Plugin
+from moefw.core.stages import Batch
+from moefw.testing.training import SMALL
+from moefw.testing.trial import Trial
+from moefw.training.engine import Engine, StepResult
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory reads as NaN, and what is not deterministic raises."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def row_alignment(assembly: Assembly) -> int:
+    """Return the alignment of rows that the parts of an assembly agreed on."""
+    return int(assembly.layers[0].facts.get("row_alignment") or 1)
+
+
+def open_context(trial: Trial) -> tuple[BuildContext, Assembly]:
+    """Return what the parts of the trial's layer get to build themselves on this rank, and the assembly."""
+    assembly = trial.resolve()
+    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    return ModelContext(assembly, layout, torch.device("cpu"), Shared()).at(0), assembly
+
+
+def whole_model(
+    world: int,
+    *,
+    parts: Mapping[str, Any],
+    plugins: tuple[type[Plugin], ...],
+    micro_batch: int = 2,
+    sizes: Mapping[str, Any] | None = None,
+) -> Trial:
+    """Return a trial whose spec is a small transformer that trains in milliseconds; ``sizes`` changes the model's."""
+    train = {**SMALL["train"], "micro_batch": micro_batch}
+    spec = {**SMALL, "model": {**SMALL["model"], **(sizes or {})}, "train": train, **parts}
+    return Trial(tokens=(1,) * world, parts=spec, plugins=plugins)
+
+
+def open_model(trial: Trial) -> tuple[nn.Module, Assembly, Layout, Shared]:
+    """Return the whole model of a trial on this rank, initialised by name."""
+    assembly = trial.resolve()
+    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    shared = Shared()
+    model = build_model(assembly, layout, torch.device("cpu"), shared)
+    std: Any = model.init_std
+    initialise(model, seed=assembly.spec.run.seed, std=std)
+    return model, assembly, layout, shared
+
+
+def global_batch(assembly: Assembly, layout: Layout, step: int) -> list[Batch]:
+    """Return this rank's micro-batches of random tokens that depend on the step alone."""
+    train = assembly.spec.train
+    vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
+    shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)
+    tokens_BS = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(step))
+    seeds_B = step * len(tokens_BS) + torch.arange(len(tokens_BS))
+    mine = [whole.tensor_split(layout.size("dp"))[layout.index("dp")] for whole in (tokens_BS, seeds_B)]
+    pieces = zip(*(whole.split(train.micro_batch) for whole in mine), strict=True)
+    return [Batch(ids_BS=ids[:, :-1], labels_BS=ids[:, 1:], seeds_B=seeds) for ids, seeds in pieces]
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """What a short run did, and the parameters and state that this rank holds in the end."""
+
+    results: list[StepResult]
+    last: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def train(trial: Trial, steps: int) -> Trained:
+    """Train the whole model of a trial for some steps on this rank."""
+    model, assembly, layout, shared = open_model(trial)
+    settings = assembly.spec.train
+    optimizer = assembly.parts.optimizer.build(dict(model.named_parameters()), settings.lr)
+    engine = Engine(model, optimizer, layout, clip_norm=settings.clip_norm)
+    results = [engine.step(global_batch(assembly, layout, step), settings.lr, _no_clock) for step in range(steps)]
+    last = {piece.name: piece.of(piece.parameter.detach()).clone() for piece in canonical_parameters(model)}
+    state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
+    shared.close()
+    return Trained(results=results, last=last, state=state)
+
+
+@contextmanager
+def _no_clock(section: str) -> Iterator[None]:
+    yield

@@ -1,0 +1,90 @@
+"""Gradients held against finite differences, along random directions, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+DIRECTIONS, STEP, HALVINGS = 5, 1e-2, 4
+SETTLED = 2e-2
+"""Relative difference of a slope over a step and over half of it, below which it is taken for the slope."""
+
+Value = Callable[[], tuple[Tensor, Tensor]]
+"""Returns a scalar, and the choices that it rests on: across other choices there is no slope."""
+
+
+@frozen
+class Slopes:
+    """Slopes measured along directions, and what a gradient says of them."""
+
+    measured: tuple[float, ...]
+    claimed: tuple[float, ...]
+
+    @property
+    def steepest(self) -> float:
+        """The largest of all."""
+        return max(map(abs, (*self.measured, *self.claimed)), default=0.0)
+
+    @property
+    def ratio(self) -> float:
+        """How many times the measured slopes the gradient claims."""
+        squares = sum(slope * slope for slope in self.measured)
+        return sum(a * b for a, b in zip(self.measured, self.claimed, strict=True)) / squares if squares else 0.0
+
+    def agree(self, rtol: float, *, noise: float = 1e-5) -> bool:
+        """Return whether all are within ``rtol`` of the steepest, or within the noise of the measurement."""
+        pairs = zip(self.measured, self.claimed, strict=True)
+        return all(abs(a - b) <= max(rtol * self.steepest, noise) for a, b in pairs)
+
+    def __str__(self) -> str:
+        worst = max(zip(self.measured, self.claimed, strict=True), key=lambda pair: abs(pair[0] - pair[1]))
+        return f"{worst[1]:.4g} where {worst[0]:.4g} is measured"
+
+
+@torch.no_grad()
+def slopes(value: Value, variable: Tensor, grad: Tensor) -> Slopes:
+    """Measure the slopes of ``value`` along random directions of ``variable``; what they say of ``grad``.
+
+    Directions along which choices change, however small the step, are left out.
+    """
+    generator = torch.Generator().manual_seed(0)
+    measured, claimed = [], []
+    for _ in range(DIRECTIONS):
+        direction = torch.randn(variable.shape, generator=generator).to(variable.dtype)
+        slope = _slope(value, variable, direction)
+        if slope is not None:
+            measured.append(slope)
+            claimed.append((grad.double() * direction.double()).sum().item())
+    return Slopes(tuple(measured), tuple(claimed))
+
+
+def _slope(value: Value, variable: Tensor, direction: Tensor) -> float | None:
+    kept, (here, chosen) = variable.detach().clone(), value()
+    step = STEP
+    before = _difference(value, variable, kept, direction, step, chosen)
+    for _ in range(HALVINGS):
+        step /= 2
+        slope = _difference(value, variable, kept, direction, step, chosen)
+        noise = 1e-6 * (1.0 + abs(here.item())) / step
+        if slope is not None and before is not None and abs(slope - before) <= SETTLED * abs(slope) + noise:
+            return slope
+        before = slope
+    return None
+
+
+def _difference(
+    value: Value, variable: Tensor, kept: Tensor, direction: Tensor, step: float, chosen: Tensor
+) -> float | None:
+    ends = []
+    for sign in (1.0, -1.0):
+        variable.data.copy_(kept + sign * step * direction)
+        end, choices = value()
+        if not torch.equal(choices, chosen):
+            variable.data.copy_(kept)
+            return None
+        ends.append(end.item())
+    variable.data.copy_(kept)
+    return (ends[0] - ends[1]) / (2 * step)

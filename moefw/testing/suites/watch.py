@@ -1,0 +1,101 @@
+"""What a part holds, looked at from outside: to say what a call changed in it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Set
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_NOT_OURS = ("torch.", "builtins", "moefw.core", "abc", "typing", "hypothesis", "threading")
+
+
+def held(part: object) -> dict[str, object]:
+    """Return everything that a part holds, by path: tensors bit by bit, attributes, closures; gradients apart."""
+    return dict(_walk(part, "", set()))
+
+
+def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """Return the names of what is not as it was before."""
+    missing = object()
+    names = before.keys() | after.keys()
+    found = {name for name in names if before.get(name, missing) != after.get(name, missing)}
+    return sorted(name.replace("._buffers", "").replace("._parameters", "").strip(".") for name in found)
+
+
+def bits(tensor: Tensor) -> bytes:
+    """Return the values of a tensor as bytes: NaN equals NaN."""
+    plain = tensor.detach().contiguous().reshape(-1)
+    return bytes(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have one dtype, one shape and the same bits."""
+    return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
+
+
+def worst_error(got: Tensor, wanted: Tensor, *, floor: float = 1e-30) -> float:
+    """Return the largest error as a share of the largest wanted value (at least ``floor``); infinite for NaN."""
+    if got.shape != wanted.shape:
+        return float("inf")
+    if not got.numel():
+        return 0.0
+    error = (got.double() - wanted.double()).abs().max().item()
+    return error / max(wanted.abs().max().item(), floor) if error == error else float("inf")
+
+
+def _walk(thing: Any, path: str, seen: set[int]) -> Iterator[tuple[str, object]]:
+    if isinstance(thing, _PLAIN):
+        yield path, thing
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield path, (thing.dtype, tuple(thing.shape), bits(thing))
+        return
+    yield f"{path}.type", type(thing).__qualname__
+    for name, inner in _inside(thing):
+        yield from _walk(inner, f"{path}.{name}", seen)
+
+
+def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, Mapping):
+        yield from ((str(key), value) for key, value in thing.items())
+    elif isinstance(thing, list | tuple):
+        yield from ((str(index), value) for index, value in enumerate(thing))
+    elif isinstance(thing, Set):
+        yield "members", sorted(map(repr, thing))
+    elif isinstance(thing, partial):
+        yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
+    elif isinstance(thing, types.MethodType):
+        yield from (("self", thing.__self__), ("func", thing.__func__))
+    elif isinstance(thing, types.FunctionType):
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:
+                continue
+    elif not isinstance(thing, type | types.ModuleType | types.BuiltinFunctionType):
+        yield from _attributes(thing)
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    if type(thing).__module__.startswith("torch.distributed"):
+        return
+    yield from vars(thing).items() if hasattr(thing, "__dict__") else ()
+    for kind in type(thing).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(thing, name):
+                yield name, getattr(thing, name)
+        if not kind.__module__.startswith(_NOT_OURS):
+            yield from ((name, value) for name, value in vars(kind).items() if _is_data(name, value))
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not name.startswith("_") and isinstance(value, list | dict | set | int | float | Tensor)

@@ -1,0 +1,153 @@
+"""Every way to use every plugin: one by one, which the product of all combinations is taken over. No torch here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Final, Literal, get_args, get_origin
+
+import attrs
+from attrs import field, frozen
+
+from moefw.core.plugin import MemoryPlugin, Plugin
+from moefw.core.registry import GROUP, Part, Registry
+from moefw.core.spec import Spec
+from moefw.testing.built_in import BUILT_IN
+
+SECTIONS: Final[Mapping[str, str]] = {
+    place.name: place.metadata["hook"]
+    for place in attrs.fields(Spec)
+    if place.name in ("routing", "dispatch", "gemm", "precision", "memory", "parallel")
+}
+"""The sections of a spec that combinations are made of, and the hook of each."""
+
+REGIONS: Final = ("router", "experts", "shared_expert", "moe_act")
+"""What memory policies may treat inside an MoE layer."""
+
+OURS: Final = "moefw"
+"""The distribution of the built-in plugins."""
+
+
+@frozen(kw_only=True)
+class Variant:
+    """One way to fill a section of a spec. Two are equal if section and label are.
+
+    ``words``: what :class:`moefw.testing.oracle.Rule` is told of a router, and ``state``: its state at the first step,
+    by the oracle's name; None where no formula of ours says what it computes. ``budget``: the ``rank_capacity`` that
+    the oracle drops beyond. ``world``: the ranks of a layout. ``rtol``: how closely a precision meets fp64,
+    and ``floor``: a gradient below this share of the largest one counts as one that nearly cancels.
+    ``equal_tokens``: works only where all ranks bring as many tokens, none of them masked; ``smallest``: the fewest
+    tokens of a rank, beside none, whose routing does not depend on the last bit.
+    """
+
+    section: str
+    label: str
+    choice: Any = field(eq=False)
+    distribution: str = field(default=OURS, eq=False)
+    words: Mapping[str, Any] | None = field(default=None, eq=False)
+    state: tuple[str, ...] = field(default=(), eq=False)
+    budget: float | None = field(default=None, eq=False)
+    world: int = field(default=1, eq=False)
+    rtol: float = field(default=1e-5, eq=False)
+    floor: float = field(default=1e-2, eq=False)
+    equal_tokens: bool = field(default=False, eq=False)
+    smallest: int = field(default=0, eq=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The plugins that it uses."""
+        chosen = self.choice if isinstance(self.choice, list) else [self.choice]
+        return tuple(dict.fromkeys(choice["use"] for choice in chosen))
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The regions that its memory policies treat."""
+        chosen = self.choice if isinstance(self.choice, list) else ()
+        return tuple(region for choice in chosen for region in choice.get("regions", ()))
+
+    def __str__(self) -> str:
+        return self.label
+
+
+FIRST: Final = ("topk", "alltoall", "grouped", "fp32", "folded")
+"""What a spec takes where it names nothing: shrunk examples end here."""
+
+LOOSE_RTOL: Final = 0.1
+"""How closely a precision that is not ours meets fp64, unless somebody says."""
+
+
+def variants(registry: Registry, *, ours_only: bool = False) -> dict[str, tuple[Variant, ...]]:
+    """Return the variants of every section over the plugins that load, the plainest first. See :func:`of_part`.
+
+    ``ours_only``: other distributions are not even imported.
+    """
+    if ours_only:
+        for entry in entry_points(group=GROUP):
+            if entry.dist and entry.dist.name == OURS:
+                registry.load(entry.name)
+    else:
+        registry.load_all()
+    parts = [part for part in registry.parts() if part.distribution == OURS or not ours_only]
+    parts.sort(key=lambda part: part.name not in FIRST)
+    found = {
+        section: tuple(variant for part in parts if part.hook == hook for variant in of_part(part, section))
+        for section, hook in SECTIONS.items()
+    }
+    found["memory"] = (*_NO_MEMORY, *found["memory"], *_two_policies(parts))
+    return found
+
+
+def of_part(part: Part, section: str, options: Iterable[Mapping[str, Any]] | None = None) -> Iterator[Variant]:
+    """Yield the variants of one plugin.
+
+    Of a built-in one: those in our table. Of any other: ``options``, each a set; by default its defaults, with each
+    choice of a ``Literal`` that has none. A memory policy is tried on every region, a layout on 1, 2 and 4 ranks.
+    """
+    table = BUILT_IN.get(section, {}).get(part.name) if part.distribution == OURS and options is None else None
+    if table is not None:
+        for label, choice, also in table:
+            yield Variant(section=section, label=_label(part.name, label), choice=choice, **also)
+        return
+    sets = list(guesses(part.declaration)) if options is None else [dict(each) for each in options]
+    for given in sets:
+        choice = {"use": part.name, **given}
+        label = _label(part.name, ", ".join(f"{key} {value}" for key, value in given.items()))
+        common: dict[str, Any] = {"section": section, "distribution": part.distribution}
+        if section == "memory":
+            regions = [given["regions"]] if given.get("regions") else [[region] for region in REGIONS]
+            for names in regions:
+                words = f"{label} {', '.join(names)}" if "regions" not in given else label
+                yield Variant(label=words, choice=[{**choice, "regions": list(names)}], **common)
+        elif section == "parallel":
+            for world in (1, 2, 4):
+                yield Variant(label=f"{label}, {world} ranks", choice=choice, world=world, **common)
+        else:
+            loose: dict[str, Any] = {"rtol": LOOSE_RTOL, "floor": 0.1} if section == "precision" else {}
+            yield Variant(label=label, choice=choice, **loose, **common)
+
+
+def guesses(declaration: type[Plugin]) -> Iterator[dict[str, Any]]:
+    """Yield sets of the options that have no default: each choice of a Literal. None where one cannot be guessed."""
+    own = {field.name for field in attrs.fields(MemoryPlugin)} if issubclass(declaration, MemoryPlugin) else set()
+    fields = [field for field in attrs.fields(attrs.resolve_types(declaration)) if field.name not in own]
+    required = [field for field in fields if field.init and field.default is attrs.NOTHING]
+    values = [get_args(field.type) if get_origin(field.type) is Literal else () for field in required]
+    for chosen in itertools.product(*values):
+        yield {field.name: value for field, value in zip(required, chosen)}
+
+
+_NO_MEMORY: Final = (Variant(section="memory", label="none", choice=[]),)
+
+
+def _two_policies(parts: Iterable[Part]) -> Iterator[Variant]:
+    names = {part.name for part in parts if part.distribution == OURS}
+    if {"keep", "recompute"} <= names:
+        keep, again = {"use": "keep", "regions": ["router"]}, {"use": "recompute", "regions": ["experts"]}
+        yield Variant(section="memory", label="keep router, recompute experts", choice=[keep, again])
+        outer, inner = again, {"use": "recompute", "regions": ["moe_act"]}
+        yield Variant(section="memory", label="recompute experts and moe_act inside", choice=[outer, inner])
+
+
+def _label(name: str, words: str) -> str:
+    return f"{name} {words}".strip()

@@ -1,0 +1,163 @@
+"""Holds combinations to their promise: accepted ones equal the dense oracle, refused ones say which parts and why."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from attrs import frozen
+
+from moefw.core.errors import ContractError, MoefwError, Problem
+from moefw.testing.combinations import Combination
+from moefw.testing.fit import is_a_refusal, named
+from moefw.testing.given_routing import dropped, summed, truth_given_routing
+from moefw.testing.oracle import Truth
+from moefw.testing.pool import RankPool
+from moefw.testing.trial import Outcome, Trial, assert_matches, parameters_of, solve, truth
+
+BATCH = 12
+"""Combinations that ranks solve in one job."""
+
+Parameters = dict[str, torch.Tensor]
+
+
+class CombinationError(AssertionError):
+    """A combination breaks its promise. The text ends in its spec."""
+
+    def __init__(self, combination: Combination, what: str) -> None:
+        super().__init__(f"{what}\n\n{combination.yaml()}")
+        self.combination = combination
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """What became of a combination that kept its promise: it equals the oracle, or was refused with these problems."""
+
+    combination: Combination
+    accepted: bool
+    problems: tuple[Problem, ...] = ()
+
+
+@frozen(kw_only=True)
+class _Job:
+    """A trial for all ranks, and what the part behind a foreign router is held against, if it is one."""
+
+    combination: Combination
+    trial: Trial
+    parameters: Parameters | None
+    budget: float | None
+
+
+Answer = tuple[Outcome, Truth | None]
+
+
+def verify(
+    combination: Combination, pool: RankPool, *, must_accept: Callable[[Combination], bool] = lambda _: False
+) -> Verdict:
+    """Run a combination on as many ranks as its layout has, or see it refused; return what happened.
+
+    Outputs, counts and the gradients of every parameter and of the tokens equal the oracle's, as closely as the
+    precision allows; behind a router that has no formula of ours, given its routing: see
+    :mod:`moefw.testing.given_routing`. A refusal names two parts, or a part and the number that is its limit.
+    ``must_accept`` says what may not be refused. Raises CombinationError, whose text holds the YAML.
+    """
+    (verdict,) = verify_all([combination], pool, must_accept=must_accept)
+    return verdict
+
+
+def verify_all(
+    combinations: Iterable[Combination],
+    pool: RankPool,
+    *,
+    must_accept: Callable[[Combination], bool] = lambda _: False,
+) -> list[Verdict]:
+    """Verify many, those of equal worlds in one job; see :func:`verify`. Raises at the first that fails."""
+    verdicts: list[Verdict] = []
+    jobs: dict[int, list[_Job]] = {}
+    for combination in combinations:
+        try:
+            job = _job(combination)
+        except MoefwError as error:
+            verdicts.append(_refused(combination, error, must_accept))
+            continue
+        jobs.setdefault(job.trial.world, []).append(job)
+    for world in sorted(jobs):
+        for start in range(0, len(jobs[world]), BATCH):
+            verdicts += _solved(jobs[world][start : start + BATCH], pool)
+    return verdicts
+
+
+def _job(combination: Combination) -> _Job:
+    trial = combination.trial()
+    foreign = combination.parts["routing"].words is None
+    return _Job(
+        combination=combination,
+        trial=trial,
+        parameters=parameters_of(trial) if foreign else None,
+        budget=combination.parts["dispatch"].budget,
+    )
+
+
+def _refused(combination: Combination, error: MoefwError, must_accept: Callable[[Combination], bool]) -> Verdict:
+    if not is_a_refusal(error):
+        raise CombinationError(combination, f"a plugin is broken: {error}") from error
+    if must_accept(combination):
+        raise CombinationError(combination, f"this must be accepted, and is refused: {error}") from error
+    for problem in error.problems:
+        if not explains(problem, combination):
+            what = f"this refusal names neither two parts nor a part and its limit: {problem}"
+            raise CombinationError(combination, what) from error
+    return Verdict(combination=combination, accepted=False, problems=error.problems)
+
+
+def explains(problem: Problem, combination: Combination) -> bool:
+    """Return whether a refusal names two parts, or a part and the number that is its limit."""
+    num_named = len(named(problem, combination.parts.values()))
+    return num_named > 1 or (num_named == 1 and any(letter.isdigit() for letter in problem.what))
+
+
+def _solved(jobs: Sequence[_Job], pool: RankPool) -> list[Verdict]:
+    """Solve jobs of one world together; if that fails, one by one, to tell which it was."""
+    world = jobs[0].trial.world
+    asked = [(job.trial, job.parameters, job.budget) for job in jobs]
+    try:
+        answers: list[list[Answer]] = pool.run(solve_each, world, asked)
+    except ContractError as error:
+        if len(jobs) > 1:
+            return [verdict for job in jobs for verdict in _solved([job], pool)]
+        raise CombinationError(jobs[0].combination, f"its ranks fail:\n{error}") from error
+    return [_compared(job, list(by_rank)) for job, by_rank in zip(jobs, zip(*answers, strict=True), strict=True)]
+
+
+def solve_each(asked: Sequence[tuple[Trial, Parameters | None, float | None]]) -> list[Answer]:
+    """Return for each trial what this rank computed and, given parameters, its part of the truth. Collective."""
+    answers: list[Answer] = []
+    for trial, parameters, budget in asked:
+        given = None if parameters is None else truth_given_routing(trial, parameters, budget)
+        answers.append((solve(trial), given))
+    return answers
+
+
+def _compared(job: _Job, by_rank: Sequence[Answer]) -> Verdict:
+    parts = [given for _, given in by_rank if given is not None]
+    try:
+        wanted = summed(parts) if parts else _truth(job)
+        precision = job.combination.parts["precision"]
+        outcomes = [outcome for outcome, _ in by_rank]
+        assert_matches(outcomes, wanted, rtol=precision.rtol, floor=precision.floor)
+    except AssertionError as error:
+        raise CombinationError(job.combination, str(error) or traceback.format_exc()) from error
+    return Verdict(combination=job.combination, accepted=True)
+
+
+def _truth(job: _Job) -> Truth:
+    rule = job.combination.rule()
+    assert rule is not None, "a router without a rule is held against its own routing"
+    routing, trial = job.combination.parts["routing"], job.trial
+    given = {name: torch.zeros(trial.num_experts) for name in routing.state}
+    wanted = truth(trial, rule, **given)
+    if job.budget is None:
+        return wanted
+    masks = dropped(trial, wanted.expert_ids_TK.split(list(trial.tokens)), job.budget)
+    return truth(trial, rule, dropped_TK=torch.cat(masks), **given)

@@ -1,0 +1,128 @@
+"""Precision recipes that break their contract in one way each."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+import moefw
+from moefw.core.plugin import PrecisionPlugin
+
+
+@frozen
+class _Recipe(PrecisionPlugin, moefw.Precision):
+    """fp32, as a declaration that is its own runtime part."""
+
+    residual_dtype: ClassVar[Any] = torch.float32
+    operands: ClassVar[tuple[str, ...]] = ("fp32",)
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(operand=self.operands, wire=("fp32",), deterministic=True, differentiable=True)
+
+    def build(self, context: moefw.BuildContext) -> moefw.Precision:
+        return self
+
+    def quantize(self, x: Tensor, *, role: Any, during: Any) -> Tensor:
+        return self.made(x.float(), role)
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return x
+
+
+@frozen
+class Rounds(_Recipe):
+    name: ClassVar[str] = "rounds"
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return x + (x.bfloat16().float() - x).detach() if role == "weight" else x
+
+
+@frozen
+class OffersAnother(_Recipe):
+    name: ClassVar[str] = "offers-another"
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return x.bfloat16()
+
+
+@frozen
+class OffersWhatNobodyTakes(_Recipe):
+    name: ClassVar[str] = "offers-what-nobody-takes"
+    operands: ClassVar[tuple[str, ...]] = ("int3",)
+
+
+@frozen
+class Detaches(_Recipe):
+    name: ClassVar[str] = "detaches"
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return x.detach() if role == "weight" else x
+
+
+@frozen
+class ScalesTheGradient(_Recipe):
+    name: ClassVar[str] = "scales-the-gradient"
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return 2.0 * x - x.detach()
+
+
+@frozen
+class Flattens(_Recipe):
+    name: ClassVar[str] = "flattens"
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return x.flatten(0, -2)
+
+
+@frozen
+class NeedsStrides(_Recipe):
+    name: ClassVar[str] = "needs-strides"
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return x.view(-1, 32).view(x.shape)
+
+
+@frozen
+class NeedsRows(_Recipe):
+    name: ClassVar[str] = "needs-rows"
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        largest = x.detach().abs().max()
+        return x / largest * largest
+
+
+@frozen
+class RoundsByChance(_Recipe):
+    name: ClassVar[str] = "rounds-by-chance"
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return x * (1.0 + 1e-6 * torch.rand_like(x))
+
+
+@frozen
+class RemembersTheLargest(_Recipe):
+    name: ClassVar[str] = "remembers-the-largest"
+    history: ClassVar[dict[str, float]] = {}
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        self.history[role] = self.history.get(role, 0.0) + float(x.detach().sum())
+        return x
+
+
+@frozen
+class WritesIntoTheTensor(_Recipe):
+    name: ClassVar[str] = "writes-into-the-tensor"
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        x.data.clamp_(-1.0, 1.0)
+        return x
+
+
+@frozen
+class FlowsInWholeNumbers(_Recipe):
+    name: ClassVar[str] = "flows-in-whole-numbers"
+    residual_dtype: ClassVar[Any] = torch.int8
