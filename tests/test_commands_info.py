@@ -239,6 +239,12 @@ class TestBrokenPlugins:
         assert "evil-parts 1.5" in said
         assert f"moefw {moefw.__version__}" in said
         assert refusal({"dispatch": {"use": "alltoall"}}) == "", "what is not named is not loaded"
+        found = listing()
+        (problem,) = found["problems"]
+        assert "'alltoall' is built in: uninstall evil-parts" in problem["fix"]
+        listed = {entry["name"]: entry["distribution"] for entry in found["plugins"]}
+        assert listed["alltoall"] == "moefw", "whatever the order of the names"
+        assert name not in listed
 
     def test_the_schema_leaves_it_out_and_says_so_on_stderr(self, install):
         healthy = written_schema()

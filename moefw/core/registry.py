@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -18,6 +18,9 @@ from moefw.core.plugin import FAMILIES, Plugin
 
 GROUP = "moefw"
 """The entry-point group. An entry point's name is the name of the part that it brings."""
+
+OURS = "moefw"
+"""The distribution that brings the built-in plugins."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +78,8 @@ class Registry:
             raise PluginError(f"no plugin is called {name!r}.", nearest(name, self.names))
         if len(found) > 1:
             rivals = " and ".join(f"{offer.distribution} {offer.version}" for offer in found)
-            raise PluginError(f"two distributions bring a plugin called {name!r}: {rivals}.", "Uninstall one of them.")
+            what = f"two distributions bring a plugin called {name!r}: {rivals}."
+            raise PluginError(what, _way_out(name, [offer.distribution for offer in found]))
         (offer,) = found
         try:
             module = offer.entry.load()
@@ -127,10 +131,13 @@ class Registry:
                         what = f"plugin {label} returns {declaration!r} from {hook}"
                         raise PluginError(f"{what}, which wants {family.__name__} classes.")
                     name = _checked_name(declaration, label)
-                    rival = self._parts.get((hook, name))
+                    rival: Part | _Offer | None = self._parts.get((hook, name))
+                    announced = (offer for offer in self._offers.get(name, ()) if offer.distribution != distribution)
+                    rival = rival or next(announced, None)
                     if rival:
                         what = f"two plugins are called {name!r} in {hook}: one of {rival.distribution} {rival.version}"
-                        raise PluginError(f"{what}, one of {distribution} {version}.", "Uninstall one of them.")
+                        fix = _way_out(name, [rival.distribution, distribution])
+                        raise PluginError(f"{what}, one of {distribution} {version}.", fix)
                     yield Part(hook, name, declaration, distribution, version)
 
     def _implementations(self, hook: str, of: Any = None) -> Iterator[Callable[..., Any]]:
@@ -183,12 +190,22 @@ class Registry:
                 _log.exception("an observer of %s %s failed in %s and is not called again", distribution, version, hook)
 
 
+def _way_out(name: str, distributions: Sequence[str]) -> str:
+    """Return what to do about two plugins of one name; a built-in one stays."""
+    if OURS not in distributions:
+        return "Uninstall one of them."
+    others = " and ".join(each for each in distributions if each != OURS)
+    return f"{name!r} is built in: uninstall {others}, or give its plugin another name."
+
+
 def _keep_promise(promised: str | None, declared: Iterable[Part], distribution: str, version: str) -> None:
-    if promised is not None and promised not in {part.name for part in declared if part.distribution == distribution}:
+    names = {part.name for part in declared if part.distribution == distribution}
+    if promised is not None and promised not in names:
         what = (
-            f"distribution {distribution} {version} announces a plugin {promised!r} and declares no part of that name."
+            f"distribution {distribution} {version} announces a plugin {promised!r} and declares no part of that name"
         )
-        raise PluginError(what, f"Mend or uninstall {distribution}.")
+        hint = f"It declares {', '.join(sorted(names))}." if names else "Is @moefw.hookimpl on its hooks?"
+        raise PluginError(f"{what}.", f"{hint} Mend or uninstall {distribution}.")
 
 
 def _checked_name(declaration: type[Plugin], label: str) -> str:

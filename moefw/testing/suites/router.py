@@ -29,6 +29,9 @@ from moefw.testing.suites.runs import Trained, open_context, train, whole_model
 from moefw.testing.suites.slopes import slopes
 from moefw.testing.suites.watch import changed, held, same_bits
 
+NEAR_TIES = 0.05
+"""How far an expert's load may differ, 1 = fair share: a few choices between nearly equal scores."""
+
 
 class RouterSuite(Suite):
     """Holds a router to its contract. ``dims`` are the sizes of the layer that it stands in."""
@@ -284,8 +287,12 @@ class RouterSuite(Suite):
             return
         for one, two in zip(alone[0].results, first.results, strict=True):
             says = f"{name}: two ranks do not train like one, although routing looks at one"
-            same = two.loss == pytest.approx(one.loss, rel=1e-5) and two.load_LE == one.load_LE
+            same = two.loss == pytest.approx(one.loss, rel=1e-5)
             assert same, f"{says} {self._partition()} (losses {one.loss:.7f} and {two.loss:.7f})."
+            apart = (torch.tensor(two.load_LE) - torch.tensor(one.load_LE)).abs().max().item()
+            assert apart <= NEAR_TIES, (
+                f"{says} {self._partition()}: an expert's load differs by {apart:.3f} of a share."
+            )
             same = two.aux_losses == pytest.approx(one.aux_losses, rel=1e-4)
             assert same, f"{says} {self._partition()}: {one.aux_losses} and {two.aux_losses}."
 

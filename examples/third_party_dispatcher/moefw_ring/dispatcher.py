@@ -1,0 +1,157 @@
+"""Ring dispatch: every rank picks rows of its experts from the tokens that pass, and adds to the sums that come back.
+
+Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``N`` rows that leave on a lane, ``A`` rows that are here in
+the end: this rank's own tokens, then what came on each lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+import moefw
+from moefw.core.exchange import exchange_now
+from moefw.core.expert_group import ExpertGroup
+from moefw.core.movement import finish, start, stay
+from moefw.core.traffic import Traffic, traffic_of
+from moefw_kernels.permute import Arrival, Slots, arrange, gather, gather_sum, sort_slots
+from moefw_ring.lane import Lane, Onward, Return
+
+COUNT_BYTES, NOTE_BYTES, WEIGHT_BYTES = 8, 4, 4
+
+
+@frozen(kw_only=True, eq=False)
+class _Way:
+    """The metadata of one movement: the lanes, which tokens leave on each, and the rows of this rank's experts."""
+
+    lanes: Sequence[Lane]
+    leaving: Sequence[Slots]
+    arrival: Arrival
+    num_tokens: int
+    top_k: int
+
+
+@final
+class RingDispatcher(moefw.Dispatcher):
+    """A token goes from rank to rank as far as the last that holds one of its experts; sums come back the same way.
+
+    Ranks that hold parts of the same experts (etp > 1) are stations like any other: each adds its partial sum.
+    """
+
+    def __init__(self, experts: ExpertGroup, *, row_alignment: int, both_ways: bool) -> None:
+        self.experts, self.row_alignment = experts, row_alignment
+        others = experts.size - 1
+        ways = {1: others - others // 2, -1: others // 2} if both_ways else {1: others}
+        self.ways = {step: hops for step, hops in ways.items() if hops}
+
+    def plan(
+        self, routing: moefw.Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
+    ) -> moefw.DispatchPlan:
+        """Pass the choices around and sort those of this rank's experts. ``counts`` saves nothing here."""
+        ids_TK = routing.expert_ids_TK
+        leaving = [self._leaving(ids_TK, step, hops) for step, hops in self.ways.items()]
+        told = self._tell(len(ids_TK), routing.capacity or 0, leaving)
+        lanes = list(self._lanes(told))
+        first = sum(num_tokens for num_tokens, *_ in told[: self.experts.rank])
+        places_T = torch.arange(first, first + len(ids_TK), device=ids_TK.device)
+        notes_T = torch.cat([places_T.unsqueeze(1), ids_TK], 1)
+        notes_A = torch.cat([notes_T, *self._pass_on(notes_T.int(), lanes, leaving)])
+        arrival = arrange(
+            notes_A[:, 1:] - self.experts.first_expert,
+            self.experts.local_experts,
+            alignment=self.row_alignment,
+            capacity=sum(capacity for _, capacity, *_ in told),
+            source_N=notes_A[:, 0],
+        )
+        num_tokens, top_k = ids_TK.shape
+        return moefw.DispatchPlan(
+            detail=_Way(lanes=lanes, leaving=leaving, arrival=arrival, num_tokens=num_tokens, top_k=top_k)
+        )
+
+    def _leaving(self, ids_TK: Tensor, step: int, hops: int) -> Slots:
+        """Return the tokens that leave on the lane of ``step``, those first that go furthest, else in order.
+
+        ``counts`` says how many go ``hops`` far, one less, and so on.
+        """
+        owners = self.experts.owners(ids_TK)
+        distances = ((owners - self.experts.rank) * step).remainder(self.experts.size)
+        distances = distances.masked_fill((owners < 0) | (distances > hops), 0)
+        furthest_T1 = distances.amax(1, keepdim=True)
+        return sort_slots((hops - furthest_T1).masked_fill(furthest_T1 == 0, -1), hops)
+
+    def _tell(self, num_tokens: int, capacity: int, leaving: Sequence[Slots]) -> list[list[int]]:
+        """Return of each rank its tokens, its capacity, and on each lane how many tokens make each hop."""
+        mine = [slots.counts.cumsum(0).flip(0) for slots in leaving]
+        head = torch.tensor([num_tokens, capacity], device=leaving[0].counts.device if leaving else None)
+        ones = [1] * self.experts.size
+        told_P = exchange_now(torch.cat([head, *mine]).repeat(len(ones), 1), ones, ones, self.experts.group)
+        told: list[list[int]] = told_P.tolist()
+        return told
+
+    def _lanes(self, told: Sequence[Sequence[int]]) -> Iterator[Lane]:
+        begin, group = 2, self.experts.group
+        for step, hops in self.ways.items():
+            assert group is not None, "a rank that is alone has no lane"
+            rows = [of_rank[begin : begin + hops] for of_rank in told]
+            yield Lane(group=group, rank=self.experts.rank, step=step, rows=rows)
+            begin += hops
+
+    def _pass_on(self, notes_T: Tensor, lanes: Sequence[Lane], leaving: Sequence[Slots]) -> list[Tensor]:
+        """Return the notes about the tokens that will come, lane by lane."""
+        if not lanes:
+            return []
+        notes, works = Onward(lanes)([notes_T.index_select(0, slots.slot_R) for slots in leaving])
+        for work in works:
+            work.wait()
+        return notes
+
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
+        """Send the tokens that leave, and their weights, on their first hop."""
+        way: _Way = plan.detail
+        detail = (plan, x_TD, weights_TK)
+        if not way.lanes:
+            return stay([], detail=detail)
+        sent = [gather(tensor, slots.rows) for slots in way.leaving for tensor in (x_TD, weights_TK)]
+        return start(sent, forward=Onward(way.lanes), dual=Return(way.lanes), detail=detail)
+
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: moefw.Receipt) -> moefw.Pending:
+        """Send again along the same way."""
+        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+
+    def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.Receipt]:
+        """Pass tokens on until all have been where they are needed, and pick the rows of this rank's experts."""
+        plan, x_TD, weights_TK = pending.detail
+        came = finish(pending)
+        x_AD, weights_AK = torch.cat([x_TD, *came[::2]]), torch.cat([weights_TK, *came[1::2]])
+        arrival: Arrival = plan.detail.arrival
+        return moefw.ExpertBatch.of(arrival.expand(x_AD, weights_AK), arrival), moefw.Receipt(plan=plan)
+
+    def start_combine(self, rows_RD: Tensor, receipt: moefw.Receipt) -> moefw.Pending:
+        """Add up each token's rows here, and send the sums of those that came by on their first hop home."""
+        way: _Way = receipt.plan.detail
+        sum_AD = way.arrival.reduce(rows_RD)
+        own_TD, *away = sum_AD.split([way.num_tokens, *(sum(lane.arriving) for lane in way.lanes)])
+        if not way.lanes:
+            return stay([], detail=(way, own_TD))
+        return start(away, forward=Return(way.lanes), dual=Onward(way.lanes), detail=(way, own_TD))
+
+    def finish_combine(self, pending: moefw.Pending) -> Tensor:
+        """Add what came home to what was computed here."""
+        way, out_TD = pending.detail
+        for slots, home_ND in zip(way.leaving, finish(pending), strict=True):
+            out_TD = out_TD + gather_sum(home_ND, slots.rows)
+        return out_TD
+
+    def traffic(self, receipt: moefw.Receipt, *, row_bytes: int) -> Traffic:
+        """Count what leaves here on each lane, own rows and rows that are passed on."""
+        way: _Way = receipt.plan.detail
+        size = self.experts.size
+        hops = [([0] * size, [0] * size), *(lane.splits() for lane in way.lanes)]
+        sent_to = [sum(rows) for rows in zip(*(sent for sent, _ in hops), strict=True)]
+        told = [COUNT_BYTES * (size + 1) + NOTE_BYTES * (way.top_k + 1) * rows for rows in sent_to]
+        weights = WEIGHT_BYTES * way.top_k
+        return traffic_of(self.experts.rank, hops, row_bytes=row_bytes, weight_bytes=weights, told=told)
