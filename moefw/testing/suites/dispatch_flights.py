@@ -19,6 +19,7 @@ from moefw.core.contracts import Dispatcher
 from moefw.core.stages import Routing
 from moefw.testing.suites.dispatch_case import Case
 from moefw.testing.suites.dispatch_ranks import Moved, again, experts, opened, seen, settled_case, there_and_back
+from moefw.testing.trial import Trial
 
 
 def other_case(case: Case) -> Case:
@@ -97,15 +98,15 @@ def redispatched(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple
 
 
 def side_by_side(
-    group: Any, rank: int, case: Case, assembly: Assembly, second: Case, other: Assembly
+    group: Any, rank: int, case: Case, assembly: Assembly, second: Case, other: Trial
 ) -> list[tuple[Moved, Moved]]:
     """Return what each of two dispatchers gives alone, and beside the other."""
-    alone = []
-    for one, parts in ((case, assembly), (second, other)):
+    alone, later = [], other.assemble()
+    for one, parts in ((case, assembly), (second, later)):
         with opened(group, one, parts) as moves:
             alone.append(there_and_back(moves, one, rank, dropless=settled_case(parts)))
-    with opened(group, case, assembly) as first, opened(group, second, other) as latter:
-        pairs: list[tuple[Dispatcher, Case, Assembly]] = [(first, case, assembly), (latter, second, other)]
+    with opened(group, case, assembly) as first, opened(group, second, later) as latter:
+        pairs: list[tuple[Dispatcher, Case, Assembly]] = [(first, case, assembly), (latter, second, later)]
         plans = [moves.plan(one.routing(rank), dropless=settled_case(parts)) for moves, one, parts in pairs]
         inputs = [(one.x(rank).requires_grad_(), one.weights(rank).requires_grad_()) for _, one, _ in pairs]
         sent = [m.dispatch(x, w, plan) for (m, _, _), (x, w), plan in zip(pairs, inputs, plans, strict=True)]

@@ -22,7 +22,6 @@ from moefw.testing.suites.dispatch_ranks import Moved, moved, moved_twice
 from moefw.testing.threads import thread_world
 from moefw.testing.trial import Trial
 
-PROBE: Final = Case(tokens=(2, 1))
 NO_THREADS: Final = (
     "no backend",
     "process group has not been initialized",
@@ -73,7 +72,7 @@ class DispatcherRunner(Suite):
                 known[key] = (None, error)
         value, raised = known[key]
         if raised is not None:
-            raise raised
+            raise raised.with_traceback(None)
         return value
 
     def trial_of(self, case: Case) -> Trial:
@@ -119,12 +118,15 @@ class DispatcherRunner(Suite):
         """Whether the dispatcher runs where ranks are threads: it asks its group for nothing but collectives."""
 
         def probe() -> bool:
-            try:
-                thread_world(2, moved, PROBE, self.assembly_of(PROBE), timeout_s=self.job_s)
-            except RefusedError:
+            for world in (each for each in self.profile.worlds if each > 1):
+                case = Case(tokens=(1,) * world)
+                try:
+                    thread_world(world, moved, case, self.assembly_of(case), timeout_s=self.job_s)
+                except (RefusedError, PlanError):
+                    continue
+                except Exception as error:
+                    return not any(words in str(error) for words in NO_THREADS)
                 return True
-            except Exception as error:
-                return not any(words in str(error) for words in NO_THREADS)
             return True
 
         return bool(self._once("threads", probe))
@@ -132,24 +134,31 @@ class DispatcherRunner(Suite):
     @property
     def exact(self) -> bool:
         """Whether the same movement must give the same bits: it is offered."""
-        return bool(self.offers(tokens=(1,)).get("deterministic", False))
+        return bool(self.offers().get("deterministic", False))
 
     def offers(self, **settings: Any) -> Offers:
-        """Return what the plugin promises; skips the check where it refuses to stand there at all."""
-        settings = {"tokens": (1,), **settings}
-        key = ("offers", *sorted((name, str(value)) for name, value in settings.items()))
+        """Return what the plugin promises in the first world that it takes; skips the check where it takes none."""
+        if settings:
+            return super().offers(**settings)
 
         def make() -> Offers:
-            try:
-                return super(DispatcherRunner, self).offers(**settings)
-            except PlanError as error:
-                raise RefusedError(str(error)) from error
+            reason = "no world"
+            for world in self.profile.worlds:
+                for num_experts in (8, 2 * world):
+                    try:
+                        assembly = self.assembly_of(Case(tokens=(1,) * world, num_experts=num_experts))
+                    except RefusedError as refusal:
+                        reason = str(refusal)
+                        continue
+                    offered: Offers = assembly.parts.dispatch.offers(assembly.site.at(0))
+                    return offered
+            raise RefusedError(reason)
 
         try:
-            offered: Offers = self._once(key, make)
+            found: Offers = self._once("offers", make)
         except RefusedError as refusal:
             pytest.skip(f"{self.plugin.name} refuses: {refusal}")
-        return offered
+        return found
 
     def ranks(self, function: Callable[..., Any], case: Case, **how: Any) -> list[Any]:
         """Return ``function(group, rank, case, assembly, **how)`` of every rank. Raises RefusedError, FaultError."""
@@ -175,7 +184,11 @@ class DispatcherRunner(Suite):
             what = f"{self.plugin.__qualname__} cannot be sent to other processes"
             fail(f"{self.plugin.name}: {what}: declare it at the top of a module that can be imported.")
         try:
-            return self.pool.run(function, world, *args, timeout_s=self.job_s)
+            try:
+                return self.pool.run(function, world, *args, timeout_s=self.job_s)
+            except OSError:  # a rank ended between two jobs, for example of what the one before left behind
+                self.pool.close()
+                return self.pool.run(function, world, *args, timeout_s=self.job_s)
         except ContractError as error:
             if "no answer in time" in str(error) and "Traceback" not in str(error):
                 known["hung"] = error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,20 +23,17 @@ class StateChecks(RowChecks):
 
     def same(self, cases: list[Case], function: Callable[..., Any], why: str, **how: Any) -> None:
         """Fail where ``function`` returns, on some rank, a pair of movements that are not equal."""
+        self.each(cases, lambda case: self._unequal(self.ranks(function, case, **how), why))
 
-        def look(case: Case) -> str | None:
-            for rank, pairs in enumerate(self.ranks(function, case, **how)):
-                named = {f"rank {rank}": pairs} if isinstance(pairs, tuple) else pairs
-                named = (
-                    {f"rank {rank}, {n}": pair for n, pair in enumerate(named)} if isinstance(named, list) else named
-                )
-                fault = judge.different(named, exact=self.exact)
-                if fault:
-                    where = "" if fault.startswith("rank") else f"rank {rank}, "
-                    return f"{where}{fault}: {why}"
-            return None
-
-        self.each(cases, look)
+    def _unequal(self, ranks: Sequence[Any], why: str) -> str | None:
+        for rank, pairs in enumerate(ranks):
+            named = {f"rank {rank}": pairs} if isinstance(pairs, tuple) else pairs
+            named = {f"rank {rank}, {n}": pair for n, pair in enumerate(named)} if isinstance(named, list) else named
+            fault = judge.different(named, exact=self.exact)
+            if fault:
+                where = "" if fault.startswith("rank") else f"rank {rank}, "
+                return f"{where}{fault}: {why}"
+        return None
 
     def test_a_call_does_not_depend_on_those_before(self) -> None:
         """The same movement again, another between, is the same, and both are right."""
@@ -102,14 +99,17 @@ class StateChecks(RowChecks):
 
     def test_two_dispatchers_do_not_disturb_each_other(self) -> None:
         """Of different layers and alignments, over the same group."""
-        for case in self.some():
+
+        def look(case: Case) -> str | None:
             second = evolve(case, num_experts=2 * case.num_experts, row_alignment=4, seed=5, top_k=2, dim=32)
             try:
-                other = self.assembly_of(second)
+                self.assembly_of(second)
             except RefusedError:
-                second, other = case, self.assembly_of(case)
-            why = "a second dispatcher in the process changes what the first gives"
-            self.same([case], flights.side_by_side, why, second=second, other=other)
+                second = case
+            ranks = self.ranks(flights.side_by_side, case, second=second, other=self.trial_of(second))
+            return self._unequal(ranks, "a second dispatcher in the process changes what the first gives")
+
+        self.each(self.some(), look)
 
     def test_a_movement_that_was_given_up_leaves_nothing_behind(self) -> None:
         """An exception in the experts, a plan without a dispatch, a forward without a backward."""

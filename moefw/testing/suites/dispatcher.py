@@ -67,7 +67,7 @@ class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
     def test_drawn_movements_are_right(self) -> None:
         """Tokens, skews, drops, alignments, dtypes and layouts by chance, on every world."""
         for world in self.profile.worlds:
-            self.for_all(self._movement, strategies.cases(world))
+            self.for_all(self._movement, strategies.cases(world), shrink=self.on_threads)
 
     def _movement(self, case: Case) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -118,8 +118,9 @@ class PrecisionSuite(Suite):
         """Any role, any pass, no rows, any strides; the dtype is the one that is offered."""
         recipe, dtype = self.recipe(), self._native()
 
-        def check(drawn: Operand) -> None:
-            for given in self._given(recipe):
+        def check(one: Operand) -> None:
+            both = (evolve(one, turned=turned) for turned in (False, True))
+            for drawn, given in itertools.product(both, self._given(recipe)):
                 x = drawn.tensor(self.block, given)
                 operand = self._quantize(recipe, x, drawn)
                 says = f"{self.plugin.name}: the operand of {tuple(x.shape)} {x.dtype} ({_where(drawn)}) is"
@@ -151,8 +152,9 @@ class PrecisionSuite(Suite):
             pytest.skip(f"{self.plugin.name} does not offer differentiable")
         recipe, allowed = self.recipe(), self._rtol()
 
-        def check(drawn: Operand) -> None:
-            for given in self._given(recipe):
+        def check(one: Operand) -> None:
+            both = (evolve(one, turned=turned) for turned in (False, True))
+            for drawn, given in itertools.product(both, self._given(recipe)):
                 x = drawn.tensor(self.block, given)
                 operand = self._quantize(recipe, x, drawn)
                 where = f"({_where(drawn)})"
