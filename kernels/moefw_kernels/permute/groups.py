@@ -56,7 +56,7 @@ def group_chunks(
     counts = [sum(chunk[expert] for chunk in chunks) for expert in range(num_experts)]
     sizes = tuple(padded(max(count, capacity), alignment) for count in counts)
     counts_e, offsets_e = _ends(counts, sizes, device)
-    if sizes == tuple(counts) and (num_ranks == 1 or num_experts == 1):
+    if sizes == tuple(counts) and (num_ranks == 1 or (num_experts == 1 and order is None)):
         return Groups(None, sizes, counts_e, offsets_e)
     arrived = torch.arange(sum(counts), device=device).split([n for chunk in chunks for n in chunk])
     padding = [torch.full((size - count,), -1, device=device) for size, count in zip(sizes, counts, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import pytest
@@ -15,6 +15,8 @@ from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, cr
 from moefw.testing.trial import Outcome, Trial, assert_matches, solve, truth
 
 RTOL: Final = {"fp32": 1e-5, "bf16": 4e-2}
+DRAWN_RTOL: Final = {"fp32": 1e-4, "bf16": 0.25}
+"""Of layers drawn by chance: now and then a router's gradient nearly cancels."""
 SKEWS: Final = ("even", "one", "starved")
 
 
@@ -76,7 +78,7 @@ class LayerChecks(DispatcherRunner):
             found.append(Layer(tokens=unequal(world), experts=axes, num_experts=max(4, world)))
         return [evolve(layer, **settings) for layer in found]
 
-    def hold(self, layers: Sequence[Layer]) -> None:
+    def hold(self, layers: Sequence[Layer], *, rtol: Mapping[str, float] = RTOL) -> None:
         """Fail with the first layer that is not what the oracle computes; skip if all are refused."""
         if self.offers().get("rows") == ("static",):
             pytest.skip("a static budget drops rows of which the oracle does not know")
@@ -100,12 +102,12 @@ class LayerChecks(DispatcherRunner):
                 continue
             worlds.setdefault(drawn.world, []).append((layer, drawn))
         for world, tried in worlds.items():
-            self._hold(world, tried)
+            self._hold(world, tried, rtol)
         if not worlds:
             why = refusals[0] if refusals else "no world of the profile has room for it"
             pytest.skip(f"{self.plugin.name} refuses: {why}")
 
-    def _hold(self, world: int, tried: Sequence[tuple[Layer, Trial]]) -> None:
+    def _hold(self, world: int, tried: Sequence[tuple[Layer, Trial]], rtol: Mapping[str, float]) -> None:
         try:
             ranks = self.job(solved, world, [drawn for _, drawn in tried])
         except ContractError as error:
@@ -114,7 +116,7 @@ class LayerChecks(DispatcherRunner):
         for number, (layer, drawn) in enumerate(tried):
             wanted = truth(self._with_builtin(drawn), layer.rule)
             try:
-                assert_matches([outcomes[number] for outcomes in ranks], wanted, rtol=RTOL[layer.precision])
+                assert_matches([outcomes[number] for outcomes in ranks], wanted, rtol=rtol[layer.precision])
             except AssertionError as error:
                 fail(f"{self.plugin.name}: in a layer of {world} ranks {error}. With {layer}.")
 

@@ -14,7 +14,7 @@ from moefw.core.errors import PlanError
 from moefw.testing import strategies
 from moefw.testing.suites import dispatch_judge as judge
 from moefw.testing.suites.dispatch_case import Case
-from moefw.testing.suites.dispatch_layer import Layer, LayerChecks
+from moefw.testing.suites.dispatch_layer import DRAWN_RTOL, Layer, LayerChecks
 from moefw.testing.suites.dispatch_run import FaultError, RefusedError, fail
 from moefw.testing.suites.dispatch_state import StateChecks
 from moefw.testing.suites.dispatch_static import StaticChecks
@@ -87,6 +87,6 @@ class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
 
     def _layer(self, layer: Layer) -> None:
         try:
-            self.hold([layer])
+            self.hold([layer], rtol=DRAWN_RTOL)
         except (PlanError, pytest.skip.Exception):
             return

@@ -102,7 +102,7 @@ class AllToAllDispatcher(Dispatcher):
             self.row_alignment,
             device,
             capacity=capacity,
-            order=sorted(range(experts.size), key=arrival.__getitem__),
+            order=sorted(range(experts.size), key=arrival.__getitem__) if experts.etp > 1 else None,
         )
         parts = Parts.of(experts, [sum(rows) for rows in asked]) if experts.etp > 1 else None
         return _Way(slots, sent, received, parts, groups, told)
