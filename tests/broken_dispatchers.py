@@ -1,0 +1,397 @@
+"""Dispatchers that are broken on purpose, each in one way: what the suite must find, and by which words it must say it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+import moefw
+from moefw.core.contracts import Dispatcher
+from moefw.core.plugin import DispatcherPlugin
+from moefw.core.stages import ExpertBatch, Routing
+from moefw.plugins.dispatchers.alltoall.dispatcher import AllToAllDispatcher
+
+
+@frozen
+class Broken:
+    """A plugin, the words that name what is wrong with it, the check that must say them, and the worlds it takes."""
+
+    plugin: type[DispatcherPlugin]
+    words: str
+    check: str
+    worlds: tuple[int, ...]
+
+
+BROKEN: dict[str, Broken] = {}
+
+
+def breaks(words: str, check: str, *, worlds: tuple[int, ...] = (1, 2), offers: Mapping[str, Any] | None = None):
+    """Declare a plugin that builds the class below, and note how it must be found out."""
+    promised = {
+        "row_alignment": moefw.ANY,
+        "rows": ("ragged", "padded"),
+        "counts": ("host", "device"),
+        "differentiable": True,
+        "deterministic": True,
+        "two_in_flight": True,
+        **(offers or {}),
+    }
+
+    def declare(kind: type[Wrapper]) -> type[Wrapper]:
+        body = {
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+            "name": kind.__name__.lower(),
+            "offers": getattr(kind, "plugin_offers", lambda self, site: moefw.offers(**promised)),
+            "build": lambda self, context: kind(context.expert_group(), context.facts["row_alignment"]),
+        }
+        plugin = frozen(type(f"{kind.__name__}Plugin", (DispatcherPlugin,), body))
+        setattr(sys.modules[kind.__module__], plugin.__name__, plugin)
+        BROKEN[kind.__name__] = Broken(plugin, words, f"test_{check}", worlds)
+        return kind
+
+    return declare
+
+
+class Wrapper(Dispatcher):
+    """Does what ``alltoall`` does. Its heirs do one thing otherwise."""
+
+    def __init__(self, experts, row_alignment: int) -> None:
+        self.experts, self.row_alignment = experts, row_alignment
+        self.inner: Dispatcher = self.built()
+
+    def built(self) -> Dispatcher:
+        return AllToAllDispatcher(self.experts, row_alignment=self.row_alignment)
+
+    def plan(self, routing, *, counts=None, dropless=False):
+        return self.inner.plan(routing, counts=counts, dropless=dropless)
+
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        return self.inner.start_dispatch(x_TD, weights_TK, plan)
+
+    def finish_dispatch(self, pending):
+        return self.inner.finish_dispatch(pending)
+
+    def start_redispatch(self, x_TD, weights_TK, receipt):
+        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+
+    def start_combine(self, rows_RD, receipt):
+        return self.inner.start_combine(rows_RD, receipt)
+
+    def finish_combine(self, pending):
+        return self.inner.finish_combine(pending)
+
+    def traffic(self, receipt, *, row_bytes):
+        return self.inner.traffic(receipt, row_bytes=row_bytes)
+
+
+def changed(batch: ExpertBatch, **fields: Any) -> ExpertBatch:
+    names = ("rows_RD", "row_weights_R", "counts_e", "offsets_e", "counts_host", "stats")
+    return ExpertBatch(**{**{name: getattr(batch, name) for name in names}, **fields})
+
+
+class Arriving(Wrapper):
+    """Heirs change what arrives."""
+
+    def finish_dispatch(self, pending):
+        batch, receipt = self.inner.finish_dispatch(pending)
+        return self.arrived(batch), receipt
+
+
+class Returning(Wrapper):
+    """Heirs change what comes back."""
+
+    def finish_combine(self, pending):
+        return self.returned(self.inner.finish_combine(pending), pending)
+
+
+class ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, factor) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.factor(grad), None
+
+
+# State.
+
+
+@breaks("keeps state between calls: self.last", "nothing_on_the_dispatcher_changes_between_calls")
+class KeepsAPlan(Wrapper):
+    last = None
+
+    def plan(self, routing, **given):
+        self.last = super().plan(routing, **given)
+        return self.last
+
+
+@breaks("keeps state between calls: KeepsOnItsClass.calls", "nothing_on_the_dispatcher_changes_between_calls")
+class KeepsOnItsClass(Wrapper):
+    calls = 0
+
+    def plan(self, routing, **given):
+        type(self).calls += 1
+        return super().plan(routing, **given)
+
+
+CACHE: dict[int, Tensor] = {}
+
+
+@breaks("keeps state between calls: broken_dispatchers.CACHE", "nothing_on_the_dispatcher_changes_between_calls")
+class KeepsInItsModule(Wrapper):
+    def start_combine(self, rows_RD, receipt):
+        CACHE[len(rows_RD)] = rows_RD.detach().sum()
+        return super().start_combine(rows_RD, receipt)
+
+
+@breaks("tensors leak", "no_tensor_stays_alive_after_a_movement")
+class LeaksTensors(Wrapper):
+    held: list[Tensor] = []
+
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        self.held.append(x_TD.clone())
+        return super().start_dispatch(x_TD, weights_TK, plan)
+
+
+@breaks("a later call on the same dispatcher", "a_call_does_not_depend_on_those_before")
+class OnlyTheSecondCallIsWrong(Returning):
+    calls = 0
+
+    def returned(self, out_TD, pending):
+        self.calls += 1
+        return out_TD * 1.5 if self.calls == 3 else out_TD
+
+
+@breaks("a second dispatcher in the process", "two_dispatchers_do_not_disturb_each_other")
+class SharesAClassAttribute(Wrapper):
+    alignment = [1]
+
+    def built(self):
+        self.alignment[0] = self.row_alignment
+        return super().built()
+
+    def plan(self, routing, **given):
+        return AllToAllDispatcher(self.experts, row_alignment=self.alignment[0]).plan(routing, **given)
+
+
+@breaks("when another movement is in flight", "two_movements_in_flight_do_not_disturb_each_other")
+class BackwardKnowsTheLastForward(Returning):
+    def returned(self, out_TD, pending):
+        self.last = pending
+        return ScaledGradient.apply(out_TD, lambda grad: 1.0 if self.last is pending else 2.0)
+
+
+@breaks("already used", "a_receipt_and_a_plan_can_be_used_again")
+class ReceiptsWorkOnce(Wrapper):
+    def __init__(self, *given) -> None:
+        super().__init__(*given)
+        self.used: list[Any] = []
+
+    def start_combine(self, rows_RD, receipt):
+        if receipt in self.used:
+            raise RuntimeError("this receipt was already used")
+        self.used.append(receipt)
+        return super().start_combine(rows_RD, receipt)
+
+
+@breaks("combine after a later movement", "a_receipt_and_a_plan_can_be_used_again")
+class CombineKnowsTheLastPlan(Wrapper):
+    def plan(self, routing, **given):
+        self.tokens = routing.expert_ids_TK.flatten().tolist()
+        plan = super().plan(routing, **given)
+        self.mine = getattr(self, "mine", [])
+        self.mine.append((plan, self.tokens))
+        return plan
+
+    def start_combine(self, rows_RD, receipt):
+        known = next(tokens for plan, tokens in self.mine if plan is receipt.plan)
+        return super().start_combine(rows_RD if known == self.tokens else rows_RD * 2, receipt)
+
+
+@breaks("a movement that was given up", "a_movement_that_was_given_up_leaves_nothing_behind")
+class CountsOpenMovements(Returning):
+    open = 0
+
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        self.open += 1
+        return super().start_dispatch(x_TD, weights_TK, plan)
+
+    def returned(self, out_TD, pending):
+        self.open -= 1
+        return out_TD * (1 + self.open)
+
+
+@breaks("closed already", "close_may_be_called_twice_and_a_new_one_built")
+class ClosesOnce(Wrapper):
+    closed = False
+
+    def close(self):
+        if self.closed:
+            raise RuntimeError("closed already")
+        self.closed = True
+
+
+# Rows.
+
+
+@breaks("came in the order", "rows_come_in_order_of_expert_source_rank_and_token")
+class WrongOrder(Arriving):
+    def _order(self, batch):
+        order = torch.arange(len(batch.rows_RD))
+        count = int(batch.counts_e[0])
+        order[:count] = order[:count].flip(0)
+        return order
+
+    def arrived(self, batch):
+        order = self._order(batch)
+        return changed(batch, rows_RD=batch.rows_RD[order], row_weights_R=batch.row_weights_R[order])
+
+
+@breaks("carries the weight", "each_row_carries_the_weight_of_its_choice")
+class WeightsOfTheWrongRows(Arriving):
+    def arrived(self, batch):
+        return changed(batch, row_weights_R=batch.row_weights_R.roll(1))
+
+
+@breaks("bit for bit", "rows_come_in_order_of_expert_source_rank_and_token")
+class AppliesWeightsTwice(Arriving):
+    def arrived(self, batch):
+        return changed(batch, rows_RD=batch.rows_RD * batch.row_weights_R.unsqueeze(1).to(batch.rows_RD.dtype))
+
+
+@breaks("that pad the group of expert", "rows_that_pad_a_group_are_zero_with_weight_zero")
+class FillsPadding(Arriving):
+    def arrived(self, batch):
+        empty_R1 = (batch.rows_RD == 0).all(1, keepdim=True)
+        return changed(batch, rows_RD=torch.where(empty_R1, torch.ones_like(batch.rows_RD), batch.rows_RD))
+
+
+@breaks("combine reads padding", "padding_and_undefined_rows_are_never_read")
+class ReadsPadding(Wrapper):
+    def start_combine(self, rows_RD, receipt):
+        return super().start_combine(rows_RD + 0 * rows_RD.sum(), receipt)
+
+
+@breaks("padded to the alignment", "counts_offsets_and_host_counts_are_those_of_the_routing")
+class IgnoresTheAlignment(Wrapper):
+    def built(self):
+        return AllToAllDispatcher(self.experts, row_alignment=1)
+
+
+@breaks("counts_host is", "counts_offsets_and_host_counts_are_those_of_the_routing")
+class TellsTheHostUnpaddedCounts(Arriving):
+    def arrived(self, batch):
+        return changed(batch, counts_host=tuple(batch.counts_e.tolist()))
+
+
+@breaks("counts_host is None", "the_host_knows_the_counts_where_that_is_offered")
+class TellsTheHostNothing(Arriving):
+    def arrived(self, batch):
+        return changed(batch, counts_host=None)
+
+
+@breaks("instead of torch.int32", "tensors_have_the_shapes_and_dtypes_of_the_contract")
+class CountsInInt64(Arriving):
+    def arrived(self, batch):
+        return changed(batch, counts_e=batch.counts_e.long())
+
+
+@breaks("dropped choices not among them", "counts_offsets_and_host_counts_are_those_of_the_routing")
+class CountsDroppedChoices(Wrapper):
+    def plan(self, routing, **given):
+        ids_TK = routing.expert_ids_TK.clamp_min(0)
+        return super().plan(Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK), **given)
+
+
+@breaks("counts_e is", "counts_offsets_and_host_counts_are_those_of_the_routing")
+class DropsChoicesOfWeightZero(Wrapper):
+    def plan(self, routing, **given):
+        ids_TK = routing.expert_ids_TK.masked_fill(routing.weights_TK == 0, -1)
+        return super().plan(Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK), **given)
+
+
+@breaks("groups end where", "groups_are_padded_to_the_capacity_of_all_source_ranks")
+class IgnoresTheCapacity(Wrapper):
+    def plan(self, routing, **given):
+        return super().plan(Routing(expert_ids_TK=routing.expert_ids_TK, weights_TK=routing.weights_TK), **given)
+
+
+@breaks("plan(counts=...)", "counts_that_the_host_knows_change_nothing", worlds=(2,))
+class MisreadsGivenCounts(Wrapper):
+    def plan(self, routing, *, counts=None, dropless=False):
+        counts = None if counts is None else [[0, sum(row), *[0] * (len(row) - 2)] for row in counts]
+        return super().plan(routing, counts=counts, dropless=dropless)
+
+
+# Sums.
+
+
+@breaks("not the sum of its experts' rows", "combine_of_dispatch_is_the_sum_of_what_the_experts_give")
+class Averages(Returning):
+    def returned(self, out_TD, pending):
+        return out_TD / 2
+
+
+@breaks("not the sum of its experts' rows", "combine_of_dispatch_is_the_sum_of_what_the_experts_give", worlds=(2,))
+class CountsATokenTwiceWhereExpertsAreInParts(Returning):
+    def returned(self, out_TD, pending):
+        return out_TD * self.experts.etp
+
+
+@breaks("carries the weight", "each_row_carries_the_weight_of_its_choice")
+class WrongWhereAnExpertGetsNothing(Arriving):
+    def arrived(self, batch):
+        factor = 0.5 if len(batch.rows_RD) > 3 and batch.counts_e[-1] == 0 else 1.0
+        return changed(batch, row_weights_R=batch.row_weights_R * factor)
+
+
+@breaks("top-1", "combine_of_dispatch_is_the_sum_of_what_the_experts_give")
+class WrongForTopOne(Wrapper):
+    def finish_combine(self, pending):
+        out_TD = super().finish_combine(pending)
+        return out_TD * 1.01 if pending.detail.slots.rows.row_TK.shape[1] == 1 else out_TD
+
+
+@breaks("raises", "combine_of_dispatch_is_the_sum_of_what_the_experts_give")
+class FailsWithoutTokens(Wrapper):
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        weights_TK.max()
+        return super().start_dispatch(x_TD, weights_TK, plan)
+
+
+@breaks("not the sum of its experts' rows", "combine_of_dispatch_is_the_sum_of_what_the_experts_give")
+class WrongWhereTokensAreMany(Returning):
+    def returned(self, out_TD, pending):
+        return torch.cat([out_TD[:32], out_TD[32:] * 0]) if len(out_TD) > 32 else out_TD
+
+
+@breaks("bf16", "combine_of_dispatch_is_the_sum_of_what_the_experts_give")
+class AddsUpInEightBits(Returning):
+    def returned(self, out_TD, pending):
+        return out_TD.to(torch.float8_e4m3fn).to(out_TD.dtype) if out_TD.dtype == torch.bfloat16 else out_TD
+
+
+@breaks("out_TD is torch.float32", "tensors_have_the_shapes_and_dtypes_of_the_contract")
+class ReturnsFp32(Returning):
+    def returned(self, out_TD, pending):
+        return out_TD.float()
+
+
+@breaks("two runs give different bits", "two_runs_give_the_same_bits")
+class FalselyDeterministic(Returning):
+    def returned(self, out_TD, pending):
+        return out_TD * (1 + 2e-7 * torch.rand(out_TD.shape)).to(out_TD.dtype)
+
+
+@breaks("tokens in another order get other outputs", "the_order_of_tokens_does_not_matter")
+class LooksAtPlaces(Returning):
+    def returned(self, out_TD, pending):
+        return out_TD * torch.linspace(1.0, 1.0 + 1e-5, len(out_TD)).unsqueeze(1)
