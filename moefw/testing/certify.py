@@ -93,7 +93,7 @@ def _home(word: str) -> str:
 
 
 def _with_nearest(error: PluginError, name: str, kind: Kind, registry: Registry) -> str:
-    said = str(error)
+    said = str(error).partition(" Known: ")[0]
     if "Did you mean" in said or "fails to import" in said:
         return said
     registry.load_all()

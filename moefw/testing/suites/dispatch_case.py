@@ -187,6 +187,7 @@ def usual(world: int) -> list[Case]:
         Case(tokens=tokens, dtype="bf16", skew="one", row_alignment=4, dropped=0.2),
         Case(tokens=tokens, num_experts=world * 2, top_k=2, seed=3),
         Case(tokens=tokens, dim=7, seed=9),
+        Case(tokens=tokens, num_experts=world, top_k=min(2, world), seed=10),
         Case(tokens=tuple(37 + 8 * n for n in range(world)), num_experts=seven // world * world * 8, top_k=5),
     ]
     nodes = {1, world} - {2}
@@ -195,4 +196,6 @@ def usual(world: int) -> list[Case]:
         parts = [Case(tokens=tokens, etp=2, seed=4), Case(tokens=lonely, etp=2), Case(tokens=tokens, etp=world)]
         parts.append(Case(tokens=tokens, etp=2, skew="one", dropped=0.3, row_alignment=4, dtype="bf16", top_k=3))
         found += [*parts, Case(tokens=tokens, etp=2, skew="starved", ranks_per_node=1)]
+        single = world // 2
+        found.append(Case(tokens=tokens, etp=2, num_experts=single, top_k=min(2, single), seed=6))
     return found
