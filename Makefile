@@ -4,11 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SPEC   ?= examples/quickstart.yaml
 
-.PHONY: help setup train test test-third-party lint format clean
+.PHONY: help setup train test test-layouts test-third-party lint format clean
 
 help:
 	@echo "make train   set up and train $(SPEC) (ARGS='train.steps=20' overrides)"
 	@echo "make test    set up and run all tests"
+	@echo "make test-layouts  train under every layout of tests/layouts.yaml and write docs/layouts.md"
 	@echo "make test-third-party  install a plugin from a wheel into a fresh environment, certify it, train with it"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the sources"
@@ -28,6 +29,9 @@ train: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+test-layouts: setup
+	$(BIN)/python scripts/layout_table.py
 
 test-third-party: setup
 	PYTHON=$(BIN)/python scripts/certify_third_party.sh

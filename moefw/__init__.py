@@ -16,6 +16,7 @@ from moefw.core.contracts import (
     MemoryPolicy,
     Precision,
     Router,
+    Shard,
     State,
     TokenStream,
 )
@@ -32,6 +33,7 @@ from moefw.core.errors import (
 )
 from moefw.core.facts import ANY, Need, Offers, need, offers
 from moefw.core.hooks import API_VERSION, hookimpl
+from moefw.core.meshes import Mesh, MeshPlan
 from moefw.core.plugin import (
     DataSourcePlugin,
     DispatcherPlugin,
@@ -97,6 +99,8 @@ __all__ = [
     "Machine",
     "MemoryPlugin",
     "MemoryPolicy",
+    "Mesh",
+    "MeshPlan",
     "MoELayer",
     "ModelContext",
     "ModelPlugin",
@@ -117,6 +121,7 @@ __all__ = [
     "Routing",
     "RunError",
     "SchedulePlugin",
+    "Shard",
     "Site",
     "SpecError",
     "State",

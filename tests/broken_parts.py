@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moefw
+from moefw.core.contracts import Side
 from moefw.core.layer import MoELayer
+from moefw.core.meshes import Mesh, MeshPlan
+from moefw.core.opened_layout import OpenedLayout
 from moefw.core.plugin import MemoryPlugin
 from moefw.core.stages import Routing
 from moefw.plugins.parallel.folded import Folded
-from moefw.plugins.parallel.folded.layout import FoldedLayout
-from moefw.plugins.parallel.folded.meshes import FoldedPlan
 
 
 @frozen
@@ -186,13 +186,14 @@ class PlansAgain(_Policy):
 class _Layout(Folded):
     """The built-in layout with another plan."""
 
-    kind: ClassVar[type[FoldedPlan]] = FoldedPlan
+    kind: ClassVar[type[MeshPlan]] = MeshPlan
 
-    def plan(self, world: int | None) -> FoldedPlan:
-        return self.kind(**attrs.asdict(super().plan(world)))
+    def plan(self, world: int | None) -> MeshPlan:
+        plan = super().plan(world)
+        return self.kind(dense=plan.dense, experts=plan.experts, shards=plan.shards)
 
 
-class _OverlappingPlan(FoldedPlan):
+class _OverlappingPlan(MeshPlan):
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         group = super().group(rank, axes)
         return tuple(sorted((rank + step) % self.world for step in range(len(group))))
@@ -204,7 +205,7 @@ class Overlapping(_Layout):
     kind = _OverlappingPlan
 
 
-class _BackwardsPlan(FoldedPlan):
+class _BackwardsPlan(MeshPlan):
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         return super().group(rank, axes)[::-1]
 
@@ -215,10 +216,10 @@ class Backwards(_Layout):
     kind = _BackwardsPlan
 
 
-class _MiscountedPlan(FoldedPlan):
+class _MiscountedPlan(MeshPlan):
     @property
     def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "edp": self.dp}
+        return {**super().sizes, "edp": super().sizes["dp"]}
 
 
 @frozen(kw_only=True)
@@ -227,7 +228,7 @@ class Miscounted(_Layout):
     kind = _MiscountedPlan
 
 
-class _CrowdedPlan(FoldedPlan):
+class _CrowdedPlan(MeshPlan):
     def coordinates(self, rank: int) -> Mapping[str, int]:
         return {**super().coordinates(rank), "ep": 0}
 
@@ -238,13 +239,14 @@ class Crowded(_Layout):
     kind = _CrowdedPlan
 
 
-class _TransposedPlan(FoldedPlan):
+class _TransposedPlan(MeshPlan):
     """Coordinates as if ep were innermost, groups as if etp were."""
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
         place = super().coordinates(rank)
-        inner = place["ep"] * self.etp + place["etp"]
-        return {**place, "ep": inner % self.ep, "etp": inner // self.ep}
+        ep, etp = self.sizes["ep"], self.sizes["etp"]
+        inner = place["ep"] * etp + place["etp"]
+        return {**place, "ep": inner % ep, "etp": inner // ep}
 
 
 @frozen(kw_only=True)
@@ -257,7 +259,7 @@ class Transposed(_Layout):
 class Curt(_Layout):
     name: ClassVar[str] = "curt"
 
-    def plan(self, world: int | None) -> FoldedPlan:
+    def plan(self, world: int | None) -> MeshPlan:
         try:
             return super().plan(world)
         except moefw.PlanError as error:
@@ -270,12 +272,12 @@ class Wasteful(_Layout):
 
     name: ClassVar[str] = "wasteful"
 
-    def plan(self, world: int | None) -> FoldedPlan:
+    def plan(self, world: int | None) -> MeshPlan:
         smallest = super().plan(None).world
         return super().plan(None if world is None else max(1, world // smallest) * smallest)
 
 
-class _SlowPlan(FoldedPlan):
+class _SlowPlan(MeshPlan):
     def coordinates(self, rank: int) -> Mapping[str, int]:
         return {axis: position for axis, position in super().coordinates(rank).items() if sum(range(self.world)) >= 0}
 
@@ -286,7 +288,93 @@ class Slow(_Layout):
     kind = _SlowPlan
 
 
-class _StrangeLayout(FoldedLayout):
+@frozen(kw_only=True)
+class Scattered(_Layout):
+    """The parts of an expert are far from each other: etp outside ep."""
+
+    name: ClassVar[str] = "scattered"
+
+    def plan(self, world: int | None) -> MeshPlan:
+        plan = super().plan(world)
+        places = tuple(sorted(plan.experts.places, key=lambda place: ["pp", "edp", "etp", "ep"].index(place[0])))
+        return MeshPlan(dense=plan.dense, experts=Mesh(places), shards=plan.shards)
+
+
+class _UnevenPlan(MeshPlan):
+    def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
+        first, *others = (one for row in super().copies(rank, side) for one in row)
+        return ((first,), tuple(others)) if len(others) != 1 else ((first, *others),)
+
+
+@frozen(kw_only=True)
+class Uneven(_Layout):
+    name: ClassVar[str] = "uneven"
+    kind = _UnevenPlan
+
+
+class _ForgetfulPlan(MeshPlan):
+    """As if only this rank's row held its parameters."""
+
+    def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
+        return tuple(row for row in super().copies(rank, side) if rank in row)
+
+
+@frozen(kw_only=True)
+class Forgetful(_Layout):
+    name: ClassVar[str] = "forgetful"
+    kind = _ForgetfulPlan
+
+
+class _SelfishPlan(MeshPlan):
+    """Every rank sees the rows beginning with itself."""
+
+    def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
+        return tuple(sorted(super().copies(rank, side), key=lambda row: rank not in row))
+
+
+@frozen(kw_only=True)
+class Selfish(_Layout):
+    name: ClassVar[str] = "selfish"
+    kind = _SelfishPlan
+
+
+class _BackwardRowsPlan(MeshPlan):
+    def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
+        return tuple(row[::-1] for row in super().copies(rank, side))
+
+
+@frozen(kw_only=True)
+class BackwardRows(_Layout):
+    name: ClassVar[str] = "backward-rows"
+    kind = _BackwardRowsPlan
+
+
+class _BackwardCopiesPlan(MeshPlan):
+    def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
+        return super().copies(rank, side)[::-1]
+
+
+@frozen(kw_only=True)
+class BackwardCopies(_Layout):
+    name: ClassVar[str] = "backward-copies"
+    kind = _BackwardCopiesPlan
+
+
+class _WastefulLayout(OpenedLayout):
+    def open(self, ranks: tuple[int, ...]) -> Any:
+        self._opened.clear()
+        return super().open(ranks)
+
+
+@frozen(kw_only=True)
+class OpensAgain(_Layout):
+    name: ClassVar[str] = "opens-again"
+
+    def build(self, plan: moefw.LayoutPlan, device: str) -> moefw.Layout:
+        return _WastefulLayout(plan, device, self.ranks_per_node)
+
+
+class _StrangeLayout(OpenedLayout):
     def group(self, *axes: str) -> Any:
         return super().group("dp", "cp", "tp") if axes == ("ep",) else super().group(*axes)
 

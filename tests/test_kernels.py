@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefw_kernels.permute import arrange, gather, gather_sum, group_chunks, sort_slots
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
@@ -48,6 +49,18 @@ def test_chunks_are_regrouped_by_expert_padded_and_restored(chunks: list[list[in
         wanted += mine + [0.0] * (-len(mine) % alignment)
     assert rows[:, 0].tolist() == wanted == weights.tolist()
     assert torch.equal(groups.restore(rows), arrived)
+
+
+def test_what_the_host_knows_is_not_read_back() -> None:
+    ids_TK = torch.tensor([[0, 2], [1, 0], [-1, 2]])
+    read, told = sort_slots(ids_TK, 3), sort_slots(ids_TK, 3, num_rows=5)
+    assert torch.equal(read.slot_R, told.slot_R)
+    assert torch.equal(read.rows.row_TK, told.rows.row_TK)
+    with FakeTensorMode():
+        assert len(sort_slots(torch.zeros(3, 2, dtype=torch.int64), 3, num_rows=6).slot_R) == 6
+        groups = group_chunks([[3, 1], [0, 2], [2, 2]], 4, torch.device("cpu"), capacity=6, order=[0, 2, 1])
+        assert groups.sizes == (8, 8)
+        assert len(groups.restore(groups.regroup(torch.zeros(10, 4), torch.zeros(10))[0])) == 10
 
 
 @given(

@@ -93,7 +93,7 @@ def overlap_log(case: Trial) -> list[str]:
 
 
 def _log_collective(name: str, log: list[str]) -> None:
-    import moefw.plugins.dispatchers.allgather.dispatcher as allgather
+    import moefw.core.gather as gather
 
     inner = getattr(dist, name, None)
     if inner is None:
@@ -114,8 +114,8 @@ def _log_collective(name: str, log: list[str]) -> None:
 
     setattr(dist, name, logged)
     for alias in ("all_gather", "reduce_scatter"):
-        if getattr(allgather, alias) is inner:
-            setattr(allgather, alias, logged)
+        if getattr(gather, alias) is inner:
+            setattr(gather, alias, logged)
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHERS)

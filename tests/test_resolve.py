@@ -145,14 +145,24 @@ class TestRefusals:
         resolved(text.format(gemm="loop"))
         resolved(text.format(gemm="grouped").replace("keep", "recompute"))
 
-    def test_axes_that_are_not_built_yet(self) -> None:
+    def test_axes_along_which_the_model_is_not_split(self) -> None:
         text = "{parallel: {pp: 2, dense: {tp: 2, cp: 2}}, train: {tokens_per_step: 8192}}"
         told = refused(text)
-        assert [problem.where for problem in told] == [
-            "spec.yaml:1:13 parallel.pp",
-            "spec.yaml:1:35 parallel.dense.cp",
-            "spec.yaml:1:28 parallel.dense.tp",
-        ]
+        assert [problem.where for problem in told] == ["spec.yaml:1:13 parallel.pp", "spec.yaml:1:35 parallel.dense.cp"]
+        assert [problem.fix for problem in told] == ["Use pp: 1.", "Use dense.cp: 1."]
+
+    def test_sizes_that_tensor_parallelism_does_not_divide(self) -> None:
+        model = "{num_heads: 4, vocab_size: 257, num_dense_layers: 1, dense_dim: 100, shared_expert_dim: 60}"
+        told = refused(f"{{model: {model}, parallel: {{dense: {{tp: 8}}}}, train: {{tokens_per_step: 8192}}}}")
+        sizes = ("num_heads", "vocab_size", "dense_dim", "shared_expert_dim")
+        assert [problem.where.split()[1] for problem in told] == [f"model.{size}" for size in sizes]
+        resolved(f"{{model: {model}, parallel: {{dense: {{tp: 1}}}}, train: {{tokens_per_step: 8192}}}}")
+
+    def test_tokens_that_do_not_divide_into_parts_of_a_micro_batch(self) -> None:
+        text = "{{parallel: {{dense: {{tp: 2}}}}, train: {{tokens_per_step: {0}, seq_len: {0}, micro_batch: 1}}}}"
+        problem = refusal(text.format(101))
+        assert "101 tokens do not divide into 2 parts" in problem.what
+        resolved(text.format(102))
 
     def test_two_policies_on_one_region_and_regions_that_the_model_does_not_have(self) -> None:
         policies = "[{use: keep, regions: [experts]}, {use: recompute, regions: [experts, dense_mlp, shared_expert]}]"
@@ -292,6 +302,10 @@ class TestResolvedSpec:
             "routing.dtype": "fp64",
             "memory": [{"use": "keep", "regions": ["block"]}],
             "parallel.dense.dp": 1,
+            "parallel.dense.order": ["tp", "dp", "cp"],
+            "parallel.experts.order": ["ep", "etp", "edp"],
+            "parallel.dense.shard": "all",
+            "parallel.experts.shard": "all",
             "parallel.ranks_per_node": 2,
             "data.path": "x",
             "run.device": "cpu",
@@ -309,7 +323,7 @@ class TestResolvedSpec:
                 other = value / 2 if 0 < value < 1 else value * 2 or 1
             else:
                 other = f"{value}x" if isinstance(value, str) else ["x"]
-            if other is None or re.search(r"^parallel\.(pp|dense\.[ct]p)$", path):
+            if other is None or re.search(r"^parallel\.(pp|dense\.cp)$", path):
                 continue
             tree: Any = {}
             *parents, last = path.split(".")
@@ -317,7 +331,7 @@ class TestResolvedSpec:
             for key in parents:
                 node = node.setdefault(key, {})
             node[last] = other
-            if path in ("parallel.experts.ep", "parallel.experts.etp"):
+            if path in ("parallel.dense.tp", "parallel.experts.ep", "parallel.experts.etp"):
                 tree["train"] = {"tokens_per_step": 8192}
             if path in ("train.micro_batch", "train.seq_len"):
                 tree.setdefault("train", {})["tokens_per_step"] = 8192

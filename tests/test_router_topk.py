@@ -244,8 +244,8 @@ class TestJitter:
         other = router(score="sigmoid", jitter=0.3, layer=1)(x_TD, batch_of((3, 4), seeds_B=seeds_B))
         assert not torch.equal(other.scores_TE, whole)
 
-    def test_needs_whole_sequences(self) -> None:
-        with pytest.raises(ContractError, match="11 tokens of 3 x 4"):
+    def test_needs_the_tokens_of_the_batch(self) -> None:
+        with pytest.raises(ContractError, match="11 tokens, and the batch has 12"):
             router(score="sigmoid", jitter=0.3)(tokens(11), batch_of((3, 4), seeds_B=torch.arange(3)))
 
 

@@ -20,7 +20,7 @@ from moefw.testing.trial import DISPATCHERS
 SPEC = """\
 model: {dim: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, num_experts: 8, top_k: 2, expert_dim: 32}
 routing: {use: topk, score: sigmoid, balance: [{kind: expert_bias}]}
-parallel: {experts: {ep: %d}}
+parallel: %s
 data: {use: text, path: %s}
 train: {steps: 14, tokens_per_step: 512, micro_batch: 2, seq_len: 64, lr: 3.0e-3, checkpoint_every: 5, eval_every: 7, eval_tokens: 2048}
 run: {dir: %s, seed: 1, device: cpu}
@@ -44,9 +44,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def spec(folder: Path, text: Path, ep: int, name: str = "run") -> Path:
+SPLIT = "{dense: {dp: 2, tp: 2, shard: all}, experts: {ep: 2, shard: all}}"
+"""Four ranks that split everything: attention, experts, and what would be copies."""
+
+
+def spec(folder: Path, text: Path, layout: int | str, name: str = "run") -> Path:
+    """Write a spec; a number is that of expert-parallel ranks."""
     path = folder / f"{name}.yaml"
-    path.write_text(SPEC % (ep, text, folder / name))
+    parallel = layout if isinstance(layout, str) else f"{{experts: {{ep: {layout}}}}}"
+    path.write_text(SPEC % (parallel, text, folder / name))
     return path
 
 
@@ -103,13 +109,13 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(trained: t
     assert first.startswith("the quick")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(tmp_path: Path, text: Path, ranks: int, trained) -> None:
+@pytest.mark.parametrize("layout", [2, SPLIT])
+def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(tmp_path: Path, text: Path, layout: int | str, trained) -> None:
     whole = trained[0]
-    if ranks == 4:
-        moefw("train", spec(tmp_path, text, ranks, "whole"))
+    if layout == SPLIT:
+        moefw("train", spec(tmp_path, text, layout, "whole"))
         whole = tmp_path / "whole"
-    broken = spec(tmp_path, text, ranks, "broken")
+    broken = spec(tmp_path, text, layout, "broken")
     command = [sys.executable, "-m", "moefw", "train", str(broken)]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     metrics = tmp_path / "broken" / "metrics.jsonl"
@@ -155,12 +161,12 @@ def children(parent: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("etp", [1, 2])
-def test_resume_may_change_the_layout(tmp_path: Path, text: Path, trained: tuple[Path, str], etp: int) -> None:
+@pytest.mark.parametrize("layout", ["{}", "{experts: {etp: 2}}", SPLIT])
+def test_resume_may_change_the_layout(tmp_path: Path, text: Path, trained: tuple[Path, str], layout: str) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained[0], run)
     shutil.rmtree(run / "checkpoints" / "step-14")
-    moefw("train", spec(tmp_path, text, 1), "--resume", f"run.dir={run}", f"parallel.experts.etp={etp}")
+    moefw("train", spec(tmp_path, text, layout), "--resume", f"run.dir={run}")
     there, here = losses(trained[0]), losses(run)
     assert here.keys() == there.keys()
     assert all(here[step] == pytest.approx(there[step], rel=1e-5) for step in there)

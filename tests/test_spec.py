@@ -102,7 +102,7 @@ train:
         "spec.yaml:4:22 routing.blance: 'blance' is not an option here. Did you mean 'balance'?",
         "spec.yaml:5:12 dispatch.use: no plugin is called 'all2all'. Did you mean 'alltoall'?",
         "spec.yaml:6:1 gemm: grouped needs a size of axis ep that divides 15: each rank holds an equal share of 15"
-        " experts; the layout offers ep=2. Use parallel.experts.ep that divides model.num_experts.",
+        " experts; the layout offers ep=2. Use an ep that divides model.num_experts.",
         "spec.yaml:7:22 memory[0].regions: keep needs region moe_act to allow keep: a policy can only treat a region"
         " that is there and allows it; grouped offers moe_act=recompute. Change keep or grouped.",
     )
@@ -593,7 +593,7 @@ class TestStructure:
             ({"pair": ["b", "b"]}, "o pair[0]: 'b' is not a whole number. Write for example 8."),
             ({"shares": {"a": "b"}}, "o shares.a: 'b' is not a finite number. Write for example 0.5."),
             ({"shares": []}, "o shares: [] is not a mapping. Write for example {key: value}."),
-            ({"either": "atuo"}, "o either: 'atuo' is not a whole number or one of the choices."),
+            ({"either": "atuo"}, "o either: 'atuo' is not a whole number or auto."),
             ({"maybe": "w"}, "o maybe: 'w' is not a list. Write for example [a, b]."),
             ({"maybe": [{"size": 0}]}, "o maybe[0].size: 'size' must be >= 1: 0."),
             ({"inner": {"sizes": 2}}, "o inner.sizes: 'sizes' is not an option here. Did you mean 'size'?"),

@@ -17,6 +17,7 @@ from moefw.plugins.gemm.grouped import Grouped
 from moefw.plugins.gemm.loop import Loop
 from moefw.plugins.memory.keep import Keep
 from moefw.plugins.memory.recompute import Recompute
+from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import Folded
 from moefw.plugins.precision.native import BF16, FP32
 from moefw.plugins.routers.forced import Forced
@@ -84,7 +85,7 @@ BROKEN: list[tuple[type[Suite], Any, str, str]] = [
     (MemorySuite, parts.AcceptsAnything, "a_region_that_is_not_there", "accepts the region 'nowhere'"),
     (MemorySuite, parts.PlansAgain, "counts_are_not_exchanged", "times instead of 4"),
     (LayoutSuite, parts.Overlapping, "groups_partition_the_world", "groups overlap"),
-    (LayoutSuite, parts.Backwards, "groups_are_the_ranks", "in mesh order"),
+    (LayoutSuite, parts.Backwards, "groups_are_the_ranks", "in ascending order"),
     (LayoutSuite, parts.Miscounted, "the_sizes_of_each_mesh", "do not multiply to"),
     (LayoutSuite, parts.Crowded, "coordinates_give_every_rank", "have the same place in"),
     (LayoutSuite, parts.Transposed, "groups_are_the_ranks", "by coordinates it is"),
@@ -92,6 +93,13 @@ BROKEN: list[tuple[type[Suite], Any, str, str]] = [
     (LayoutSuite, parts.Wasteful, "a_world_fits_or_is_refused", "ranks when asked for"),
     (LayoutSuite, parts.Wasteful, "the_smallest_world", "are the fewest, and arranges"),
     (LayoutSuite, parts.Slow, "4096_ranks", "s is allowed"),
+    (LayoutSuite, parts.Scattered, "in_an_expert_group", "ranks of one position are neighbours"),
+    (LayoutSuite, parts.Uneven, "copies_are_rows", "rows are of unequal length"),
+    (LayoutSuite, parts.Forgetful, "copies_are_rows", "together they are"),
+    (LayoutSuite, parts.Selfish, "copies_are_rows", "of them says"),
+    (LayoutSuite, parts.BackwardRows, "copies_are_rows", "ranks ascend along a row"),
+    (LayoutSuite, parts.BackwardCopies, "copies_are_rows", "and from row to row in one place"),
+    (LayoutSuite, parts.OpensAgain, "opened_groups", "are the same ranks and have two groups"),
     (LayoutSuite, parts.OpensOthers, "opened_groups", "is this rank alone, and should be None"),
     (LayoutSuite, parts.HasNoNodes, "opened_groups", "ranks_per_node is 0"),
     (PrecisionSuite, recipes.Rounds, "operands_are_close", "off by"),
@@ -109,7 +117,7 @@ BROKEN: list[tuple[type[Suite], Any, str, str]] = [
     (PrecisionSuite, recipes.FlowsInWholeNumbers, "the_residual_dtype", "residual_dtype is torch.int8"),
 ]
 LAYOUTS: dict[str, Any] = {
-    "drawn": st.just({"experts": {"ep": 2, "etp": 3}}),
+    "drawn": st.just({"dense": {"shard": 2}, "experts": {"ep": 2, "etp": 3}}),
     "opened": [{"experts": {"ep": 2}}],
 }
 
@@ -215,6 +223,7 @@ class TestRecomputeOfTheLoop(MemorySuite):
 
 
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
+SHARDS = st.sampled_from([1, 1, 2, 3, "all"])
 
 
 class TestFolded(LayoutSuite):
@@ -231,6 +240,46 @@ class TestFolded(LayoutSuite):
         {"experts": {"ep": 2, "etp": 2}},
         {"pp": 2, "dense": {"tp": 2}, "experts": {"ep": 2}, "ranks_per_node": 2},
     )
+
+
+class TestFoldedInAnyOrder(LayoutSuite):
+    plugin = Folded
+    drawn = st.fixed_dictionaries(
+        {
+            "pp": st.sampled_from([1, 2]),
+            "dense": st.fixed_dictionaries(
+                {"cp": SIZES, "tp": SIZES, "order": st.permutations(["dp", "cp", "tp"]), "shard": SHARDS}
+            ),
+            "experts": st.fixed_dictionaries(
+                {
+                    "ep": SIZES,
+                    "etp": SIZES,
+                    "order": st.sampled_from([["edp", "ep", "etp"], ["ep", "edp", "etp"], ["ep", "etp", "edp"]]),
+                    "shard": SHARDS,
+                }
+            ),
+        }
+    )
+    opened = (
+        {"dense": {"tp": 2, "order": ["tp", "cp", "dp"], "shard": "all"}},
+        {"experts": {"ep": 2, "order": ["ep", "etp", "edp"], "shard": 2}},
+    )
+
+
+class TestCoupled(LayoutSuite):
+    plugin = Coupled
+    drawn = st.fixed_dictionaries(
+        {
+            "pp": SIZES,
+            "dp": st.sampled_from([None, None, 2, 4]),
+            "cp": SIZES,
+            "tp": SIZES,
+            "ep": SIZES,
+            "shard": SHARDS,
+            "expert_shard": SHARDS,
+        }
+    )
+    opened = ({"ep": 2, "tp": 2}, {"cp": 2, "ep": 2, "shard": "all", "expert_shard": 2})
 
 
 class TestFP32(PrecisionSuite):

@@ -26,11 +26,15 @@ LONGEST_NAME: Final = 32
 
 @frozen
 class Kind:
-    """A kind of plugin that ``moefw new`` writes. ``spec`` is how one chooses it, ``runtime`` what its file is for."""
+    """A kind of plugin that ``moefw new`` writes.
+
+    ``spec`` is how one chooses it, ``runtime`` what to change in its file, or at ``where`` if it has none.
+    """
 
     suite: str
     spec: str
     runtime: str
+    where: str = ""
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -65,7 +69,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "layout": Kind(
         "LayoutSuite",
         "parallel: {use: sample, ep: 2}",
-        "the process groups; `moefw_sample/meshes.py`: the arithmetic behind them.",
+        "how ranks are arranged into two meshes; the core opens the groups.",
+        where="`Sample.plan` in `moefw_sample/__init__.py`",
     ),
 }
 
@@ -157,10 +162,11 @@ def _sources(kind: str) -> dict[Path, Path]:
 
 def _write(kind: str, names: Names, into: Path) -> Path:
     """Write the package beside its place and move it there: all of it or nothing."""
+    where = KINDS[kind].where or f"`moefw_sample/{kind}.py`"
     words = {
         "{kind}": kind,
         "{spec}": KINDS[kind].spec,
-        "{changes}": f"- `moefw_sample/{kind}.py`: {KINDS[kind].runtime}",
+        "{changes}": f"- {where}: {KINDS[kind].runtime}",
         "moefw>=0.0": "moefw>=" + ".".join(moefw.__version__.split(".")[:2]),
         "KindSuite": KINDS[kind].suite,
         "moefw_sample": names.module,

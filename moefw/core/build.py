@@ -8,14 +8,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from moefw.core.assembly import Assembly
-from moefw.core.contracts import Layout, MemoryPolicy, Precision, Shard
+from moefw.core.contracts import Layout, MemoryPolicy, Precision, Shard, Side
 from moefw.core.expert_group import ExpertGroup
 from moefw.core.layer import MoELayer
+from moefw.core.naming import expert_parameters
+from moefw.core.sharding import Sharding
 from moefw.core.site import Site
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 
 class Shared:
@@ -52,9 +56,10 @@ class BuildContext:
         device: torch.device,
         shared: Shared,
         policies: Mapping[str, MemoryPolicy],
+        sharding: Sharding,
     ) -> None:
         self.site, self.facts, self.layout, self.device = site, facts, layout, device
-        self._shared, self._policies = shared, policies
+        self._shared, self._policies, self._sharding = shared, policies, sharding
         self.precision: Precision | None = None
 
     @property
@@ -67,7 +72,7 @@ class BuildContext:
     def expert_shard(self, dim: int) -> Shard | None:
         """Return which part of each expert this rank holds if it is split along ``dim``; None: all of it."""
         count = self.layout.size("etp")
-        return Shard(dim, self.layout.index("etp"), count) if count > 1 else None
+        return Shard(dim, self.layout.index("etp"), count, "etp") if count > 1 else None
 
     def expert_group(self) -> ExpertGroup:
         """Return the ranks that share out the experts."""
@@ -86,6 +91,10 @@ class BuildContext:
         """Return the process group over axes of the layout, or None where it is this rank alone."""
         return self.layout.group(*axes)
 
+    def unit(self, module: M, side: Side = "dense") -> M:
+        """Return ``module``, whose parameters are gathered when it is called where the layout shares them out."""
+        return self._sharding.unit(module, side)
+
     def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` under the memory policy of the region ``name``, bound once and for all."""
         policy = self._policies.get(name)
@@ -101,7 +110,18 @@ class ModelContext:
 
     def __init__(self, assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> None:
         self.assembly, self.layout, self.device = assembly, layout, device
-        self._shared = shared
+        self._shared, self._sharding = shared, Sharding(layout)
+
+    def unit(self, module: M) -> M:
+        """Return ``module``, whose parameters are gathered when it is called where the layout shares them out."""
+        return self._sharding.unit(module, "dense")
+
+    def whole(self, model: M) -> M:
+        """Return ``model`` with what is in no unit as one of its own, but for experts; also for ``model.logits``."""
+        self._sharding.unit(model, "dense", apart=expert_parameters(model))
+        if isinstance(model, FSDPModule):
+            register_fsdp_forward_method(model, "logits")
+        return model
 
     def at(self, layer: int) -> BuildContext:
         """Return the context of one layer, dense or MoE."""
@@ -115,6 +135,7 @@ class ModelContext:
             device=self.device,
             shared=self._shared,
             policies=policies,
+            sharding=self._sharding,
         )
         context.precision = parts.precision.build(context)
         for plugin in parts.memory:
@@ -132,6 +153,7 @@ class ModelContext:
         dispatcher = context.shared(key, lambda: parts.dispatch.build(context))
         assert isinstance(router, nn.Module)
         assert isinstance(experts, nn.Module)
+        context.unit(experts, "experts")
         return MoELayer(
             router=router, dispatcher=dispatcher, experts=experts, shared_expert=shared_expert, region=context.region
         )
@@ -139,6 +161,7 @@ class ModelContext:
 
 def build_model(assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> nn.Module:
     """Construct the model of an assembly on ``device``; parameters are not initialised yet."""
+    context = ModelContext(assembly, layout, device, shared)
     with torch.device(device):
-        model: nn.Module = assembly.parts.model.build(ModelContext(assembly, layout, device, shared))
-    return model
+        model: nn.Module = assembly.parts.model.build(context)
+    return context.whole(model)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Role = Literal["input", "weight", "grad"]
 Pass = Literal["fprop", "dgrad", "wgrad"]
+Side = Literal["dense", "experts"]
+"""One of the two meshes: that of attention, embedding and loss, or that of the routed experts."""
 
 
 @frozen
@@ -36,15 +38,20 @@ class State:
 
 @frozen
 class Shard:
-    """Part ``index`` of ``count`` equal parts of a tensor along ``dim``."""
+    """Part ``index`` of ``count`` equal parts of a tensor along ``dim``; the ranks of ``axis`` hold the parts."""
 
     dim: int
     index: int
     count: int
+    axis: str
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this part of the whole tensor."""
         return whole.chunk(self.count, self.dim)[self.index]
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a part of a tensor of the shape ``whole``."""
+        return tuple(size // self.count if dim == self.dim else size for dim, size in enumerate(whole))
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole tensor, of which ``shape`` is a part's."""
@@ -139,7 +146,15 @@ class Dispatcher(ABC):
         """Free what the dispatcher holds; may be called twice."""
 
 
-class ExpertGemm(ABC):
+class Named(ABC):
+    """A module that names its own parameters, because they are stacked or parts of larger ones."""
+
+    @abstractmethod
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield every parameter of the module under its name within the module."""
+
+
+class ExpertGemm(Named):
     """The experts of one layer on this rank. A module that owns their parameters."""
 
     @abstractmethod
@@ -189,7 +204,18 @@ class LayoutPlan(ABC):
 
     @abstractmethod
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only on ``axes``, which are axes of one mesh, in mesh order."""
+        """Return the ranks that differ from ``rank`` only on ``axes``, which are axes of one mesh, in ascending order.
+
+        Within a group over ep and etp, the ranks of one position on ep are neighbours: dispatchers count on it.
+        """
+
+    @abstractmethod
+    def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks with this rank's parameters, attention's or the experts', in rows of equal length.
+
+        The ranks of a row share out each parameter (FSDP); rows of one hold all of it. Ranks ascend along a row, and
+        from row to row in one place.
+        """
 
 
 class Layout(ABC):
@@ -197,12 +223,20 @@ class Layout(ABC):
 
     plan: LayoutPlan
     rank: int
+    device: str
     ranks_per_node: int
     """How many consecutive ranks a fast link joins: a machine, or a larger NVLink domain."""
 
     @abstractmethod
+    def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Return the process group of ``ranks``, of which this is one, or None where it is this rank alone.
+
+        Collective over ``ranks``; the same ranks get the same group.
+        """
+
     def group(self, *axes: str) -> ProcessGroup | None:
-        """Return the process group over ``axes``, or None where it is this rank alone."""
+        """Return the process group over axes of one mesh. Collective over its ranks."""
+        return self.open(self.plan.group(self.rank, axes))
 
     def size(self, *axes: str) -> int:
         """Return how many ranks ``group(*axes)`` has."""

@@ -11,12 +11,13 @@ from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moefw.core.contracts import Canonical, ExpertGemm, Router, Shard
+from moefw.core.contracts import Canonical, ExpertGemm, Named, Router, Shard
+from moefw.core.sharding import all_of
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
     """Yield every parameter on this rank under its canonical name, experts one by one."""
-    if isinstance(model, ExpertGemm):
+    if isinstance(model, Named):
         yield from model.canonical()
         return
     for name, parameter in model.named_parameters(recurse=False):
@@ -24,6 +25,14 @@ def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
     for prefix, child in model.named_children():
         for piece in canonical_parameters(child):
             yield evolve(piece, name=f"{prefix}.{piece.name}")
+
+
+def by_parameter(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Canonical]]]:
+    """Yield every parameter with the canonical pieces that it holds."""
+    pieces: dict[nn.Parameter, list[Canonical]] = {}
+    for piece in canonical_parameters(model):
+        pieces.setdefault(piece.parameter, []).append(piece)
+    yield from pieces.items()
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -61,15 +70,19 @@ def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None
 
     ``std(name)`` is the standard deviation of a normal distribution cut at three of them; None means ones.
     """
-    for piece in canonical_parameters(model):
-        target = piece.of(piece.parameter)
-        deviation = std(piece.name)
-        if deviation is None:
-            target.fill_(1.0)
-            continue
-        key = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
-        drawn = torch.zeros(piece.shard.whole(target.shape) if piece.shard else target.shape)
-        if deviation:
-            nn.init.trunc_normal_(drawn, std=deviation, a=-3 * deviation, b=3 * deviation, generator=generator)
-        target.copy_(piece.shard.of(drawn) if piece.shard else drawn)
+    for parameter, pieces in by_parameter(model):
+        with all_of(parameter) as values:
+            for piece in pieces:
+                _draw(piece, piece.of(values), seed, std(piece.name))
+
+
+def _draw(piece: Canonical, target: Tensor, seed: int, deviation: float | None) -> None:
+    if deviation is None:
+        target.fill_(1.0)
+        return
+    key = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+    drawn = torch.zeros(piece.shard.whole(target.shape) if piece.shard else target.shape)
+    if deviation:
+        nn.init.trunc_normal_(drawn, std=deviation, a=-3 * deviation, b=3 * deviation, generator=generator)
+    target.copy_(piece.shard.of(drawn) if piece.shard else drawn)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import ge, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import Need, Offers, offers
@@ -121,13 +122,18 @@ class LayoutPlugin(Plugin):
 
     hook: ClassVar[str] = "moefw_layouts"
 
+    ranks_per_node: int | None = field(default=None, validator=optional(ge(1)), kw_only=True)
+    """So many neighbouring ranks share a fast link; null: those of one machine, as the launcher says."""
+
     def plan(self, world: int | None) -> LayoutPlan:
         """Arrange ``world`` ranks, or the smallest world that fits. Pure; raises PlanError if none fits."""
         raise NotImplementedError
 
     def build(self, plan: LayoutPlan, device: str) -> Layout:
-        """Open the process groups of ``plan`` in an initialised world."""
-        raise NotImplementedError
+        """Return ``plan`` on this rank of an initialised world."""
+        from moefw.core.opened_layout import OpenedLayout
+
+        return OpenedLayout(plan, device, self.ranks_per_node)
 
 
 @frozen

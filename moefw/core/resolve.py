@@ -256,8 +256,11 @@ def _moe_layers(model: ModelPlugin) -> list[int]:
 
 
 def _check_batch(train: TrainSpec, layout: LayoutPlan) -> None:
-    """The global batch divides into micro-batches over the data-parallel ranks."""
-    dp = layout.sizes.get("dp", 1)
+    """The global batch divides into micro-batches over the data-parallel ranks, and these into parts over tp."""
+    dp, tp = layout.sizes.get("dp", 1), layout.sizes.get("tp", 1)
+    if train.micro_batch * train.seq_len % tp:
+        what = f"micro_batch {train.micro_batch} x seq_len {train.seq_len} tokens do not divide into {tp} parts, one a "
+        raise PlanError(f"{what}rank of tp.", f"Use a seq_len that {tp} divides.")
     unit = train.micro_batch * train.seq_len * dp
     if train.tokens_per_step % unit:
         what = (

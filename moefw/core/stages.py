@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
+from moefw.core.contracts import Shard
 from moefw.core.errors import ContractError
 
 T_ = TypeVar("T_")
@@ -49,11 +50,24 @@ class Batch:
     """``expert_ids_TK`` by layer, from an earlier forward of the same tokens: routers replay them."""
     dropless: bool = False
     """The step is run again because rows overflowed a static budget: budgets do not hold."""
+    part: Shard | None = None
+    """Which part of the flattened tokens this rank has between attention and attention (sequence parallelism): what
+    MoE layers see. None: all of them."""
+
+    def own(self, whole_T: Tensor) -> Tensor:
+        """Return, of values for all flattened tokens, those of this rank's tokens."""
+        return whole_T if self.part is None else self.part.of(whole_T)
 
     @property
     def mask_T(self) -> Tensor | None:
-        """The mask over flattened tokens."""
-        return None if self.mask_BS is None else self.mask_BS.reshape(-1)
+        """The mask of this rank's tokens."""
+        return None if self.mask_BS is None else self.own(self.mask_BS.reshape(-1))
+
+    @property
+    def sequence_T(self) -> Tensor:
+        """The number of the sequence, in this micro-batch, of each of this rank's tokens, int64."""
+        sequences, positions = self.ids_BS.shape
+        return self.own(torch.arange(sequences, device=self.ids_BS.device).repeat_interleave(positions))
 
     def route(self, layer: int, num_tokens: int, top_k: int) -> Tensor | None:
         """Return the recorded ``expert_ids_TK`` of a layer; None if there are none. Raises ContractError."""

@@ -124,7 +124,8 @@ def _either(kinds: tuple[Any, ...], data: object, path: KeyPath, marks: Marks, p
         if not tried or len(kinds) == 1:
             problems += tried
             return value
-    what = f"{show(data)} is not {' or '.join(map(_words, kinds))}."
+    choices = (", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else _words(kind) for kind in kinds)
+    what = f"{show(data)} is not {' or '.join(choices)}."
     problems.append(Problem(what, where=marks.where(path)))
     return UNREAD
 

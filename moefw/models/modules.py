@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefw.core.contracts import Precision
+from moefw.core.contracts import Canonical, Named, Precision, Shard
+from moefw.models.tensor_parallel import TensorParallel
 from moefw_kernels.rmsnorm import rms_norm
 
 
 @final
-class Linear(nn.Module):
-    """``y = x W^T``; weight ``(out_dim, in_dim)`` in fp32, operands from the precision recipe."""
+class Linear(nn.Module, Named):
+    """``y = x W^T``; weight ``(out_dim, in_dim)`` in fp32, operands from the precision recipe.
 
-    def __init__(self, in_dim: int, out_dim: int, precision: Precision) -> None:
+    ``shard``: this rank holds that part of the weight. ``rows``: only these outputs are computed.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        precision: Precision,
+        *,
+        shard: Shard | None = None,
+        rows: slice | None = None,
+    ) -> None:
         super().__init__()
-        self.precision = precision
-        self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
+        self.precision, self.shard, self.rows = precision, shard, rows
+        shape = (out_dim, in_dim)
+        self.weight = nn.Parameter(torch.empty(shard.shape(shape) if shard else shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``(..., out_dim)``."""
+        """Return ``(..., out_dim)``, or this rank's part of it; with ``in_dim`` in parts, a partial sum."""
+        weight = self.weight if self.rows is None else self.weight[self.rows]
         operand = self.precision.quantize(x, role="input", during="fprop")
-        return F.linear(operand, self.precision.quantize(self.weight, role="weight", during="fprop"))
+        return F.linear(operand, self.precision.quantize(weight, role="weight", during="fprop"))
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield ``weight`` (out_dim, in_dim)."""
+        yield Canonical("weight", self.weight, shard=self.shard)
 
 
 @final
@@ -43,18 +62,19 @@ class RMSNorm(nn.Module):
 
 @final
 class SwiGLU(nn.Module):
-    """``W2 (silu(W1 x) * (W3 x))``: a dense MLP or a shared expert."""
+    """``W2 (silu(W1 x) * (W3 x))``: a dense MLP or a shared expert, its hidden dim split over the ranks of tp."""
 
-    def __init__(self, dim: int, hidden_dim: int, precision: Precision) -> None:
+    def __init__(self, dim: int, hidden_dim: int, precision: Precision, tp: TensorParallel) -> None:
         super().__init__()
-        self.gate_proj = Linear(dim, hidden_dim, precision)
-        self.up_proj = Linear(dim, hidden_dim, precision)
-        self.down_proj = Linear(hidden_dim, dim, precision)
+        self.tp = tp
+        self.gate_proj = Linear(dim, hidden_dim, precision, shard=tp.shard(0))
+        self.up_proj = Linear(dim, hidden_dim, precision, shard=tp.shard(0))
+        self.down_proj = Linear(hidden_dim, dim, precision, shard=tp.shard(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor shaped like ``x``."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+    def forward(self, x_tD: Tensor) -> Tensor:
+        """Return ``(t, D)`` for this rank's part of the tokens."""
+        x_TD = self.tp.gather(x_tD)
+        return self.tp.reduce(self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD)))
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,7 +13,9 @@ from moefw.core.build import BuildContext, ModelContext
 from moefw.core.layer import Carry, MoELayer
 from moefw.core.stages import Batch, LayerStats
 from moefw.models.attention import Attention
+from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.modules import Linear, RMSNorm, SwiGLU, rope_table
+from moefw.models.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from moefw.models.decoder import Decoder
@@ -22,7 +25,7 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """Result of a forward: the loss summed over valid tokens (fp32), their number, statistics of each MoE layer."""
+    """Result of a forward: the loss summed over this rank's valid tokens (fp32), their number, statistics by layer."""
 
     loss_sum: Tensor
     num_tokens: Tensor
@@ -33,35 +36,35 @@ class Output:
 class DenseBlock(nn.Module):
     """Attention and a plain MLP, each behind a norm and around a residual."""
 
-    def __init__(self, options: Decoder, context: BuildContext) -> None:
+    def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel) -> None:
         super().__init__()
         assert context.precision is not None
-        self.attention = Attention(options, context.precision)
-        self.mlp = SwiGLU(options.dim, options.dense_dim, context.precision)
+        self.attention = context.unit(Attention(options, context.precision, tp))
+        self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, context.precision, tp))
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
         self._attention = context.region("attention", self.attention.__call__)
         self._mlp = context.region("dense_mlp", self.mlp.__call__)
         self._run = context.region("block", self._run_phases)
 
-    def forward(self, x_BSD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats | None]:
+    def forward(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats | None]:
         """Return the residual stream; a dense block has no statistics."""
-        out: tuple[Tensor, None] = self._run(x_BSD, rope, batch)
+        out: tuple[Tensor, None] = self._run(x_TD, rope, batch)
         return out
 
-    def _run_phases(self, x_BSD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, None]:
-        x_BSD = x_BSD + self._attention(self.attention_norm(x_BSD), rope)
-        return x_BSD + self._mlp(self.mlp_norm(x_BSD)), None
+    def _run_phases(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, None]:
+        x_TD = x_TD + self._attention(self.attention_norm(x_TD), rope, batch.ids_BS.shape)
+        return x_TD + self._mlp(self.mlp_norm(x_TD)), None
 
 
 @final
 class MoEBlock(nn.Module):
     """Attention and an MoE layer. ``phases`` run in a row, or one by one under a scheduler."""
 
-    def __init__(self, options: Decoder, context: BuildContext, moe: MoELayer) -> None:
+    def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel, moe: MoELayer) -> None:
         super().__init__()
         assert context.precision is not None
-        self.attention = Attention(options, context.precision)
+        self.attention = context.unit(Attention(options, context.precision, tp))
         self.moe = moe
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
@@ -69,79 +72,96 @@ class MoEBlock(nn.Module):
         self._run = context.region("block", self._run_phases)
         self.phases = (self.attend, self.send, moe.compute_and_return, self.collect)
 
-    def forward(self, x_BSD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats]:
+    def forward(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats]:
         """Return the residual stream and the MoE layer's statistics."""
-        out: tuple[Tensor, LayerStats] = self._run(x_BSD, rope, batch)
+        out: tuple[Tensor, LayerStats] = self._run(x_TD, rope, batch)
         return out
 
-    def _run_phases(self, x_BSD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats]:
-        carry = Carry(x_BSD, batch, rope=rope)
+    def _run_phases(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats]:
+        carry = Carry(x_TD, batch, rope=rope)
         for phase in self.phases:
             phase(carry)
         return carry.x, carry.layer_stats()
 
     def attend(self, carry: Carry) -> None:
         """Attention around the residual."""
-        carry.x = carry.x + self._attention(self.attention_norm(carry.x), carry.rope)
+        shape = carry.batch.ids_BS.shape
+        carry.x = carry.x + self._attention(self.attention_norm(carry.x), carry.rope, shape)
 
     def send(self, carry: Carry) -> None:
         """Normalise, route, and start the rows on their way."""
         carry.residual = carry.x
-        carry.x = self.mlp_norm(carry.x).flatten(0, 1)
+        carry.x = self.mlp_norm(carry.x)
         self.moe.route_and_send(carry)
 
     def collect(self, carry: Carry) -> None:
         """Add what the experts returned to the residual."""
         self.moe.collect(carry)
         assert carry.residual is not None
-        carry.x = carry.residual + carry.x.view_as(carry.residual)
+        carry.x = carry.residual + carry.x
 
 
 @final
 class Transformer(nn.Module):
-    """A decoder-only language model."""
+    """A decoder-only language model. Between attention and attention, each rank of tp has its part of the tokens."""
 
     def __init__(self, options: Decoder, context: ModelContext) -> None:
         super().__init__()
-        self.options = options
+        self.options, self.tp = options, TensorParallel(context.layout)
         precision = context.at(0).precision
         assert precision is not None
         self.residual_dtype = precision.residual_dtype
-        self.embed = nn.Embedding(options.vocab_size, options.dim)
+        self.embed = Embedding(options.vocab_size, options.dim, self.tp)
         self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))
         self.norm = RMSNorm(options.dim, options.norm_eps)
-        self.head = None if options.tie_embeddings else Linear(options.dim, options.vocab_size, precision)
+        self.head = None
+        if not options.tie_embeddings:
+            context.unit(self.embed)
+            self.head = context.unit(Linear(options.dim, options.vocab_size, precision, shard=self.tp.shard(0)))
 
     def _block(self, layer: int, context: ModelContext) -> nn.Module:
         here, options = context.at(layer), self.options
         if layer not in options.moe_layers():
-            return DenseBlock(options, here)
+            return DenseBlock(options, here, self.tp)
         assert here.precision is not None
-        shared = SwiGLU(options.dim, options.shared_expert_dim, here.precision) if options.shared_expert_dim else None
-        return MoEBlock(options, here, context.moe_layer(layer, shared_expert=shared))
+        shared = None
+        if options.shared_expert_dim:
+            shared = here.unit(SwiGLU(options.dim, options.shared_expert_dim, here.precision, self.tp))
+        return MoEBlock(options, here, self.tp, context.moe_layer(layer, shared_expert=shared))
 
     def forward(self, batch: Batch) -> Output:
         """Return the summed next-token loss of a micro-batch, with the statistics of its MoE layers."""
-        logits_BSV, layers = self.logits(batch)
-        labels_BS = batch.labels_BS
+        batch = replace(batch, part=self.tp.shard(0))
+        logits_Tv, layers = self._logits(batch)
+        labels_T = batch.labels_BS.flatten()
         if batch.mask_BS is not None:
-            labels_BS = labels_BS.masked_fill(~batch.mask_BS, -100)
-        loss_sum = F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), reduction="sum")
-        return Output(loss_sum, (labels_BS != -100).sum(), layers)
+            labels_T = labels_T.masked_fill(~batch.mask_BS.flatten(), IGNORED)
+        num_tokens = (batch.own(labels_T) != IGNORED).sum()
+        return Output(cross_entropy(logits_Tv, labels_T, self.tp), num_tokens, layers)
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[int, LayerStats]]:
-        """Return ``(B, S, vocabulary)`` logits."""
-        x_BSD = self.embed(batch.ids_BS).to(self.residual_dtype)
-        rope = rope_table(x_BSD.shape[1], self.options.head_dim, self.options.rope_theta, x_BSD.device)
+        """Return ``(B, S, vocabulary)`` logits, and statistics by layer. Any S will do."""
+        length = batch.ids_BS.shape[1]
+        padding = -length % self.tp.size
+        if padding:
+            mask_BS = torch.ones_like(batch.ids_BS, dtype=torch.bool) if batch.mask_BS is None else batch.mask_BS
+            batch = replace(batch, ids_BS=F.pad(batch.ids_BS, (0, padding)), mask_BS=F.pad(mask_BS, (0, padding)))
+        logits_Tv, layers = self._logits(replace(batch, part=self.tp.shard(0)))
+        logits_VT = self.tp.gather(logits_Tv.t())
+        return logits_VT.t().unflatten(0, batch.ids_BS.shape)[:, :length], layers
+
+    def _logits(self, batch: Batch) -> tuple[Tensor, dict[int, LayerStats]]:
+        x_TD = self.embed(batch.ids_BS.flatten()).to(self.residual_dtype)
+        rope = rope_table(batch.ids_BS.shape[1], self.options.head_dim, self.options.rope_theta, x_TD.device)
         layers = {}
         for layer, block in enumerate(self.layers):
-            x_BSD, stats = block(x_BSD, rope, batch)
+            x_TD, stats = block(x_TD, rope, batch)
             if stats is not None:
                 layers[layer] = stats
-        x_BSD = self.norm(x_BSD)
+        x_TD = self.tp.gather(self.norm(x_TD))
         if self.head is None:
-            return F.linear(x_BSD, self.embed.weight.to(x_BSD.dtype)), layers
-        return self.head(x_BSD), layers
+            return F.linear(x_TD, self.embed.weight.to(x_TD.dtype)), layers
+        return self.head(x_TD), layers
 
     def init_std(self, name: str) -> float | None:
         """Return the deviation of a parameter's initial values by canonical name; None means ones (norms)."""

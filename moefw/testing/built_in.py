@@ -55,7 +55,7 @@ _ROUTERS: Final = (
 _QUANTILE: Final = ("quantile", {"use": "topk", "balance": [{"kind": "quantile"}]})
 
 _NODES: Final = {"ranks_per_node": 2}
-_LAYOUTS: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
+_FOLDED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
     ("one rank", {}, 1),
     ("2 ranks, ep 2", {"experts": {"ep": 2}}, 2),
     ("2 ranks, edp 2", {}, 2),
@@ -68,11 +68,24 @@ _LAYOUTS: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
     ("4 ranks, etp 2, edp 2", {"experts": {"etp": 2}}, 4),
     ("4 ranks, etp 4", {"experts": {"etp": 4}}, 4),
     ("2 ranks, tp 2", {"dense": {"tp": 2}}, 2),
+    ("4 ranks, tp 2, ep 4", {"dense": {"tp": 2}, "experts": {"ep": 4}}, 4),
+    ("4 ranks, ep 2 outermost", {"experts": {"ep": 2, "order": ["ep", "etp", "edp"]}}, 4),
+    ("2 ranks, all shared out", {"dense": {"shard": "all"}, "experts": {"shard": "all"}}, 2),
+    ("4 ranks, ep 2, shared out over 2", {"dense": {"shard": 2}, "experts": {"ep": 2, "shard": 2}}, 4),
     ("2 ranks, cp 2", {"dense": {"cp": 2}}, 2),
     ("2 ranks, pp 2", {"pp": 2}, 2),
-    ("4 ranks, tp 2, ep 4", {"dense": {"tp": 2}, "experts": {"ep": 4}}, 4),
     ("4 ranks, cp 2, ep 2, etp 2", {"dense": {"cp": 2}, "experts": {"ep": 2, "etp": 2}}, 4),
 )
+_COUPLED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
+    ("2 ranks, ep 2", {"ep": 2}, 2),
+    ("4 ranks, tp 2, ep 2", {"tp": 2, "ep": 2}, 4),
+    ("4 ranks, ep 2, all shared out", {"ep": 2, "shard": "all", "expert_shard": "all"}, 4),
+    ("4 ranks, cp 2, ep 2", {"cp": 2, "ep": 2}, 4),
+)
+
+
+def _layouts(use: str, rows: tuple[tuple[str, Mapping[str, Any], int], ...]) -> Any:
+    return tuple((label, {"use": use, **sizes}, {"world": world}) for label, sizes, world in rows)
 
 
 def _budget(label: str, backend: str, on_overflow: str) -> Any:
@@ -115,7 +128,8 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
         "bf16": (("", {"use": "bf16"}, {"rtol": 4e-2, "floor": 0.1}),),
     },
     "parallel": {
-        "folded": tuple((label, {"use": "folded", **sizes}, {"world": world}) for label, sizes, world in _LAYOUTS)
+        "folded": _layouts("folded", _FOLDED),
+        "coupled": _layouts("coupled", _COUPLED),
     },
 }
 """By section and plugin: label, choice, what the oracle is told. Plugins that are not here are used as they come."""

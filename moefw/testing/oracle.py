@@ -43,16 +43,17 @@ def dense_moe(
     mask_T: Tensor | None = None,
     micro_batches: Sequence[int] | None = None,
     sequences: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
     dropped_TK: Tensor | None = None,
     shared: bool = False,
 ) -> Truth:
     """Return the truth for the loss ``sum(out * probe) + auxiliary losses``.
 
     ``parameters`` holds ``router.weight`` (E, D), ``experts.{e}.{gate,up,down}_proj.weight`` and, if ``shared``,
-    ``shared_expert.{gate,up,down}_proj.weight``. ``micro_batches`` and ``sequences`` are the lengths of the consecutive
-    pieces of ``x_TD`` that routing looks at together (one piece if None); auxiliary losses are means over all valid
-    tokens. ``bias_E``, ``beta_E``, ``load_E``: router state, see :func:`moefw.testing.choices.route`. ``jitter_TD``
-    multiplies what the router reads. ``dropped_TK``, bool: choices that something behind the router drops.
+    ``shared_expert.{gate,up,down}_proj.weight``. ``micro_batches``, ``sequences`` and ``ranks`` are the lengths of the
+    consecutive pieces of ``x_TD`` that routing looks at together, ``bias_E``, ``beta_E`` and ``load_E`` router state:
+    see :func:`moefw.testing.choices.route`. Auxiliary losses are means over all valid tokens. ``jitter_TD`` multiplies
+    what the router reads. ``dropped_TK``, bool: choices that something behind the router drops.
     """
     weights = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     x = x_TD.detach().double().requires_grad_()
@@ -67,6 +68,7 @@ def dense_moe(
         valid=valid,
         micro_batches=micro_batches,
         sequences=sequences,
+        ranks=ranks,
     )
     ids = routed.ids_TK if dropped_TK is None else routed.ids_TK.masked_fill(dropped_TK, -1)
     out = torch.zeros_like(x)

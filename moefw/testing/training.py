@@ -13,8 +13,9 @@ from torch import Tensor
 
 from moefw.core.build import Shared, build_model
 from moefw.core.contracts import Layout
-from moefw.core.naming import canonical_parameters, initialise, joined, state_tensors
+from moefw.core.naming import by_parameter, initialise, joined, state_tensors
 from moefw.core.resolve import assemble_tree
+from moefw.core.sharding import whole
 from moefw.core.site import Machine
 from moefw.core.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch
@@ -53,8 +54,11 @@ class Run:
     state: dict[str, Tensor]
 
 
-def short_run(tree: Tree, steps: int) -> Run:
-    """Train on random tokens that depend on the step alone; each rank takes its share of the sequences."""
+def short_run(tree: Tree, steps: int, padded: bool = False) -> Run:
+    """Train on random tokens that depend on the step alone; each rank takes its share of the sequences.
+
+    ``padded``: sequences have unequal numbers of valid tokens, and some have none.
+    """
     defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), [])
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("short run"), defaults=defaults, world=world, machine=Machine(device="cpu"))
@@ -78,10 +82,12 @@ def short_run(tree: Tree, steps: int) -> Run:
         shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)
         tokens = torch.randint(vocabulary, shape, generator=generator)
         numbers = step * len(tokens) + torch.arange(len(tokens))
-        mine = [whole.tensor_split(layout.size("dp"))[layout.index("dp")] for whole in (tokens, numbers)]
+        mine = [part.tensor_split(layout.size("dp"))[layout.index("dp")] for part in (tokens, numbers)]
         batches = [
-            Batch(ids_BS=part[:, :-1], labels_BS=part[:, 1:], seeds_B=seeds)
-            for part, seeds in zip(*(whole.split(train.micro_batch) for whole in mine), strict=True)
+            Batch(
+                ids_BS=part[:, :-1], labels_BS=part[:, 1:], seeds_B=seeds, mask_BS=_mask(seeds, train.seq_len, padded)
+            )
+            for part, seeds in zip(*(part.split(train.micro_batch) for part in mine), strict=True)
         ]
         results.append(engine.step(batches, train.lr, _no_clock))
     state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
@@ -89,12 +95,24 @@ def short_run(tree: Tree, steps: int) -> Run:
     return Run(results=results, first=first, last=_weights(model, layout), state=state)
 
 
+def _mask(numbers: Tensor, seq_len: int, padded: bool) -> Tensor | None:
+    """Return which tokens are valid: from none to all of a sequence, by its number."""
+    if not padded:
+        return None
+    valid = (numbers * 7 % 17) * seq_len // 16
+    return torch.arange(seq_len) < valid.unsqueeze(1)
+
+
 def _weights(model: torch.nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """Return a copy of every parameter by canonical name, experts in parts made whole."""
+    """Return a copy of every parameter by canonical name, parts joined."""
     weights = {}
-    for piece in canonical_parameters(model):
-        tensor = piece.of(piece.parameter.detach()).clone()
-        weights[piece.name] = joined(tensor, piece.shard, layout.group("etp")) if piece.shard else tensor
+    for parameter, pieces in by_parameter(model):
+        values = whole(parameter.detach())
+        for piece in pieces:
+            tensor = piece.of(values).clone()
+            weights[piece.name] = tensor
+            if piece.shard is not None:
+                weights[piece.name] = joined(tensor, piece.shard, layout.group(piece.shard.axis))
     return weights
 
 

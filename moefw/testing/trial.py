@@ -11,18 +11,21 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import ModelContext, Shared
-from moefw.core.contracts import Canonical
+from moefw.core.contracts import Canonical, Layout
 from moefw.core.layer import MoELayer
-from moefw.core.naming import canonical_parameters, expert_parameters, initialise
+from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, initialise
 from moefw.core.plugin import Plugin
 from moefw.core.resolve import assemble_tree
+from moefw.core.sharding import whole
 from moefw.core.site import Machine
 from moefw.core.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch, ExpertBatch, Routing
 from moefw.models.modules import SwiGLU
+from moefw.models.tensor_parallel import TensorParallel
 from moefw.testing.announce import with_plugins
 from moefw.testing.oracle import Rule, Truth, dense_moe
 from moefw_kernels.random import token_keys, uniform
@@ -142,11 +145,18 @@ def build_layer(trial: Trial) -> tuple[MoELayer, Shared]:
     context = ModelContext(assembly, layout, torch.device("cpu"), shared)
     precision = context.at(0).precision
     assert precision is not None
-    expert = SwiGLU(trial.dim, trial.expert_dim, precision) if trial.shared else None
+    expert = SwiGLU(trial.dim, trial.expert_dim, precision, _not_split(layout)) if trial.shared else None
     layer = context.moe_layer(0, shared_expert=expert)
     initialise(layer, seed=trial.seed, std=lambda _: 0.3)
     _skew(layer.router, trial)
     return layer, shared
+
+
+def _not_split(layout: Layout) -> TensorParallel:
+    """Ranks have unequal numbers of tokens here, which a shared expert takes only if it is whole."""
+    tp = TensorParallel(layout)
+    tp.size, tp.index, tp.group = 1, 0, None
+    return tp
 
 
 @torch.no_grad()
@@ -199,11 +209,16 @@ def solve(trial: Trial) -> Outcome:
     assert x_TD.grad is not None
     outcome.grads["x"] = x_TD.grad
     experts = expert_parameters(layer)
-    for piece in canonical_parameters(layer):
-        grad = piece.parameter.grad
-        grad = torch.zeros_like(piece.parameter) if grad is None else grad
-        (outcome.grads if piece.parameter in experts else outcome.shares)[piece.name] = _whole(piece, piece.of(grad))
+    for parameter, pieces in by_parameter(layer):
+        grad = _share(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for piece in pieces:
+            (outcome.grads if parameter in experts else outcome.shares)[piece.name] = _whole(piece, piece.of(grad))
     return outcome
+
+
+def _share(grad: Tensor) -> Tensor:
+    """Return what this rank adds to a gradient; of one that is summed and shared out already, an equal share."""
+    return whole(grad) / grad.device_mesh.size() if isinstance(grad, DTensor) else grad
 
 
 def _whole(piece: Canonical, part: Tensor) -> Tensor:
@@ -226,17 +241,27 @@ def truth(trial: Trial, rule: Rule, **given: Tensor) -> Truth:
     eps: float = trial.parts.get("routing", {}).get("jitter", 0.0)
     drawn_TD = torch.cat([_uniform(trial, rank) for rank in range(trial.world)])
     given = {"load_E": torch.ones(trial.num_experts), "jitter_TD": 1.0 + eps * (2.0 * drawn_TD - 1.0), **given}
+    together = _tokens_together(trial)
     return dense_moe(
         parameters_of(trial),
         x_TD,
         probe_TD,
         rule,
         mask_T=mask_T,
-        micro_batches=trial.tokens,
-        sequences=trial.tokens,
+        micro_batches=together,
+        sequences=together,
+        ranks=trial.tokens,
         shared=trial.shared,
         **given,
     )
+
+
+def _tokens_together(trial: Trial) -> list[int]:
+    """Return the tokens of each micro-batch: ranks along cp and tp have parts of one."""
+    plan = trial.resolve().layout
+    groups = sorted({plan.group(rank, ("cp", "tp")) for rank in range(plan.world)})
+    assert [rank for group in groups for rank in group] == list(range(plan.world)), "parts are with neighbours"
+    return [sum(trial.tokens[rank] for rank in group) for group in groups]
 
 
 def parameters_of(trial: Trial) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from moefw.core.assembly import Assembly
 from moefw.core.build import BuildContext, Shared
 from moefw.core.contracts import Dispatcher, Layout
+from moefw.core.sharding import Sharding
 from moefw.core.stages import Routing
 from moefw.core.traffic import Traffic
 from moefw.testing.counting import CountingGroup
@@ -29,13 +30,15 @@ def dispatch_assembly(
 def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: int, shared: Shared) -> Dispatcher:
     """Return the dispatcher of an assembly over ``group``, which is its whole world, ``ranks_per_node`` to a node."""
     number, placed = next(iter(assembly.layers.items()))
+    layout = _OneGroup(assembly, group, ranks_per_node)
     context = BuildContext(
         site=assembly.site.at(number),
         facts=placed.facts,
-        layout=_OneGroup(assembly, group, ranks_per_node),
+        layout=layout,
         device=torch.device("cpu"),
         shared=shared,
         policies={},
+        sharding=Sharding(layout),
     )
     return assembly.parts.dispatch.build(context)
 
@@ -46,13 +49,14 @@ class _OneGroup(Layout):
 
     def __init__(self, assembly: Assembly, group: ProcessGroup, ranks_per_node: int) -> None:
         self.plan, self.rank, self.ranks_per_node = assembly.layout, group.rank(), ranks_per_node
+        self.device = "cpu"
         self._group = group
 
-    def group(self, *axes: str) -> ProcessGroup | None:
-        """Return the group, or None where it is this rank alone."""
-        if self.size(*axes) == 1:
+    def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Return the group, or None where ``ranks`` is this rank alone."""
+        if len(ranks) == 1:
             return None
-        assert self.size(*axes) == self._group.size(), f"no group over {axes} alone"
+        assert len(ranks) == self._group.size(), f"no group of {ranks} alone"
         return self._group
 
 

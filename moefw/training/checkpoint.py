@@ -6,10 +6,11 @@ Names do not depend on the layout, so a checkpoint loads into any layout of the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moefw.core.contracts import Layout, Shard
+from moefw.core.contracts import Canonical, Layout
 from moefw.core.errors import CheckpointError
-from moefw.core.naming import canonical_parameters, expert_parameters, joined, state_tensors
+from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, joined, state_tensors
+from moefw.core.sharding import all_of, whole
 from moefw.training.folder import MANIFEST, checkpoint_dirs
-from moefw.training.gradients import DENSE_COPIES, EXPERT_COPIES, PART_AXIS
+from moefw.training.gradients import copied_over, split_axis
 
 FORMAT = 1
 
@@ -87,50 +89,67 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
         if not path.is_file() or _hash(path) != shard["sha256"]:
             raise CheckpointError(f"{path} is missing or damaged.", "Use an earlier checkpoint of the run.")
         where |= dict.fromkeys(shard["tensors"], path)
-    pieces = list(canonical_parameters(model))
-    wanted = {f"model/{piece.name}": _Slot(piece.of(piece.parameter.detach()), piece.shard) for piece in pieces}
+    wanted = {f"model/{piece.name}": _Slot(piece.parameter, piece) for piece in canonical_parameters(model)}
     wanted |= {f"state/{name}": _Slot(tensor) for name, tensor in state_tensors(model).items()}
     _check_same_model(folder, where, wanted)
     keys = {name.split("/")[1] for name in where if name.startswith("optimizer/")}
     if optimizer is not None:
         wanted |= _optimizer_slots(model, optimizer, where, keys)
     files = {path: safe_open(path, "pt") for path in set(where.values())}
-    with torch.no_grad():
-        for name, slot in wanted.items():
-            whole = files[where[name]].get_tensor(name)
-            slot.target.copy_(slot.shard.of(whole) if slot.shard else whole)
+    for slots in _by_target(wanted):
+        with torch.no_grad(), all_of(slots[0][1].target) as values:
+            for name, slot in slots:
+                slot.fill(values, files[where[name]].get_tensor(name))
     return manifest
 
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A tensor on this rank to fill, and which part of the saved one it is; None: all of it."""
+    """A tensor to fill: the ``piece`` of a parameter, or of what is shaped like it; None: something of its own."""
 
     target: Tensor
-    shard: Shard | None = None
+    piece: Canonical | None = None
 
     @property
     def whole(self) -> tuple[int, ...]:
         """The shape of the saved tensor."""
-        shape = tuple(self.target.shape)
-        return self.shard.whole(shape) if self.shard else shape
+        if self.piece is None:
+            return tuple(self.target.shape)
+        shape = self.piece.of(torch.empty(self.target.shape, device="meta")).shape
+        return self.piece.shard.whole(shape) if self.piece.shard else tuple(shape)
+
+    def fill(self, values: Tensor, saved: Tensor) -> None:
+        """Write the saved tensor to its place in ``values``, which are all of the target's."""
+        if self.piece is None:
+            values.copy_(saved)
+        else:
+            self.piece.of(values).copy_(self.piece.shard.of(saved) if self.piece.shard else saved)
+
+
+def _by_target(wanted: Mapping[str, _Slot]) -> Iterable[list[tuple[str, _Slot]]]:
+    """Return the slots with their names, those of one tensor together."""
+    targets: dict[int, list[tuple[str, _Slot]]] = {}
+    for name, slot in wanted.items():
+        targets.setdefault(id(slot.target), []).append((name, slot))
+    return targets.values()
 
 
 def _owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank writes: each piece is written by one rank of those that hold a copy."""
+    """Yield what this rank writes: the ranks that hold copies of parameters take turns."""
     experts = expert_parameters(model)
-    for piece in canonical_parameters(model):
-        copies = EXPERT_COPIES if piece.parameter in experts else DENSE_COPIES
-        if layout.index(*copies) == 0:
-            tensors = {f"model/{piece.name}": piece.of(piece.parameter.detach())}
-            for key, value in optimizer.state.get(piece.parameter, {}).items():
-                shaped = value.shape == piece.parameter.shape
-                tensors[f"optimizer/{key}/{piece.name}"] = (piece.of(value) if shaped else value).clone()
+    for turn, (parameter, pieces) in enumerate(by_parameter(model)):
+        axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
+        held = {"model": parameter.detach()}
+        held |= {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        held = {kind: whole(value) for kind, value in held.items()}
+        if layout.index(*axes) != turn % layout.size(*axes):
+            continue
+        for piece, (kind, value) in itertools.product(pieces, held.items()):
+            tensor = (piece.of(value) if value.shape == parameter.shape else value).clone()
             if piece.shard is not None:
-                group = layout.group(PART_AXIS)
-                tensors = {name: joined(tensor, piece.shard, group) for name, tensor in tensors.items()}
+                tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
             if piece.shard is None or piece.shard.index == 0:
-                yield from tensors.items()
+                yield f"{kind}/{piece.name}", tensor
     if layout.rank == 0:
         for name, tensor in state_tensors(model).items():
             yield f"state/{name}", tensor
@@ -150,7 +169,7 @@ def _optimizer_slots(
                     shaped = bool(file.get_slice(name).get_shape())
                 if key not in state:
                     state[key] = torch.zeros_like(piece.parameter) if shaped else torch.zeros(())
-                slots[name] = _Slot(piece.of(state[key]), piece.shard) if shaped else _Slot(state[key])
+                slots[name] = _Slot(state[key], piece if shaped else None)
     return slots
 
 

@@ -15,10 +15,7 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
 from moefw.core.naming import routers
 from moefw.core.stages import Batch, LayerStats
-from moefw.training.gradients import clip, global_norm, split_by_mesh, sum_gradients
-
-TOKEN_AXES = ("dp", "cp", "tp")
-"""Axes along which ranks hold different tokens."""
+from moefw.training.gradients import STAGE, Gradients
 
 
 class Clock(Protocol):
@@ -78,7 +75,7 @@ class Tally:
 
     def reduce(self, layout: Layout) -> None:
         """Add up over all ranks that hold different tokens, in one exchange."""
-        group = layout.group(*TOKEN_AXES)
+        group = layout.group(*STAGE)
         if group is None:
             return
         tensors = [self.loss]
@@ -106,7 +103,7 @@ class Engine:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, *, clip_norm: float | None
     ) -> None:
         self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
-        self.dense, self.experts = split_by_mesh(model)
+        self.gradients = Gradients(model, layout)
         self.routers = routers(model)
 
     def step(self, batches: Sequence[Batch], lr: float, clock: Clock) -> StepResult:
@@ -121,13 +118,13 @@ class Engine:
         if counts.get("overflow"):
             tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock)
         with clock("gradients"):
-            sum_gradients(self.dense, self.experts, self.layout)
-            norm = global_norm(self.dense, self.experts, self.layout)
+            self.gradients.add_up()
+            norm = self.gradients.norm()
             if not torch.isfinite(norm):
                 raise RunError(f"the gradient's norm is {norm.item()}.", "Lower train.lr, or look at the data.")
         with clock("optimizer"):
             if self.clip_norm is not None:
-                clip([*self.dense, *self.experts], norm, self.clip_norm)
+                self.gradients.clip(norm, self.clip_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -153,7 +150,7 @@ class Engine:
         """Return 1 / (valid tokens of the global batch), fp32."""
         counts = [batch.ids_BS.numel() if batch.mask_BS is None else int(batch.mask_BS.sum()) for batch in batches]
         tokens = torch.tensor(sum(counts), dtype=torch.float64, device=batches[0].ids_BS.device)
-        group = self.layout.group(*TOKEN_AXES)
+        group = self.layout.group("dp", "cp")
         if group is not None:
             dist.all_reduce(tokens, group=group)
         return (1.0 / tokens.clamp_min(1)).float()

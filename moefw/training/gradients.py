@@ -1,66 +1,97 @@
-"""Gradients are sums, everywhere: one all-reduce a mesh, and a norm that counts each parameter once."""
+"""Gradients are sums, everywhere: each parameter's over its copies, and a norm that counts every element once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moefw.core.contracts import Layout
-from moefw.core.naming import expert_parameters
+from moefw.core.contracts import Canonical, Layout, Side
+from moefw.core.meshes import COPIES
+from moefw.core.naming import by_parameter, expert_parameters
+from moefw.core.sharding import local
 
-DENSE_COPIES = ("dp", "cp", "tp")
-"""Axes over which dense parameters are copies that saw different tokens."""
-EXPERT_COPIES = ("edp",)
-PART_AXIS = "etp"
-"""The axis over which ranks hold parts of the same experts."""
-EXPERT_SHARDS = ("ep", PART_AXIS)
+STAGE = ("dp", "cp", "tp")
+"""The axes of all ranks that have the same layers."""
 
 
-def split_by_mesh(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the dense parameters and those of routed experts, in the model's order."""
-    experts = expert_parameters(model)
-    dense = [parameter for parameter in model.parameters() if parameter not in experts]
-    return dense, [parameter for parameter in model.parameters() if parameter in experts]
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Parameters that the same ranks hold in the same way.
+
+    ``summed_over``: axes over which gradients are still to be added up, after FSDP. ``copies``: ranks with an element.
+    """
+
+    parameters: list[nn.Parameter]
+    summed_over: tuple[str, ...]
+    copies: int
 
 
-def sum_gradients(dense: Sequence[nn.Parameter], experts: Sequence[nn.Parameter], layout: Layout) -> None:
-    """Add up each parameter's gradient over its copies. A parameter without a gradient counts as zero."""
-    for parameters, axes in ((dense, DENSE_COPIES), (experts, EXPERT_COPIES)):
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        group = layout.group(*axes)
+class Gradients:
+    """The gradients of a model on this rank."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.layout = layout
+        held: dict[tuple[Side, str | None], list[nn.Parameter]] = {}
+        experts = expert_parameters(model)
+        for parameter, pieces in by_parameter(model):
+            held.setdefault(("experts" if parameter in experts else "dense", split_axis(pieces)), []).append(parameter)
+        self.families = [self._family(side, axis, parameters) for (side, axis), parameters in held.items()]
+
+    def _family(self, side: Side, axis: str | None, parameters: list[nn.Parameter]) -> Family:
+        axes = copied_over(side, axis)
+        shared_by = len(self.layout.plan.copies(self.layout.rank, side)[0])
+        done = COPIES[side] if shared_by > 1 else ()
+        return Family(parameters, tuple(a for a in axes if a not in done), self.layout.size(*axes) // shared_by)
+
+    def add_up(self) -> None:
+        """Sum each parameter's gradient over its copies. A parameter without a gradient counts as zero."""
+        for family in self.families:
+            for parameter in family.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            group = self.layout.group(*family.summed_over)
+            if group is not None:
+                _all_reduce_flat(_local(family.parameters), group)
+
+    def norm(self) -> Tensor:
+        """Return the norm of the whole gradient, fp64, the same on every rank."""
+        weighted = [_squares(_local(family.parameters)) / family.copies for family in self.families]
+        square = torch.stack(weighted).sum()
+        group = self.layout.group(*STAGE)
         if group is not None:
-            _all_reduce_flat(_gradients(parameters), group)
+            dist.all_reduce(square, group=group)
+        return square.sqrt()
+
+    def clip(self, norm: Tensor, limit: float) -> None:
+        """Scale the gradients, whose norm is ``norm``, so that it is at most ``limit``."""
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0).float()
+        for family in self.families:
+            torch._foreach_mul_(_local(family.parameters), factor)
 
 
-def global_norm(dense: Sequence[nn.Parameter], experts: Sequence[nn.Parameter], layout: Layout) -> Tensor:
-    """Return the norm of the whole gradient, fp64: every parameter once, experts summed over their mesh."""
-    own = _squares(experts, dense[0].device)
-    group = layout.group(*EXPERT_SHARDS)
-    if group is not None:
-        dist.all_reduce(own, group=group)
-    return (_squares(dense, dense[0].device) + own).sqrt()
+def split_axis(pieces: Sequence[Canonical]) -> str | None:
+    """Return the axis whose ranks hold parts of a parameter; None where each of them holds all of it."""
+    return next((piece.shard.axis for piece in pieces if piece.shard is not None), None)
 
 
-def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scale gradients so that their global norm is at most ``limit``."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0).float()
-    torch._foreach_mul_(_gradients(parameters), factor)
+def copied_over(side: Side, axis: str | None) -> tuple[str, ...]:
+    """Return the axes whose ranks hold copies of a parameter that is split over ``axis``, seen by different tokens.
+
+    Dense parameters that tp does not split work on each rank's part of the tokens, so tp holds copies of them.
+    """
+    return COPIES[side] if side == "experts" or axis == "tp" else STAGE
 
 
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+def _local(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def _squares(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    if not parameters:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(_gradients(parameters))
-    return torch.stack(norms).double().square().sum()
+def _squares(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
 
 
 def _all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

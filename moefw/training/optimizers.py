@@ -27,14 +27,17 @@ class AdamW(OptimizerPlugin):
     weight_decay: float = field(default=0.1, validator=ge(0.0))
 
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
-        """Return a fused ``torch.optim.AdamW`` with two groups."""
+        """Return a fused ``torch.optim.AdamW``; a group holds parameters of one mesh that decay alike."""
         import torch
 
-        decay: list[Any] = []
-        plain: list[Any] = []
+        alike: dict[Any, list[Any]] = {}
         for name, parameter in parameters.items():
-            (plain if any(word in name for word in NO_DECAY) else decay).append(parameter)
-        groups = [{"params": decay, "weight_decay": self.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+            decays = not any(word in name for word in NO_DECAY)
+            alike.setdefault((decays, getattr(parameter, "device_mesh", None)), []).append(parameter)
+        groups = [
+            {"params": members, "weight_decay": self.weight_decay if decays else 0.0}
+            for (decays, _), members in alike.items()
+        ]
         return torch.optim.AdamW(groups, lr=lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
 
 

@@ -59,25 +59,23 @@ def group_chunks(
     if sizes == tuple(counts) and (num_ranks == 1 or (num_experts == 1 and order is None)):
         return Groups(None, sizes, counts_e, offsets_e)
     arrived = torch.arange(sum(counts), device=device).split([n for chunk in chunks for n in chunk])
-    padding = [torch.full((size - count,), -1, device=device) for size, count in zip(sizes, counts, strict=True)]
-    pieces = []
-    for expert in range(num_experts):
-        pieces += [arrived[rank * num_experts + expert] for rank in order or range(num_ranks)] + [padding[expert]]
-    token_R = torch.cat(pieces)
-    return Groups(_inverse(token_R, sum(counts)), sizes, counts_e, offsets_e)
+    ranks = order or range(num_ranks)
+    token_N = torch.cat([arrived[rank * num_experts + expert] for expert in range(num_experts) for rank in ranks])
+    return Groups(_filled(token_N, counts, sizes), sizes, counts_e, offsets_e)
 
 
-def _inverse(token_R: Tensor, num_tokens: int) -> RowMap:
-    """Return the map of rows whose token is given, -1 for padding."""
-    rows = torch.arange(len(token_R), device=token_R.device)
-    if len(token_R) == num_tokens:
-        row_T = torch.empty_like(token_R)
-        row_T[token_R] = rows
-        return row_map(token_R, row_T.unsqueeze(1))
-    valid = token_R >= 0
-    row_T = torch.empty(num_tokens, dtype=torch.int64, device=token_R.device)
-    row_T[token_R[valid]] = rows[valid]
-    return row_map(token_R.clamp_min(0), row_T.unsqueeze(1), padding=rows[~valid])
+def _filled(token_N: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> RowMap:
+    """Return the map of rows whose tokens are given group by group, each group filled up to its size."""
+    taken = [n for count, size in zip(counts, sizes, strict=True) for n in (count, size - count)]
+    rows = torch.arange(sum(sizes), device=token_N.device).split(taken)
+    row_N = torch.cat(rows[::2])
+    row_T = torch.empty_like(token_N)
+    row_T[token_N] = row_N
+    if len(token_N) == sum(sizes):
+        return row_map(token_N, row_T.unsqueeze(1))
+    token_R = torch.zeros(sum(sizes), dtype=torch.int64, device=token_N.device)
+    token_R[row_N] = token_N
+    return row_map(token_R, row_T.unsqueeze(1), padding=torch.cat(rows[1::2]))
 
 
 def _ends(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -95,10 +93,10 @@ class Slots:
     counts: Tensor
 
 
-def sort_slots(expert_TK: Tensor, num_experts: int) -> Slots:
+def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = None) -> Slots:
     """Return the rows of a routing in order (expert, token, k). Ids outside 0..num_experts-1 get no row.
 
-    ``counts`` (num_experts) int64 stays on the device; how many rows there are is read back from it once.
+    ``counts`` (num_experts) int64 stays on the device; ``num_rows``, their sum, is read back from it if it is None.
     """
     num_tokens, k = expert_TK.shape
     flat = expert_TK.flatten()
@@ -106,7 +104,7 @@ def sort_slots(expert_TK: Tensor, num_experts: int) -> Slots:
     order = keys.argsort(stable=True)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     counts = counts.scatter_add_(0, keys, torch.ones_like(keys))[:num_experts]
-    num_rows = int(counts.sum())
+    num_rows = int(counts.sum()) if num_rows is None else num_rows
     slot_R = order[:num_rows]
     row_of_slot = torch.full((num_tokens * k,), -1, dtype=torch.int64, device=flat.device)
     row_of_slot[slot_R] = torch.arange(num_rows, device=flat.device)

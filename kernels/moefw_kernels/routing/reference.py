@@ -1,6 +1,8 @@
-"""Plain PyTorch, without asking the device. ``R`` rows of ``S`` tokens each; E experts, K choices, -1 is no choice."""
+"""Plain PyTorch, without asking the device. E experts, K choices, -1 is no choice."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,20 +36,32 @@ def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tens
     return (kept & (flat >= 0)).view_as(ids_TK)
 
 
-def switch_loss(shares_RSE: Tensor, ids_RSK: Tensor, valid_RS: Tensor) -> Tensor:
-    """Return the load-balancing loss of each row times its valid tokens, summed: a scalar in the shares' dtype.
+def switch_loss(
+    shares_TE: Tensor,
+    ids_TK: Tensor,
+    valid_T: Tensor,
+    row_T: Tensor,
+    rows: int,
+    add_up: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """Return the load-balancing loss of each row of tokens times its valid tokens, summed: a scalar.
 
     ``N * E / (K N^2) * sum_e mass_e n_e`` a row of N valid tokens: mass the sum of their ``shares`` (rows of
     probabilities), n how many of them have the expert in ``ids`` (-1 for what does not count). Switch, arXiv
     2101.03961 eq. 4-6; 1 a token where experts are equally busy. A row without valid tokens adds 0.
+
+    ``row_T`` numbers each token's row. Where rows lie on several ranks, ``add_up`` sums a tensor over them in place,
+    and the ranks' losses are parts of the whole.
     """
-    rows, positions, num_experts = shares_RSE.shape
-    k = ids_RSK.shape[-1]
-    row = torch.arange(rows, device=ids_RSK.device).view(-1, 1, 1) * num_experts
-    flat = torch.where(ids_RSK >= 0, ids_RSK + row, -1).view(rows * positions, k)
-    counts_RE = count_choices(flat, rows * num_experts).view(rows, num_experts)
-    mass_RE = (shares_RSE * valid_RS.unsqueeze(-1)).sum(1)
-    per_token_R = (mass_RE * counts_RE).sum(-1) / valid_RS.sum(-1).clamp_min(1)
+    num_experts, k = shares_TE.shape[1], ids_TK.shape[1]
+    flat_TK = torch.where(ids_TK >= 0, ids_TK + row_T.unsqueeze(1) * num_experts, -1)
+    counts_RE = count_choices(flat_TK, rows * num_experts).view(rows, num_experts)
+    valid_R = torch.zeros_like(counts_RE[:, 0]).index_add_(0, row_T, valid_T.to(counts_RE.dtype))
+    seen_RX = torch.cat([counts_RE, valid_R.unsqueeze(1)], 1)
+    if add_up is not None:
+        add_up(seen_RX)
+    mass_RE = shares_TE.new_zeros(rows, num_experts).index_add(0, row_T, shares_TE * valid_T.unsqueeze(1))
+    per_token_R = (mass_RE * seen_RX[:, :-1]).sum(1) / seen_RX[:, -1].clamp_min(1)
     return per_token_R.sum() * (num_experts / k)
 
 

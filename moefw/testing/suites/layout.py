@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from moefw.core.contracts import LayoutPlan
+from moefw.core.contracts import LayoutPlan, Side
 from moefw.core.errors import PlanError, Problem
+from moefw.core.meshes import COPIES
 from moefw.core.source import Marks
 from moefw.core.structure import structure
 from moefw.testing.suites.base import Suite
@@ -26,7 +27,7 @@ MAX_RANKS, MAX_SECONDS = 4096, 1.0
 class LayoutSuite(Suite):
     """Holds a layout to its contract: plans are arithmetic that agrees with itself, groups are what plans say.
 
-    ``meshes`` lists the axes of each mesh, outermost first. ``drawn`` draws options; None: ``options`` alone.
+    ``meshes`` lists the axes of each mesh. ``drawn`` draws options; None: ``options`` alone.
     ``opened`` are the options to open on ranks, beside ``options``.
     """
 
@@ -106,7 +107,7 @@ class LayoutSuite(Suite):
         self.for_all(check, self.plans())
 
     def test_groups_are_the_ranks_that_share_all_other_coordinates(self) -> None:
-        """Held against the definition by coordinates: members, mesh order, whatever order axes are named in."""
+        """Held against the definition by coordinates: members, ascending, whatever order axes are named in."""
         axes = st.sampled_from([some for mesh in self.meshes for some in _subsets(mesh)])
         self.for_all(self._check_groups, st.tuples(self.plans(), axes, st.booleans()))
 
@@ -125,6 +126,23 @@ class LayoutSuite(Suite):
                 assert other is None, f"{says}, but rank {other} of it is in another group: groups overlap."
 
         self.for_all(check, st.tuples(self.plans(), axes))
+
+    def test_in_an_expert_group_the_ranks_of_one_ep_position_are_neighbours(self) -> None:
+        """Dispatchers read a rank's experts off its place in the group over ep and etp: place // etp."""
+
+        def check(plan: LayoutPlan) -> None:
+            for rank in range(plan.world):
+                group = plan.group(rank, ("ep", "etp"))
+                places = [plan.coordinates(member)["ep"] for member in group]
+                runs = [place for place, _ in itertools.groupby(places)]
+                says = f"{self.plugin.name}: along the ranks {group}, a group over ep and etp, the positions on ep are"
+                assert len(runs) == len(set(runs)), f"{says} {places}: ranks of one position are neighbours."
+
+        self.for_all(check, self.plans())
+
+    def test_copies_are_rows_that_all_their_ranks_agree_on(self) -> None:
+        """The ranks with a rank's parameters, each in one of the equally long rows that share them out."""
+        self.for_all(self._check_copies, st.tuples(self.plans(), st.sampled_from(list(COPIES))))
 
     def test_the_smallest_world_is_the_first_that_fits(self) -> None:
         """``plan(None)`` arranges the smallest world; smaller ones are refused."""
@@ -163,12 +181,14 @@ class LayoutSuite(Suite):
         for axes in (some for mesh in self.meshes for some in _subsets(mesh)):
             for rank in range(0, plan.world, plan.world // 4 or 1):
                 plan.group(rank, axes)
+        for side in COPIES:
+            plan.copies(0, side)
         spent = time.process_time() - start
         says = f"{self.plugin.name} takes {spent:.1f} s to look over {plan.world} ranks; {MAX_SECONDS:g} s is allowed."
         assert spent <= MAX_SECONDS, says
 
     def test_opened_groups_are_those_of_the_plan(self) -> None:
-        """On real ranks: members in the plan's order, sizes, positions, and None where a rank is alone."""
+        """On real ranks: members in the plan's order, sizes, positions, None where a rank is alone, each group once."""
         tried = 0
         for options in (self.options, *self.opened):
             layout = self.layout(options)
@@ -205,11 +225,24 @@ class LayoutSuite(Suite):
                 for other, there in enumerate(places)
                 if all(there[axis] == place[axis] for axis in mesh if axis not in axes)
             ]
-            wanted = tuple(sorted(alike, key=lambda other: [places[other][axis] for axis in mesh]))
             got = tuple(plan.group(rank, asked))
-            says = f"{self.plugin.name}: the group of rank {rank} over {asked} is {got}; by coordinates it is {wanted}"
-            assert sorted(got) == sorted(wanted), f"{says}."
-            assert got == wanted, f"{says}, in mesh order."
+            says = f"{self.plugin.name}: the group of rank {rank} over {asked} is {got}; by coordinates it is {alike}"
+            assert sorted(got) == alike, f"{says}."
+            assert list(got) == alike, f"{says}, in ascending order."
+
+    def _check_copies(self, drawn: tuple[LayoutPlan, Side]) -> None:
+        plan, side = drawn
+        for rank in range(plan.world):
+            rows = plan.copies(rank, side)
+            says = f"{self.plugin.name}: the copies of rank {rank}, {side}, are {rows}"
+            group = plan.group(rank, COPIES[side])
+            assert len({len(row) for row in rows}) == 1, f"{says}: the rows are of unequal length."
+            ascending = all(list(line) == sorted(line) for line in (*rows, *zip(*rows, strict=True)))
+            assert ascending, f"{says}: ranks ascend along a row, and from row to row in one place."
+            all_of_them = sorted(itertools.chain(*rows))
+            assert all_of_them == list(group), f"{says}; together they are {COPIES[side]}, {group}, each once."
+            other = next((one for one in group if plan.copies(one, side) != rows), None)
+            assert other is None, f"{says}, but rank {other} of them says {plan.copies(other or 0, side)}."
 
     def _check_opened(self, plan: LayoutPlan, rank: int, seen: Opened) -> None:
         name = self.plugin.name
@@ -227,6 +260,9 @@ class LayoutSuite(Suite):
             assert group.members is not None, f"{says} is None; the plan says {wanted}."
             assert group.members == wanted, f"{says} is {group.members}; the plan says {wanted}."
             assert group.heard == wanted, f"{says} gathers {group.heard}; the plan's order is {wanted}."
+        both = " and ".join(next(iter(seen.twice), ()))
+        says = f"{name}: on rank {rank} of {plan.world}, {both} are the same ranks"
+        assert not seen.twice, f"{says} and have two groups; the same ranks have one."
 
 
 @dataclass(frozen=True)
@@ -241,20 +277,30 @@ class OpenedGroup:
 
 @dataclass(frozen=True)
 class Opened:
-    """A layout as a rank sees it."""
+    """A layout as a rank sees it; ``twice``: what was opened from the same ranks and is not the same group."""
 
     rank: int
     ranks_per_node: int
     groups: dict[tuple[str, ...], OpenedGroup]
+    twice: tuple[tuple[str, str], ...]
 
 
 def open_on_this_rank(declaration: Any, world: int, meshes: Sequence[Sequence[str]]) -> Opened:
-    """Open a layout and look at the groups over all sets of axes of each mesh. Collective."""
+    """Open a layout and look at the groups over all sets of axes of each mesh, and at those of copies. Collective."""
     layout = declaration.build(declaration.plan(world), "cpu")
     groups = {}
+    opened: dict[tuple[int, ...], tuple[str, Any]] = {}
+    twice = []
+
+    def open_again(name: str, ranks: tuple[int, ...], group: Any) -> None:
+        first, known = opened.setdefault(ranks, (name, group))
+        if group is not known:
+            twice.append((first, name))
+
     for axes in dict.fromkeys(some for mesh in meshes for some in _subsets(mesh)):
         group = layout.group(*axes)
         seen = OpenedGroup(layout.size(*axes), layout.index(*axes), None)
+        open_again(f"group{axes}", layout.plan.group(layout.rank, axes), group)
         if group is not None:
             own, heard = (
                 torch.tensor([dist.get_rank()]),
@@ -264,10 +310,14 @@ def open_on_this_rank(declaration: Any, world: int, meshes: Sequence[Sequence[st
             members = tuple(dist.get_process_group_ranks(group))
             seen = OpenedGroup(seen.size, seen.index, members, tuple(int(one) for one in heard))
         groups[axes] = seen
-    return Opened(layout.rank, layout.ranks_per_node, groups)
+    for side in COPIES:
+        for row in layout.plan.copies(layout.rank, side):
+            if layout.rank in row:
+                open_again(f"copies of {side}", row, layout.open(row))
+    return Opened(layout.rank, layout.ranks_per_node, groups, tuple(twice))
 
 
 def _subsets(mesh: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield every choice of axes of a mesh, at least one, in mesh order."""
+    """Yield every choice of axes of a mesh, at least one."""
     for count in range(1, len(mesh) + 1):
         yield from itertools.combinations(mesh, count)

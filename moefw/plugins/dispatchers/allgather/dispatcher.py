@@ -11,20 +11,16 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from moefw.core.contracts import Dispatcher
 from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Pending, Work, finish, start, stay
+from moefw.core.gather import all_gather, gather, reduce
+from moefw.core.movement import Pending, finish
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
 from moefw.core.traffic import Traffic, traffic_of
 from moefw_kernels.permute import Arrival, arrange
-
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 renamed both."""
 
 LENGTH_BYTES, ID_BYTES, WEIGHT_BYTES = 16, 4, 4
 """Of what each rank tells of itself, and of a choice's expert id and weight."""
@@ -84,9 +80,7 @@ class AllGatherDispatcher(Dispatcher):
         """Gather all tokens and their weights."""
         extra = plan.detail.longest - plan.detail.num_tokens
         sent = [F.pad(x_TD, (0, 0, 0, extra)), F.pad(weights_TK, (0, 0, 0, extra))] if extra else [x_TD, weights_TK]
-        if self.experts.group is None:
-            return stay(sent, detail=plan)
-        return start(sent, forward=self._gather, dual=self._reduce, detail=plan)
+        return gather(sent, self.experts.group, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
         """Gather again; the sorted choices are reused."""
@@ -103,9 +97,7 @@ class AllGatherDispatcher(Dispatcher):
         """Add up each gathered token's rows here, and reduce the partial sums to the tokens' ranks."""
         way: _Gathered = receipt.plan.detail
         partial_TD = way.arrival.reduce(rows_RD)
-        if self.experts.group is None:
-            return stay([partial_TD], detail=way)
-        return start([partial_TD], forward=self._reduce, dual=self._gather, detail=way)
+        return reduce([partial_TD], self.experts.group, detail=way)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Drop the padding of shorter ranks."""
@@ -119,21 +111,3 @@ class AllGatherDispatcher(Dispatcher):
         told = [LENGTH_BYTES + ID_BYTES * way.top_k * way.longest] * self.experts.size
         hop, weights = (everywhere, everywhere), WEIGHT_BYTES * way.top_k
         return traffic_of(self.experts.rank, [hop], row_bytes=row_bytes, weight_bytes=weights, told=told)
-
-    def _gather(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
-        size, group = self.experts.size, self.experts.group
-        buffers = [tensor.new_empty(len(tensor) * size, *tensor.shape[1:]) for tensor in tensors]
-        works: list[Work] = [
-            all_gather(buffer, tensor, group=group, async_op=True)
-            for buffer, tensor in zip(buffers, tensors, strict=True)
-        ]
-        return buffers, works
-
-    def _reduce(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
-        size, group = self.experts.size, self.experts.group
-        buffers = [tensor.new_empty(len(tensor) // size, *tensor.shape[1:]) for tensor in tensors]
-        works: list[Work] = [
-            reduce_scatter(buffer, tensor, group=group, async_op=True)
-            for buffer, tensor in zip(buffers, tensors, strict=True)
-        ]
-        return buffers, works

@@ -57,13 +57,14 @@ class AllToAllDispatcher(Dispatcher):
     def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
         """Sort the choices and exchange how many rows each rank sends for each expert."""
         experts, capacity = self.experts, routing.capacity or 0
-        slots = sort_slots(routing.expert_ids_TK, experts.num_experts)
-        if experts.group is None:
-            rows = slots.counts.tolist()
-            groups = group_chunks([rows], self.row_alignment, slots.slot_R.device, capacity=capacity)
-            return DispatchPlan(detail=_Way(slots, [0], [0], None, groups, 0))
         if routing.counts_host is not None:
             counts = [routing.counts_host] * experts.size
+        num_rows = None if counts is None else sum(counts[experts.rank])
+        slots = sort_slots(routing.expert_ids_TK, experts.num_experts, num_rows=num_rows)
+        if experts.group is None:
+            rows = slots.counts.tolist() if counts is None else counts[experts.rank]
+            groups = group_chunks([rows], self.row_alignment, slots.slot_R.device, capacity=capacity)
+            return DispatchPlan(detail=_Way(slots, [0], [0], None, groups, 0))
         if counts is None:
             offered_Pe, asked_Pe, capacity = self._exchange_counts(slots.counts, capacity)
             told = COUNT_BYTES * (experts.local_experts + 1)

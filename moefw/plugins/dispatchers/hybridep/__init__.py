@@ -96,7 +96,7 @@ def moefw_check(assembly: moefw.Assembly) -> list[moefw.Problem]:
     dispatch, layout = assembly.parts.dispatch, assembly.layout
     if not isinstance(dispatch, HybridEP):
         return []
-    each = getattr(assembly.parts.parallel, "ranks_per_node", None)
+    each = assembly.parts.parallel.ranks_per_node
     problems: list[moefw.Problem | None] = []
     if each is not None:
         groups = {layout.group(rank, ("ep", "etp")) for rank in range(layout.world)}

@@ -41,13 +41,13 @@ class Grouped(GemmPlugin):
                 "axis_divides",
                 ("ep", site.dims.num_experts),
                 reason=f"each rank holds an equal share of {site.dims.num_experts} experts",
-                fix="Use parallel.experts.ep that divides model.num_experts.",
+                fix="Use an ep that divides model.num_experts.",
             ),
             moefw.need(
                 "axis_divides",
                 ("etp", site.dims.expert_dim // DIM_MULTIPLE),
                 reason=f"each part of an expert is a multiple of {DIM_MULTIPLE} wide",
-                fix="Use parallel.experts.etp that divides model.expert_dim by a multiple of 8.",
+                fix="Use an etp that divides model.expert_dim by a multiple of 8.",
             ),
         ]
         if self.pad_rows > 1:

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, optional
 
 import moefw
+from moefw.core.meshes import Sharing, fit_world, shards_validator, split_needs
 from moefw.core.plugin import LayoutPlugin
 from moefw.core.site import Site
-from moefw.plugins.parallel.folded.meshes import FoldedPlan
+
+
+def _each_axis_once(_: object, option: Any, order: tuple[str, ...]) -> None:
+    axes: tuple[str, ...] = option.default
+    wrong = [f"{axis} is missing" for axis in axes if axis not in order]
+    wrong += [f"{axis} stands there {order.count(axis)} times" for axis in axes if order.count(axis) > 1]
+    wrong += [f"{axis} is not one of its axes" for axis in dict.fromkeys(order) if axis not in axes]
+    if wrong:
+        raise ValueError(f"this is no order of a mesh: {', '.join(wrong)}. Name each of {', '.join(axes)} once.")
+
+
+def _etp_inside_ep(_: object, option: Any, order: tuple[str, ...]) -> None:
+    if order.index("etp") < order.index("ep"):
+        why = "dispatch libraries (DeepEP, HybridEP) number the experts of a group by consecutive ranks"
+        raise ValueError(f"etp stands before ep, and {why}. Name etp after ep.")
 
 
 @frozen(kw_only=True)
@@ -22,6 +37,8 @@ class DenseMesh:
     dp: int | None = field(default=None, validator=optional(ge(1)))
     cp: int = field(default=1, validator=ge(1))
     tp: int = field(default=1, validator=ge(1))
+    order: tuple[Literal["dp", "cp", "tp"], ...] = field(default=("dp", "cp", "tp"), validator=_each_axis_once)
+    shard: int | Literal["all"] = field(default=1, validator=shards_validator)
 
 
 @frozen(kw_only=True)
@@ -30,13 +47,19 @@ class ExpertMesh:
 
     ep: int = field(default=1, validator=ge(1))
     etp: int = field(default=1, validator=ge(1))
+    order: tuple[Literal["edp", "ep", "etp"], ...] = field(
+        default=("edp", "ep", "etp"), validator=[_each_axis_once, _etp_inside_ep]
+    )
+    shard: int | Literal["all"] = field(default=1, validator=shards_validator)
 
 
 @frozen(kw_only=True)
 class Folded(LayoutPlugin):
     """Two meshes over the same ranks: dense (pp, dp, cp, tp) and experts (pp, edp, ep, etp).
 
-    ``ranks_per_node``: so many neighbouring ranks share a fast link; null: those of one machine, as the launcher says.
+    ``order``: the axes of a mesh in a pipeline stage, outermost first; the last one joins neighbouring ranks.
+    ``shard``: over how many ranks each parameter of a mesh is shared out (FSDP), a divisor of its copies: of dp x cp,
+    of edp. 1: each copy is whole; all: one copy in all.
     """
 
     name: ClassVar[str] = "folded"
@@ -44,52 +67,36 @@ class Folded(LayoutPlugin):
     pp: int = field(default=1, validator=ge(1))
     dense: DenseMesh = DenseMesh()
     experts: ExpertMesh = ExpertMesh()
-    ranks_per_node: int | None = field(default=None, validator=optional(ge(1)))
 
-    def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Data and expert parallelism are built so far, and experts in parts."""
-        sizes = {"pp": self.pp, "dense.cp": self.dense.cp, "dense.tp": self.dense.tp}
-        return [
-            moefw.Problem(
-                f"{option} {size}: this version trains with dp, ep and etp only.", f"Use {option}: 1.", option
-            )
-            for option, size in sizes.items()
-            if size > 1
-        ]
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """A model that can be split along the axes that are used."""
+        return split_needs({"pp": self.pp, "dense.cp": self.dense.cp, "dense.tp": self.dense.tp})
 
-    def plan(self, world: int | None) -> FoldedPlan:
-        """Arrange ``world`` ranks, or the smallest world that fits: pp * lcm(dp*cp*tp, ep*etp)."""
+    def plan(self, world: int | None) -> moefw.MeshPlan:
+        """Arrange ``world`` ranks, or the smallest world that fits: pp * lcm(dp*cp*tp, ep*etp), and copies to share."""
         dense, experts = self.dense, self.experts
         fixed, spread = (dense.dp or 1) * dense.cp * dense.tp, experts.ep * experts.etp
         stage = math.lcm(fixed, spread)
         if dense.dp and stage != fixed:
             what = f"ep {experts.ep} x etp {experts.etp} = {spread} does not divide dp x cp x tp = {fixed}."
             raise moefw.PlanError(what, f"Leave dense.dp out, or use dense.dp: {stage // dense.cp // dense.tp}.")
-        smallest = self.pp * stage
-        world = smallest if world is None else world
-        if world < smallest or world % smallest or (dense.dp and world > smallest):
-            wanted = f"exactly {smallest}" if dense.dp else f"a multiple of {smallest}"
-            sizes = f"pp {self.pp} x lcm(dp x cp x tp = {fixed}, ep x etp = {spread})"
-            near = smallest if dense.dp else max(1, round(world / smallest)) * smallest
-            what = f"{world} ranks do not fit this layout, which wants {wanted} = {sizes}."
-            raise moefw.PlanError(what, f"Start {near} ranks, or change the sizes.")
-        stage = world // self.pp
-        return FoldedPlan(
-            pp=self.pp,
-            dp=stage // (dense.cp * dense.tp),
-            cp=dense.cp,
-            tp=dense.tp,
-            edp=stage // spread,
-            ep=experts.ep,
-            etp=experts.etp,
+        shared = Sharing(option="dense.shard", asked=dense.shard, copy_ranks=self.pp * dense.tp, axes="dp x cp")
+        spread_out = Sharing(option="experts.shard", asked=experts.shard, copy_ranks=self.pp * spread, axes="edp")
+        world = fit_world(
+            world,
+            unit=self.pp * stage,
+            exactly=dense.dp is not None,
+            sizes=f"pp {self.pp} x lcm(dp x cp x tp = {fixed}, ep x etp = {spread})",
+            sharings=(shared, spread_out),
         )
-
-    def build(self, plan: moefw.LayoutPlan, device: str) -> moefw.Layout:
-        """Open the process groups."""
-        from moefw.plugins.parallel.folded.layout import FoldedLayout
-
-        assert isinstance(plan, FoldedPlan)
-        return FoldedLayout(plan, device, self.ranks_per_node)
+        stage = world // self.pp
+        sizes = {"dp": stage // (dense.cp * dense.tp), "cp": dense.cp, "tp": dense.tp}
+        sizes |= {"edp": stage // spread, "ep": experts.ep, "etp": experts.etp}
+        return moefw.MeshPlan(
+            dense=moefw.Mesh((("pp", self.pp), *((axis, sizes[axis]) for axis in dense.order))),
+            experts=moefw.Mesh((("pp", self.pp), *((axis, sizes[axis]) for axis in experts.order))),
+            shards={"dense": shared.over(world), "experts": spread_out.over(world)},
+        )
 
 
 @moefw.hookimpl

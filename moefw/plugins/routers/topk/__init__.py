@@ -100,7 +100,7 @@ class TopK(RouterPlugin):
         """Return the router of one layer."""
         from moefw.plugins.routers.topk.router import TopKRouter
 
-        return TopKRouter(context.site, self)
+        return TopKRouter(context.site, self, context.group("cp", "tp"))
 
 
 @moefw.hookimpl

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moefw.core.errors import ContractError
 from moefw.core.site import Dims
@@ -27,22 +30,24 @@ class View(NamedTuple):
     shares_TE: Tensor
     ids_TK: Tensor
     valid_T: Tensor
-    shape: torch.Size
-    """(B, S) of the batch."""
+    batch: Batch
     load_E: Tensor | None
+    add_up: Callable[[Tensor], object] | None
 
 
 def over_micro_batch(view: View) -> Tensor:
-    """Return the Switch loss over all tokens."""
-    return switch_loss(view.shares_TE.unsqueeze(0), view.ids_TK.unsqueeze(0), view.valid_T.unsqueeze(0))
+    """Return the Switch loss over all tokens of the micro-batch."""
+    row_T = view.ids_TK.new_zeros(len(view.ids_TK))
+    return switch_loss(view.shares_TE, view.ids_TK, view.valid_T, row_T, 1, view.add_up)
 
 
 def over_sequences(view: View) -> Tensor:
     """Return the Switch loss of each sequence, weighted by its valid tokens."""
-    if view.shape.numel() != len(view.shares_TE):
-        what = f"a balance over sequences got {len(view.shares_TE)} tokens of {view.shape[0]} x {view.shape[1]}."
-        raise ContractError(what, "Hand whole sequences to the router.")
-    return switch_loss(*(tensor.unflatten(0, view.shape) for tensor in view[:3]))
+    row_T, sequences = view.batch.sequence_T, len(view.batch.ids_BS)
+    if len(row_T) != len(view.shares_TE):
+        what = f"a balance over sequences got {len(view.shares_TE)} tokens; the batch has {len(row_T)} for this rank."
+        raise ContractError(what, "Hand the tokens of the batch to the router, or set its part.")
+    return switch_loss(view.shares_TE, view.ids_TK, view.valid_T, row_T, sequences, view.add_up)
 
 
 def over_global_batch(view: View) -> Tensor:
@@ -63,13 +68,19 @@ LEVELS: dict[str, Callable[[View], Tensor]] = {
 
 @final
 class Losses:
-    """All losses of one router: the functions are chosen once."""
+    """All losses of one router: the functions are chosen once.
 
-    def __init__(self, rules: Sequence[Balance], dims: Dims, *, normalise: bool) -> None:
+    ``group`` is that of the ranks that share out a micro-batch's tokens, whose counts are added up.
+    """
+
+    def __init__(
+        self, rules: Sequence[Balance], dims: Dims, *, normalise: bool, group: ProcessGroup | None = None
+    ) -> None:
         self.num_experts, self.top_k, self.normalise = dims.num_experts, dims.top_k, normalise
         aux = [rule for rule in rules if rule.kind == "aux_loss"]
         self.levels = tuple((NAMES[r.option("over")], r.option("coeff"), LEVELS[r.option("over")]) for r in aux)
         self.keeps_load = "global_batch" in {rule.option("over") for rule in aux}
+        self._add_up = None if group is None else partial(dist.all_reduce, group=group)
         self.z_coeffs = tuple(rule.option("coeff") for rule in rules if rule.kind == "z_loss")
 
     def __call__(
@@ -84,7 +95,7 @@ class Losses:
             ids_TK = scores_TE.topk(self.top_k).indices
             if mask_T is not None:
                 ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
-            view = View(shares_TE, ids_TK, valid_T, batch.ids_BS.shape, load_E)
+            view = View(shares_TE, ids_TK, valid_T, batch, load_E, self._add_up)
             losses = {name: coeff * level(view) for name, coeff, level in self.levels}
             if self.keeps_load:
                 stats[CHOICES] = count_choices(ids_TK, self.num_experts)

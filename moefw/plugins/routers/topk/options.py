@@ -26,7 +26,7 @@ class Balance:
 
     ``expert_bias`` {rate}: a bias on the scores that moves once a step, without gradient (DeepSeek-V3, arXiv
     2412.19437 section 2.1.2). ``aux_loss`` {coeff, over}: the Switch loss (arXiv 2101.03961) over the tokens of a
-    rank's micro-batch, of each sequence, or against the load of the last whole global batch: one step late on
+    micro-batch, of each sequence, or against the load of the last whole global batch: one step late on
     purpose, so that nothing is exchanged in forward and no split of the batch changes it. ``z_loss`` {coeff}
     (arXiv 2202.08906). ``quantile`` {ema}: a bias set once a step to where each expert would have had its fair share.
     """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from moefw.core.aux_loss import attach
@@ -36,7 +37,7 @@ class TopKRouter(nn.Module, Router):
     ``stats["tokens_per_expert"]`` counts choices before a capacity drops any: that is what balance must see.
     """
 
-    def __init__(self, site: Site, options: TopK) -> None:
+    def __init__(self, site: Site, options: TopK, group: ProcessGroup | None = None) -> None:
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
@@ -56,7 +57,9 @@ class TopKRouter(nn.Module, Router):
         self._select: Select = BelowQuantile(dims.top_k, dims.num_experts) if quantile else Best(dims.top_k, groups)
         self._limit = None if options.capacity is None else Limit(options.capacity, dims)
         has_losses = not self.rules.keys() <= {"expert_bias", "quantile"}
-        self._losses = Losses(options.balance, dims, normalise=options.score != "softmax") if has_losses else None
+        self._losses = None
+        if has_losses:
+            self._losses = Losses(options.balance, dims, normalise=options.score != "softmax", group=group)
         self._keep_state()
 
     def _keep_state(self) -> None:

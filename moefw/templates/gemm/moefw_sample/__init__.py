@@ -32,13 +32,13 @@ class Sample(moefw.GemmPlugin):
                 "axis_divides",
                 ("ep", site.dims.num_experts),
                 reason=f"each rank holds an equal share of {site.dims.num_experts} experts",
-                fix="Use parallel.experts.ep that divides model.num_experts.",
+                fix="Use an ep that divides model.num_experts.",
             ),
             moefw.need(
                 "axis_divides",
                 ("etp", site.dims.expert_dim),
                 reason="each rank holds an equal part of an expert",
-                fix="Use parallel.experts.etp that divides model.expert_dim.",
+                fix="Use an etp that divides model.expert_dim.",
             ),
         ]
 

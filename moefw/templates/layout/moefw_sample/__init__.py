@@ -8,8 +8,6 @@ import moefw
 from attrs import field, frozen
 from attrs.validators import ge
 
-from moefw_sample.meshes import SamplePlan
-
 moefw_api = ">=1,<2"
 
 
@@ -21,20 +19,20 @@ class Sample(moefw.LayoutPlugin):
 
     ep: int = field(default=1, validator=ge(1))
 
-    def plan(self, world: int | None) -> SamplePlan:
-        """Arrange ``world`` ranks, or the smallest world that fits: ep."""
+    def plan(self, world: int | None) -> moefw.MeshPlan:
+        """Arrange ``world`` ranks, or the smallest world that fits: ep.
+
+        Axes stand outermost first: the last one joins neighbouring ranks. Each mesh has all of its axes, also those of
+        size 1: other parts ask for them.
+        """
         world = self.ep if world is None else world
-        if world % self.ep:
+        if world < 1 or world % self.ep:
             fix = f"Start a multiple of {self.ep} ranks, or change ep."
             raise moefw.PlanError(f"{world} ranks cannot be split into groups of ep {self.ep}.", fix)
-        return SamplePlan(world=world, ep=self.ep)
-
-    def build(self, plan: moefw.LayoutPlan, device: str) -> moefw.Layout:
-        """Open the process groups."""
-        from moefw_sample.layout import SampleLayout
-
-        assert isinstance(plan, SamplePlan)
-        return SampleLayout(plan, device)
+        return moefw.MeshPlan(
+            dense=moefw.Mesh((("pp", 1), ("dp", world), ("cp", 1), ("tp", 1))),
+            experts=moefw.Mesh((("pp", 1), ("edp", world // self.ep), ("ep", self.ep), ("etp", 1))),
+        )
 
 
 @moefw.hookimpl

@@ -1,0 +1,178 @@
+"""Mesh arithmetic: rank -> coordinates -> groups. No process group, no torch, any world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, final
+
+from attrs import field, frozen
+
+from moefw.core.contracts import LayoutPlan, Side
+from moefw.core.errors import PlanError
+from moefw.core.facts import Need, need
+
+DENSE: Final = ("pp", "dp", "cp", "tp")
+EXPERT: Final = ("pp", "edp", "ep", "etp")
+COPIES: Final[Mapping[Side, tuple[str, ...]]] = {"dense": ("dp", "cp"), "experts": ("edp",)}
+"""Axes along which the ranks of a mesh hold copies of the same parameters, or share them out (FSDP)."""
+
+
+@final
+@frozen
+class Mesh:
+    """Axes and their sizes, outermost first: the last one joins neighbouring ranks.
+
+    An axis may stand in several places; its position is read from them outermost first.
+    """
+
+    places: tuple[tuple[str, int], ...]
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The names of the axes."""
+        return frozenset(axis for axis, _ in self.places)
+
+    def size(self, *axes: str) -> int:
+        """Return the product of the sizes of axes; of all without names."""
+        return math.prod(size for axis, size in self.places if not axes or axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the position of a rank on each axis."""
+        position: dict[str, int] = {}
+        stride = self.size()
+        for axis, size in self.places:
+            stride //= size
+            here, rank = divmod(rank, stride)
+            position[axis] = position.get(axis, 0) * size + here
+        return position
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` only on ``axes``, in ascending order."""
+        ranks, stride = [0], self.size()
+        for axis, size in self.places:
+            stride //= size
+            here = range(size) if axis in axes else (rank // stride % size,)
+            ranks = [outer + position * stride for outer in ranks for position in here]
+        return tuple(ranks)
+
+
+@frozen(kw_only=True)
+class MeshPlan(LayoutPlan):
+    """A dense mesh and an expert mesh over the same ranks.
+
+    ``shards``: over how many ranks a parameter of each mesh is shared out; 1: each holds all of it.
+    """
+
+    dense: Mesh
+    experts: Mesh
+    shards: Mapping[Side, int] = field(factory=lambda: {"dense": 1, "experts": 1})
+
+    def __attrs_post_init__(self) -> None:
+        assert self.dense.size() == self.experts.size(), "both meshes cover the same ranks"
+        assert self.dense.places[0] == self.experts.places[0], "both meshes have the same pipeline stages, outermost"
+        assert self.dense.places[0][0] == "pp", "pipeline stages are outermost"
+        assert self.dense.axes == {*DENSE}, "the dense mesh has all of its axes and no other"
+        assert self.experts.axes == {*EXPERT}, "the expert mesh has all of its axes and no other"
+        for side, axes in COPIES.items():
+            copies = math.prod(self.sizes[axis] for axis in axes)
+            assert copies % self.shards[side] == 0, f"shards of {side} divide the copies"
+
+    @property
+    def world(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return self.dense.size()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each axis of both meshes."""
+        return {
+            axis: (self.dense if axis in DENSE else self.experts).size(axis) for axis in dict.fromkeys(DENSE + EXPERT)
+        }
+
+    def coordinates(self, rank: int) -> Mapping[str, int]:
+        """Return a rank's position on every axis of both meshes."""
+        self._look_at(rank)
+        return self.experts.coordinates(rank) | self.dense.coordinates(rank)
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` only on ``axes``, all of one mesh, in ascending order."""
+        self._look_at(rank)
+        for mesh in (self.dense, self.experts):
+            if mesh.axes.issuperset(axes):
+                return mesh.group(rank, axes)
+        raise ValueError(f"axes {tuple(axes)} are not axes of one mesh: {DENSE} or {EXPERT}")
+
+    def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks with this rank's parameters of a mesh, a row for each set that shares them out."""
+        ranks, each = self.group(rank, COPIES[side]), self.shards[side]
+        return tuple(ranks[first : first + each] for first in range(0, len(ranks), each))
+
+    def _look_at(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not in a world of {self.world}")
+
+
+@final
+@frozen(kw_only=True)
+class Sharing:
+    """An option that says over how many ranks each parameter of a mesh is shared out; "all": over all copies.
+
+    ``copy_ranks``: how many ranks it takes to hold each parameter once; ``axes``: the copies, in words.
+    """
+
+    option: str
+    asked: int | Literal["all"]
+    copy_ranks: int
+    axes: str
+
+    @property
+    def unit(self) -> int:
+        """The ranks of the smallest world that has as many copies as are asked for."""
+        return self.copy_ranks * (1 if self.asked == "all" else self.asked)
+
+    def over(self, world: int) -> int:
+        """Return the number of ranks in ``world`` that share out a parameter. Raises PlanError where none fits."""
+        copies = world // self.copy_ranks
+        shards = copies if self.asked == "all" else self.asked
+        if copies % shards:
+            fits = next(near for near in range(min(shards, copies, _FAR), 0, -1) if copies % near == 0)
+            what = f"{self.option} {shards} does not divide {self.axes} = {copies}, the copies of each parameter."
+            raise PlanError(what, f"Use {self.option}: {fits}.")
+        return shards
+
+
+_FAR: Final = 2**16
+"""How far below a number a divisor is looked for."""
+
+
+def shards_validator(_: object, option: Any, value: int | Literal["all"]) -> None:
+    """Refuse what is neither "all" nor a number of ranks: the attrs validator of the option of a :class:`Sharing`."""
+    if value != "all" and value < 1:
+        raise ValueError(f"{option.name} {value} is less than one rank. Use a number from 1, or all.")
+
+
+def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharings: Sequence[Sharing] = ()) -> int:
+    """Return ``world`` if it is ``unit`` ranks or, unless ``exactly``, a multiple of it; PlanError if not.
+
+    None: the smallest that has the copies that ``sharings`` ask for. ``sizes`` spells out ``unit`` for the error.
+    """
+    smallest = unit if exactly else math.lcm(unit, *(sharing.unit for sharing in sharings))
+    if world is None:
+        return smallest
+    if world < unit or (world > unit if exactly else world % unit):
+        wanted = f"exactly {unit}" if exactly else f"a multiple of {unit}"
+        near = max(1, round(world / smallest)) * smallest
+        what = f"{world} ranks do not fit this layout, which wants {wanted} = {sizes}."
+        raise PlanError(what, f"Start {smallest if exactly else near} ranks, or change the sizes.")
+    return world
+
+
+def split_needs(sizes: Mapping[str, int]) -> list[Need]:
+    """Return the need of a model that can be split, for each option of pp, cp and tp that is above 1."""
+    shared = {"pp": "the layers", "cp": "each sequence", "tp": "each layer"}
+    found = [(option, option.rpartition(".")[2], size) for option, size in sizes.items() if size > 1]
+    return [
+        need("split", axis, reason=f"{option} {size} shares out {shared[axis]}", fix=f"Use {option}: 1.", option=option)
+        for option, axis, size in found
+    ]

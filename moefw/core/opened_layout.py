@@ -1,0 +1,33 @@
+"""An opened layout: the process groups of a plan, in a world that somebody else has initialised."""
+
+from __future__ import annotations
+
+import os
+from typing import final
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moefw.core.contracts import Layout, LayoutPlan
+
+
+@final
+class OpenedLayout(Layout):
+    """Groups are opened when first asked for, once for the same ranks; without a world, there is one rank."""
+
+    def __init__(self, plan: LayoutPlan, device: str, ranks_per_node: int | None = None) -> None:
+        self.plan, self.device = plan, device
+        self.ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._opened: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Return the process group of ``ranks``, or None where it is this rank alone. Collective over ``ranks``."""
+        if len(ranks) == 1:
+            return None
+        if ranks not in self._opened:
+            everybody = len(ranks) == self.plan.world
+            group = dist.group.WORLD if everybody else dist.new_group(list(ranks), use_local_synchronization=True)
+            assert group is not None
+            self._opened[ranks] = group
+        return self._opened[ranks]

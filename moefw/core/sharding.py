@@ -1,0 +1,101 @@
+"""Parameters shared out over the ranks that would hold copies: FSDP2, unit by unit, as the model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from functools import cache
+from typing import TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from moefw.core.contracts import Layout, Side
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@final
+class Sharding:
+    """Shares out parameters as the layout says. Gradients arrive summed over all copies: never divided."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._mesh = cache(self._open)
+
+    def unit(self, module: M, side: Side, *, apart: Set[nn.Parameter] = frozenset()) -> M:
+        """Gather the module's parameters whenever it runs, and only then; return the module.
+
+        Units inside keep to themselves, and parameters ``apart`` stay as they are. Values and gradients are those of
+        whole parameters, gradients in fp32.
+        """
+        mesh = self._mesh(side)
+        if mesh is None:
+            return module
+        each = mesh.size(-1)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+            ignored_params=set(apart),
+            shard_placement_fn=lambda parameter: Shard(_even_dim(parameter, each)),
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        return module
+
+    def _open(self, side: Side) -> DeviceMesh | None:
+        """Return the mesh (copies, shard), whose dimensions are named after their groups.
+
+        torch takes meshes of equal ranks and names for equal, and what it remembers of one for true of the other,
+        also when a world has ended and another one began.
+        """
+        layout = self.layout
+        rows = layout.plan.copies(layout.rank, side)
+        if len(rows[0]) == 1:
+            return None
+        own = next(row for row in rows if layout.rank in row)
+        shared = layout.open(own)
+        assert shared is not None
+        if len(rows) == 1:
+            return DeviceMesh.from_group(shared, layout.device, mesh_dim_names=(shared.group_name,))
+        copies = layout.open(tuple(row[own.index(layout.rank)] for row in rows))
+        assert copies is not None
+        names = (copies.group_name, shared.group_name)
+        return DeviceMesh.from_group([copies, shared], layout.device, mesh=rows, mesh_dim_names=names)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank stores of a tensor that may be shared out."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor that may be shared out. Collective over its ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def all_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield room for all of a tensor that may be shared out; what is written there is stored, without any exchange."""
+    if not isinstance(tensor, DTensor):
+        yield tensor
+        return
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    yield values
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            index = tensor.device_mesh.get_local_rank(dim)
+            pieces = values.chunk(tensor.device_mesh.size(dim), placement.dim)
+            values = pieces[index] if index < len(pieces) else values.narrow(placement.dim, 0, 0)
+    tensor.to_local().copy_(values)
+
+
+def _even_dim(parameter: Tensor, count: int) -> int:
+    """Return the first dimension that ``count`` divides, so that no rank gets less; 0 if there is none."""
+    return next((dim for dim, size in enumerate(parameter.shape) if size % count == 0), 0)

@@ -1,0 +1,88 @@
+"""The vocabulary, split over the ranks of tp: embedding at the entrance, cross entropy at the exit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefw.core.contracts import Canonical, Named
+from moefw.core.gather import all_gather
+from moefw.models.tensor_parallel import TensorParallel
+
+IGNORED = -100
+"""The label of a token without loss."""
+
+
+@final
+class Embedding(nn.Module, Named):
+    """Weight ``(vocabulary / tp, D)``, fp32."""
+
+    def __init__(self, vocab_size: int, dim: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, dim))
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        """Return ``(t, D)`` for this rank's part of the tokens, of which all are given."""
+        if self.tp.size == 1:
+            return F.embedding(ids_T, self.weight)
+        own_T = ids_T - self.tp.index * len(self.weight)
+        absent_T = (own_T < 0) | (own_T >= len(self.weight))
+        found_TD = F.embedding(own_T.masked_fill(absent_T, 0), self.weight)
+        return self.tp.reduce(found_TD.masked_fill(absent_T.unsqueeze(1), 0.0))
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield ``weight`` (vocabulary, D)."""
+        yield Canonical("weight", self.weight, shard=self.tp.shard(0))
+
+
+def cross_entropy(logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Tensor:
+    """Return the loss of this rank's part of the tokens, summed in fp32.
+
+    ``logits`` of all tokens over this rank's part of the vocabulary; ``labels`` -100 where there is no loss.
+    """
+    if tp.group is None:
+        return F.cross_entropy(logits_Tv.float(), labels_T, reduction="sum", ignore_index=IGNORED)
+    loss_t: Tensor = _SplitCrossEntropy.apply(logits_Tv, labels_T, tp)  # type: ignore[no-untyped-call]
+    return loss_t.sum()
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """``log sum exp(z - max) - (z_label - max)`` with max, sums and the label's logit exchanged over tp."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Tensor:
+        shifted_Tv = logits_Tv.float()
+        peak_T = shifted_Tv.amax(1)
+        dist.all_reduce(peak_T, dist.ReduceOp.MAX, group=tp.group)
+        shifted_Tv = shifted_Tv - peak_T.unsqueeze(1)
+        size = shifted_Tv.shape[1]
+        own_T = labels_T - tp.index * size
+        absent_T = (own_T < 0) | (own_T >= size)
+        own_T = own_T.masked_fill(absent_T, 0)
+        label_T = shifted_Tv.gather(1, own_T.unsqueeze(1)).squeeze(1).masked_fill(absent_T, 0.0)
+        shares_Tv = shifted_Tv.exp_()
+        sums_2T = torch.stack([shares_Tv.sum(1), label_T])
+        dist.all_reduce(sums_2T, group=tp.group)
+        shares_Tv /= sums_2T[0].unsqueeze(1)
+        ctx.save_for_backward(shares_Tv, own_T, absent_T, labels_T == IGNORED)
+        ctx.tp, ctx.dtype = tp, logits_Tv.dtype
+        loss_T = (sums_2T[0].log() - sums_2T[1]).masked_fill(labels_T == IGNORED, 0.0)
+        part = tp.shard(0)
+        assert part is not None
+        return part.of(loss_T).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_t: Tensor) -> tuple[Tensor | None, ...]:
+        shares_Tv, own_T, absent_T, ignored_T = ctx.saved_tensors
+        grad_T = grad_t.new_empty(len(own_T))
+        all_gather(grad_T, grad_t.contiguous(), group=ctx.tp.group)
+        grad_T = grad_T.masked_fill(ignored_T, 0.0).unsqueeze(1)
+        grad_Tv = shares_Tv * grad_T
+        grad_Tv.scatter_add_(1, own_T.unsqueeze(1), -grad_T.masked_fill(absent_T.unsqueeze(1), 0.0))
+        return grad_Tv.to(ctx.dtype), None, None

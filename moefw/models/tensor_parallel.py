@@ -1,0 +1,37 @@
+"""Tensor parallelism with sequence parallelism: who holds which part of a matrix, and which tokens.
+
+Attention, MLPs, embedding and head are split over the ranks of tp (Megatron-LM, arXiv 1909.08053); between them each
+rank has its own part of the tokens (arXiv 2205.05198), so norms, routers and MoE layers see every token once.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from moefw.core.contracts import Layout, Shard
+from moefw.core.gather import gather, reduce
+from moefw.core.movement import finish
+
+
+@final
+class TensorParallel:
+    """This rank among those that split the dense matrices. With one rank everything is the identity."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.size, self.index, self.group = layout.size("tp"), layout.index("tp"), layout.group("tp")
+
+    def shard(self, dim: int) -> Shard | None:
+        """Return which part of a tensor this rank holds if it is split along ``dim``; None: all of it."""
+        return Shard(dim, self.index, self.size, "tp") if self.size > 1 else None
+
+    def gather(self, x_tD: Tensor) -> Tensor:
+        """Return the tokens of all ranks, ``(T, D)``, from each rank's part."""
+        (x_TD,) = finish(gather([x_tD], self.group))
+        return x_TD
+
+    def reduce(self, partial_TD: Tensor) -> Tensor:
+        """Return this rank's part of the tokens, summed over the partial results of all ranks."""
+        (x_tD,) = finish(reduce([partial_TD], self.group))
+        return x_tD

@@ -1,0 +1,69 @@
+"""``coupled``: experts in attention's groups, as before meshes were folded; what ``folded`` is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, optional
+
+import moefw
+from moefw.core.meshes import Sharing, fit_world, shards_validator, split_needs
+from moefw.core.plugin import LayoutPlugin
+from moefw.core.site import Site
+
+
+@frozen(kw_only=True)
+class Coupled(LayoutPlugin):
+    """One mesh (pp, dp, cp, tp) whose groups the experts share: ep lies inside dp, and etp is tp.
+
+    ``dp`` null: whatever the world leaves; ``ep`` divides it. An expert has dp / ep x cp copies, its edp.
+    ``shard`` and ``expert_shard``: over how many ranks each parameter of attention and of the experts is shared out
+    (FSDP), a divisor of its copies: of dp x cp, of edp. 1: each copy is whole; all: one copy in all.
+    """
+
+    name: ClassVar[str] = "coupled"
+
+    pp: int = field(default=1, validator=ge(1))
+    dp: int | None = field(default=None, validator=optional(ge(1)))
+    cp: int = field(default=1, validator=ge(1))
+    tp: int = field(default=1, validator=ge(1))
+    ep: int = field(default=1, validator=ge(1))
+    shard: int | Literal["all"] = field(default=1, validator=shards_validator)
+    expert_shard: int | Literal["all"] = field(default=1, validator=shards_validator)
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """A model that can be split along the axes that are used."""
+        return split_needs({"pp": self.pp, "cp": self.cp, "tp": self.tp})
+
+    def plan(self, world: int | None) -> moefw.MeshPlan:
+        """Arrange ``world`` ranks, or the smallest world that fits: pp * ep*cp*tp, and copies to share."""
+        pp, cp, tp, ep = self.pp, self.cp, self.tp, self.ep
+        if self.dp and self.dp % ep:
+            near = max(1, round(self.dp / ep)) * ep
+            raise moefw.PlanError(f"ep {ep} does not divide dp {self.dp}.", f"Leave dp out, or use dp: {near}.")
+        shared = Sharing(option="shard", asked=self.shard, copy_ranks=pp * tp, axes="dp x cp")
+        spread_out = Sharing(
+            option="expert_shard", asked=self.expert_shard, copy_ranks=pp * ep * tp, axes="dp / ep x cp"
+        )
+        along = f"dp {self.dp}" if self.dp else f"ep {ep}"
+        world = fit_world(
+            world,
+            unit=pp * (self.dp or ep) * cp * tp,
+            exactly=self.dp is not None,
+            sizes=f"pp {pp} x {along} x cp {cp} x tp {tp}",
+            sharings=(shared, spread_out),
+        )
+        dp = world // (pp * cp * tp)
+        return moefw.MeshPlan(
+            dense=moefw.Mesh((("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp))),
+            experts=moefw.Mesh((("pp", pp), ("edp", dp // ep), ("ep", ep), ("edp", cp), ("etp", tp))),
+            shards={"dense": shared.over(world), "experts": spread_out.over(world)},
+        )
+
+
+@moefw.hookimpl
+def moefw_layouts() -> list[type[LayoutPlugin]]:
+    """Declare the layout."""
+    return [Coupled]

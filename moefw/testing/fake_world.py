@@ -1,0 +1,117 @@
+"""One rank of a world of any size, without the others and without memory: fake groups, fake tensors.
+
+Whatever reads a tensor on the host fails here, so what runs needs no such reading on a device either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Literal, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moefw.core.assembly import Assembly
+from moefw.core.build import Shared, build_model
+from moefw.core.naming import by_parameter, expert_parameters
+from moefw.core.resolve import assemble_tree
+from moefw.core.sharding import local
+from moefw.core.site import Machine
+from moefw.core.source import Marks, Tree, read_yaml
+from moefw.core.stages import Batch
+from moefw.testing.trial import DEFAULTS
+from moefw.training.gradients import split_axis
+
+R = TypeVar("R")
+Kind = Literal["copied", "split", "experts"]
+"""Dense parameters of which every rank of tp has all; dense ones that tp splits; those of routed experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeStep:
+    """What one rank holds after a forward and a backward.
+
+    ``elements`` of its parameters by kind, its shards alone where FSDP shares them out; ``without_gradient`` names the
+    parameters that have none of the shape of their shard.
+    """
+
+    elements: Mapping[Kind, int]
+    without_gradient: tuple[str, ...]
+
+
+@contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """Be ``rank`` of ``world`` ranks whose collectives do nothing; tensors made inside have shapes and no values."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        from_group = staticmethod(_with_real_tensors(DeviceMesh.from_group))
+        with mock.patch.object(DeviceMesh, "from_group", from_group), FakeTensorMode():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_step(tree: Tree, rank: int, world: int) -> FakeStep:
+    """Build ``rank`` of a spec in ``world`` ranks and run one micro-batch forward and backward, all of it fake.
+
+    The router must know its counts beforehand (``forced``), and the dispatcher and the GEMM must take them.
+    """
+    assembly = fake_assembly(tree, world)
+    shared = Shared()
+    with fake_world(rank, world):
+        layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+        model = build_model(assembly, layout, torch.device("cpu"), shared)
+        batch = _batch(assembly)
+        (model(batch).loss_sum * batch.loss_scale).backward()
+        shared.close()
+        return FakeStep(elements=_elements(model), without_gradient=tuple(_without_gradient(model)))
+
+
+def fake_assembly(tree: Tree, world: int) -> Assembly:
+    """Resolve a spec for ``world`` ranks that need not exist."""
+    defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), [])
+    return assemble_tree(tree, Marks("fake world"), defaults=defaults, world=world, machine=Machine(device="cpu"))
+
+
+def _batch(assembly: Assembly) -> Batch:
+    train = assembly.spec.train
+    ids_BS = torch.zeros(train.micro_batch, train.seq_len, dtype=torch.int64)
+    return Batch(ids_BS=ids_BS, labels_BS=ids_BS, loss_scale=torch.ones(()))
+
+
+def _elements(model: nn.Module) -> dict[Kind, int]:
+    held: dict[Kind, int] = {"copied": 0, "split": 0, "experts": 0}
+    experts = expert_parameters(model)
+    for parameter, pieces in by_parameter(model):
+        kind: Kind = "experts" if parameter in experts else "split" if split_axis(pieces) else "copied"
+        held[kind] += local(parameter).numel()
+    return held
+
+
+def _without_gradient(model: nn.Module) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None or _shape(parameter.grad) != _shape(parameter):
+            yield name
+
+
+def _shape(tensor: Tensor) -> torch.Size:
+    return local(tensor).shape
+
+
+def _with_real_tensors(function: Callable[..., R]) -> Callable[..., R]:
+    """Return ``function``, which reads tensors of its own on the host, run outside of the fake world."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> R:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,109 @@
+"""Layouts against one rank: rows of a table, each a short run that must train alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from moefw.core.errors import Problem
+from moefw.core.source import Marks, read_yaml
+from moefw.testing.pool import RankPool
+from moefw.testing.training import SMALL, Run, short_run
+from moefw.testing.trial import DISPATCHERS
+
+STEPS = 20
+LOSS, NORM, WEIGHTS = 2e-6, 2e-6, 2e-5
+"""What may differ: losses and gradient norms of every step relatively, weights after the last absolutely."""
+
+EPS = 1e-6
+"""Adam divides by gradients: with a smaller eps, the rounding of one that is nearly zero becomes a whole step."""
+
+
+@frozen(kw_only=True)
+class Row:
+    """A layout and what trains under it."""
+
+    ranks: int
+    parallel: Mapping[str, Any] = field(eq=json.dumps)
+    model: str = "plain"
+    dispatch: str = "alltoall"
+    padded: bool = False
+    micro_batch: int = 2
+    tokens_per_step: int = 256
+    seq_len: int = 16
+    quick: bool = False
+
+    def __str__(self) -> str:
+        sizes = json.dumps(self.parallel).replace('"', "")
+        return " ".join([f"{self.ranks} ranks", sizes, self.model, self.dispatch, *["padded"] * self.padded])
+
+    def spec(self, models: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the spec of the run."""
+        shape = {"micro_batch": self.micro_batch, "tokens_per_step": self.tokens_per_step, "seq_len": self.seq_len}
+        return {
+            **SMALL,
+            "model": {**SMALL["model"], **models[self.model]},
+            "dispatch": DISPATCHERS[self.dispatch],
+            "parallel": dict(self.parallel),
+            "train": {**SMALL["train"], **shape, "optimizer": {"use": "adamw", "eps": EPS}},
+        }
+
+
+@frozen(kw_only=True)
+class Deviation:
+    """How far a run is from that of one rank: the largest differences, losses and norms relative."""
+
+    loss: float
+    norm: float
+    weights: float
+    start: bool
+    """Whether the weights before the first step are the same bits."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether the run trained as one rank does."""
+        return self.start and self.loss <= LOSS and self.norm <= NORM and self.weights <= WEIGHTS
+
+
+class LayoutTable:
+    """The rows of a file, and the runs of one rank that they are held against."""
+
+    def __init__(self, path: Path, pool: RankPool) -> None:
+        problems: list[Problem] = []
+        tree: Any = read_yaml(path.read_text(), Marks(str(path)), problems)
+        assert not problems, problems
+        self.models, self.pool = tree["models"], pool
+        self.rows = [Row(**row) for row in tree["rows"]]
+        self._alone: dict[Row, Run] = {}
+
+    def deviation(self, row: Row) -> Deviation:
+        """Train under a layout and hold it against one rank."""
+        return deviation(self._run(row), self.alone(row))
+
+    def alone(self, row: Row) -> Run:
+        """Return the run of the row on one rank."""
+        same = evolve(row, ranks=1, parallel={}, dispatch="alltoall", micro_batch=2, quick=False)
+        if same not in self._alone:
+            (self._alone[same],) = self._run(same)
+        return self._alone[same]
+
+    def _run(self, row: Row) -> list[Run]:
+        return self.pool.run(short_run, row.ranks, row.spec(self.models), STEPS, row.padded, timeout_s=900.0)
+
+
+def deviation(runs: list[Run], alone: Run) -> Deviation:
+    """Return how far the runs of all ranks are from that of one."""
+    first, last = ({name: t for run in runs for name, t in getattr(run, when).items()} for when in ("first", "last"))
+    assert first.keys() == alone.first.keys(), "every parameter is on some rank"
+    pairs = list(zip(runs[0].results, alone.results, strict=True))
+    return Deviation(
+        loss=max(abs(got.loss / wanted.loss - 1) for got, wanted in pairs),
+        norm=max(abs(got.grad_norm / wanted.grad_norm - 1) for got, wanted in pairs),
+        weights=max((last[name] - alone.last[name]).abs().max().item() for name in last),
+        start=all(torch.equal(first[name], alone.first[name]) for name in first),
+    )
