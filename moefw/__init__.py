@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from moefw.core.build import BuildContext, ModelContext
     from moefw.core.layer import MoELayer
     from moefw.core.movement import Pending
+    from moefw.core.product import linear
     from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, LayerStats, Receipt, Routing
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ _NEED_TORCH = {
     "BuildContext": "build",
     "ModelContext": "build",
     "MoELayer": "layer",
+    "linear": "product",
     "Pending": "movement",
     **dict.fromkeys(("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Receipt", "Routing"), "stages"),
 }
@@ -127,6 +129,7 @@ __all__ = [
     "State",
     "TokenStream",
     "hookimpl",
+    "linear",
     "need",
     "offers",
 ]

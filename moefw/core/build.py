@@ -92,8 +92,12 @@ class BuildContext:
         return self.layout.group(*axes)
 
     def unit(self, module: M, side: Side = "dense") -> M:
-        """Return ``module``, whose parameters are gathered when it is called where the layout shares them out."""
-        return self._sharding.unit(module, side)
+        """Return ``module``, a unit of weights of GEMMs: where the layout shares them out, a call gathers them.
+
+        They come in the recipe's ``weight_dtype``: a copy in another dtype would stay until backward.
+        """
+        assert self.precision is not None
+        return self._sharding.unit(module, side, dtype=self.precision.weight_dtype)
 
     def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` under the memory policy of the region ``name``, bound once and for all."""
@@ -112,9 +116,9 @@ class ModelContext:
         self.assembly, self.layout, self.device = assembly, layout, device
         self._shared, self._sharding = shared, Sharding(layout)
 
-    def unit(self, module: M) -> M:
-        """Return ``module``, whose parameters are gathered when it is called where the layout shares them out."""
-        return self._sharding.unit(module, "dense")
+    def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
+        """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shares them out."""
+        return self._sharding.unit(module, "dense", dtype=dtype)
 
     def whole(self, model: M) -> M:
         """Return ``model`` with what is in no unit as one of its own, but for experts; also for ``model.logits``."""

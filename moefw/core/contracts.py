@@ -169,15 +169,38 @@ class ExpertGemm(Named):
         """
 
 
+@frozen(eq=False)
+class Kept:
+    """What stands for a tensor between forward and backward: tensors to save, and how to make its operand of them."""
+
+    tensors: tuple[Tensor, ...]
+    operand: Callable[[Sequence[Tensor]], Tensor]
+
+
 class Precision(ABC):
-    """In which format a GEMM gets its operands."""
+    """In which format a GEMM ``y = x W^T`` gets its operands.
+
+    Its three products sum over different axes: fprop over the inputs (the last axis of x and of W), dgrad over the
+    outputs (the last axis of grad y, the first but one of W), wgrad over the rows (the first but one of both).
+    """
 
     residual_dtype: ClassVar[Any]
     """The dtype of the residual stream, and of what flows between modules."""
+    weight_dtype: ClassVar[Any] = None
+    """The dtype in which weights may be gathered where they are shared out; None: as they are stored."""
+    by_pass: ClassVar[bool] = False
+    """Whether backward needs operands of its own. If not, autograd takes those of forward."""
 
     @abstractmethod
     def quantize(self, x: Tensor, *, role: Role, during: Pass) -> Tensor:
-        """Return the operand that takes the part of ``x`` in a GEMM; gradients flow to ``x``."""
+        """Return the operand that takes the part of ``x`` in a GEMM; gradients flow straight through to ``x``.
+
+        Leading axes, of stacked weights, are apart.
+        """
+
+    def keep(self, x: Tensor, used: Tensor, *, role: Role, during: Pass) -> Kept:
+        """Return what to save of ``x`` for its operand in a pass of backward; ``used`` is the one of forward."""
+        return Kept((used,), lambda saved: saved[0])
 
 
 class MemoryPolicy(ABC):

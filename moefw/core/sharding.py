@@ -26,11 +26,12 @@ class Sharding:
         self.layout = layout
         self._mesh = cache(self._open)
 
-    def unit(self, module: M, side: Side, *, apart: Set[nn.Parameter] = frozenset()) -> M:
-        """Gather the module's parameters whenever it runs, and only then; return the module.
+    def unit(
+        self, module: M, side: Side, *, dtype: torch.dtype | None = None, apart: Set[nn.Parameter] = frozenset()
+    ) -> M:
+        """Gather the module's parameters in ``dtype`` whenever it runs, and only then; return the module.
 
-        Units inside keep to themselves, and parameters ``apart`` stay as they are. Values and gradients are those of
-        whole parameters, gradients in fp32.
+        Units inside keep to themselves, and parameters ``apart`` stay as they are. Gradients are added up in fp32.
         """
         mesh = self._mesh(side)
         if mesh is None:
@@ -40,7 +41,7 @@ class Sharding:
             module,
             mesh=mesh,
             reshard_after_forward=True,
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+            mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             ignored_params=set(apart),
             shard_placement_fn=lambda parameter: Shard(_even_dim(parameter, each)),
         )

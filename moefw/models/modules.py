@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefw.core.contracts import Canonical, Named, Precision, Shard
+from moefw.core.product import linear
 from moefw.models.tensor_parallel import TensorParallel
 from moefw_kernels.rmsnorm import rms_norm
 
@@ -38,8 +39,7 @@ class Linear(nn.Module, Named):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``(..., out_dim)``, or this rank's part of it; with ``in_dim`` in parts, a partial sum."""
         weight = self.weight if self.rows is None else self.weight[self.rows]
-        operand = self.precision.quantize(x, role="input", during="fprop")
-        return F.linear(operand, self.precision.quantize(weight, role="weight", during="fprop"))
+        return linear(x, weight, self.precision)
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (out_dim, in_dim)."""

@@ -117,7 +117,8 @@ class Transformer(nn.Module):
         self.head = None
         if not options.tie_embeddings:
             context.unit(self.embed)
-            self.head = context.unit(Linear(options.dim, options.vocab_size, precision, shard=self.tp.shard(0)))
+            head = Linear(options.dim, options.vocab_size, precision, shard=self.tp.shard(0))
+            self.head = context.unit(head, precision.weight_dtype)
 
     def _block(self, layer: int, context: ModelContext) -> nn.Module:
         here, options = context.at(layer), self.options

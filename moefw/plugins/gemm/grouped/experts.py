@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
-from moefw.core.contracts import Canonical, ExpertGemm
+from moefw.core.contracts import Canonical, ExpertGemm, Precision
 from moefw.core.stages import ExpertBatch
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
@@ -33,11 +34,7 @@ class GroupedExperts(nn.Module, ExpertGemm):
     def forward(self, batch: ExpertBatch) -> Tensor:
         """Return ``rows_RD``."""
         rows_RD: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            self.precision.quantize(batch.rows_RD, role="input", during="fprop"),
-            batch.row_weights_R,
-            batch.offsets_e,
-            self.precision.quantize(self.gate_up, role="weight", during="fprop"),
-            self.precision.quantize(self.down, role="weight", during="fprop"),
+            self.precision, batch.rows_RD, batch.row_weights_R, batch.offsets_e, self.gate_up, self.down
         )
         return rows_RD
 
@@ -55,18 +52,45 @@ class _Experts(torch.autograd.Function):
     """``Y = a W2^T`` with ``a = w * swiglu(X W13^T)``; saves X, H and w, not a and not Y."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, weights_R: Tensor, offsets_e: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        h_RH = grouped_mm(x_RD, gate_up.transpose(1, 2), offs=offsets_e)
-        ctx.save_for_backward(x_RD, h_RH, weights_R, offsets_e, gate_up, down)
-        return grouped_mm(weighted_swiglu(h_RH, weights_R), down.transpose(1, 2), offs=offsets_e)
+    def forward(
+        ctx: Any,
+        precision: Precision,
+        x_RD: Tensor,
+        weights_R: Tensor,
+        offsets_e: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        x = precision.quantize(x_RD, role="input", during="fprop")
+        into = precision.quantize(gate_up, role="weight", during="fprop")
+        h_RH = grouped_mm(x, into.transpose(1, 2), offs=offsets_e).to(x_RD.dtype)
+        a = precision.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop")
+        out_of = precision.quantize(down, role="weight", during="fprop")
+        rows_RD = grouped_mm(a, out_of.transpose(1, 2), offs=offsets_e).to(x_RD.dtype)
+        kept = (
+            precision.keep(x_RD, x, role="input", during="wgrad"),
+            precision.keep(gate_up, into, role="weight", during="dgrad"),
+            precision.keep(down, out_of, role="weight", during="dgrad"),
+        )
+        ctx.save_for_backward(h_RH, weights_R, offsets_e, *(tensor for one in kept for tensor in one.tensors))
+        ctx.precision, ctx.kept, ctx.dtypes = precision, kept, (x_RD.dtype, gate_up.dtype, down.dtype)
+        return rows_RD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, h_RH, weights_R, offsets_e, gate_up, down = ctx.saved_tensors
+        h_RH, weights_R, offsets_e, *saved = ctx.saved_tensors
+        precision: Precision = ctx.precision
+        x, into, out_of = (one.operand([saved.pop(0) for _ in one.tensors]) for one in ctx.kept)
+        dtype, into_dtype, out_dtype = ctx.dtypes
         grad_RD = grad_RD.contiguous()
-        grad_a = grouped_mm(grad_RD, down, offs=offsets_e)
+        grad_y = precision.quantize(grad_RD, role="grad", during="dgrad")
+        grad_a = grouped_mm(grad_y, out_of, offs=offsets_e).to(dtype)
         grad_h, grad_weights, a_RF = weighted_swiglu_backward(grad_a, h_RH, weights_R)
-        grad_down = grouped_mm(grad_RD.t(), a_RF, offs=offsets_e)
-        grad_x = grouped_mm(grad_h, gate_up, offs=offsets_e)
-        grad_gate_up = grouped_mm(grad_h.t(), x_RD, offs=offsets_e)
-        return grad_x, grad_weights, None, grad_gate_up, grad_down
+        grad_y = precision.quantize(grad_RD, role="grad", during="wgrad")
+        a = precision.quantize(a_RF, role="input", during="wgrad")
+        grad_down = grouped_mm(grad_y.t(), a, offs=offsets_e).to(out_dtype)
+        grad_x = grouped_mm(precision.quantize(grad_h, role="grad", during="dgrad"), into, offs=offsets_e).to(dtype)
+        grad_h = precision.quantize(grad_h, role="grad", during="wgrad")
+        grad_gate_up = grouped_mm(grad_h.t(), x, offs=offsets_e).to(into_dtype)
+        return None, grad_x, grad_weights, None, grad_gate_up, grad_down

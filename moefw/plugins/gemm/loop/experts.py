@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moefw.core.contracts import Canonical, ExpertGemm
+from moefw.core.product import linear
 from moefw.core.stages import ExpertBatch
 from moefw_kernels.swiglu import weighted_swiglu
 
@@ -40,15 +40,12 @@ class LoopExperts(nn.Module, ExpertGemm):
         *groups, unused = batch.rows_RD.split(sizes)
         *weights, _ = batch.row_weights_R.split(sizes)
         for expert, (x_RD, weights_R) in enumerate(zip(groups, weights, strict=True)):
-            x_RD = self.precision.quantize(x_RD, role="input", during="fprop")
-            gate_up = torch.cat([self.gate[expert], self.up[expert]])
-            h_RH = F.linear(x_RD, self.precision.quantize(gate_up, role="weight", during="fprop"))
+            h_RH = linear(x_RD, torch.cat([self.gate[expert], self.up[expert]]), self.precision)
             outputs.append(self._activate(h_RH, weights_R, self.down[expert]))
         return torch.cat([*outputs, torch.zeros_like(unused)])
 
     def _activate_and_project(self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
-        a_RF = self.precision.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop")
-        return F.linear(a_RF, self.precision.quantize(down_DF, role="weight", during="fprop"))
+        return linear(weighted_swiglu(h_RH, weights_R), down_DF, self.precision)
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield each expert's three weights."""

@@ -33,6 +33,7 @@ class BF16Recipe(_Cast):
 
     operand_dtype: ClassVar[torch.dtype] = torch.bfloat16
     residual_dtype: ClassVar[Any] = torch.bfloat16
+    weight_dtype: ClassVar[Any] = torch.bfloat16
 
 
 RECIPES: Mapping[str, type[Precision]] = {"fp32": FP32Recipe, "bf16": BF16Recipe}

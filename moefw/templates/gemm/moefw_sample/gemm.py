@@ -42,15 +42,11 @@ class SampleExperts(nn.Module, moefw.ExpertGemm):
 
     def _run(self, local: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
         gate_up_HD = torch.cat([self.gate[local], self.up[local]])
-        h_RH = self._operand(x_RD, "input") @ self._operand(gate_up_HD, "weight").T
+        h_RH = moefw.linear(x_RD, gate_up_HD, self._precision)
         return self._activate(h_RH, weights_R, self.down[local])
 
     def _activate_and_project(self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
-        a_RF = weighted_swiglu(h_RH, weights_R)
-        return self._operand(a_RF, "input") @ self._operand(down_DF, "weight").T
-
-    def _operand(self, x: Tensor, role: str) -> Tensor:
-        return self._precision.quantize(x, role=role, during="fprop")
+        return moefw.linear(weighted_swiglu(h_RH, weights_R), down_DF, self._precision)
 
     def canonical(self) -> Iterator[moefw.Canonical]:
         """Yield each expert's three weights under names that no layout changes."""
