@@ -19,9 +19,9 @@ class _Native(PrecisionPlugin):
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return the recipe."""
-        from moefw.plugins.precision.native.recipe import RECIPES
+        from moefw.core.casts import BF16Recipe, FP32Recipe
 
-        return RECIPES[self.name]()
+        return FP32Recipe() if self.name == "fp32" else BF16Recipe()
 
 
 @frozen

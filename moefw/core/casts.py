@@ -1,8 +1,7 @@
-"""Recipes that cast."""
+"""Recipes that cast: operands in a dtype that torch multiplies, the same in all passes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 import torch
@@ -34,6 +33,3 @@ class BF16Recipe(_Cast):
     operand_dtype: ClassVar[torch.dtype] = torch.bfloat16
     residual_dtype: ClassVar[Any] = torch.bfloat16
     weight_dtype: ClassVar[Any] = torch.bfloat16
-
-
-RECIPES: Mapping[str, type[Precision]] = {"fp32": FP32Recipe, "bf16": BF16Recipe}

@@ -1,0 +1,55 @@
+"""The transform as a Triton kernel: one read and one write, sixteen numbers to a row of registers."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _bf16_bits(x):
+    """Round to nearest, ties to even, in integers: an interpreter's conversion truncates."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def _hadamard_kernel(
+    x, out, signs, groups, rows, per_row, x_stride, r_stride, c_stride, G: tl.constexpr, AS_BITS: tl.constexpr
+):  # fmt: skip
+    """``groups`` of 16 in all, ``per_row`` in each of ``rows`` rows of each matrix; ``out`` is contiguous."""
+    group = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G).to(tl.int64)
+    row = group // per_row
+    start = row // rows * x_stride + row % rows * r_stride + group % per_row * 16 * c_stride
+    lane = tl.arange(0, 16).to(tl.int64)
+    inside = (group < groups)[:, None]
+    values = tl.load(x + start[:, None] + lane[None, :] * c_stride, mask=inside, other=0.0).to(tl.float32)
+    values = values * tl.load(signs + lane)[None, :]
+    for _ in tl.static_range(4):
+        even, odd = tl.split(tl.reshape(values, (G, 8, 2)))
+        values = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (G, 16))
+    values = values * 0.25
+    to = out + group[:, None] * 16 + lane[None, :]
+    if AS_BITS:
+        tl.store(to, _bf16_bits(values), mask=inside)
+    else:
+        tl.store(to, values, mask=inside)
+
+
+def hadamard(x: Tensor, signs: Tensor) -> Tensor:
+    """As ``reference.hadamard``; ``signs`` (16) fp32."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    groups = x.numel() // 16
+    if groups:
+        x_BRC = x.reshape(-1, *x.shape[-2:])
+        bits = x.dtype is torch.bfloat16
+        _hadamard_kernel[(triton.cdiv(groups, 64),)](
+            x_BRC, out.view(torch.int16) if bits else out, signs,
+            groups, x.shape[-2], x.shape[-1] // 16, *x_BRC.stride(), 64, bits,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,146 @@
+"""Quantization to eight and four bits, bit for bit as Transformer Engine defines it; see the README beside."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.quantize import reference
+from moefw_kernels.quantize.formats import E2M1, E4M3, E5M2, Format, decode, decode_e8m0, encode, pack, unpack
+from moefw_kernels.quantize.quantized import Quantized
+from moefw_kernels.quantize.scales import (
+    Rounding,
+    delayed_scale,
+    mx_scale,
+    nvfp4_global_scale,
+    nvfp4_scale,
+    tensor_scale,
+)
+
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "Format",
+    "Quantized",
+    "Rounding",
+    "decode",
+    "decode_e8m0",
+    "delayed_scale",
+    "encode",
+    "mx_scale",
+    "nvfp4_global_scale",
+    "nvfp4_scale",
+    "pack",
+    "quantize_fp8",
+    "quantize_fp8_both",
+    "quantize_mxfp8",
+    "quantize_mxfp8_both",
+    "quantize_nvfp4",
+    "quantize_tensor",
+    "tensor_scale",
+    "unpack",
+]
+
+Block = tuple[int, int]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize_tensor(
+    x: Tensor, *, fmt: Format = E4M3, scale: Tensor | None = None, margin: int = 0, power_of_two: bool = False
+) -> Quantized:
+    """Return ``x`` (..., R, C) in E4M3 or E5M2 with one scale, fp32 of shape ().
+
+    ``scale`` multiplies ``x`` before the cast, as ``delayed_scale`` returns it; None takes ``tensor_scale`` of ``x``
+    itself, with ``margin`` and ``power_of_two``. On every device in PyTorch's own operations.
+    """
+    _check(x, fmt)
+    return reference.quantize_tensor(x, fmt, scale, margin, power_of_two)
+
+
+def quantize_fp8(x: Tensor, *, block: Block, fmt: Format = E4M3, power_of_two: bool = True) -> Quantized:
+    """Return ``x`` (..., R, C) in blocks of 1x128, 128x1 or 128x128, each with an fp32 scale.
+
+    The scale is the reciprocal of ``tensor_scale`` of the block's largest magnitude: a power of two, or exact.
+
+    Raises:
+        ValueError: Another block, a format other than E4M3 and E5M2, a dtype other than fp32, bf16 and fp16.
+    """
+    _check(x, fmt, block, ((1, 128), (128, 1), (128, 128)))
+    found: Quantized = _encoders(x).quantize_fp8(x, block, fmt, power_of_two)
+    return found
+
+
+def quantize_fp8_both(x: Tensor, *, fmt: Format = E4M3, power_of_two: bool = True) -> tuple[Quantized, Quantized]:
+    """Return ``quantize_fp8`` with blocks of 1x128 and of 128x1, ``x`` being read once by the kernel."""
+    _check(x, fmt)
+    row, column = _encoders(x).quantize_fp8_both(x, fmt, power_of_two)
+    return row, column
+
+
+def quantize_mxfp8(x: Tensor, *, block: Block = (1, 32), fmt: Format = E4M3, rounding: Rounding = "rceil") -> Quantized:
+    """Return ``x`` (..., R, C) in blocks of 1x32, 32x1 or 32x32, each with an E8M0 scale as in ``mx_scale``.
+
+    Raises:
+        ValueError: Another block, a format other than E4M3 and E5M2, a dtype other than fp32, bf16 and fp16.
+    """
+    _check(x, fmt, block, ((1, 32), (32, 1), (32, 32)))
+    found: Quantized = _encoders(x).quantize_mxfp8(x, block, fmt, rounding)
+    return found
+
+
+def quantize_mxfp8_both(x: Tensor, *, fmt: Format = E4M3, rounding: Rounding = "rceil") -> tuple[Quantized, Quantized]:
+    """Return ``quantize_mxfp8`` with blocks of 1x32 and of 32x1, ``x`` being read once by the kernel."""
+    _check(x, fmt)
+    row, column = _encoders(x).quantize_mxfp8_both(x, fmt, rounding)
+    return row, column
+
+
+def quantize_nvfp4(
+    x: Tensor, *, block: Block = (1, 16), global_amax: Tensor | None = None, keys: Tensor | None = None
+) -> Quantized:
+    """Return ``x`` (..., R, C) in E2M1, in blocks of 1x16, 16x1 or 16x16, each with an E4M3 scale.
+
+    ``global_amax``, fp32, sets the scale above: shape () for the tensor, or the leading dimensions of ``x``, an expert
+    each; None takes the largest magnitude of ``x``. With ``keys``, int64 ``(..., R)``, rounds stochastically: element
+    ``c`` of a row takes draw ``c`` of ``moefw_kernels.random.uniform`` of the row's key. Blocks of 16x16 make the
+    result of ``x.mT`` the transpose of the result, bit for bit.
+
+    Raises:
+        ValueError: Another block, a dtype other than fp32, bf16 and fp16, or shapes that do not fit together.
+    """
+    _check(x, None, block, ((1, 16), (16, 1), (16, 16)))
+    if global_amax is None:
+        global_amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    if global_amax.shape not in ((), x.shape[:-2]):
+        raise ValueError(
+            f"global_amax has shape {tuple(global_amax.shape)}; "
+            f"give one number, or one for each matrix: {tuple(x.shape[:-2])}"
+        )
+    if keys is not None and (keys.shape != x.shape[:-1] or keys.dtype is not torch.int64):
+        raise ValueError(
+            f"keys are {keys.dtype} {tuple(keys.shape)}; give one for each row: torch.int64 {tuple(x.shape[:-1])}"
+        )
+    found: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys)
+    return found
+
+
+def _encoders(x: Tensor) -> ModuleType:
+    if not x.is_cuda:
+        return reference
+    from moefw_kernels.quantize import triton
+
+    return triton
+
+
+def _check(x: Tensor, fmt: Format | None, block: Block | None = None, blocks: tuple[Block, ...] = ()) -> None:
+    if x.dtype not in _DTYPES or x.ndim < 2:
+        raise ValueError(f"cannot quantize {x.dtype} {tuple(x.shape)}: give fp32, bf16 or fp16 (..., rows, columns)")
+    if fmt is E2M1:
+        raise ValueError("e2m1 has six for its largest number, too little without a second level: use quantize_nvfp4")
+    if block is not None and block not in blocks:
+        raise ValueError(
+            f"no blocks of {block[0]}x{block[1]} here: use one of {', '.join(f'{r}x{c}' for r, c in blocks)}"
+        )

@@ -1,0 +1,93 @@
+"""Small number formats and the casts of single numbers. Exact on every device: no step of a cast rounds but the last.
+
+With m mantissa bits, a number in [2^e, 2^(e+1)) lies on a grid of step 2^(e-m); below the smallest normal number 2^n
+the step stays 2^(n-m). So code = (max(e, n) - n) * 2^m + round(|x| / step), a sum that carries into the exponent by
+itself (OCP 8-bit floating point specification, revision 1.0; OCP microscaling formats, version 1.0, section 5.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A floating-point format of at most eight bits: a sign, an exponent, a mantissa.
+
+    ``dtype`` is that of stored codes; E2M1 has two codes in a byte. ``nan_code`` is what NaN becomes, with any sign:
+    NaN itself, or the largest number in E2M1, which has no NaN (as ``cvt`` of PTX does).
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    min_exponent: int
+    mantissa_bits: int
+    sign_bit: int
+    nan_code: int
+
+
+E4M3: Final = Format("e4m3", torch.float8_e4m3fn, 448.0, -6, 3, 7, 0x7F)
+E5M2: Final = Format("e5m2", torch.float8_e5m2, 57344.0, -14, 2, 7, 0x7F)
+E2M1: Final = Format("e2m1", torch.uint8, 6.0, 0, 1, 3, 0x7)
+
+_E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
+    """Return the code of each number: uint8, the shape of ``x``, which is fp32, fp16 or bf16.
+
+    Rounds to nearest, ties to the even code. With ``draws``, fp32 in [0, 1) of the same shape, rounds away from zero
+    where the number's distance to its lower neighbour, in units of that interval, exceeds the draw: unbiased, and
+    never further than a neighbour. What exceeds the largest number, infinity included, becomes the largest number.
+    """
+    nan = x.isnan()
+    if draws is None and fmt is not E2M1:
+        nearest = x.float().clamp(-fmt.max, fmt.max).to(fmt.dtype)
+        return nearest.view(torch.uint8).masked_fill_(nan, fmt.nan_code)
+    magnitude = x.float().abs().clamp_(max=fmt.max).masked_fill_(nan, 0.0)
+    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp_(min=fmt.min_exponent)
+    steps = magnitude.mul_(((127 + fmt.mantissa_bits - exponent) << 23).view(torch.float32))
+    if draws is None:
+        rounded = steps.round()
+    else:
+        lower = steps.floor()
+        rounded = lower + (steps - lower > draws)
+    codes = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + rounded.int()
+    codes |= x.signbit().int() << fmt.sign_bit
+    return codes.masked_fill_(nan, fmt.nan_code).to(torch.uint8)
+
+
+def decode(codes: Tensor, fmt: Format) -> Tensor:
+    """Return the number of each uint8 code in fp32, exact; the inverse of ``encode``."""
+    if fmt is not E2M1:
+        return codes.view(fmt.dtype).float()
+    return torch.tensor(_E2M1_VALUES, device=codes.device)[codes.int()]
+
+
+def decode_e8m0(codes: Tensor) -> Tensor:
+    """Return ``2^(code - 127)`` of uint8 or float8_e8m0fnu codes in fp32, exact; NaN for 255."""
+    codes = codes.view(torch.uint8).int()
+    return torch.where(codes == 0, 0x00400000, torch.where(codes == 255, 0x7FC00000, codes << 23)).view(torch.float32)
+
+
+def pack(codes: Tensor, *, axis: int = -1) -> Tensor:
+    """Return two four-bit codes in each byte, the even one in the low nibble: ``(..., ceil(n / 2), ...)`` uint8.
+
+    Contiguous along ``axis``. A last nibble without a code is zero.
+    """
+    codes = codes.movedim(axis, -1)
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return (codes[..., ::2] | codes[..., 1::2] << 4).contiguous().movedim(-1, axis)
+
+
+def unpack(packed: Tensor, *, count: int, axis: int = -1) -> Tensor:
+    """Return the ``count`` codes that ``pack`` put along ``axis``, one in each byte."""
+    packed = packed.movedim(axis, -1)
+    codes = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
+    return codes[..., :count].movedim(-1, axis)

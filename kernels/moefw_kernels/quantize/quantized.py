@@ -1,0 +1,91 @@
+"""What a quantizer returns: codes, the scales of blocks, and how they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.quantize.formats import E2M1, Format, decode, decode_e8m0, pack, unpack
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantized:
+    """A tensor ``(..., R, C)`` as codes and scales; ``value = code * scale * global_scale``.
+
+    Attributes:
+        codes: float8 of ``shape``, or, in E2M1, uint8 with two codes in a byte along ``axis``: ``(..., R, ceil(C/2))``
+            or ``(..., ceil(R/2), C)``. Contiguous along ``axis``, which a product of matrices sums over.
+        scales: one for each block, ``(..., ceil(R / rows), ceil(C / columns))``: fp32, float8_e8m0fnu or
+            float8_e4m3fn; shape () if one fp32 scale serves the tensor.
+        fmt: The format of the codes.
+        block: (rows, columns) of a block; None if one scale serves the tensor. The last block may be smaller.
+        axis: -1 or -2.
+        shape: That of the tensor.
+        global_scale: fp32, shape () or the leading dimensions of ``shape``; None without a second level.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    fmt: Format
+    block: tuple[int, int] | None
+    axis: int
+    shape: tuple[int, ...]
+    global_scale: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """Return the tensor in fp32, ``shape``."""
+        scales = decode_e8m0(self.scales) if self.scales.dtype is torch.float8_e8m0fnu else self.scales.float()
+        if self.global_scale is not None:
+            scales = scales * _of_matrix(self.global_scale)
+        values = decode(self._single_codes(), self.fmt)
+        return values * (scales if self.block is None else spread(scales, self.block, self.shape))
+
+    @property
+    def mT(self) -> Quantized:
+        """The transpose of every matrix, without a copy: the axis and the blocks change places with it."""
+        return replace(
+            self,
+            codes=self.codes.mT,
+            scales=self.scales if self.block is None else self.scales.mT,
+            block=self.block and (self.block[1], self.block[0]),
+            axis=-3 - self.axis,
+            shape=(*self.shape[:-2], self.shape[-1], self.shape[-2]),
+        )
+
+    def along(self, axis: int) -> Quantized:
+        """Return the same numbers with codes contiguous along ``axis``: for blocks that are square, or for none.
+
+        Raises:
+            ValueError: The blocks are not square, so another axis needs other scales, from the tensor itself.
+        """
+        if self.block is not None and self.block[0] != self.block[1]:
+            raise ValueError(
+                f"blocks of {self.block[0]}x{self.block[1]} lie along axis {self.axis}: "
+                f"quantize the tensor itself for axis {axis}"
+            )
+        return replace(self, codes=laid(self._single_codes(), self.fmt, axis), axis=axis)
+
+    def _single_codes(self) -> Tensor:
+        codes = self.codes.view(torch.uint8)
+        return unpack(codes, count=self.shape[self.axis], axis=self.axis) if self.fmt is E2M1 else codes
+
+
+def laid(codes: Tensor, fmt: Format, axis: int) -> Tensor:
+    """Return single uint8 codes as ``Quantized.codes`` holds them."""
+    if fmt is E2M1:
+        return pack(codes, axis=axis)
+    codes = codes.contiguous() if axis == -1 else codes.mT.contiguous().mT
+    return codes.view(fmt.dtype)
+
+
+def spread(per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+    """Return the number of its block for each element of ``shape``."""
+    rows, columns = shape[-2:]
+    wide = per_block.repeat_interleave(block[0], -2)[..., :rows, :]
+    return wide.repeat_interleave(block[1], -1)[..., :columns]
+
+
+def _of_matrix(number: Tensor) -> Tensor:
+    return number[..., None, None] if number.ndim else number

@@ -1,0 +1,82 @@
+"""The encoders in plain PyTorch: what a kernel must equal bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefw_kernels.quantize.formats import E2M1, Format, encode
+from moefw_kernels.quantize.quantized import Quantized, laid, spread
+from moefw_kernels.quantize.scales import Rounding, mx_scale, nvfp4_global_scale, nvfp4_scale, tensor_scale
+from moefw_kernels.random import uniform
+
+
+def quantize_tensor(x: Tensor, fmt: Format, scale: Tensor | None, margin: int, power_of_two: bool) -> Quantized:
+    """One scale for the tensor."""
+    if scale is None:
+        amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        largest = torch.finfo(x.dtype).max
+        scale = tensor_scale(amax, fmt, margin=margin, power_of_two=power_of_two, largest=largest)
+    codes = encode(x.float() * scale, fmt)
+    return Quantized(laid(codes, fmt, -1), scale.reciprocal(), fmt, None, -1, tuple(x.shape))
+
+
+def quantize_fp8(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> Quantized:
+    """Blocks with fp32 scales."""
+    largest = torch.finfo(x.dtype).max
+    multiplier = tensor_scale(block_amax(x, block), fmt, power_of_two=power_of_two, largest=largest)
+    return _quantized(x, multiplier, multiplier.reciprocal(), block, fmt)
+
+
+def quantize_fp8_both(x: Tensor, fmt: Format, power_of_two: bool) -> tuple[Quantized, Quantized]:
+    """Blocks of 1x128, and of 128x1."""
+    return quantize_fp8(x, (1, 128), fmt, power_of_two), quantize_fp8(x, (128, 1), fmt, power_of_two)
+
+
+def quantize_mxfp8(x: Tensor, block: tuple[int, int], fmt: Format, rounding: Rounding) -> Quantized:
+    """Blocks with E8M0 scales."""
+    codes, multiplier = mx_scale(block_amax(x, block), fmt, rounding=rounding)
+    return _quantized(x, multiplier, codes.view(torch.float8_e8m0fnu), block, fmt)
+
+
+def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Quantized, Quantized]:
+    """Blocks of 1x32, and of 32x1."""
+    return quantize_mxfp8(x, (1, 32), fmt, rounding), quantize_mxfp8(x, (32, 1), fmt, rounding)
+
+
+def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None) -> Quantized:
+    """Blocks with E4M3 scales, and one fp32 scale above them."""
+    encoder, decoder = nvfp4_global_scale(global_amax)
+    levels = (level[..., None, None] if level.ndim else level for level in (encoder, decoder))
+    codes, multiplier = nvfp4_scale(block_amax(x, block), *levels)
+    draws = None if keys is None else uniform(keys.flatten(), x.shape[-1]).view(x.shape)
+    return _quantized(x, multiplier, codes.view(torch.float8_e4m3fn), block, E2M1, decoder, draws)
+
+
+def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the largest magnitude of each block in fp32, NaN if there is one: ``(..., R / rows, C / columns)``."""
+    rows, columns = block
+    padded = F.pad(x.float(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
+    down, across = padded.shape[-2] // rows, padded.shape[-1] // columns
+    return padded.reshape(*x.shape[:-2], down, rows, across, columns).abs().amax((-3, -1))
+
+
+def _quantized(
+    x: Tensor,
+    multiplier: Tensor,
+    scales: Tensor,
+    block: tuple[int, int],
+    fmt: Format,
+    global_scale: Tensor | None = None,
+    draws: Tensor | None = None,
+) -> Quantized:
+    axis = axis_of(block)
+    shape = tuple(x.shape)
+    codes = encode(x.float() * spread(multiplier, block, shape), fmt, draws=draws)
+    return Quantized(laid(codes, fmt, axis), scales, fmt, block, axis, shape, global_scale)
+
+
+def axis_of(block: tuple[int, int]) -> int:
+    """Return the axis that a product of matrices sums over: -2 for columns, else -1."""
+    return -2 if block[0] > 1 and block[1] == 1 else -1

@@ -1,0 +1,96 @@
+"""From the largest magnitude of a block to the number its elements are multiplied with, and the scale that is stored.
+
+An infinite or NaN magnitude never hides: whatever it belongs to dequantizes to NaN or infinity.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.quantize.formats import E2M1, E4M3, Format, decode, decode_e8m0, encode
+
+FP32_MAX: Final = torch.finfo(torch.float32).max
+Rounding = Literal["rceil", "floor"]
+
+
+def divide(number: float, by: Tensor) -> Tensor:
+    """Return ``number / by`` rounded once; ``number / by`` itself multiplies with a rounded reciprocal."""
+    return torch.full_like(by, number).div_(by)
+
+
+def tensor_scale(
+    amax: Tensor, fmt: Format, *, margin: int = 0, power_of_two: bool = False, largest: float = FP32_MAX
+) -> Tensor:
+    """Return ``fmt.max / 2^margin / amax``, what numbers are multiplied with before the cast; fp32, the same shape.
+
+    With ``power_of_two`` rounded down to one. 1 where ``amax`` is 0; ``largest`` where the quotient is beyond fp32
+    (Transformer Engine takes the largest number of the input's dtype); 0 where ``amax`` is infinite, NaN where it is
+    NaN. Source: ``compute_scale_from_amax`` of Transformer Engine, ``scale_from_amax_tensor`` of its tests.
+    """
+    scale = divide(fmt.max * 2.0**-margin, amax.float())
+    scale = torch.where(scale.isposinf(), largest, scale)
+    if power_of_two:
+        scale = torch.where(scale.isnan(), scale, (scale.view(torch.int32) & -0x800000).view(torch.float32))
+    scale = torch.where(amax == 0, 1.0, scale)
+    return torch.where(amax.isnan(), torch.nan, scale)
+
+
+def delayed_scale(
+    scale: Tensor,
+    history_H: Tensor,
+    fmt: Format,
+    *,
+    margin: int = 0,
+    algorithm: Literal["max", "most_recent"] = "max",
+) -> Tensor:
+    """Return the next scale from the magnitudes of past steps, the most recent first; shape (), fp32.
+
+    ``scale`` is kept while the magnitude is zero, infinite or NaN. Source: ``delayed_scaling.cu`` of Transformer
+    Engine.
+    """
+    amax = (history_H.amax() if algorithm == "max" else history_H[0]).float()
+    found = tensor_scale(amax, fmt, margin=margin)
+    return torch.where(amax.isfinite() & (amax > 0), found, scale)
+
+
+def mx_scale(amax: Tensor, fmt: Format, *, rounding: Rounding = "rceil") -> tuple[Tensor, Tensor]:
+    """Return E8M0 codes (uint8) of blocks with magnitude ``amax`` (fp32), and what their numbers are multiplied with.
+
+    ``rceil``: the smallest power of two that is at least ``amax / fmt.max``, so that nothing saturates (Transformer
+    Engine, cuBLAS, ``ScaleCalculationMode.RCEIL`` of torchao). ``floor``: the largest power of two that is at most
+    ``amax``, divided by the largest one in ``fmt`` (OCP microscaling formats 1.0, section 6.3). Integer arithmetic.
+    """
+    bits = amax.view(torch.int32)
+    top = torch.tensor(fmt.max).view(torch.int32)
+    codes = (bits >> 23) - ((int(top) >> 23) - 127)
+    if rounding == "rceil":
+        codes = codes + ((bits & 0x7FFFFF) > (int(top) & 0x7FFFFF))
+        codes = torch.where(amax.isposinf(), 254, codes)
+    codes = torch.where(amax.isnan(), 255, codes.clamp(min=0)).to(torch.uint8)
+    multiplier = decode_e8m0(torch.where(codes == 255, codes, 254 - codes))
+    return codes, multiplier
+
+
+def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``(448 * 6) / global_amax`` and its reciprocal, both fp32: what encodes, and what decodes.
+
+    Both are 1 where ``global_amax`` is 0. Source: ``compute_global_encode_scaling_factor_FP4`` of Transformer Engine.
+    """
+    encoder = divide(E4M3.max * E2M1.max, global_amax.float()).clamp(max=FP32_MAX)
+    encoder = torch.where(global_amax == 0, 1.0, encoder)
+    return encoder, encoder.reciprocal()
+
+
+def nvfp4_scale(amax: Tensor, encoder: Tensor, decoder: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E4M3 codes (uint8) of blocks with magnitude ``amax`` (fp32), and what their numbers are multiplied with.
+
+    ``encoder`` and ``decoder`` come from ``nvfp4_global_scale``. Source: ``compute_decoding_scaling_factor`` and
+    ``block_scale_inverse`` in ``quantize_transpose_nvfp4.cuh`` of Transformer Engine.
+    """
+    scale = amax * (encoder * (1.0 / 6.0))
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    codes = encode(scale, E4M3)
+    return codes, (decode(codes, E4M3) * decoder).reciprocal().clamp(max=FP32_MAX)

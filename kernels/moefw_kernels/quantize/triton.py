@@ -1,0 +1,307 @@
+"""The encoders as Triton kernels: codes of both orientations from one read of ``x``, scales never in a second pass.
+
+Casts work on bits and on products with powers of two, which are exact: an interpreter that rounds conversions
+differently, or hardware that does, cannot change a code. Column copies are written as rows of the transpose.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefw_kernels.quantize.formats import E2M1, Format
+from moefw_kernels.quantize.quantized import Quantized
+from moefw_kernels.quantize.reference import axis_of
+from moefw_kernels.quantize.scales import Rounding, nvfp4_global_scale
+
+_EXACT: Final = tl.constexpr(0)
+_POWER_OF_TWO: Final = tl.constexpr(1)
+_RCEIL: Final = tl.constexpr(2)
+_FLOOR: Final = tl.constexpr(3)
+_INF: Final = tl.constexpr(0x7F800000)
+_NAN: Final = tl.constexpr(0x7FC00000)
+_FP32_MAX: Final = tl.constexpr(0x7F7FFFFF)
+_GAMMA: Final = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_FIRST: Final = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_SECOND: Final = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _magnitude(x):
+    """Bits of |x|: integers in the order of the numbers, infinity and then NaN above all."""
+    return _bits(x) & 0x7FFFFFFF
+
+
+@triton.jit
+def _encode(x, draws, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr):
+    """Codes in int32, as ``formats.encode``; LEAST is the smallest normal exponent, MAX the bits of the largest."""
+    bits = _bits(x)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > _INF
+    magnitude = tl.minimum(magnitude, MAX)
+    exponent = tl.maximum((magnitude >> 23) - 127, LEAST)
+    steps = _float(magnitude) * _float((127 + M - exponent) << 23)
+    lower = steps.to(tl.int32)
+    rest = steps - lower.to(tl.float32)
+    if draws is None:  # noqa: SIM108
+        up = (rest > 0.5) | ((rest == 0.5) & ((lower & 1) == 1))
+    else:
+        up = rest > draws
+    code = ((exponent - LEAST) << M) + lower + up.to(tl.int32)
+    return tl.where(is_nan, NAN, code | (((bits >> 31) & 1) << SIGN))
+
+
+@triton.jit
+def _divide(number: tl.constexpr, by):
+    return tl.div_rn(tl.full(by.shape, number, tl.float32), by)
+
+
+@triton.jit
+def _fp32_scale(amax, largest, TOP: tl.constexpr, RULE: tl.constexpr):
+    """What numbers are multiplied with, and the scale: ``scales.tensor_scale`` and its reciprocal."""
+    finite = (amax > 0) & (amax < _INF)
+    multiplier = _divide(TOP, _float(tl.where(finite, amax, 0x3F800000)))
+    multiplier = tl.where(_bits(multiplier) == _INF, largest, multiplier)
+    if RULE == _POWER_OF_TWO:
+        multiplier = _float(_bits(multiplier) & -0x800000)
+    scale = _bits(_divide(1.0, multiplier))
+    multiplier = tl.where(finite, _bits(multiplier), tl.where(amax == 0, 0x3F800000, tl.where(amax == _INF, 0, _NAN)))
+    scale = tl.where(finite, scale, tl.where(amax == 0, 0x3F800000, tl.where(amax == _INF, _INF, _NAN)))
+    return _float(multiplier), _float(scale)
+
+
+@triton.jit
+def _e8m0_scale(amax, MAX: tl.constexpr, RULE: tl.constexpr):
+    """What numbers are multiplied with, and the E8M0 code: ``scales.mx_scale``."""
+    code = (amax >> 23) - ((MAX >> 23) - 127)
+    if RULE == _RCEIL:
+        code = tl.where((amax & 0x7FFFFF) > (MAX & 0x7FFFFF), code + 1, code)
+        code = tl.where(amax == _INF, 254, code)
+    code = tl.where(amax > _INF, 255, tl.maximum(code, 0))
+    multiplier = tl.where(code == 254, 0x00400000, (254 - code) << 23)
+    return _float(tl.where(code == 255, _NAN, multiplier)), code.to(tl.uint8)
+
+
+@triton.jit
+def _store_blocks(
+    tile, r0, c0, rows, columns, codes, scales, largest,
+    B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
+    M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of a (rows, columns) matrix in blocks along its columns, or in one block of B x B."""
+    R: tl.constexpr = tile.shape[0]
+    C: tl.constexpr = tile.shape[1]
+    blocks = tl.reshape(tile, (R, C // B, B))
+    amax = tl.max(_magnitude(blocks), axis=2, keep_dims=True)
+    if SQUARE:
+        amax = tl.max(amax, axis=0, keep_dims=True)
+    if RULE == _EXACT or RULE == _POWER_OF_TWO:  # noqa: SIM109
+        multiplier, scale = _fp32_scale(amax, largest, TOP, RULE)
+    else:
+        multiplier, scale = _e8m0_scale(amax, MAX, RULE)
+    code = tl.reshape(_encode(blocks * multiplier, None, M, LEAST, MAX, 7, 0x7F), (R, C)).to(tl.uint8)
+    _store(codes, code, r0, c0, rows, columns)
+    S: tl.constexpr = 1 if SQUARE else R
+    first = r0 // B if SQUARE else r0
+    height = tl.cdiv(rows, B) if SQUARE else rows
+    _store(scales, tl.reshape(scale, (S, C // B)), first, c0 // B, height, tl.cdiv(columns, B))
+
+
+@triton.jit
+def _store(pointer, tile, r0, c0, rows, columns):
+    r = r0 + tl.arange(0, tile.shape[0])[:, None].to(tl.int64)
+    c = c0 + tl.arange(0, tile.shape[1])[None, :].to(tl.int64)
+    tl.store(pointer + r * columns + c, tile, mask=(r < rows) & (c < columns))
+
+
+@triton.jit
+def _tile(x, r0, c0, rows, columns, r_stride, c_stride, R: tl.constexpr, C: tl.constexpr):
+    r = r0 + tl.arange(0, R)[:, None].to(tl.int64)
+    c = c0 + tl.arange(0, C)[None, :].to(tl.int64)
+    inside = (r < rows) & (c < columns)
+    return tl.load(x + r * r_stride + c * c_stride, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _place(rows, columns, R: tl.constexpr, C: tl.constexpr):
+    """The matrix of this program and where its tile begins."""
+    program = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(columns, C)
+    tiles = tl.cdiv(rows, R) * across
+    return program // tiles, program % tiles // across * R, program % tiles % across * C
+
+
+@triton.jit
+def _blocks_kernel(
+    x, row_codes, row_scales, column_codes, column_scales,
+    rows, columns, x_stride, r_stride, c_stride, largest,
+    B: tl.constexpr, T: tl.constexpr, SQUARE: tl.constexpr, BOTH: tl.constexpr, RULE: tl.constexpr,
+    TOP: tl.constexpr, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    matrix, r0, c0 = _place(rows, columns, T, T)
+    tile = _tile(x + matrix * x_stride, r0, c0, rows, columns, r_stride, c_stride, T, T)
+    row_codes += matrix * rows * columns
+    row_scales += matrix * (tl.cdiv(rows, B) if SQUARE else rows) * tl.cdiv(columns, B)
+    _store_blocks(
+        tile, r0, c0, rows, columns, row_codes, row_scales, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX
+    )  # fmt: skip
+    if BOTH:
+        column_codes += matrix * rows * columns
+        column_scales += matrix * columns * tl.cdiv(rows, B)
+        _store_blocks(
+            tl.trans(tile), c0, r0, columns, rows, column_codes, column_scales, largest,
+            B, SQUARE, RULE, TOP, M, LEAST, MAX,
+        )  # fmt: skip
+
+
+@triton.jit
+def _hash(x):
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _nvfp4_kernel(
+    x, encoders, decoders, keys, codes, scales,
+    rows, columns, x_stride, r_stride, c_stride, level_stride, key_rows,
+    R: tl.constexpr, C: tl.constexpr, SQUARE: tl.constexpr, KEYED: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Blocks of 16 along columns, or of 16 x 16 (then R is 16). TRANSPOSED: keys belong to columns, not rows."""
+    matrix, r0, c0 = _place(rows, columns, R, C)
+    tile = _tile(x + matrix * x_stride, r0, c0, rows, columns, r_stride, c_stride, R, C)
+    blocks = tl.reshape(tile, (R, C // 16, 16))
+    amax = tl.max(_magnitude(blocks), axis=2, keep_dims=True)
+    if SQUARE:
+        amax = tl.max(amax, axis=0, keep_dims=True)
+    wanted = _float(amax) * tl.load(encoders + matrix * level_stride)
+    scale = _encode(_float(tl.where(amax >= _INF, _NAN, _bits(wanted))), None, 3, -6, 0x43E00000, 7, 0x7F)
+    fraction = (scale & 7).to(tl.float32) * 0.001953125
+    value = _float(tl.where(scale < 8, _bits(fraction), (((scale >> 3) + 120) << 23) | ((scale & 7) << 20)))
+    value = value * tl.load(decoders + matrix * level_stride)
+    usable = (_magnitude(value) > 0) & (_magnitude(value) < _INF)
+    inverse = _bits(_divide(1.0, _float(tl.where(usable, _bits(value), 0x3F800000))))
+    inverse = tl.where(usable, tl.minimum(inverse, _FP32_MAX), tl.where(_bits(value) == 0, _FP32_MAX, 0))
+    broken = (scale == 0x7F) | (_magnitude(value) > _INF)
+    draws = None
+    r = r0 + tl.arange(0, R)[:, None].to(tl.int64)
+    c = c0 + tl.arange(0, C)[None, :].to(tl.int64)
+    real = c < columns
+    if KEYED:
+        if TRANSPOSED:
+            r, c = c, r
+        key = tl.load(keys + matrix * key_rows + r, mask=r < key_rows, other=0)
+        word = (_hash(key + (c + 1) * _GAMMA) >> 40) & 0xFFFFFF
+        draws = tl.reshape(word.to(tl.float32) * 5.9604644775390625e-08, (R, C // 16, 16))
+    code = _encode(blocks * _float(tl.where(broken, _NAN, inverse)), draws, 1, 0, 0x40C00000, 3, 7)
+    code = tl.where(real, tl.reshape(code, (R, C)), 0)
+    low, high = tl.split(tl.reshape(code, (R, C // 2, 2)))
+    _store(codes + matrix * rows * tl.cdiv(columns, 2), (low | (high << 4)).to(tl.uint8),
+           r0, c0 // 2, rows, tl.cdiv(columns, 2))  # fmt: skip
+    height = tl.cdiv(rows, 16) if SQUARE else rows
+    S: tl.constexpr = 1 if SQUARE else R
+    _store(scales + matrix * height * tl.cdiv(columns, 16), tl.reshape(scale.to(tl.uint8), (S, C // 16)),
+           r0 // 16 if SQUARE else r0, c0 // 16, height, tl.cdiv(columns, 16))  # fmt: skip
+
+
+def quantize_fp8(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> Quantized:
+    """As ``reference.quantize_fp8``."""
+    return _blocks(x, block, fmt, _POWER_OF_TWO if power_of_two else _EXACT)
+
+
+def quantize_fp8_both(x: Tensor, fmt: Format, power_of_two: bool) -> tuple[Quantized, Quantized]:
+    """Blocks of 1x128, and of 128x1."""
+    return _both(x, 128, fmt, _POWER_OF_TWO if power_of_two else _EXACT)
+
+
+def quantize_mxfp8(x: Tensor, block: tuple[int, int], fmt: Format, rounding: Rounding) -> Quantized:
+    """As ``reference.quantize_mxfp8``."""
+    return _blocks(x, block, fmt, _RCEIL if rounding == "rceil" else _FLOOR)
+
+
+def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Quantized, Quantized]:
+    """Blocks of 1x32, and of 32x1."""
+    return _both(x, 32, fmt, _RCEIL if rounding == "rceil" else _FLOOR)
+
+
+def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None) -> Quantized:
+    """As ``reference.quantize_nvfp4``."""
+    if axis_of(block) == -2:
+        return _nvfp4(x.mT, 1, global_amax, keys, transposed=True).mT
+    return _nvfp4(x, block[0], global_amax, keys, transposed=False)
+
+
+def _nvfp4(x: Tensor, height: int, global_amax: Tensor, keys: Tensor | None, transposed: bool) -> Quantized:
+    encoder, decoder = nvfp4_global_scale(global_amax)
+    x_BRC = _matrices(x)
+    num, rows, columns = x_BRC.shape
+    codes = x.new_empty(*x.shape[:-1], -(-columns // 2), dtype=torch.uint8)
+    scales = x.new_empty(*x.shape[:-2], -(-rows // height), -(-columns // 16), dtype=torch.uint8)
+    if x.numel():
+        grid = (num * triton.cdiv(rows, 16) * triton.cdiv(columns, 64),)
+        _nvfp4_kernel[grid](
+            x_BRC, encoder * (1.0 / 6.0), decoder, keys if keys is None else keys.contiguous(), codes, scales,
+            rows, columns, *x_BRC.stride(), int(encoder.ndim > 0), columns if transposed else rows,
+            16, 64, height == 16, keys is not None, transposed,
+        )  # fmt: skip
+    scales = scales.view(torch.float8_e4m3fn)
+    return Quantized(codes, scales, E2M1, (height, 16), -1, tuple(x.shape), decoder)
+
+
+def _blocks(x: Tensor, block: tuple[int, int], fmt: Format, rule: Any) -> Quantized:
+    if axis_of(block) == -2:
+        return _launch(x.mT, block[0], fmt, rule, square=False)[0].mT
+    return _launch(x, block[1], fmt, rule, square=block[0] > 1)[0]
+
+
+def _both(x: Tensor, size: int, fmt: Format, rule: Any) -> tuple[Quantized, Quantized]:
+    row, column = _launch(x, size, fmt, rule, square=False, both=True)
+    return row, column.mT
+
+
+def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both: bool = False) -> tuple[Quantized, ...]:
+    """Return ``x`` in blocks along its last axis, and with ``both`` its transpose in blocks along *its* last axis."""
+    x_BRC = _matrices(x)
+    num, rows, columns = x_BRC.shape
+    scale_dtype = torch.float32 if rule in (_EXACT, _POWER_OF_TWO) else torch.uint8
+    outputs: list[Tensor] = []
+    for matrix in (x, x.mT) if both else (x,):
+        height = -(-matrix.shape[-2] // size) if square else matrix.shape[-2]
+        outputs.append(matrix.new_empty(matrix.shape, dtype=torch.uint8))
+        outputs.append(x.new_empty(*x.shape[:-2], height, -(-matrix.shape[-1] // size), dtype=scale_dtype))
+    if x.numel():
+        side = size if square else max(size, 64)
+        top = struct.unpack("i", struct.pack("f", fmt.max))[0]
+        _blocks_kernel[(num * triton.cdiv(rows, side) * triton.cdiv(columns, side),)](
+            x_BRC, *(outputs if both else (*outputs, None, None)),
+            rows, columns, *x_BRC.stride(), torch.finfo(x.dtype).max,
+            size, side, square, both, rule, fmt.max, fmt.mantissa_bits, fmt.min_exponent, top,
+        )  # fmt: skip
+    block = (size if square else 1, size)
+    found = []
+    for codes, scales in zip(outputs[::2], outputs[1::2], strict=True):
+        if scale_dtype is torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        found.append(Quantized(codes.view(fmt.dtype), scales, fmt, block, -1, tuple(codes.shape)))
+    return tuple(found)
+
+
+def _matrices(x: Tensor) -> Tensor:
+    return x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(0, *x.shape[-2:])
