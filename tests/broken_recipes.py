@@ -9,6 +9,7 @@ from attrs import frozen
 from torch import Tensor
 
 import moefw
+from moefw.core.contracts import Kept
 from moefw.core.plugin import PrecisionPlugin
 
 
@@ -120,6 +121,22 @@ class WritesIntoTheTensor(_Recipe):
     def made(self, x: Tensor, role: str) -> Tensor:
         x.data.clamp_(-1.0, 1.0)
         return x
+
+
+@frozen
+class KeepsAnother(_Recipe):
+    name: ClassVar[str] = "keeps-another"
+
+    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any) -> Kept:
+        return Kept((x,), lambda saved: saved[0].flip(-1))
+
+
+@frozen
+class KeepsLess(_Recipe):
+    name: ClassVar[str] = "keeps-less"
+
+    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any) -> Kept:
+        return Kept((used[..., :1],), lambda saved: saved[0])
 
 
 @frozen

@@ -78,6 +78,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path,
     return folder / "run", done.stdout
 
 
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The folder of a finished run on four ranks that split everything."""
+    folder = tmp_path_factory.mktemp("split")
+    moefw("train", spec(folder, text, SPLIT))
+    return folder / "run"
+
+
 def test_a_run_leaves_metrics_plots_a_sample_and_checkpoints(trained: tuple[Path, str]) -> None:
     run, printed = trained
     assert list(losses(run)) == list(range(1, 15))
@@ -110,11 +118,10 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(trained: t
 
 
 @pytest.mark.parametrize("layout", [2, SPLIT])
-def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(tmp_path: Path, text: Path, layout: int | str, trained) -> None:
-    whole = trained[0]
-    if layout == SPLIT:
-        moefw("train", spec(tmp_path, text, layout, "whole"))
-        whole = tmp_path / "whole"
+def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(
+    tmp_path: Path, text: Path, trained: tuple[Path, str], split: Path, layout: int | str
+) -> None:
+    whole = split if layout == SPLIT else trained[0]
     broken = spec(tmp_path, text, layout, "broken")
     command = [sys.executable, "-m", "moefw", "train", str(broken)]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -161,13 +168,15 @@ def children(parent: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["{}", "{experts: {etp: 2}}", SPLIT])
-def test_resume_may_change_the_layout(tmp_path: Path, text: Path, trained: tuple[Path, str], layout: str) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(trained[0], run)
+@pytest.mark.parametrize(("before", "layout"), [("trained", "{experts: {etp: 2}}"), ("split", "{}")])
+def test_resume_may_change_the_layout(
+    tmp_path: Path, text: Path, trained: tuple[Path, str], split: Path, before: str, layout: str
+) -> None:
+    earlier, run = {"trained": trained[0], "split": split}[before], tmp_path / "run"
+    shutil.copytree(earlier, run)
     shutil.rmtree(run / "checkpoints" / "step-14")
     moefw("train", spec(tmp_path, text, layout), "--resume", f"run.dir={run}")
-    there, here = losses(trained[0]), losses(run)
+    there, here = losses(earlier), losses(run)
     assert here.keys() == there.keys()
     assert all(here[step] == pytest.approx(there[step], rel=1e-5) for step in there)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -177,6 +186,7 @@ def test_resume_may_change_the_layout(tmp_path: Path, text: Path, trained: tuple
 def test_the_quickstart_learns_the_same_under_every_dispatcher(tmp_path: Path) -> None:
     quickstart = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
     short = ("train.steps=20", "train.eval_every=0", "train.checkpoint_every=0", "train.eval_tokens=2048")
+    short += ("train.tokens_per_step=1024", "train.seq_len=128")
     found = {}
     for name, options in DISPATCHERS.items():
         chosen = (f"dispatch={json.dumps(options)}", "precision={use: fp32}", f"run.dir={tmp_path / name}")

@@ -83,6 +83,18 @@ def test_logits_are_whole_for_any_length(pool: RankPool, length: int) -> None:
         torch.testing.assert_close(rank, alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (6, 2), (6, 1), (12, 4), (9, 9)])
+def test_heads_may_share_keys_in_any_way(pool: RankPool, heads: int, kv_heads: int) -> None:
+    """Over three ranks: whole groups a rank, one group over ranks, and groups that end within a rank."""
+    sizes = {"vocab_size": 63, "num_heads": heads, "num_kv_heads": kv_heads, "dense_dim": 48, "shared_expert_dim": 24}
+    tree = {**SMALL, "model": {**SMALL["model"], **sizes}, "train": {**SMALL["train"], "seq_len": 24}}
+    tree["train"]["tokens_per_step"] = 96
+    (alone,) = pool.run(short_run, 1, {**tree, "parallel": {}}, 2)
+    runs = pool.run(short_run, 3, {**tree, "parallel": {"dense": {"tp": 3}}}, 2)
+    assert [one.loss for one in runs[0].results] == pytest.approx([one.loss for one in alone.results], rel=1e-6)
+    assert runs[0].results[0].grad_norm == pytest.approx(alone.results[0].grad_norm, rel=1e-6)
+
+
 BALANCE = [{"kind": "aux_loss", "over": "sequence"}, {"kind": "aux_loss", "over": "micro_batch"}, {"kind": "z_loss"}]
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from moefw.core.assembly import Assembly
 from moefw.core.contracts import Layout, MemoryPolicy, Precision, Shard, Side
 from moefw.core.expert_group import ExpertGroup
 from moefw.core.layer import MoELayer
 from moefw.core.naming import expert_parameters
-from moefw.core.sharding import Sharding
 from moefw.core.site import Site
+
+if TYPE_CHECKING:
+    from moefw.core.sharding import Sharding
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -56,11 +57,14 @@ class BuildContext:
         device: torch.device,
         shared: Shared,
         policies: Mapping[str, MemoryPolicy],
-        sharding: Sharding,
+        sharding: Sharding | None = None,
+        spares: Callable[[str], bool] = lambda module: False,
     ) -> None:
         self.site, self.facts, self.layout, self.device = site, facts, layout, device
-        self._shared, self._policies, self._sharding = shared, policies, sharding
+        self._shared, self._policies, self._sharding, self._spares = shared, policies, sharding, spares
         self.precision: Precision | None = None
+        self.high: Precision | None = None
+        """What modules compute in that the precision recipe spares."""
 
     @property
     def local_experts(self) -> range:
@@ -91,13 +95,19 @@ class BuildContext:
         """Return the process group over axes of the layout, or None where it is this rank alone."""
         return self.layout.group(*axes)
 
-    def unit(self, module: M, side: Side = "dense") -> M:
+    def recipe(self, module: str) -> Precision:
+        """Return what a module of this layer (``moe.experts``) computes in: the recipe, if it does not spare it."""
+        spared = self._spares(f"layers.{self.site.layer}.{module}")
+        recipe = self.high if spared else self.precision
+        assert recipe is not None
+        return recipe
+
+    def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
         """Return ``module``, a unit of weights of GEMMs: where the layout shares them out, a call gathers them.
 
         They come in the recipe's ``weight_dtype``: a copy in another dtype would stay until backward.
         """
-        assert self.precision is not None
-        return self._sharding.unit(module, side, dtype=self.precision.weight_dtype)
+        return module if self._sharding is None else self._sharding.unit(module, side, dtype=precision.weight_dtype)
 
     def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` under the memory policy of the region ``name``, bound once and for all."""
@@ -114,18 +124,15 @@ class ModelContext:
 
     def __init__(self, assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> None:
         self.assembly, self.layout, self.device = assembly, layout, device
-        self._shared, self._sharding = shared, Sharding(layout)
+        self._shared, self._sharding = shared, _sharding(layout)
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
         """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shares them out."""
-        return self._sharding.unit(module, "dense", dtype=dtype)
+        return module if self._sharding is None else self._sharding.unit(module, "dense", dtype=dtype)
 
     def whole(self, model: M) -> M:
-        """Return ``model`` with what is in no unit as one of its own, but for experts; also for ``model.logits``."""
-        self._sharding.unit(model, "dense", apart=expert_parameters(model))
-        if isinstance(model, FSDPModule):
-            register_fsdp_forward_method(model, "logits")
-        return model
+        """Return ``model``, with what is in no unit as one of its own, but for experts."""
+        return model if self._sharding is None else self._sharding.root(model, apart=expert_parameters(model))
 
     def at(self, layer: int) -> BuildContext:
         """Return the context of one layer, dense or MoE."""
@@ -140,8 +147,9 @@ class ModelContext:
             shared=self._shared,
             policies=policies,
             sharding=self._sharding,
+            spares=parts.precision.spares,
         )
-        context.precision = parts.precision.build(context)
+        context.precision, context.high = parts.precision.build(context), parts.precision.high(context)
         for plugin in parts.memory:
             policy = plugin.build(context)
             policies |= dict.fromkeys(plugin.regions, policy)
@@ -153,11 +161,12 @@ class ModelContext:
         key = (parts.dispatch, repr(sorted(context.facts.items())), repr(context.site.dims))
         with torch.device(self.device):
             router = parts.routing.build(context)
+            context.precision = context.recipe("moe.experts")
             experts = parts.gemm.build(context)
         dispatcher = context.shared(key, lambda: parts.dispatch.build(context))
         assert isinstance(router, nn.Module)
         assert isinstance(experts, nn.Module)
-        context.unit(experts, "experts")
+        context.unit(experts, context.precision, "experts")
         return MoELayer(
             router=router, dispatcher=dispatcher, experts=experts, shared_expert=shared_expert, region=context.region
         )
@@ -169,3 +178,12 @@ def build_model(assembly: Assembly, layout: Layout, device: torch.device, shared
     with torch.device(device):
         model: nn.Module = assembly.parts.model.build(context)
     return context.whole(model)
+
+
+def _sharding(layout: Layout) -> Sharding | None:
+    sides: tuple[Side, Side] = ("dense", "experts")
+    if all(len(layout.plan.copies(layout.rank, side)[0]) == 1 for side in sides):
+        return None
+    from moefw.core.sharding import Sharding
+
+    return Sharding(layout)

@@ -171,7 +171,10 @@ class ExpertGemm(Named):
 
 @frozen(eq=False)
 class Kept:
-    """What stands for a tensor between forward and backward: tensors to save, and how to make its operand of them."""
+    """What stands for a tensor between forward and backward: tensors to save, and how to make its operand of them.
+
+    ``operand`` holds on to no tensor itself: what a memory policy drops must be free.
+    """
 
     tensors: tuple[Tensor, ...]
     operand: Callable[[Sequence[Tensor]], Tensor]
@@ -201,6 +204,10 @@ class Precision(ABC):
     def keep(self, x: Tensor, used: Tensor, *, role: Role, during: Pass) -> Kept:
         """Return what to save of ``x`` for its operand in a pass of backward; ``used`` is the one of forward."""
         return Kept((used,), lambda saved: saved[0])
+
+    def keep_activation(self, x: Tensor) -> Kept:
+        """Return what to save of ``x``, which backward reads as it is."""
+        return Kept((x,), lambda saved: saved[0])
 
 
 class MemoryPolicy(ABC):

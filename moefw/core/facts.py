@@ -27,7 +27,8 @@ class Fact:
 
     ``settle(offered, needed)`` gets what each part offers and what each part needs, in any order. ``asks`` is how an
     error says a need. ``offered_by`` names the sections of a spec that may offer the fact, the machine apart. An
-    offer that is ``itemised`` lists items, each about its first word.
+    offer that is ``itemised`` lists items, each about its first word. ``silence`` is what a part of these sections says
+    that says nothing; None: it has no say.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Fact:
     settle: Callable[[Sequence[Any], Sequence[Any]], Settled]
     offered_by: tuple[str, ...] = ()
     itemised: bool = False
+    silence: Any = None
 
     def words(self, value: Any) -> str:
         """Return a need as an error says it."""
@@ -94,6 +96,13 @@ def offers(**facts: Any) -> Offers:
     for name, value in facts.items():
         _look_at(name, value)
     return facts
+
+
+def silence(section: str) -> Offers:
+    """Return what a part of a section is taken to say of the facts that it does not speak of."""
+    return {
+        name: fact.silence for name, fact in FACTS.items() if section in fact.offered_by and fact.silence is not None
+    }
 
 
 def need(fact: str, value: Any, *, reason: str, fix: str = "", option: str = "") -> Need:
@@ -208,6 +217,8 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("deterministic", "the same bits from every part in two runs", _all_true, _COMPUTING),
         # a second movement may start before the first has come back
         Fact("two_in_flight", "two movements in flight", _all_true, ("dispatch",)),
+        # products go through moefw.linear, or quantize for each pass of backward themselves
+        Fact("by_pass", "operands quantized for each pass", _all_true, ("model", "gemm"), silence=False),
         # what the machine has
         Fact("device", "device {}", _one_of),
         Fact("package", "package {}", _some(operator.eq), itemised=True),

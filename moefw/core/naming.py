@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Canonical, ExpertGemm, Named, Router, Shard
-from moefw.core.sharding import all_of
+from moefw.core.pieces import all_of
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:

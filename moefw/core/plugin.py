@@ -96,6 +96,14 @@ class PrecisionPlugin(Plugin):
         """Return the recipe of one layer."""
         raise NotImplementedError
 
+    def high(self, context: BuildContext) -> Precision:
+        """Return what the head and the modules that are spared compute in."""
+        return self.build(context)
+
+    def spares(self, module: str) -> bool:
+        """Whether a module, such as ``layers.3.moe.experts``, stays in high precision."""
+        return False
+
 
 @frozen
 class MemoryPlugin(Plugin):

@@ -31,7 +31,7 @@ class _Linear(torch.autograd.Function):
         rows, used = (tensor.reshape(-1, x.shape[-1]) for tensor in (x, operand))
         kept = precision.keep(rows, used, role="input", during="wgrad")
         ctx.save_for_backward(weight, *kept.tensors)
-        ctx.precision, ctx.kept, ctx.dtype = precision, kept, x.dtype
+        ctx.precision, ctx.operand, ctx.dtype = precision, kept.operand, x.dtype
         return out.to(x.dtype)
 
     @staticmethod
@@ -45,5 +45,5 @@ class _Linear(torch.autograd.Function):
             grad_x = (operand @ precision.quantize(weight, role="weight", during="dgrad")).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             rows = precision.quantize(grad.reshape(-1, grad.shape[-1]), role="grad", during="wgrad")
-            grad_weight = (rows.t() @ ctx.kept.operand(tensors)).to(weight.dtype)
+            grad_weight = (rows.t() @ ctx.operand(tensors)).to(weight.dtype)
         return grad_x, grad_weight, None

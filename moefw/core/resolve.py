@@ -12,7 +12,7 @@ import attrs
 from moefw.core.assembly import Assembly, LayerAssembly, Parts
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest, show
-from moefw.core.facts import FACTS, Need, Offers, match, offers
+from moefw.core.facts import FACTS, Need, Offers, match, offers, silence
 from moefw.core.plugin import ModelPlugin, Plugin
 from moefw.core.registry import Registry
 from moefw.core.site import Dims, Machine, Site, this_machine
@@ -226,7 +226,7 @@ class _Resolution:
             if offered is None:
                 self.silent.add(placed.section)
             else:
-                promises.append((placed, offered))
+                promises.append((placed, {**silence(placed.section), **offered}))
         if layout is not None:
             promises.append(("the layout", offers(axis=tuple(layout.sizes), axis_divides=tuple(layout.sizes.items()))))
         wanted = (need.value for _, need in demands if need.fact == "package")

@@ -1,17 +1,19 @@
-"""Parameters shared out over the ranks that would hold copies: FSDP2, unit by unit, as the model is built."""
+"""Parameters shared out over the ranks that would hold copies: FSDP2, unit by unit, as the model is built.
+
+Importing this takes a second: only a layout that shares out anything does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from functools import cache
 from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 
 from moefw.core.contracts import Layout, Side
 
@@ -50,6 +52,13 @@ class Sharding:
         module.set_force_sum_reduction_for_comms(True)
         return module
 
+    def root(self, model: M, apart: Set[nn.Parameter]) -> M:
+        """Return ``model`` with what is in no unit as one of its own, also for ``model.logits``."""
+        self.unit(model, "dense", apart=apart)
+        if isinstance(model, FSDPModule):
+            register_fsdp_forward_method(model, "logits")
+        return model
+
     def _open(self, side: Side) -> DeviceMesh | None:
         """Return the mesh (copies, shard), whose dimensions are named after their groups.
 
@@ -69,32 +78,6 @@ class Sharding:
         assert copies is not None
         names = (copies.group_name, shared.group_name)
         return DeviceMesh.from_group([copies, shared], layout.device, mesh=rows, mesh_dim_names=names)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank stores of a tensor that may be shared out."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that may be shared out. Collective over its ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@contextmanager
-def all_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield room for all of a tensor that may be shared out; what is written there is stored, without any exchange."""
-    if not isinstance(tensor, DTensor):
-        yield tensor
-        return
-    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
-    yield values
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            index = tensor.device_mesh.get_local_rank(dim)
-            pieces = values.chunk(tensor.device_mesh.size(dim), placement.dim)
-            values = pieces[index] if index < len(pieces) else values.narrow(placement.dim, 0, 0)
-    tensor.to_local().copy_(values)
 
 
 def _even_dim(parameter: Tensor, count: int) -> int:

@@ -165,3 +165,15 @@ class LayerStats:
     aux_losses: Mapping[str, Tensor]
     expert_ids_TK: Tensor
     """What ``Batch.routes`` takes to replay this forward's routing."""
+
+
+@_stage
+class Output:
+    """What a model's forward returns: this rank's part of a micro-batch."""
+
+    loss_sum: Tensor
+    """fp32, summed over this rank's valid tokens."""
+    num_tokens: Tensor
+    """How many these are."""
+    layers: Mapping[int, LayerStats]
+    """What each MoE layer reports, by number."""

@@ -25,10 +25,15 @@ class Attention(nn.Module):
     def __init__(self, options: Decoder, precision: Precision, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, self.head_dim = tp, options.head_dim
-        heads, each = options.num_heads // tp.size, options.num_heads // options.num_kv_heads
-        asked = [head // each for head in range(tp.index * heads, (tp.index + 1) * heads)]
-        shard = tp.shard(0) if options.num_kv_heads % tp.size == 0 else None
-        rows = None if shard or tp.size == 1 else slice(asked[0] * self.head_dim, (asked[-1] + 1) * self.head_dim)
+        heads = options.num_heads // tp.size
+        needed = [
+            head * options.num_kv_heads // options.num_heads
+            for head in range(tp.index * heads, tp.index * heads + heads)
+        ]
+        first, count = needed[0], needed[-1] + 1 - needed[0]
+        split = options.num_kv_heads % tp.size == 0
+        shard = tp.shard(0) if split else None
+        rows = None if split else slice(first * self.head_dim, (first + count) * self.head_dim)
         queries, keys = options.num_heads * options.head_dim, options.num_kv_heads * options.head_dim
         self.q_proj = Linear(options.dim, queries, precision, shard=tp.shard(0))
         self.k_proj = Linear(options.dim, keys, precision, shard=shard, rows=rows)
@@ -36,19 +41,18 @@ class Attention(nn.Module):
         self.o_proj = Linear(queries, options.dim, precision, shard=tp.shard(1))
         self.q_norm = RMSNorm(options.head_dim, options.norm_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(options.head_dim, options.norm_eps) if options.qk_norm else None
-        own = [head - asked[0] for head in asked]
-        self._grouped = own[-1] + 1 != heads
-        even = own == sorted(list(range(own[-1] + 1)) * (heads // (own[-1] + 1)))
-        self._spread = None if even else own
+        self._grouped = count < heads
+        even = heads % count == 0 and needed == [first + head * count // heads for head in range(heads)]
+        self._spread = None if even else [head - first for head in needed]
 
     def forward(self, x_tD: Tensor, rope: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
-        """Return ``(t, D)`` for this rank's tokens of the B sequences of S positions, ``shape``."""
+        """Return ``(t, D)`` for this rank's part of the tokens of ``shape``: B sequences of S positions."""
         x_TD = self.tp.gather(x_tD)
         q, k, v = (project(x_TD).view(*shape, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        if self._spread is not None:
+        if self._spread is not None:  # queries of a rank share keys unevenly: each gets its own copy
             k, v = k[:, :, self._spread], v[:, :, self._spread]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._grouped and not self._spread)

@@ -68,6 +68,7 @@ class Decoder(ModelPlugin):
             region=tuple((region, treatment) for region in regions for treatment in ("keep", "recompute")),
             split=("tp",),
             differentiable=True,
+            by_pass=True,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from moefw.core.build import BuildContext, ModelContext
 from moefw.core.layer import Carry, MoELayer
-from moefw.core.stages import Batch, LayerStats
+from moefw.core.stages import Batch, LayerStats, Output
 from moefw.models.attention import Attention
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.modules import Linear, RMSNorm, SwiGLU, rope_table
@@ -23,24 +23,15 @@ if TYPE_CHECKING:
 Rope = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Output:
-    """Result of a forward: the loss summed over this rank's valid tokens (fp32), their number, statistics by layer."""
-
-    loss_sum: Tensor
-    num_tokens: Tensor
-    layers: dict[int, LayerStats]
-
-
 @final
 class DenseBlock(nn.Module):
     """Attention and a plain MLP, each behind a norm and around a residual."""
 
     def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel) -> None:
         super().__init__()
-        assert context.precision is not None
-        self.attention = context.unit(Attention(options, context.precision, tp))
-        self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, context.precision, tp))
+        attention, mlp = context.recipe("attention"), context.recipe("mlp")
+        self.attention = context.unit(Attention(options, attention, tp), attention)
+        self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, mlp, tp), mlp)
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
         self._attention = context.region("attention", self.attention.__call__)
@@ -63,8 +54,8 @@ class MoEBlock(nn.Module):
 
     def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel, moe: MoELayer) -> None:
         super().__init__()
-        assert context.precision is not None
-        self.attention = context.unit(Attention(options, context.precision, tp))
+        precision = context.recipe("attention")
+        self.attention = context.unit(Attention(options, precision, tp), precision)
         self.moe = moe
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
@@ -108,7 +99,7 @@ class Transformer(nn.Module):
     def __init__(self, options: Decoder, context: ModelContext) -> None:
         super().__init__()
         self.options, self.tp = options, TensorParallel(context.layout)
-        precision = context.at(0).precision
+        precision = context.at(0).high
         assert precision is not None
         self.residual_dtype = precision.residual_dtype
         self.embed = Embedding(options.vocab_size, options.dim, self.tp)
@@ -124,10 +115,10 @@ class Transformer(nn.Module):
         here, options = context.at(layer), self.options
         if layer not in options.moe_layers():
             return DenseBlock(options, here, self.tp)
-        assert here.precision is not None
         shared = None
         if options.shared_expert_dim:
-            shared = here.unit(SwiGLU(options.dim, options.shared_expert_dim, here.precision, self.tp))
+            precision = here.recipe("moe.shared_expert")
+            shared = here.unit(SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp), precision)
         return MoEBlock(options, here, self.tp, context.moe_layer(layer, shared_expert=shared))
 
     def forward(self, batch: Batch) -> Output:
@@ -138,7 +129,7 @@ class Transformer(nn.Module):
         if batch.mask_BS is not None:
             labels_T = labels_T.masked_fill(~batch.mask_BS.flatten(), IGNORED)
         num_tokens = (batch.own(labels_T) != IGNORED).sum()
-        return Output(cross_entropy(logits_Tv, labels_T, self.tp), num_tokens, layers)
+        return Output(loss_sum=cross_entropy(logits_Tv, labels_T, self.tp), num_tokens=num_tokens, layers=layers)
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[int, LayerStats]]:
         """Return ``(B, S, vocabulary)`` logits, and statistics by layer. Any S will do."""

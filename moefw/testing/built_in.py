@@ -93,6 +93,10 @@ def _budget(label: str, backend: str, on_overflow: str) -> Any:
     return label, choice, {"budget": 0.6}
 
 
+def _quantized(use: str, label: str, **options: Any) -> Any:
+    return label, {"use": use, "backend": "emulate", **options}, {"rtol": 0.4, "floor": 0.5}
+
+
 BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "routing": {
         "topk": (*_ROUTERS, (*_QUANTILE, {"words": {"score": "softmax"}, "state": ("beta_E",)})),
@@ -126,6 +130,11 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "precision": {
         "fp32": (("", {"use": "fp32"}, {"rtol": 1e-4}),),
         "bf16": (("", {"use": "bf16"}, {"rtol": 4e-2, "floor": 0.1}),),
+        "fp8-blockwise": (
+            _quantized("fp8-blockwise", "emulate"),
+            _quantized("fp8-blockwise", "emulate, fp32 scales, saved fp8", scales="fp32", saved_activations="fp8"),
+        ),
+        "mxfp8": (_quantized("mxfp8", "emulate"),),
     },
     "parallel": {
         "folded": _layouts("folded", _FOLDED),

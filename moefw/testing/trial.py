@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,15 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import ModelContext, Shared
 from moefw.core.contracts import Canonical, Layout
 from moefw.core.layer import MoELayer
 from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, initialise
+from moefw.core.pieces import is_shared_out, whole
 from moefw.core.plugin import Plugin
 from moefw.core.resolve import assemble_tree
-from moefw.core.sharding import whole
 from moefw.core.site import Machine
 from moefw.core.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch, ExpertBatch, Routing
@@ -86,7 +87,8 @@ class Trial:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tokens: that of the precision recipe's residual stream."""
-        return torch.bfloat16 if self.parts.get("precision", {}).get("use") == "bf16" else torch.float32
+        choice = json.dumps(self.parts.get("precision"), sort_keys=True, default=repr)
+        return _residual_dtype(_Recipe(choice, self.plugins, self))
 
     def draw(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return a rank's tokens and the probe that its output is multiplied with, (T, D), exact in ``dtype``."""
@@ -125,6 +127,27 @@ class Trial:
             n: evolve(p, facts={**p.facts, "row_alignment": self.row_alignment}) for n, p in assembly.layers.items()
         }
         return evolve(assembly, layers=layers)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A choice of a precision, and a trial that makes it."""
+
+    choice: str
+    plugins: tuple[type[Plugin], ...]
+    trial: Trial = field(compare=False)
+
+
+@cache
+def _residual_dtype(recipe: _Recipe) -> torch.dtype:
+    """Return the dtype of the residual stream, as on one rank: a process may ask for the tokens of any."""
+    assembly = _alone(recipe.trial).resolve()
+    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    layout.rank = 0
+    precision = ModelContext(assembly, layout, torch.device("cpu"), Shared()).at(0).precision
+    assert precision is not None
+    dtype: torch.dtype = precision.residual_dtype
+    return dtype
 
 
 @dataclass(kw_only=True)
@@ -218,7 +241,7 @@ def solve(trial: Trial) -> Outcome:
 
 def _share(grad: Tensor) -> Tensor:
     """Return what this rank adds to a gradient; of one that is summed and shared out already, an equal share."""
-    return whole(grad) / grad.device_mesh.size() if isinstance(grad, DTensor) else grad
+    return whole(grad) / grad.device_mesh.size() if is_shared_out(grad) else grad
 
 
 def _whole(piece: Canonical, part: Tensor) -> Tensor:
@@ -278,7 +301,7 @@ def _uniform(trial: Trial, rank: int) -> Tensor:
 def _alone(trial: Trial) -> Trial:
     """The same layer on one rank; its tokens do not matter."""
     parts = {key: value for key, value in trial.parts.items() if key != "parallel"}
-    return Trial(**{**trial.__dict__, "tokens": (1,), "parts": parts})
+    return replace(trial, tokens=(1,), parts=parts)
 
 
 def assert_matches(outcomes: Sequence[Outcome], wanted: Truth, *, rtol: float, floor: float = 1e-2) -> None:

@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from moefw.core.assembly import Assembly
 from moefw.core.build import BuildContext, Shared
 from moefw.core.contracts import Dispatcher, Layout
-from moefw.core.sharding import Sharding
 from moefw.core.stages import Routing
 from moefw.core.traffic import Traffic
 from moefw.testing.counting import CountingGroup
@@ -38,7 +37,6 @@ def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: 
         device=torch.device("cpu"),
         shared=shared,
         policies={},
-        sharding=Sharding(layout),
     )
     return assembly.parts.dispatch.build(context)
 

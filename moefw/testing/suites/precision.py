@@ -52,6 +52,9 @@ class Operand:
         return x.to(dtype).requires_grad_()
 
 
+KEPT: Sequence[tuple[Role, Pass]] = (("input", "wgrad"), ("weight", "dgrad"))
+"""What is kept from forward to backward, and for which of its products."""
+
 OPERANDS = st.builds(
     Operand,
     rows=st.sampled_from([0, 1, 7, 32, 128]),
@@ -131,8 +134,9 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_operands_are_close_to_what_they_stand_for(self) -> None:
-        """Within the stated error; what is in the offered dtype already stays as it is, bit by bit."""
-        recipe, dtype, allowed = self.recipe(), self._native(), self._rtol()
+        """Within the stated error; where operands serve all passes, what is in the offered dtype stays as it is."""
+        recipe, allowed = self.recipe(), self._rtol()
+        dtype = None if recipe.by_pass else self._native()
 
         def check(drawn: Operand) -> None:
             x = drawn.tensor(self.block, torch.float32)
@@ -166,6 +170,23 @@ class PrecisionSuite(Suite):
                 assert fits, f"{says} {tuple(grad.shape)} {grad.dtype}; {tuple(x.shape)} {x.dtype} is right."
                 straight = worst_error(grad, torch.ones_like(grad)) <= allowed
                 assert straight, f"{says} not that of the identity."
+
+        self.for_all(check, OPERANDS)
+
+    def test_what_is_kept_for_backward_makes_the_operand(self) -> None:
+        """Of inputs for wgrad and of weights for dgrad, in the shape and as close as the operand itself."""
+        recipe, allowed = self.recipe(), self._rtol()
+
+        def check(drawn: Operand) -> None:
+            role, during = KEPT[drawn.seed % len(KEPT)]
+            x = drawn.tensor(self.block, torch.float32 if role == "weight" else recipe.residual_dtype).detach()
+            used = self._quantize(recipe, x, evolve(drawn, role=role, during="fprop"))
+            kept = recipe.keep(x, used, role=role, during=during)
+            operand = kept.operand(kept.tensors)
+            what = f"{self.plugin.name}: what is kept of {tuple(x.shape)} {x.dtype} (role {role} for {during})"
+            assert operand.shape == x.shape, f"{what} makes {tuple(operand.shape)}; the shape must stay."
+            error = worst_error(operand, x)
+            assert error <= allowed, f"{what} makes an operand off by {error:.1e}; {allowed:.0e} is stated."
 
         self.for_all(check, OPERANDS)
 
@@ -215,8 +236,7 @@ class PrecisionSuite(Suite):
         """Yield the error of the output and of each gradient of a layer against the oracle."""
         trial = self._fitting(tokens=(tokens,), seed=seed, row_alignment=row_alignment(self._fitting().resolve()))
         layer, shared = build_layer(trial)
-        dtype = self.recipe().residual_dtype
-        x_TD, probe_TD = (drawn.to(dtype) for drawn in trial.draw(0))
+        x_TD, probe_TD = trial.draw(0)
         x_TD.requires_grad_()
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         with poisoned_memory():

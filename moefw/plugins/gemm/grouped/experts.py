@@ -68,20 +68,22 @@ class _Experts(torch.autograd.Function):
         out_of = precision.quantize(down, role="weight", during="fprop")
         rows_RD = grouped_mm(a, out_of.transpose(1, 2), offs=offsets_e).to(x_RD.dtype)
         kept = (
+            precision.keep_activation(h_RH),
             precision.keep(x_RD, x, role="input", during="wgrad"),
             precision.keep(gate_up, into, role="weight", during="dgrad"),
             precision.keep(down, out_of, role="weight", during="dgrad"),
         )
-        ctx.save_for_backward(h_RH, weights_R, offsets_e, *(tensor for one in kept for tensor in one.tensors))
-        ctx.precision, ctx.kept, ctx.dtypes = precision, kept, (x_RD.dtype, gate_up.dtype, down.dtype)
+        ctx.save_for_backward(weights_R, offsets_e, *(tensor for one in kept for tensor in one.tensors))
+        ctx.operands = [(one.operand, len(one.tensors)) for one in kept]
+        ctx.precision, ctx.dtypes = precision, (x_RD.dtype, gate_up.dtype, down.dtype)
         return rows_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        h_RH, weights_R, offsets_e, *saved = ctx.saved_tensors
+        weights_R, offsets_e, *saved = ctx.saved_tensors
         precision: Precision = ctx.precision
-        x, into, out_of = (one.operand([saved.pop(0) for _ in one.tensors]) for one in ctx.kept)
+        h_RH, x, into, out_of = (operand([saved.pop(0) for _ in range(count)]) for operand, count in ctx.operands)
         dtype, into_dtype, out_dtype = ctx.dtypes
         grad_RD = grad_RD.contiguous()
         grad_y = precision.quantize(grad_RD, role="grad", during="dgrad")

@@ -1,0 +1,94 @@
+"""``fp8-blockwise`` and ``mxfp8``: GEMMs on eight-bit operands, everything else in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import ClassVar, Literal
+
+from attrs import frozen
+
+import moefw
+from moefw.core.plugin import PrecisionPlugin
+from moefw.core.site import Site
+
+
+@frozen(kw_only=True)
+class _Quantized(PrecisionPlugin):
+    """Operands of the GEMMs of attention, MLPs and experts are quantized for each of their three products.
+
+    Router, norms, embedding, head and softmax are those of bf16; parameters, gradients and optimizer are fp32.
+    ``backend`` emulate quantizes, dequantizes and multiplies in fp32: the codes and scales of the format, on any
+    machine. ``keep_bf16``: patterns of modules that are left out, such as ``layers.0.*`` or ``*.attention``.
+    ``saved_activations`` fp8 saves the experts' pre-activation in the format, too.
+    """
+
+    rows: ClassVar[int]
+    """Rows of a block in the product that sums over rows: a block must not reach over two experts."""
+
+    backend: Literal["emulate"]
+    keep_bf16: tuple[str, ...] = ()
+    saved_activations: Literal["bf16", "fp8"] = "bf16"
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """Operands are dequantized to fp32; rows travel in bf16."""
+        return moefw.offers(operand=("fp32",), wire=("bf16",), deterministic=True, differentiable=True)
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Whole blocks of rows, and GEMMs that quantize for each pass."""
+        blocks = f"the weight gradient takes rows in blocks of {self.rows}, each of one expert"
+        passes = "backward multiplies operands that are quantized along other axes than those of forward"
+        return [
+            moefw.need("row_alignment", self.rows, reason=blocks),
+            moefw.need("by_pass", True, reason=passes, fix="Use a gemm that multiplies through moefw.linear."),
+        ]
+
+    def high(self, context: moefw.BuildContext) -> moefw.Precision:
+        """Return bf16."""
+        from moefw.core.casts import BF16Recipe
+
+        return BF16Recipe()
+
+    def spares(self, module: str) -> bool:
+        """Whether a pattern of ``keep_bf16`` names the module."""
+        return any(fnmatchcase(module, pattern) for pattern in self.keep_bf16)
+
+
+@frozen(kw_only=True)
+class FP8Blockwise(_Quantized):
+    """E4M3; a scale for 1x128 values of activations and gradients, for 128x128 of weights.
+
+    ``scales``: power_of_two as Transformer Engine does by default (rounded down), or exact fp32.
+    """
+
+    name: ClassVar[str] = "fp8-blockwise"
+    rows: ClassVar[int] = 128
+
+    scales: Literal["power_of_two", "fp32"] = "power_of_two"
+
+    def build(self, context: moefw.BuildContext) -> moefw.Precision:
+        """Return the recipe."""
+        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe, blockwise
+
+        encode = blockwise(power_of_two=self.scales == "power_of_two")
+        return EmulatedRecipe(encode, save_codes=self.saved_activations == "fp8")
+
+
+@frozen(kw_only=True)
+class MXFP8(_Quantized):
+    """E4M3 with an E8M0 scale for each 32 values along the axis that a product sums over (OCP MX)."""
+
+    name: ClassVar[str] = "mxfp8"
+    rows: ClassVar[int] = 32
+
+    def build(self, context: moefw.BuildContext) -> moefw.Precision:
+        """Return the recipe."""
+        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe, mx
+
+        return EmulatedRecipe(mx, save_codes=self.saved_activations == "fp8")
+
+
+@moefw.hookimpl
+def moefw_precisions() -> list[type[PrecisionPlugin]]:
+    """Declare the recipes."""
+    return [FP8Blockwise, MXFP8]
