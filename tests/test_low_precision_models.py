@@ -183,6 +183,16 @@ def tensors() -> Iterator[Tensor]:
     return (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
 
 
+@pytest.mark.parametrize("gemm", ["loop", "grouped"])
+@pytest.mark.parametrize("name", SAVED_FP8)
+def test_no_pre_activation_is_saved_in_bf16_where_codes_are(name: str, gemm: str) -> None:
+    wide = 2 * SAVING["expert_dim"]
+    for precision, there in ((FORMATS[name].choice, True), (SAVED_FP8[name], False)):
+        saved, *_ = run_experts(saving(precision, gemm))
+        found = [tensor for tensor in saved if tensor.dtype is torch.bfloat16 and tensor.shape[-1] == wide]
+        assert bool(found) == there
+
+
 @pytest.mark.parametrize("name", SAVED_FP8)
 def test_gradients_differ_little_where_activations_are_saved_in_fp8(name: str) -> None:
     """Measured: 4.5 % for the rows and gate_up, 3.7 % for the routing weights, 5.3 % for down."""
@@ -330,3 +340,9 @@ def test_an_option_that_is_missing_or_not_there_is_refused_with_what_is(
 def test_rows_are_aligned_to_whole_blocks(name: str) -> None:
     facts = Trial(parts={"precision": dict(FORMATS[name].choice)}).resolve().layers[0].facts
     assert facts["row_alignment"] % FORMATS[name].rows == 0
+
+
+def test_a_pattern_that_names_no_module_is_refused() -> None:
+    precision = {**FORMATS["mxfp8"].choice, "keep_bf16": ["*.attention", "layer.0.*"]}
+    with pytest.raises(PlanError, match=r"keep_bf16\[1\]: 'layer.0.\*' names no module"):
+        Trial(parts={"precision": precision}).resolve()

@@ -219,6 +219,8 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("two_in_flight", "two movements in flight", _all_true, ("dispatch",)),
         # products go through moefw.linear, or quantize for each pass of backward themselves
         Fact("by_pass", "operands quantized for each pass", _all_true, ("model", "gemm"), silence=False),
+        # what backward reads of activations is saved through Precision.keep_activation
+        Fact("activations_kept", "activations that a recipe may save as codes", _all_true, ("gemm",), silence=False),
         # what the machine has
         Fact("device", "device {}", _one_of),
         Fact("package", "package {}", _some(operator.eq), itemised=True),

@@ -30,7 +30,13 @@ class Grouped(GemmPlugin):
 
     def offers(self, site: Site) -> moefw.Offers:
         """The activation is always recomputed from the pre-activation."""
-        return moefw.offers(region=(("moe_act", "recompute"),), differentiable=True, by_pass=True, deterministic=True)
+        return moefw.offers(
+            region=(("moe_act", "recompute"),),
+            differentiable=True,
+            by_pass=True,
+            activations_kept=True,
+            deterministic=True,
+        )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Groups end to end, aligned as asked for, on a GPU to 16 bytes."""

@@ -21,7 +21,9 @@ class Loop(GemmPlugin):
     def offers(self, site: Site) -> moefw.Offers:
         """The activation may be kept, or recomputed together with the input of the second GEMM."""
         regions = (("moe_act", "keep"), ("moe_act", "recompute"))
-        return moefw.offers(region=regions, differentiable=True, by_pass=True, deterministic=True)
+        return moefw.offers(
+            region=regions, differentiable=True, by_pass=True, activations_kept=True, deterministic=True
+        )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Group sizes on the host, whole experts on each rank."""

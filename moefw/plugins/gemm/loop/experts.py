@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from moefw.core.contracts import Canonical, ExpertGemm
+from moefw.core.contracts import Canonical, ExpertGemm, Precision
 from moefw.core.product import linear
 from moefw.core.stages import ExpertBatch
-from moefw_kernels.swiglu import weighted_swiglu
+from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 if TYPE_CHECKING:
     from moefw.core.build import BuildContext
@@ -45,7 +46,10 @@ class LoopExperts(nn.Module, ExpertGemm):
         return torch.cat([*outputs, torch.zeros_like(unused)])
 
     def _activate_and_project(self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
-        return linear(weighted_swiglu(h_RH, weights_R), down_DF, self.precision)
+        if not self.precision.by_pass:
+            return linear(weighted_swiglu(h_RH, weights_R), down_DF, self.precision)
+        a_RF = _Activation.apply(h_RH, weights_R, self.precision)  # type: ignore[no-untyped-call]
+        return linear(a_RF, down_DF, self.precision)
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield each expert's three weights."""
@@ -54,3 +58,21 @@ class LoopExperts(nn.Module, ExpertGemm):
             yield Canonical(f"{expert}.gate_proj.weight", self.gate[local], shard=into)
             yield Canonical(f"{expert}.up_proj.weight", self.up[local], shard=into)
             yield Canonical(f"{expert}.down_proj.weight", self.down[local], shard=out_of)
+
+
+class _Activation(torch.autograd.Function):
+    """``w * swiglu(H)``; saves H as the recipe does."""
+
+    @staticmethod
+    def forward(ctx: Any, h_RH: Tensor, weights_R: Tensor, precision: Precision) -> Tensor:
+        kept = precision.keep_activation(h_RH)
+        ctx.save_for_backward(weights_R, *kept.tensors)
+        ctx.operand = kept.operand
+        return weighted_swiglu(h_RH, weights_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor | None, ...]:
+        weights_R, *saved = ctx.saved_tensors
+        grad_h, grad_weights, _ = weighted_swiglu_backward(grad_RF.contiguous(), ctx.operand(saved), weights_R)
+        return grad_h, grad_weights, None

@@ -12,6 +12,9 @@ import moefw
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
 
+MODULES = ("attention", "mlp", "moe.experts", "moe.shared_expert")
+"""The modules of a layer whose GEMMs a recipe quantizes."""
+
 
 @frozen(kw_only=True)
 class _Quantized(PrecisionPlugin):
@@ -38,10 +41,14 @@ class _Quantized(PrecisionPlugin):
         """Whole blocks of rows, and GEMMs that quantize for each pass."""
         blocks = f"the weight gradient takes rows in blocks of {self.rows}, each of one expert"
         passes = "backward multiplies operands that are quantized along other axes than those of forward"
-        return [
+        needs = [
             moefw.need("row_alignment", self.rows, reason=blocks),
-            moefw.need("by_pass", True, reason=passes, fix="Use a gemm that multiplies through moefw.linear."),
+            moefw.need("by_pass", True, reason=passes, fix="Use parts that multiply through moefw.linear."),
         ]
+        if self.saved_activations == "fp8":
+            reason, fix = "saved_activations is fp8", "Use gemm: grouped or loop, or saved_activations: bf16."
+            needs.append(moefw.need("activations_kept", True, reason=reason, fix=fix, option="saved_activations"))
+        return needs
 
     def high(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return bf16."""
@@ -86,6 +93,23 @@ class MXFP8(_Quantized):
         from moefw.plugins.precision.quantized.recipe import EmulatedRecipe, mx
 
         return EmulatedRecipe(mx, save_codes=self.saved_activations == "fp8")
+
+
+@moefw.hookimpl
+def moefw_check(assembly: moefw.Assembly) -> list[moefw.Problem]:
+    """A pattern that names no module is a mistake."""
+    recipe, model = assembly.parts.precision, assembly.parts.model
+    if not isinstance(recipe, _Quantized):
+        return []
+    layers = range(getattr(model, "num_layers", max(assembly.layers, default=-1) + 1))
+    modules = [f"layers.{layer}.{module}" for layer in layers for module in MODULES]
+    missed = [
+        (index, pattern)
+        for index, pattern in enumerate(recipe.keep_bf16)
+        if not any(fnmatchcase(module, pattern) for module in modules)
+    ]
+    fix = "Use for example layers.0.* or *.attention."
+    return [moefw.Problem(f"{name!r} names no module.", fix, f"precision.keep_bf16[{index}]") for index, name in missed]
 
 
 @moefw.hookimpl
