@@ -30,19 +30,19 @@ GOAL = 0.005
 
 
 def main() -> int:
-    """Train, print the table, write the file; 1 if a loss is further from bf16's than the goal."""
+    """Train, print and write what is known after each run; 1 if a loss is further from bf16's than the goal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     options = parser.parse_args()
-    losses = {name: train(RECIPES[name], options.steps) for name in dict.fromkeys(["bf16", *options.recipes])}
-    rows = [
-        {"recipe": name, "eval_loss": loss, "against_bf16": loss / losses["bf16"] - 1} for name, loss in losses.items()
-    ]
-    for row in rows:
-        print(f"{row['recipe']:40} {row['eval_loss']:.4f} nats a byte {row['against_bf16']:+.3%}")
-    spec = str(SPEC.relative_to(ROOT))
-    print(record.write("precision_runs", {"spec": spec, "steps": options.steps, "goal": GOAL, "runs": rows}))
+    losses: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(["bf16", *options.recipes]):
+        losses[name] = train(RECIPES[name], options.steps)
+        rows.append({"recipe": name, "eval_loss": losses[name], "against_bf16": losses[name] / losses["bf16"] - 1})
+        print(f"{name:40} {losses[name]:.4f} nats a byte {rows[-1]['against_bf16']:+.3%}", flush=True)
+        about = {"spec": str(SPEC.relative_to(ROOT)), "steps": options.steps, "goal": GOAL}
+        record.write("precision_runs", {**about, "runs": rows})
     return 0 if all(abs(row["against_bf16"]) <= GOAL for row in rows) else 1
 
 
@@ -54,7 +54,6 @@ def train(precision: dict[str, Any], steps: int) -> float:
         command = [sys.executable, "-m", "moefw", "train", str(SPEC), *overrides, f"precision={json.dumps(precision)}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-        print(f"{precision}: {last['eval_loss']:.4f}", flush=True)
         return float(last["eval_loss"])
 
 
