@@ -22,6 +22,7 @@ SPEC = ROOT / "examples" / "quickstart.yaml"
 EMULATED = {"backend": "emulate"}
 RECIPES: dict[str, dict[str, Any]] = {
     "bf16": {"use": "bf16"},
+    "fp32": {"use": "fp32"},
     "fp8-blockwise": {"use": "fp8-blockwise", **EMULATED},
     "fp8-blockwise, activations saved in fp8": {"use": "fp8-blockwise", **EMULATED, "saved_activations": "fp8"},
     "mxfp8": {"use": "mxfp8", **EMULATED},
