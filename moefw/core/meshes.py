@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, final
+from typing import Final, final
 
 from attrs import field, frozen
 
 from moefw.core.contracts import LayoutPlan, Side
-from moefw.core.errors import PlanError
-from moefw.core.facts import Need, need
 
 DENSE: Final = ("pp", "dp", "cp", "tp")
 EXPERT: Final = ("pp", "edp", "ep", "etp")
@@ -111,68 +109,3 @@ class MeshPlan(LayoutPlan):
     def _look_at(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not in a world of {self.world}")
-
-
-@final
-@frozen(kw_only=True)
-class Sharing:
-    """An option that says over how many ranks each parameter of a mesh is shared out; "all": over all copies.
-
-    ``copy_ranks``: how many ranks it takes to hold each parameter once; ``axes``: the copies, in words.
-    """
-
-    option: str
-    asked: int | Literal["all"]
-    copy_ranks: int
-    axes: str
-
-    @property
-    def unit(self) -> int:
-        """The ranks of the smallest world that has as many copies as are asked for."""
-        return self.copy_ranks * (1 if self.asked == "all" else self.asked)
-
-    def over(self, world: int) -> int:
-        """Return the number of ranks in ``world`` that share out a parameter. Raises PlanError where none fits."""
-        copies = world // self.copy_ranks
-        shards = copies if self.asked == "all" else self.asked
-        if copies % shards:
-            fits = next(near for near in range(min(shards, copies, _FAR), 0, -1) if copies % near == 0)
-            what = f"{self.option} {shards} does not divide {self.axes} = {copies}, the copies of each parameter."
-            raise PlanError(what, f"Use {self.option}: {fits}.")
-        return shards
-
-
-_FAR: Final = 2**16
-"""How far below a number a divisor is looked for."""
-
-
-def shards_validator(_: object, option: Any, value: int | Literal["all"]) -> None:
-    """Refuse what is neither "all" nor a number of ranks: the attrs validator of the option of a :class:`Sharing`."""
-    if value != "all" and value < 1:
-        raise ValueError(f"{option.name} {value} is less than one rank. Use a number from 1, or all.")
-
-
-def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharings: Sequence[Sharing] = ()) -> int:
-    """Return ``world`` if it is ``unit`` ranks or, unless ``exactly``, a multiple of it; PlanError if not.
-
-    None: the smallest that has the copies that ``sharings`` ask for. ``sizes`` spells out ``unit`` for the error.
-    """
-    smallest = unit if exactly else math.lcm(unit, *(sharing.unit for sharing in sharings))
-    if world is None:
-        return smallest
-    if world < unit or (world > unit if exactly else world % unit):
-        wanted = f"exactly {unit}" if exactly else f"a multiple of {unit}"
-        near = max(1, round(world / smallest)) * smallest
-        what = f"{world} ranks do not fit this layout, which wants {wanted} = {sizes}."
-        raise PlanError(what, f"Start {smallest if exactly else near} ranks, or change the sizes.")
-    return world
-
-
-def split_needs(sizes: Mapping[str, int]) -> list[Need]:
-    """Return the need of a model that can be split, for each option of pp, cp and tp that is above 1."""
-    shared = {"pp": "the layers", "cp": "each sequence", "tp": "each layer"}
-    found = [(option, option.rpartition(".")[2], size) for option, size in sizes.items() if size > 1]
-    return [
-        need("split", axis, reason=f"{option} {size} shares out {shared[axis]}", fix=f"Use {option}: 1.", option=option)
-        for option, axis, size in found
-    ]
