@@ -26,7 +26,7 @@ losses of every step within {LOSS:g} and gradient norms within {NORM:g} of it, w
 
 def main() -> int:
     """Return 0 if every layout trains as one rank does."""
-    pool = RankPool(16)
+    measured, pool = commit(), RankPool(16)
     table = LayoutTable(ROOT / "tests" / "layouts.yaml", pool)
     found = []
     for row in table.rows:
@@ -35,26 +35,26 @@ def main() -> int:
         verdict = "alike" if found[-1][1].alike else "NOT ALIKE"
         print(f"{verdict:9} {row} ({time.monotonic() - began:.0f} s) {found[-1][1]}", flush=True)
     pool.close()
-    PAGE.write_text(page(found))
+    PAGE.write_text(page(found, measured))
     print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0 if all(deviation.alike for _, deviation in found) else 1
 
 
-def page(found: list[tuple[Row, Deviation]]) -> str:
-    """Return the table as Markdown."""
-    lines = [HEAD, f"Measured {datetime.now(UTC):%Y-%m-%d}, commit {commit()}, torch {torch.__version__}.", ""]
+def page(found: list[tuple[Row, Deviation]], measured: str) -> str:
+    """Return the table, measured at a commit, as Markdown."""
+    lines = [HEAD, f"Measured {datetime.now(UTC):%Y-%m-%d}, commit {measured}, torch {torch.__version__}.", ""]
     lines += ["| ranks | parallel | model | dispatch | loss | gradient norm | weights | |", "|---" * 8 + "|"]
     for row, deviation in found:
         parallel = str(row).split(" ", 2)[2].rsplit("}", 1)[0] + "}"
         data = row.model + (", padded" if row.padded else "")
-        measured = f"{deviation.loss:.1e} | {deviation.norm:.1e} | {deviation.weights:.1e}"
+        figures = f"{deviation.loss:.1e} | {deviation.norm:.1e} | {deviation.weights:.1e}"
         verdict = "alike" if deviation.alike else "**not alike**"
-        lines.append(f"| {row.ranks} | `{parallel}` | {data} | {row.dispatch} | {measured} | {verdict} |")
+        lines.append(f"| {row.ranks} | `{parallel}` | {data} | {row.dispatch} | {figures} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 
 def commit() -> str:
-    """Return the commit that was measured."""
+    """Return the commit that is checked out."""
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch.distributed as dist
 from rich.console import Console
 
+from moefw.core.pieces import local
 from moefw.training.clock import StepClock, render
 from moefw.training.evaluation import zlib_bits_per_byte
 from moefw.training.generate import generate
@@ -23,7 +24,7 @@ SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = "def ", 160, 0.7
 
 def introduce(session: Session, start: int, console: Console) -> None:
     """Say what is about to be trained, where, and from which step on."""
-    held = sum(parameter.numel() for parameter in session.model.parameters())
+    held = sum(local(parameter).numel() for parameter in session.model.parameters())
     sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
     ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
     _say(console, f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0")
