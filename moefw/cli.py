@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -69,4 +69,16 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         code = error.exit_code
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit; a rank without finalizing the interpreter.
+
+    A thread of gloo may still hold the last tensor, and freeing it then aborts the process (pytorch#179291).
+    """
+    if {"RANK", "SLURM_PROCID"} & os.environ.keys():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from moefw.core.errors import PlanError
@@ -34,3 +38,14 @@ def test_ranks_meet_at_the_first_node() -> None:
     assert rendezvous({"MASTER_ADDR": "host", "MASTER_PORT": "1234"}) == "tcp://host:1234"
     assert rendezvous({"SLURM_JOB_NODELIST": "gpu[07-10,12]", "SLURM_JOB_ID": "2042"}) == "tcp://gpu07:29542"
     assert rendezvous({"SLURM_JOB_NODELIST": "a1,a2"}) == "tcp://a1:29500"
+
+
+@pytest.mark.parametrize(
+    ("variables", "finalized"), [({}, True), ({"RANK": "1"}, False), ({"SLURM_PROCID": "1"}, False)]
+)
+def test_a_rank_leaves_without_finalizing_the_interpreter(variables: dict[str, str], finalized: bool) -> None:
+    program = "import atexit; atexit.register(print, 'finalized'); from moefw.cli import main; main(['--version'])"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("moefw, version")
+    assert ("finalized" in done.stdout) == finalized
