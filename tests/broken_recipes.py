@@ -26,7 +26,7 @@ class _Recipe(PrecisionPlugin, moefw.Precision):
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         return self
 
-    def quantize(self, x: Tensor, *, role: Any, during: Any) -> Tensor:
+    def quantize(self, x: Tensor, *, role: Any, during: Any, rows: Any = None) -> Tensor:
         return self.made(x.float(), role)
 
     def made(self, x: Tensor, role: str) -> Tensor:
@@ -127,7 +127,7 @@ class WritesIntoTheTensor(_Recipe):
 class KeepsAnother(_Recipe):
     name: ClassVar[str] = "keeps-another"
 
-    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any) -> Kept:
+    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> Kept:
         return Kept((x,), lambda saved: saved[0].flip(-1))
 
 
@@ -135,7 +135,7 @@ class KeepsAnother(_Recipe):
 class KeepsLess(_Recipe):
     name: ClassVar[str] = "keeps-less"
 
-    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any) -> Kept:
+    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> Kept:
         return Kept((used[..., :1],), lambda saved: saved[0])
 
 

@@ -227,10 +227,10 @@ def quantizing(model: nn.Module) -> Iterator[dict[str, list[torch.dtype]]]:
     running: list[str] = []
     quantize = EmulatedRecipe.quantize
 
-    def spy(self: EmulatedRecipe, x: Tensor, *, role: Any, during: Any) -> Tensor:
+    def spy(self: EmulatedRecipe, x: Tensor, *, role: Any, during: Any, rows: Any = None) -> Tensor:
         if role == "weight":
             found.setdefault(running[-1], []).append(x.dtype)
-        return quantize(self, x, role=role, during=during)
+        return quantize(self, x, role=role, during=during, rows=rows)
 
     def enter(name: str) -> Callable[..., None]:
         return lambda *_: running.append(name)

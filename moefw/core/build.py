@@ -100,7 +100,7 @@ class BuildContext:
         spared = self._spares(f"layers.{self.site.layer}.{module}")
         recipe = self.high if spared else self.precision
         assert recipe is not None
-        return recipe
+        return recipe.at(module)
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
         """Return ``module``, a unit of weights of GEMMs: where the layout shares them out, a call gathers them.

@@ -7,13 +7,13 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from moefw.core.contracts import Pass, Precision, Role
+from moefw.core.contracts import Pass, Precision, Role, Rows
 
 
 class _Cast(Precision):
     operand_dtype: ClassVar[torch.dtype]
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass) -> Tensor:
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Tensor:
         """Return ``x`` in the operand dtype."""
         return x if x.dtype is self.operand_dtype else x.to(self.operand_dtype)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from attrs import frozen
 
@@ -177,7 +177,35 @@ class Kept:
     """
 
     tensors: tuple[Tensor, ...]
-    operand: Callable[[Sequence[Tensor]], Tensor]
+    operand: Callable[[Sequence[Tensor]], Any]
+
+
+@frozen(eq=False)
+class Rows:
+    """What a recipe may know of the rows of an input or a gradient, beside their values."""
+
+    ends_e: Tensor | None = None
+    """int32 on the device: where each group of rows ends, an expert's. None: one group."""
+    keys_R: Tensor | None = None
+    """int64: from which the random draws for a row start, whatever rank it is on. None: nothing is drawn."""
+
+
+class Operand(Protocol):
+    """What a GEMM multiplies: a tensor, or what stands for one in a format that torch's operators do not take."""
+
+    @property
+    def mT(self) -> Any:
+        """The transpose of each matrix."""
+
+    def __matmul__(self, other: Any) -> Tensor:
+        """Return the product with the operand of the other side."""
+
+
+class GroupedOperand(Operand, Protocol):
+    """One that is no tensor multiplies in groups itself."""
+
+    def grouped_mm(self, other: Any, ends_e: Tensor) -> Tensor:
+        """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it."""
 
 
 class Precision(ABC):
@@ -192,16 +220,25 @@ class Precision(ABC):
     weight_dtype: ClassVar[Any] = None
     """The dtype in which weights may be gathered where they are shared out; None: as they are stored."""
     by_pass: ClassVar[bool] = False
-    """Whether backward needs operands of its own. If not, autograd takes those of forward."""
+    """Whether backward needs operands of its own. If not, operands are tensors, and autograd takes those of forward."""
+
+    def at(self, name: str, *, groups: int | None = None) -> Precision:
+        """Return the recipe for a module or a GEMM inside: what it draws or remembers there is its own.
+
+        ``groups``: of a GEMM, how many groups of rows, or stacked weights, it has on this rank. An owner that assigns
+        the result to itself also owns its state.
+        """
+        return self
 
     @abstractmethod
-    def quantize(self, x: Tensor, *, role: Role, during: Pass) -> Tensor:
-        """Return the operand that takes the part of ``x`` in a GEMM; gradients flow straight through to ``x``.
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Any:
+        """Return the operand (:class:`Operand`) that takes the part of ``x`` in a GEMM.
 
-        Leading axes, of stacked weights, are apart.
+        Where it is a tensor, gradients flow straight through to ``x``. Leading axes, of stacked weights, are apart;
+        ``rows`` tells about those of an input or a gradient.
         """
 
-    def keep(self, x: Tensor, used: Tensor, *, role: Role, during: Pass) -> Kept:
+    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
         """Return what to save of ``x`` for its operand in a pass of backward; ``used`` is the one of forward."""
         return Kept((used,), lambda saved: saved[0])
 

@@ -79,7 +79,7 @@ class MoELayer(nn.Module):
         """Run the shared expert while rows travel, then the routed experts, and start the rows on their way back."""
         assert carry.pending is not None
         if self._shared is not None:
-            carry.shared_TD = self._shared(carry.x)
+            carry.shared_TD = self._shared(carry.x, carry.batch)
         batch, receipt = self.dispatcher.finish_dispatch(carry.pending)
         carry.arrival = batch.stats
         carry.pending = self.dispatcher.start_combine(self._experts(batch), receipt)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from moefw.core.contracts import Shard
+from moefw.core.contracts import Rows, Shard
 from moefw.core.errors import ContractError
 
 T_ = TypeVar("T_")
@@ -46,6 +46,9 @@ class Batch:
     seeds_B: Tensor | None = None
     """int64: a number that no other sequence of the run has. Random draws for a token depend on it and on the
     token's position, never on rank or call order. None outside training: nothing is drawn."""
+    keys_T: Tensor | None = None
+    """int64: from which the draws of a recipe that rounds at random start, for each flattened token; made of
+    ``seeds_B`` by a model that computes in such a recipe. None: nothing is drawn."""
     routes: Mapping[int, Tensor] | None = None
     """``expert_ids_TK`` by layer, from an earlier forward of the same tokens: routers replay them."""
     dropless: bool = False
@@ -57,6 +60,11 @@ class Batch:
     def own(self, whole_T: Tensor) -> Tensor:
         """Return, of values for all flattened tokens, those of this rank's tokens."""
         return whole_T if self.part is None else self.part.of(whole_T)
+
+    @property
+    def rows(self) -> Rows | None:
+        """What a recipe may know of the flattened tokens."""
+        return None if self.keys_T is None else Rows(keys_R=self.keys_T)
 
     @property
     def mask_T(self) -> Tensor | None:
@@ -133,6 +141,8 @@ class ExpertBatch:
     """int32 on the device: where each expert's group ends, padding included."""
     counts_host: tuple[int, ...] | None = None
     """The sizes of the groups, padding included, where the host knows them."""
+    keys_R: Tensor | None = None
+    """int64: from which the random draws for a row start; 0 for padding. None: nothing is drawn."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     """To be summed over the global batch, scalars. ``overflow``: rows beyond a static budget; the step is run again."""
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefw.core.contracts import Precision
+from moefw.core.stages import Batch
 from moefw.models.modules import Linear, RMSNorm, apply_rope
 from moefw.models.tensor_parallel import TensorParallel
 
@@ -35,20 +36,22 @@ class Attention(nn.Module):
         shard = tp.shard(0) if split else None
         rows = None if split else slice(first * self.head_dim, (first + count) * self.head_dim)
         queries, keys = options.num_heads * options.head_dim, options.num_kv_heads * options.head_dim
-        self.q_proj = Linear(options.dim, queries, precision, shard=tp.shard(0))
-        self.k_proj = Linear(options.dim, keys, precision, shard=shard, rows=rows)
-        self.v_proj = Linear(options.dim, keys, precision, shard=shard, rows=rows)
-        self.o_proj = Linear(queries, options.dim, precision, shard=tp.shard(1))
+        into_q, into_k, into_v, out_of = (precision.at(f"{name}_proj", groups=1) for name in "qkvo")
+        self.q_proj = Linear(options.dim, queries, into_q, shard=tp.shard(0))
+        self.k_proj = Linear(options.dim, keys, into_k, shard=shard, rows=rows)
+        self.v_proj = Linear(options.dim, keys, into_v, shard=shard, rows=rows)
+        self.o_proj = Linear(queries, options.dim, out_of, shard=tp.shard(1))
         self.q_norm = RMSNorm(options.head_dim, options.norm_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(options.head_dim, options.norm_eps) if options.qk_norm else None
         self._grouped = count < heads
         even = heads % count == 0 and needed == [first + head * count // heads for head in range(heads)]
         self._spread = None if even else [head - first for head in needed]
 
-    def forward(self, x_tD: Tensor, rope: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
-        """Return ``(t, D)`` for this rank's part of the tokens of ``shape``: B sequences of S positions."""
-        x_TD = self.tp.gather(x_tD)
-        q, k, v = (project(x_TD).view(*shape, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
+    def forward(self, x_tD: Tensor, rope: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+        """Return ``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
+        x_TD, rows, shape = self.tp.gather(x_tD), batch.rows, batch.ids_BS.shape
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(x_TD, rows).view(*shape, -1, self.head_dim) for project in projections)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
@@ -56,4 +59,4 @@ class Attention(nn.Module):
             k, v = k[:, :, self._spread], v[:, :, self._spread]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._grouped and not self._spread)
-        return self.tp.reduce(self.o_proj(out.transpose(1, 2).reshape(len(x_TD), -1)))
+        return self.tp.reduce(self.o_proj(out.transpose(1, 2).reshape(len(x_TD), -1), rows))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefw.core.contracts import Canonical, Named, Precision, Shard
+from moefw.core.contracts import Canonical, Named, Precision, Rows, Shard
 from moefw.core.product import linear
+from moefw.core.stages import Batch
 from moefw.models.tensor_parallel import TensorParallel
 from moefw_kernels.rmsnorm import rms_norm
 
@@ -36,10 +37,10 @@ class Linear(nn.Module, Named):
         shape = (out_dim, in_dim)
         self.weight = nn.Parameter(torch.empty(shard.shape(shape) if shard else shape))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         """Return ``(..., out_dim)``, or this rank's part of it; with ``in_dim`` in parts, a partial sum."""
         weight = self.weight if self.rows is None else self.weight[self.rows]
-        return linear(x, weight, self.precision)
+        return linear(x, weight, self.precision, rows)
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (out_dim, in_dim)."""
@@ -67,14 +68,15 @@ class SwiGLU(nn.Module):
     def __init__(self, dim: int, hidden_dim: int, precision: Precision, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.gate_proj = Linear(dim, hidden_dim, precision, shard=tp.shard(0))
-        self.up_proj = Linear(dim, hidden_dim, precision, shard=tp.shard(0))
-        self.down_proj = Linear(hidden_dim, dim, precision, shard=tp.shard(1))
+        gate, up, down = (precision.at(f"{name}_proj", groups=1) for name in ("gate", "up", "down"))
+        self.gate_proj = Linear(dim, hidden_dim, gate, shard=tp.shard(0))
+        self.up_proj = Linear(dim, hidden_dim, up, shard=tp.shard(0))
+        self.down_proj = Linear(hidden_dim, dim, down, shard=tp.shard(1))
 
-    def forward(self, x_tD: Tensor) -> Tensor:
-        """Return ``(t, D)`` for this rank's part of the tokens."""
-        x_TD = self.tp.gather(x_tD)
-        return self.tp.reduce(self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD)))
+    def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        """Return ``(t, D)`` for this rank's part of the tokens of ``batch``."""
+        x_TD, rows = self.tp.gather(x_tD), batch.rows
+        return self.tp.reduce(self.down_proj(F.silu(self.gate_proj(x_TD, rows)) * self.up_proj(x_TD, rows), rows))
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:

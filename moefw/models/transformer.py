@@ -44,8 +44,8 @@ class DenseBlock(nn.Module):
         return out
 
     def _run_phases(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, None]:
-        x_TD = x_TD + self._attention(self.attention_norm(x_TD), rope, batch.ids_BS.shape)
-        return x_TD + self._mlp(self.mlp_norm(x_TD)), None
+        x_TD = x_TD + self._attention(self.attention_norm(x_TD), rope, batch)
+        return x_TD + self._mlp(self.mlp_norm(x_TD), batch), None
 
 
 @final
@@ -76,8 +76,7 @@ class MoEBlock(nn.Module):
 
     def attend(self, carry: Carry) -> None:
         """Attention around the residual."""
-        shape = carry.batch.ids_BS.shape
-        carry.x = carry.x + self._attention(self.attention_norm(carry.x), carry.rope, shape)
+        carry.x = carry.x + self._attention(self.attention_norm(carry.x), carry.rope, carry.batch)
 
     def send(self, carry: Carry) -> None:
         """Normalise, route, and start the rows on their way."""

@@ -166,8 +166,7 @@ def build_layer(trial: Trial) -> tuple[MoELayer, Shared]:
     layout = assembly.parts.parallel.build(assembly.layout, "cpu")
     shared = Shared()
     context = ModelContext(assembly, layout, torch.device("cpu"), shared)
-    precision = context.at(0).precision
-    assert precision is not None
+    precision = context.at(0).recipe("moe.shared_expert")
     expert = SwiGLU(trial.dim, trial.expert_dim, precision, _not_split(layout)) if trial.shared else None
     layer = context.moe_layer(0, shared_expert=expert)
     initialise(layer, seed=trial.seed, std=lambda _: 0.3)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moefw.core.contracts import Canonical, ExpertGemm, Precision
+from moefw.core.contracts import Canonical, ExpertGemm, Precision, Rows
 from moefw.core.product import linear
 from moefw.core.stages import ExpertBatch
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
@@ -27,7 +27,9 @@ class LoopExperts(nn.Module, ExpertGemm):
         d, f = context.site.dims.model_dim, context.site.dims.expert_dim // context.layout.size("etp")
         self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
         assert context.precision is not None
-        self.precision = context.precision
+        self.into, self.out_of = (
+            [context.precision.at(name, groups=1) for _ in self.numbers] for name in ("gate_up", "down")
+        )
         self.gate = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.up = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.down = nn.ParameterList(torch.empty(d, f) for _ in self.numbers)
@@ -40,16 +42,20 @@ class LoopExperts(nn.Module, ExpertGemm):
         sizes = [*batch.counts_host, len(batch.rows_RD) - sum(batch.counts_host)]
         *groups, unused = batch.rows_RD.split(sizes)
         *weights, _ = batch.row_weights_R.split(sizes)
+        keys = [None] * len(groups) if batch.keys_R is None else batch.keys_R.split(sizes)
         for expert, (x_RD, weights_R) in enumerate(zip(groups, weights, strict=True)):
-            h_RH = linear(x_RD, torch.cat([self.gate[expert], self.up[expert]]), self.precision)
-            outputs.append(self._activate(h_RH, weights_R, self.down[expert]))
+            rows = Rows(keys_R=keys[expert])
+            h_RH = linear(x_RD, torch.cat([self.gate[expert], self.up[expert]]), self.into[expert], rows)
+            outputs.append(self._activate(h_RH, weights_R, self.down[expert], self.out_of[expert], rows))
         return torch.cat([*outputs, torch.zeros_like(unused)])
 
-    def _activate_and_project(self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
-        if not self.precision.by_pass:
-            return linear(weighted_swiglu(h_RH, weights_R), down_DF, self.precision)
-        a_RF = _Activation.apply(h_RH, weights_R, self.precision)  # type: ignore[no-untyped-call]
-        return linear(a_RF, down_DF, self.precision)
+    def _activate_and_project(
+        self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor, recipe: Precision, rows: Rows
+    ) -> Tensor:
+        if not recipe.by_pass:
+            return linear(weighted_swiglu(h_RH, weights_R), down_DF, recipe)
+        a_RF = _Activation.apply(h_RH, weights_R, recipe)  # type: ignore[no-untyped-call]
+        return linear(a_RF, down_DF, recipe, rows)
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield each expert's three weights."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from moefw.core.contracts import Kept, Pass, Precision, Role
+from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
 from moefw_kernels.quantize import Quantized, quantize_fp8, quantize_mxfp8
 
 Encode = Callable[[Tensor, Role, int], Quantized]
@@ -29,14 +29,14 @@ class EmulatedRecipe(Precision):
     def __init__(self, encode: Encode, *, save_codes: bool) -> None:
         self._encode, self._save_codes = encode, save_codes
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass) -> Tensor:
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Tensor:
         """Return the dequantized operand, fp32."""
         if torch.is_grad_enabled() and x.requires_grad:
             operand: Tensor = _StraightThrough.apply(x, self._encode, role, summed_axis(role, during))  # type: ignore[no-untyped-call]
             return operand
         return self._encode(x, role, summed_axis(role, during)).dequantize()
 
-    def keep(self, x: Tensor, used: Tensor, *, role: Role, during: Pass) -> Kept:
+    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
         """Return the codes of an input; a weight is there in backward anyway, and is quantized again."""
         if role == "weight":
             return Kept((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
