@@ -242,8 +242,8 @@ class Precision(ABC):
         """Return what to save of ``x`` for its operand in a pass of backward; ``used`` is the one of forward."""
         return Kept((used,), lambda saved: saved[0])
 
-    def keep_activation(self, x: Tensor) -> Kept:
-        """Return what to save of ``x``, which backward reads as it is."""
+    def keep_activation(self, x: Tensor, rows: Rows | None = None) -> Kept:
+        """Return what to save of the rows ``x``, which backward reads as they are."""
         return Kept((x,), lambda saved: saved[0])
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moefw_kernels.quantize import reference
 from moefw_kernels.quantize.formats import E2M1, E4M3, E5M2, Format, decode, decode_e8m0, encode, pack, unpack
+from moefw_kernels.quantize.groups import group_amax, group_of_row
 from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.scales import (
     Rounding,
@@ -30,6 +31,8 @@ __all__ = [
     "decode_e8m0",
     "delayed_scale",
     "encode",
+    "group_amax",
+    "group_of_row",
     "mx_scale",
     "nvfp4_global_scale",
     "nvfp4_scale",

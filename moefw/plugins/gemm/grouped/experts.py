@@ -77,7 +77,7 @@ class _Experts(torch.autograd.Function):
         w2 = out_of.quantize(down, role="weight", during="fprop")
         rows_RD = grouped_mm(a, w2.mT, ends_e).to(x_RD.dtype)
         kept = (
-            into.keep_activation(h_RH),
+            into.keep_activation(h_RH, rows),
             into.keep(x_RD, x, role="input", during="wgrad", rows=rows),
             into.keep(gate_up, w13, role="weight", during="dgrad"),
             out_of.keep(down, w2, role="weight", during="dgrad"),

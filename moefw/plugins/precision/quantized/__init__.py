@@ -2,67 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
 from attrs import frozen
 
 import moefw
 from moefw.core.plugin import PrecisionPlugin
-from moefw.core.site import Site
-
-MODULES = ("attention", "mlp", "moe.experts", "moe.shared_expert")
-"""The modules of a layer whose GEMMs a recipe quantizes."""
+from moefw.plugins.precision.quantized.declaration import QuantizedPlugin, patterns_of_nothing
 
 
 @frozen(kw_only=True)
-class _Quantized(PrecisionPlugin):
-    """Operands of the GEMMs of attention, MLPs and experts are quantized for each of their three products.
-
-    Router, norms, embedding, head and softmax are those of bf16; parameters, gradients and optimizer are fp32.
-    ``backend`` emulate quantizes, dequantizes and multiplies in fp32: the codes and scales of the format, on any
-    machine. ``keep_bf16``: patterns of modules that are left out, such as ``layers.0.*`` or ``*.attention``.
-    ``saved_activations`` fp8 saves the experts' pre-activation in the format, too.
-    """
-
-    rows: ClassVar[int]
-    """Rows of a block in the product that sums over rows: a block must not reach over two experts."""
-
-    backend: Literal["emulate"]
-    keep_bf16: tuple[str, ...] = ()
-    saved_activations: Literal["bf16", "fp8"] = "bf16"
-
-    def offers(self, site: Site) -> moefw.Offers:
-        """Operands are dequantized to fp32; rows travel in bf16."""
-        return moefw.offers(operand=("fp32",), wire=("bf16",), deterministic=True, differentiable=True)
-
-    def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Whole blocks of rows, and GEMMs that quantize for each pass."""
-        blocks = f"the weight gradient takes rows in blocks of {self.rows}, each of one expert"
-        passes = "backward multiplies operands that are quantized along other axes than those of forward"
-        needs = [
-            moefw.need("row_alignment", self.rows, reason=blocks),
-            moefw.need("by_pass", True, reason=passes, fix="Use parts that multiply through moefw.linear."),
-        ]
-        if self.saved_activations == "fp8":
-            reason, fix = "saved_activations is fp8", "Use gemm: grouped or loop, or saved_activations: bf16."
-            needs.append(moefw.need("activations_kept", True, reason=reason, fix=fix, option="saved_activations"))
-        return needs
-
-    def high(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return bf16."""
-        from moefw.core.casts import BF16Recipe
-
-        return BF16Recipe()
-
-    def spares(self, module: str) -> bool:
-        """Whether a pattern of ``keep_bf16`` names the module."""
-        return any(fnmatchcase(module, pattern) for pattern in self.keep_bf16)
-
-
-@frozen(kw_only=True)
-class FP8Blockwise(_Quantized):
+class FP8Blockwise(QuantizedPlugin):
     """E4M3; a scale for 1x128 values of activations and gradients, for 128x128 of weights.
 
     ``scales``: power_of_two as Transformer Engine does by default (rounded down), or exact fp32.
@@ -75,14 +25,15 @@ class FP8Blockwise(_Quantized):
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return the recipe."""
-        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe, blockwise
+        from moefw.plugins.precision.quantized.encoders import Blockwise
+        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
 
-        encode = blockwise(power_of_two=self.scales == "power_of_two")
-        return EmulatedRecipe(encode, save_codes=self.saved_activations == "fp8")
+        encoder = Blockwise(power_of_two=self.scales == "power_of_two")
+        return EmulatedRecipe(encoder, save_codes=self.saved_activations == "fp8")
 
 
 @frozen(kw_only=True)
-class MXFP8(_Quantized):
+class MXFP8(QuantizedPlugin):
     """E4M3 with an E8M0 scale for each 32 values along the axis that a product sums over (OCP MX)."""
 
     name: ClassVar[str] = "mxfp8"
@@ -90,26 +41,16 @@ class MXFP8(_Quantized):
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return the recipe."""
-        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe, mx
+        from moefw.plugins.precision.quantized.encoders import MX
+        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
 
-        return EmulatedRecipe(mx, save_codes=self.saved_activations == "fp8")
+        return EmulatedRecipe(MX(), save_codes=self.saved_activations == "fp8")
 
 
 @moefw.hookimpl
 def moefw_check(assembly: moefw.Assembly) -> list[moefw.Problem]:
     """A pattern that names no module is a mistake."""
-    recipe, model = assembly.parts.precision, assembly.parts.model
-    if not isinstance(recipe, _Quantized):
-        return []
-    layers = range(getattr(model, "num_layers", max(assembly.layers, default=-1) + 1))
-    modules = [f"layers.{layer}.{module}" for layer in layers for module in MODULES]
-    missed = [
-        (index, pattern)
-        for index, pattern in enumerate(recipe.keep_bf16)
-        if not any(fnmatchcase(module, pattern) for module in modules)
-    ]
-    fix = "Use for example layers.0.* or *.attention."
-    return [moefw.Problem(f"{name!r} names no module.", fix, f"precision.keep_bf16[{index}]") for index, name in missed]
+    return patterns_of_nothing(assembly)
 
 
 @moefw.hookimpl

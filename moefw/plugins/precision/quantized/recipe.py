@@ -1,8 +1,7 @@
-"""Recipes that quantize, dequantize and multiply in fp32: exact on any machine."""
+"""A recipe that quantizes, dequantizes and multiplies in fp32: exact on any machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, final
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
-from moefw_kernels.quantize import Quantized, quantize_fp8, quantize_mxfp8
+from moefw.plugins.precision.quantized.encoders import Encoder
+from moefw_kernels.quantize import Quantized
 
-Encode = Callable[[Tensor, Role, int], Quantized]
-"""``(x, role, axis) -> codes and scales`` for a product that sums over ``axis``, -1 or -2."""
+_NO_ROWS = Rows()
 
 
 @final
@@ -26,47 +25,34 @@ class EmulatedRecipe(Precision):
     residual_dtype: ClassVar[Any] = torch.bfloat16
     by_pass: ClassVar[bool] = True
 
-    def __init__(self, encode: Encode, *, save_codes: bool) -> None:
-        self._encode, self._save_codes = encode, save_codes
+    def __init__(self, encoder: Encoder, *, save_codes: bool) -> None:
+        self._encoder, self._save_codes = encoder, save_codes
+
+    def at(self, name: str, *, groups: int | None = None) -> Precision:
+        """Return the recipe with the encoder of that place."""
+        return EmulatedRecipe(self._encoder.at(name, groups=groups), save_codes=self._save_codes)
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Tensor:
         """Return the dequantized operand, fp32."""
         if torch.is_grad_enabled() and x.requires_grad:
-            operand: Tensor = _StraightThrough.apply(x, self._encode, role, summed_axis(role, during))  # type: ignore[no-untyped-call]
+            operand: Tensor = _StraightThrough.apply(x, self, role, during, rows)  # type: ignore[no-untyped-call]
             return operand
-        return self._encode(x, role, summed_axis(role, during)).dequantize()
+        return self._encode(x, role, during, rows).dequantize()
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
         """Return the codes of an input; a weight is there in backward anyway, and is quantized again."""
         if role == "weight":
             return Kept((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
-        return _kept(self._encode(x, role, summed_axis(role, during)))
+        return _kept(self._encode(x, role, during, rows))
 
-    def keep_activation(self, x: Tensor) -> Kept:
+    def keep_activation(self, x: Tensor, rows: Rows | None = None) -> Kept:
         """Return the codes of ``x`` in blocks along its last axis, if they are to be saved."""
         if not self._save_codes:
-            return super().keep_activation(x)
-        return _kept(self._encode(x, "input", -1), x.dtype)
+            return super().keep_activation(x, rows)
+        return _kept(self._encode(x, "input", "fprop", rows), x.dtype)
 
-
-def summed_axis(role: Role, during: Pass) -> int:
-    """Return the axis of an operand over which the product of a pass sums."""
-    return -2 if during == "wgrad" or (role, during) == ("weight", "dgrad") else -1
-
-
-def blockwise(*, power_of_two: bool) -> Encode:
-    """Return E4M3 in blocks of 128 along the axis, 128x128 for weights."""
-
-    def encode(x: Tensor, role: Role, axis: int) -> Quantized:
-        block = (128, 128) if role == "weight" else (1, 128) if axis == -1 else (128, 1)
-        return quantize_fp8(x, block=block, power_of_two=power_of_two)
-
-    return encode
-
-
-def mx(x: Tensor, role: Role, axis: int) -> Quantized:
-    """Return E4M3 in blocks of 32 along the axis with E8M0 scales."""
-    return quantize_mxfp8(x, block=(1, 32) if axis == -1 else (32, 1))
+    def _encode(self, x: Tensor, role: Role, during: Pass, rows: Rows | None) -> Quantized:
+        return self._encoder.encode(x, role, during, rows or _NO_ROWS)
 
 
 def _kept(encoded: Quantized, dtype: torch.dtype = torch.float32) -> Kept:
@@ -81,10 +67,10 @@ def _kept(encoded: Quantized, dtype: torch.dtype = torch.float32) -> Kept:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, encode: Encode, role: Role, axis: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, recipe: EmulatedRecipe, role: Role, during: Pass, rows: Rows | None) -> Tensor:
         ctx.dtype = x.dtype
-        return encode(x, role, axis).dequantize()
+        return recipe.quantize(x.detach(), role=role, during=during, rows=rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.to(ctx.dtype), None, None, None
+        return grad.to(ctx.dtype), None, None, None, None

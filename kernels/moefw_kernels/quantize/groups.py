@@ -1,0 +1,22 @@
+"""One number for each group of rows that lie end to end, such as those of an expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_of_row(ends_e: Tensor, num_rows: int) -> Tensor:
+    """Return the group of each row, int64 ``(R,)``; ``e`` for rows past the last end. Does not wait for a GPU."""
+    rows = torch.arange(num_rows, device=ends_e.device, dtype=ends_e.dtype)
+    return torch.searchsorted(ends_e, rows, right=True)
+
+
+def group_amax(x: Tensor, ends_e: Tensor) -> Tensor:
+    """Return the largest magnitude of each group of the rows ``x (R, C)``, fp32 ``(e,)``.
+
+    0 for a group without rows, NaN where there is one. Rows past the last end are not looked at.
+    """
+    rows = x.abs().amax(1).float() if x.numel() else x.new_zeros(len(x), dtype=torch.float32)
+    found = rows.new_zeros(len(ends_e) + 1)
+    return found.scatter_reduce(0, group_of_row(ends_e, len(x)), rows, "amax")[:-1]

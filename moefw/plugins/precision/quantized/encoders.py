@@ -1,0 +1,53 @@
+"""Which blocks the operand of each product has: codes and scales, along the axis that the product sums over."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from moefw.core.contracts import Pass, Role, Rows
+from moefw_kernels.quantize import Quantized, quantize_fp8, quantize_mxfp8
+
+
+class Encoder(ABC):
+    """Makes codes and scales of an operand. ``draws``: rounding is random, from the keys of rows."""
+
+    draws: ClassVar[bool] = False
+
+    def at(self, name: str, *, groups: int | None = None) -> Encoder:
+        """Return the encoder of a module or a GEMM inside, as ``Precision.at`` does."""
+        return self
+
+    @abstractmethod
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+        """Return the operand of ``x`` (..., R, C) in a product."""
+
+
+def summed_axis(role: Role, during: Pass) -> int:
+    """Return the axis of an operand over which the product of a pass sums."""
+    return -2 if during == "wgrad" or (role, during) == ("weight", "dgrad") else -1
+
+
+@final
+class Blockwise(Encoder):
+    """E4M3 in blocks of 128 along the axis, 128x128 for weights. Blocks know no groups: rows are aligned to them."""
+
+    def __init__(self, *, power_of_two: bool) -> None:
+        self._power_of_two = power_of_two
+
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+        """Return the operand."""
+        along = (1, 128) if summed_axis(role, during) == -1 else (128, 1)
+        block = (128, 128) if role == "weight" else along
+        return quantize_fp8(x, block=block, power_of_two=self._power_of_two)
+
+
+@final
+class MX(Encoder):
+    """E4M3 in blocks of 32 along the axis with E8M0 scales."""
+
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+        """Return the operand."""
+        return quantize_mxfp8(x, block=(1, 32) if summed_axis(role, during) == -1 else (32, 1))
