@@ -17,14 +17,16 @@ RESULTS = Path(__file__).parent / "results"
 
 def write(name: str, measured: dict[str, Any]) -> Path:
     """Write ``results/NAME.json`` and return its path."""
-    described = {"date": date.today().isoformat(), "commit": _commit(), "machine": _machine(), **measured}
+    described = {"date": date.today().isoformat(), "commit": commit(), "machine": _machine(), **measured}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(described, indent=1) + "\n")
     return path
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Return the commit that is checked out, and whether files differ from it."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], capture_output=True, text=True, cwd=RESULTS, check=True

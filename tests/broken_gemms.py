@@ -315,3 +315,11 @@ class _ReturnsHalf(PlainExperts):
 class ReturnsHalf(Plain):
     name: ClassVar[str] = "returns-half"
     runtime = _ReturnsHalf
+
+
+@frozen
+class ForgetsThePasses(Plain):
+    name: ClassVar[str] = "forgets-the-passes"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return {**super().offers(site), "by_pass": True}

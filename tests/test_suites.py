@@ -72,6 +72,7 @@ BROKEN: list[tuple[type[Suite], Any, str, str]] = [
     (GemmSuite, gemms.AveragesParts, "parts_of_experts_add_up", "experts in two parts added up: the output is not"),
     (GemmSuite, gemms.KnowsNoRegion, "promised_regions", "Is context.region('moe_act', ...) used?"),
     (GemmSuite, gemms.CountsOnTheHost, "counts_on_the_host", "fails without counts_host"),
+    (GemmSuite, gemms.ForgetsThePasses, "operands_are_quantized_for_each_pass", "has 0 values quantized as role grad"),
     (GemmSuite, gemms.LeavesItForBackward, "two_batches_in_flight", "with two batches in flight"),
     (GemmSuite, gemms.RoundsAtRandom, "the_same_rows_give", "differs in a second run"),
     (GemmSuite, gemms.ReturnsHalf, "outputs_and_gradients", "torch.float32 is right"),

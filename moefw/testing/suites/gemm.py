@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -32,6 +33,7 @@ from moefw.testing.suites.gemm_case import (
     saved_bytes,
     terms_of_row_weights,
 )
+from moefw.testing.suites.gemm_passes import Noting, wanted
 from moefw.testing.suites.runs import poisoned_memory, row_alignment
 from moefw.testing.suites.watch import changed, held, worst_error
 from moefw.testing.trial import Trial
@@ -150,6 +152,22 @@ class GemmSuite(Suite):
         wanted = formula(parameters_of(bench.experts), case, batch, probe, bench.alignment)
         terms = terms_of_row_weights(wanted, batch, probe)
         self._compare(summed, wanted, self.rtol[name], terms, f"{self.plugin.name}, experts in two parts added up")
+
+    def test_operands_are_quantized_for_each_pass(self) -> None:
+        """What offers ``by_pass`` asks the recipe for the operands of all three products of each of its GEMMs."""
+        self.promised("by_pass", **self.dims)
+        trial = replace(self.on(Noting.name), plugins=(*self.on().plugins, Noting))
+        experts, assembly = experts_of(trial)
+        case = Rows(counts=(3, 1, 2, 5)[: self.dims["num_experts"]], seed=5)
+        alignment = row_alignment(assembly)
+        dtype, size = Noting.recipe.residual_dtype, self.dims["dim"]
+        computed(experts, case.batch(size, dtype, alignment=alignment), case.probe(size, dtype, alignment=alignment))
+        least = wanted(sum(case.counts), len(case.counts), size, self.dims["expert_dim"])
+        for (role, during), values in least.items():
+            asked = Noting.recipe.asked[role, during]
+            what = f"{self.plugin.name} offers by_pass, but has {asked} values quantized as role {role} during {during}"
+            says = f"{what}; the operands have {values}. Multiply through moefw.linear."
+            assert asked >= values, says
 
     def test_two_batches_in_flight_do_not_meet(self) -> None:
         """Forward A, forward B, backward A, backward B gives what each gives alone."""

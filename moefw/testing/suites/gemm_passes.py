@@ -1,0 +1,68 @@
+"""A recipe that notes for which product it is asked to quantize what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+import moefw
+from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
+from moefw.core.plugin import PrecisionPlugin
+
+Asked = Counter[tuple[Role, Pass]]
+PRODUCTS: Mapping[Pass, tuple[Role, Role]] = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad", "weight"),
+    "wgrad": ("grad", "input"),
+}
+"""The operands of each product of a GEMM."""
+
+
+class NotingRecipe(Precision):
+    """fp32, each product with operands of its own; ``asked`` counts their values."""
+
+    residual_dtype: ClassVar[Any] = torch.float32
+    by_pass: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.asked: Asked = Counter()
+
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Tensor:
+        """Return the tensor."""
+        self.asked[role, during] += x.numel()
+        return x.float()
+
+    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
+        """Save the tensor."""
+        self.asked[role, during] += x.numel()
+        return Kept((x,), lambda saved: saved[0])
+
+
+@frozen
+class Noting(PrecisionPlugin):
+    """Declares the recipe; all layers share one."""
+
+    name: ClassVar[str] = "noting"
+    recipe: ClassVar[NotingRecipe] = NotingRecipe()
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        """Operands are fp32."""
+        return moefw.offers(operand=("fp32",), wire=("fp32",), deterministic=True, differentiable=True)
+
+    def build(self, context: moefw.BuildContext) -> Precision:
+        """Return the recipe, which has noted nothing yet."""
+        self.recipe.asked.clear()
+        return self.recipe
+
+
+def wanted(rows: int, experts: int, dim: int, expert_dim: int) -> Asked:
+    """Return how many values each operand of the two GEMMs has, of experts that all have rows."""
+    weights = experts * 3 * dim * expert_dim
+    inputs, grads = rows * (dim + expert_dim), rows * (2 * expert_dim + dim)
+    values: Mapping[Role, int] = {"input": inputs, "weight": weights, "grad": grads}
+    return Counter({(role, during): values[role] for during, roles in PRODUCTS.items() for role in roles})
