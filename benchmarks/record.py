@@ -25,14 +25,14 @@ def write(name: str, measured: dict[str, Any]) -> Path:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, and whether files differ from it."""
+    """Return the commit that is checked out, and whether files differ from it, results apart."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], capture_output=True, text=True, cwd=RESULTS, check=True
         ).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude){RESULTS}")
     return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
 
 

@@ -56,9 +56,11 @@ class Registry:
         self._owners: dict[int, tuple[str, str]] = {}
         self._silenced: set[int] = set()
         self._offers: dict[str, list[_Offer]] = {}
+        known_as: dict[Any, tuple[str, str]] = {None: ("?", "?")}
         for entry in entry_points(group=GROUP):
-            dist = entry.dist
-            offer = _Offer(entry, (dist and dist.name) or "?", (dist and dist.version) or "?")
+            if entry.dist and entry.dist not in known_as:  # both parse the whole metadata
+                known_as[entry.dist] = entry.dist.name, entry.dist.version
+            offer = _Offer(entry, *known_as[entry.dist])
             if not any(offer.distribution == known.distribution for known in self._offers.get(entry.name, [])):
                 self._offers.setdefault(entry.name, []).append(offer)
         for module in extra:
