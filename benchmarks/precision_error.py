@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moefw.core.naming import canonical_parameters, initialise
 from moefw.core.stages import Batch
+from moefw.models.row_keys import keyed
 from moefw.testing.trial import Trial, build_layer
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -31,6 +32,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp8-blockwise, saved fp8": {"use": "fp8-blockwise", "backend": "emulate", "saved_activations": "fp8"},
     "mxfp8": {"use": "mxfp8", "backend": "emulate"},
     "mxfp8, saved fp8": {"use": "mxfp8", "backend": "emulate", "saved_activations": "fp8"},
+    "fp8-tensor": {"use": "fp8-tensor", "backend": "emulate"},
+    "nvfp4": {"use": "nvfp4", "backend": "emulate", "keep_bf16": []},
+    "nvfp4, to nearest": {"use": "nvfp4", "backend": "emulate", "keep_bf16": [], "stochastic_rounding": False},
+    "nvfp4, no transform": {"use": "nvfp4", "backend": "emulate", "keep_bf16": [], "hadamard": False},
 }
 ROW_ALIGNMENT = 128
 FIGURES = ("out", "x", "router", "gate", "up", "down")
@@ -107,7 +112,7 @@ def solved(shape: Shape, recipe: Mapping[str, Any], seed: int) -> dict[str, list
     x_TD, probe_TD = (tensor.to(trial.dtype) for tensor in drawn(shape, seed))
     ids = torch.zeros(1, shape.tokens, dtype=torch.int64)
     x_TD.requires_grad_()
-    out_TD, _ = layer(x_TD, Batch(ids_BS=ids, labels_BS=ids))
+    out_TD, _ = layer(x_TD, keyed(Batch(ids_BS=ids, labels_BS=ids, seeds_B=torch.tensor([seed]))))
     (out_TD * probe_TD).sum(dtype=torch.float32).backward()
     shared.close()
     assert x_TD.grad is not None

@@ -142,7 +142,7 @@ def bytes_of(name: str, case: Case) -> dict[str, dict[Link, dict[str, float]]]:
 
 
 def on_a_rank(group: ProcessGroup, rank: int, assembly: Assembly, case: Case) -> Traffic:
-    counting, shared = CountingGroup(group, dim=DIM), Shared()
+    counting, shared = CountingGroup(group, dims=(DIM,)), Shared()
     dispatcher = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
     ids_TK = case.ids_by_rank[rank]
     x_TD = torch.full((len(ids_TK), DIM), 0.5, dtype=torch.bfloat16)

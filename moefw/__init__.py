@@ -15,10 +15,12 @@ from moefw.core.contracts import (
     Layout,
     LayoutPlan,
     MemoryPolicy,
+    Meter,
     Precision,
     Router,
     Shard,
     State,
+    Stateful,
     TokenStream,
 )
 from moefw.core.errors import (
@@ -105,6 +107,7 @@ __all__ = [
     "MemoryPolicy",
     "Mesh",
     "MeshPlan",
+    "Meter",
     "MoELayer",
     "ModelContext",
     "ModelPlugin",
@@ -129,6 +132,7 @@ __all__ = [
     "Site",
     "SpecError",
     "State",
+    "Stateful",
     "TokenStream",
     "hookimpl",
     "linear",

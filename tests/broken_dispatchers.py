@@ -267,6 +267,16 @@ class AppliesWeightsTwice(Arriving):
         return changed(batch, rows_RD=batch.rows_RD * batch.row_weights_R.unsqueeze(1).to(batch.rows_RD.dtype))
 
 
+@breaks(
+    "rows of keys are not redispatched bit for bit",
+    "rows_of_keys_are_redispatched_bit_for_bit",
+    offers={"row_keys": True},
+)
+class RedispatchesNumbers(Wrapper):
+    def start_redispatch(self, x_TD, weights_TK, receipt):
+        return super().start_redispatch(x_TD.float().to(x_TD.dtype), weights_TK, receipt)
+
+
 @breaks("that pad the group of expert", "rows_that_pad_a_group_are_zero_with_weight_zero")
 class FillsPadding(Arriving):
     def arrived(self, batch):

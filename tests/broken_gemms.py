@@ -323,3 +323,11 @@ class ForgetsThePasses(Plain):
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
         return {**super().offers(site), "by_pass": True}
+
+
+@frozen
+class ForgetsTheKeys(Plain):
+    name: ClassVar[str] = "forgets-the-keys"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return {**super().offers(site), "by_pass": True, "row_keys": True}

@@ -140,6 +140,17 @@ class KeepsLess(_Recipe):
 
 
 @frozen
+class TurnsOneOfTwo(_Recipe):
+    """Turns the rows of the input of wgrad, and not those of the gradient."""
+
+    name: ClassVar[str] = "turns-one-of-two"
+    by_pass: ClassVar[bool] = True
+
+    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> Kept:
+        return Kept((x,), lambda saved: saved[0].flip(-2) if during == "wgrad" else saved[0])
+
+
+@frozen
 class FlowsInWholeNumbers(_Recipe):
     name: ClassVar[str] = "flows-in-whole-numbers"
     residual_dtype: ClassVar[Any] = torch.int8

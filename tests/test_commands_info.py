@@ -153,6 +153,19 @@ class TestPlugins:
         monkeypatch.setattr(plugins_module, "this_machine", lambda: Machine(device="cuda"))
         assert listed("gpu")["usable"] is True
 
+    def test_a_part_for_another_gpu_is_not_usable(self, install, monkeypatch):
+        needs = (
+            'def needs(self, site): return [moefw.need("capability", ("9.0",), reason="its kernels are for Hopper")]'
+        )
+        install("other-parts", dispatcher("gpu", needs), names=["gpu"])
+        for capability, usable in (("8.0", False), ("9.0", True), (None, True)):
+            machine = Machine(device="cuda", capability=capability)
+            monkeypatch.setattr(plugins_module, "this_machine", lambda machine=machine: machine)
+            assert listed("gpu")["usable"] is usable
+            assert usable or listed("gpu")["reason"] == (
+                "needs compute capability 9.0, this machine has 8.0: its kernels are for Hopper."
+            )
+
     def test_a_choice_without_a_default_is_tried_each_way(self, install):
         body = """
         backend: Literal["plain", "fast"]
@@ -437,6 +450,7 @@ class TestDoctor:
             "nccl",
             "bf16 on this CPU",
             "grouped_mm",
+            "fp8 products",
             "triton",
             "transformer-engine",
             "deep_ep",
@@ -450,6 +464,7 @@ class TestDoctor:
         assert {found[name]["state"] for name in doctor_module.NEEDED} == {"available"}
         assert found["torch"]["version"] == version("torch")
         assert "float32 on cpu works" in found["grouped_mm"]["detail"]
+        assert found["fp8 products"]["detail"].startswith("cpu multiplies tensor, row, not fp8-blockwise, mxfp8")
 
     def test_what_is_not_available_comes_with_what_to_do(self, examined):
         assert all(item["fix"] for item in examined[2].values() if item["state"] != "available")

@@ -26,9 +26,14 @@ ROUNDING = 1e-5
 ONE_STEP = 3e-3
 """The same with exact scales: a scale that differs in its last bit moves a value by one step of the format."""
 
+ONE_DRAW = 1e-2
+"""The same in four bits: a number whose draw is as large as its rest, but for the last bit, goes to either neighbour."""
+
 
 def tolerance(name: str) -> float:
-    return ONE_STEP if "fp32 scales" in name else ROUNDING
+    if name == "nvfp4":
+        return ONE_DRAW
+    return ONE_STEP if name in ("fp8-blockwise fp32 scales", "fp8-tensor") else ROUNDING
 
 
 def layer(form: Format, gemm: str = "grouped", kind: type[Trial] = InFP32, **given: Any) -> Trial:
@@ -61,6 +66,8 @@ def test_every_product_of_a_linear_layer_rounds_its_operands_along_the_axis_that
     generator = torch.Generator().manual_seed(t + i + o)
     x, weight, grad = (torch.randn(shape, generator=generator) for shape in ((t, i), (o, i), (t, o)))
     rows, inputs, outputs = powers(t, 1).unsqueeze(1), powers(i, 2), powers(o, 3)
+    if form.mixes_rows:
+        rows = torch.ones_like(rows)
     x, weight, grad = x * rows * inputs, weight * outputs.unsqueeze(1) / inputs, grad / rows / outputs
     x.requires_grad_()
     weight.requires_grad_()
@@ -80,18 +87,18 @@ def test_every_product_of_a_linear_layer_rounds_its_operands_along_the_axis_that
         torch.testing.assert_close(got / scale, right.float() / scale, rtol=1e-5, atol=1e-5)
 
 
-ROUNDS = ("across", "down", "weight_across", "weight_down")
+ROUNDS = ("across", "down", "weight_across", "weight_down", "grad")
 
 
 def in_fp64(rounds: Any) -> Any:
-    return lambda x: rounds(x).double()
+    return rounds and (lambda x: rounds(x).double())
 
 
 def test_the_formats_round_differently_along_each_axis() -> None:
-    """Otherwise the test above would see nothing."""
+    """Otherwise the test above would see nothing. One scale for a tensor serves both."""
     x = torch.randn(96, 96, generator=torch.Generator().manual_seed(0)) * powers(96, 1) * powers(96, 2).unsqueeze(1)
-    for form in FORMATS.values():
-        assert not torch.equal(form.across(x), form.down(x))
+    for name, form in FORMATS.items():
+        assert torch.equal(form.across(x), form.down(x)) == (name == "fp8-tensor")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,4 +207,4 @@ def test_a_residual_stream_in_bf16_adds_the_rounding_of_bf16(name: str, gemm: st
     found = {"out": got.out_TD, **got.grads, **got.shares}
     for key, value in {"out": wanted.out_TD, **wanted.grads}.items():
         error = (found[key].double() - value.double()).norm() / value.double().norm()
-        assert error <= 0.02, f"{key}: {error:.1e}"
+        assert error <= {"fp8-tensor": 0.03, "nvfp4": 0.08}.get(name, 0.02), f"{key}: {error:.1e}"

@@ -27,8 +27,10 @@ from moefw.testing.trial import Trial, build_layer, received
 
 SAVED = "fp8-blockwise fp32 scales, saved fp8"
 RECIPES: Mapping[str, Mapping[str, Any]] = {
-    **{name: FORMATS[name].choice for name in ("fp8-blockwise", "mxfp8")},
+    **{name: FORMATS[name].choice for name in ("fp8-blockwise", "mxfp8", "nvfp4")},
     SAVED: {**FORMATS["fp8-blockwise fp32 scales"].choice, "saved_activations": "fp8"},
+    "fp8-tensor": FORMATS["fp8-tensor"].choice,
+    "fp8-tensor, delayed": {**FORMATS["fp8-tensor"].choice, "scaling": "delayed", "history": 3},
 }
 STEPS = 10
 
@@ -60,9 +62,9 @@ def alone(pool: RankPool) -> Callable[[str], Run]:
 LAYOUTS: Mapping[str, tuple[Any, float]] = {
     "ep 2": ({"experts": {"ep": 2}}, 5e-4),
     "all shared out": ({"dense": {"shard": "all"}, "experts": {"shard": "all"}}, 1e-4),
-    "tp 2": ({"dense": {"tp": 2}}, 5e-4),
+    "tp 2": ({"dense": {"tp": 2}}, 1e-3),
 }
-"""Layouts, and what losses may differ by. Measured: 1.3e-4 (0 where scales are powers of two), 0 and 1.5e-4.
+"""Layouts, and what losses may differ by. Measured: 1.3e-4 (0 where scales are powers of two), 0 and 1.5e-4; 5e-4 in nvfp4.
 
 bf16 itself: 3e-5, 0 and 6e-5.
 """
@@ -73,13 +75,16 @@ bf16 itself: 3e-5, 0 and 6e-5.
 def test_a_model_trains_on_two_ranks_as_on_one(
     pool: RankPool, alone: Callable[[str], Run], name: str, layout: str
 ) -> None:
-    """Before anything was added up in another order, losses are the same bits; tp has other blocks, and adds first."""
+    """Before anything was added up in another order, losses are the same bits; tp has other blocks, and adds first.
+
+    The rows of an expert that share a scale come from more micro-batches under ep.
+    """
     parallel, allowed = LAYOUTS[layout]
     runs, one = trained(pool, RECIPES[name], 2, parallel), alone(name)
     for got, wanted in zip(runs[0].results, one.results, strict=True):
         assert got.loss == pytest.approx(wanted.loss, rel=allowed)
         assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
-    if layout != "tp 2":
+    if layout != "tp 2" and (name, layout) not in (("fp8-tensor", "ep 2"), ("nvfp4", "ep 2")):
         assert runs[0].results[0].loss == one.results[0].loss
 
 
@@ -151,7 +156,8 @@ def test_experts_save_their_rows_as_the_codes_that_wgrad_multiplies(name: str, g
     assert batch.counts_host is not None
     rows_RD = batch.rows_RD.detach()
     for rows in rows_RD.split(batch.counts_host) if gemm == "loop" else [rows_RD]:
-        wanted = FORMATS[name].codes(rows)
+        groups = {"ends_e": batch.offsets_e} if gemm == "grouped" and FORMATS[name].by_group else {}
+        wanted = FORMATS[name].codes(rows, **groups)
         assert any(same(tensor, wanted.codes) for tensor in saved)
         assert any(same(tensor, wanted.scales) for tensor in saved)
         assert not any(same(tensor, rows) or same(tensor, FORMATS[name].across(rows)) for tensor in saved)
@@ -309,7 +315,7 @@ def test_a_gemm_that_does_not_say_that_it_quantizes_by_pass_is_refused(name: str
     trial = Trial(parts={"precision": dict(FORMATS[name].choice), "gemm": {"use": gemm.name}}, plugins=(gemm,))
     with pytest.raises(PlanError) as caught:
         trial.resolve()
-    (problem,) = caught.value.problems
+    (problem,) = (one for one in caught.value.problems if "each pass" in one.what)
     assert f"{FORMATS[name].choice['use']} needs operands quantized for each pass" in problem.what
     assert f"{gemm.name} offers no" in problem.what
     assert "moefw.linear" in problem.fix

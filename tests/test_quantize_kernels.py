@@ -111,6 +111,7 @@ def nvfp4_as_the_reference(block: tuple[int, int], dtype: torch.dtype, sizes: li
             largest = finite.abs().amax() if view.numel() else torch.zeros(())
             odd = [torch.tensor(number) for number in (3.7, 0.0, INF, NAN)] if size == sizes[0] else []
             each = [finite.abs().amax((-2, -1))] if view.ndim > 2 else []
+            each += [finite.abs().amax(1)[:: block[0]].unsqueeze(1)] if view.ndim == 2 and view.numel() else []
             for level in (largest, *odd, *each):
                 mine = triton.quantize_nvfp4(view, block, level, keys)
                 same(mine, reference.quantize_nvfp4(view, block, level, keys))
@@ -236,7 +237,7 @@ E4M3_CONSTANTS = {"TOP": 448.0, "M": 3, "LEAST": -6, "MAX": TOP}
         ("quantize", "_blocks_kernel", "*bf16 *u8 *fp32 i32 i32 i64 i32 i32 fp32",
          {"column_codes": None, "column_scales": None, "B": 32, "T": 32, "SQUARE": True, "BOTH": False, "RULE": 1,
           **E4M3_CONSTANTS}),
-        ("quantize", "_nvfp4_kernel", "*bf16 *fp32 *fp32 *i64 *u8 *u8 i32 i32 i64 i32 i32 i32 i32",
+        ("quantize", "_nvfp4_kernel", "*bf16 *fp32 *fp32 *i64 *u8 *u8 i32 i32 i64 i32 i32 i32 i32 i32",
          {"R": 16, "C": 64, "SQUARE": False, "KEYED": True, "TRANSPOSED": True}),
         ("hadamard", "_hadamard_kernel", "*bf16 *i16 *fp32 i32 i32 i32 i64 i32 i32", {"G": 64, "AS_BITS": True}),
     ],

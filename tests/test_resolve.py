@@ -289,6 +289,7 @@ class TestResolvedSpec:
             "parallel.use": None,
             "train.optimizer.use": None,
             "dispatch.use": "allgather",
+            "dispatch.wire": None,
             "gemm.use": "loop",
             "precision.use": "bf16",
             "train.schedule.use": "wsd",

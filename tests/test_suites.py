@@ -20,7 +20,7 @@ from moefw.plugins.memory.recompute import Recompute
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import Folded
 from moefw.plugins.precision.native import BF16, FP32
-from moefw.plugins.precision.quantized import MXFP8, FP8Blockwise
+from moefw.plugins.precision.quantized import MXFP8, NVFP4, FP8Blockwise, FP8Tensor
 from moefw.plugins.routers.forced import Forced
 from moefw.plugins.routers.sinkhorn import Sinkhorn
 from moefw.plugins.routers.topk import TopK
@@ -73,6 +73,7 @@ BROKEN: list[tuple[type[Suite], Any, str, str]] = [
     (GemmSuite, gemms.KnowsNoRegion, "promised_regions", "Is context.region('moe_act', ...) used?"),
     (GemmSuite, gemms.CountsOnTheHost, "counts_on_the_host", "fails without counts_host"),
     (GemmSuite, gemms.ForgetsThePasses, "operands_are_quantized_for_each_pass", "has 0 values quantized as role grad"),
+    (GemmSuite, gemms.ForgetsTheKeys, "the_recipe_is_told_the_keys", "has 0 values of gradients rounded by keys"),
     (GemmSuite, gemms.LeavesItForBackward, "two_batches_in_flight", "with two batches in flight"),
     (GemmSuite, gemms.RoundsAtRandom, "the_same_rows_give", "differs in a second run"),
     (GemmSuite, gemms.ReturnsHalf, "outputs_and_gradients", "torch.float32 is right"),
@@ -122,6 +123,7 @@ BROKEN: list[tuple[type[Suite], Any, str, str]] = [
         "what_is_kept",
         "makes an operand off by",
     ),
+    (PrecisionSuite, recipes.TurnsOneOfTwo, "operands_of_the_weight_gradient", "the product of its operands, is off"),
     (PrecisionSuite, recipes.KeepsLess, "what_is_kept", "the shape must stay"),
     (PrecisionSuite, recipes.FlowsInWholeNumbers, "the_residual_dtype", "residual_dtype is torch.int8"),
 ]
@@ -316,3 +318,33 @@ class TestMXFP8(PrecisionSuite):
     plugin = MXFP8
     options = {"backend": "emulate"}
     rtol, block = 0.15, 64
+
+
+class TestFP8Tensor(PrecisionSuite):
+    plugin = FP8Tensor
+    options = {"backend": "emulate"}
+    rtol = 0.2
+
+
+class TestFP8TensorDelayed(PrecisionSuite):
+    plugin = FP8Tensor
+    options = {"backend": "emulate", "scaling": "delayed", "saved_activations": "fp8"}
+    rtol = 0.2
+
+
+class TestNVFP4(PrecisionSuite):
+    plugin = NVFP4
+    options = {"backend": "emulate", "keep_bf16": []}
+    rtol = 0.4
+
+
+class TestNVFP4WithoutItsParts(PrecisionSuite):
+    plugin = NVFP4
+    options = {
+        "backend": "emulate",
+        "keep_bf16": [],
+        "stochastic_rounding": False,
+        "hadamard": False,
+        "square_weights": False,
+    }
+    rtol = 0.4

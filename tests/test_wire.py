@@ -47,7 +47,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 def collectives(group, rank: int, size: int) -> tuple[Traffic, list[list[float]]]:
     """Call each collective once; return what was counted and what each brought."""
-    counting = CountingGroup(dist.group.WORLD if group is None else group, dim=4)
+    counting = CountingGroup(dist.group.WORLD if group is None else group, dims=(4,))
     sent, received = list(range(1, size + 1)), [rank + 1] * size
     brought = []
 
@@ -104,7 +104,7 @@ def test_counts_are_those_done_by_hand_and_threads_bring_what_gloo_brings(pool8:
 
 
 def alone_and_unseen(group, rank: int) -> None:
-    counting = CountingGroup(group, dim=4)
+    counting = CountingGroup(group, dims=(4,))
     with pytest.raises(ContractError, match="outside every movement"):
         dist.all_reduce(torch.zeros(1), group=counting)
     with counting.during("plan"), pytest.raises(RuntimeError, match="backend"):
@@ -200,7 +200,7 @@ class Case:
 
 
 def claim_and_count(group, rank: int, case: Case, assembly: Assembly) -> tuple[Traffic, Traffic]:
-    counting, shared = CountingGroup(group, dim=case.dim), Shared()
+    counting, shared = CountingGroup(group, dims=(case.dim,)), Shared()
     dispatcher = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
     ids_TK = case.ids(rank)
     x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.rand(ids_TK.shape)
@@ -282,7 +282,7 @@ def test_ranks_that_got_no_rows_take_the_way_back_where_only_weights_want_gradie
 
 def redispatched(group, rank: int, case: Case, assembly: Assembly) -> tuple[Traffic, Traffic]:
     """Return what a dispatch and its repetition sent."""
-    counting, shared = CountingGroup(group, dim=case.dim), Shared()
+    counting, shared = CountingGroup(group, dims=(case.dim,)), Shared()
     moves = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
     ids_TK = case.ids(rank)
     x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.rand(ids_TK.shape)
@@ -342,7 +342,7 @@ class Lying(Dispatcher):
 
 
 def lied(group, rank: int, case: Case, assembly: Assembly, lie: str) -> list[str]:
-    counting, shared = CountingGroup(group, dim=case.dim), Shared()
+    counting, shared = CountingGroup(group, dims=(case.dim,)), Shared()
     dispatcher = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
     ids_TK = case.ids(rank)
     x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.rand(ids_TK.shape)
@@ -413,7 +413,7 @@ RANKS, TOKENS, DIM = 16, 4, 7168
 
 
 def totals(group, rank: int, use: str, assembly: Assembly, ids: Sequence[Tensor], each: int) -> dict[str, Any]:
-    counting, shared = CountingGroup(group, dim=DIM), Shared()
+    counting, shared = CountingGroup(group, dims=(DIM,)), Shared()
     dispatcher = open_dispatcher(assembly, counting, ranks_per_node=each, shared=shared)
     x_TD = torch.zeros(len(ids[rank]), DIM, dtype=torch.bfloat16)
     claimed, counted = measure(dispatcher, counting, x_TD, torch.ones(ids[rank].shape), ids[rank])

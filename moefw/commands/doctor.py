@@ -30,6 +30,8 @@ from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 
+from moefw.commands.fp8_products import fp8_products
+
 TIMEOUT_S = 20.0
 WORKERS = 2
 LOW_DISK_BYTES = 2**30
@@ -363,6 +365,7 @@ PROBES: Mapping[str, _Probe] = {
     "nccl": _Probe(_nccl, "torch", "torch", _CUDA_TORCH),
     "bf16 on this CPU": _Probe(_cpu_bf16, "torch", "torch", _OTHER_TORCH),
     "grouped_mm": _Probe(_grouped_mm, "torch", "torch", _OTHER_TORCH),
+    "fp8 products": _Probe(fp8_products, "torch", "torch", _OTHER_TORCH),
     "triton": _Probe(_triton, "triton", "triton", "On Linux: pip install triton"),
     "transformer-engine": _Probe(_transformer_engine, "transformer_engine", "transformer-engine", _TE),
     "deep_ep": _Probe(_deep_ep, "deep_ep", "sgl-deep-ep", "pip install 'moefw[deepep]'"),
@@ -372,7 +375,7 @@ PROBES: Mapping[str, _Probe] = {
     "safetensors": _Probe(_safetensors, "safetensors", "safetensors", "pip install safetensors"),
 }
 GROUPS = (
-    ("torch", "gloo", "grouped_mm", "safetensors", "bf16 on this CPU", "tensorboard", "triton", "nccl"),
+    ("torch", "gloo", "grouped_mm", "safetensors", "bf16 on this CPU", "fp8 products", "tensorboard", "triton", "nccl"),
     ("transformer-engine",),
     ("deep_ep",),
     ("tokenizers", "matplotlib"),

@@ -103,6 +103,9 @@ def _lack(part: Plugin, site: Site) -> str:
         if need.fact == "device" and machine.device not in need.value:
             wanted = need.value if isinstance(need.value, str) else " or ".join(need.value)
             lacks.append(f"needs {wanted}, this machine has {machine.device}: {need.reason}. {need.fix}".strip())
+        if need.fact == "capability" and machine.capability not in (None, *need.value):
+            what = f"needs compute capability {' or '.join(need.value)}, this machine has {machine.capability}"
+            lacks.append(f"{what}: {need.reason}. {need.fix}".strip())
         if need.fact == "package" and not machine.has_package(need.value):
             lacks.append(f"needs the package {need.value}: {need.reason}. {need.fix}".strip())
     return " ".join(lacks)

@@ -66,6 +66,12 @@ class Assembly:
     registry: Registry = field(eq=False, repr=False)
     notes: tuple[str, ...] = Factory(tuple)
 
+    @property
+    def num_layers(self) -> int:
+        """How many layers the model says that it has; if it does not, those up to the last MoE layer."""
+        found: int = getattr(self.parts.model, "num_layers", max(self.layers, default=-1) + 1)
+        return found
+
     def resolved(self) -> dict[str, Any]:
         """Return the spec with every option spelled out, as plain data that loads again."""
         data: dict[str, Any] = plain(self.spec)

@@ -59,8 +59,10 @@ class BuildContext:
         policies: Mapping[str, MemoryPolicy],
         sharding: Sharding | None = None,
         spares: Callable[[str], bool] = lambda module: False,
+        num_layers: int = 0,
     ) -> None:
         self.site, self.facts, self.layout, self.device = site, facts, layout, device
+        self._num_layers = num_layers
         self._shared, self._policies, self._sharding, self._spares = shared, policies, sharding, spares
         self.precision: Precision | None = None
         self.high: Precision | None = None
@@ -97,7 +99,8 @@ class BuildContext:
 
     def recipe(self, module: str) -> Precision:
         """Return what a module of this layer (``moe.experts``) computes in: the recipe, if it does not spare it."""
-        spared = self._spares(f"layers.{self.site.layer}.{module}")
+        numbers = (self.site.layer, self.site.layer - self._num_layers)
+        spared = any(self._spares(f"layers.{number}.{module}") for number in numbers)
         recipe = self.high if spared else self.precision
         assert recipe is not None
         return recipe.at(module)
@@ -148,6 +151,7 @@ class ModelContext:
             policies=policies,
             sharding=self._sharding,
             spares=parts.precision.spares,
+            num_layers=self.assembly.num_layers,
         )
         context.precision, context.high = parts.precision.build(context), parts.precision.high(context)
         for plugin in parts.memory:
@@ -158,7 +162,8 @@ class ModelContext:
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
         """Build the MoE layer of layer ``layer``; dispatchers of equal layers are one object."""
         context, parts = self.at(layer), self.assembly.parts
-        key = (parts.dispatch, repr(sorted(context.facts.items())), repr(context.site.dims))
+        spared = context.recipe("moe.experts") is context.high
+        key = (parts.dispatch, repr(sorted(context.facts.items())), repr(context.site.dims), spared)
         with torch.device(self.device):
             router = parts.routing.build(context)
             context.precision = context.recipe("moe.experts")
@@ -168,7 +173,12 @@ class ModelContext:
         assert isinstance(experts, nn.Module)
         context.unit(experts, context.precision, "experts")
         return MoELayer(
-            router=router, dispatcher=dispatcher, experts=experts, shared_expert=shared_expert, region=context.region
+            router=router,
+            dispatcher=dispatcher,
+            experts=experts,
+            shared_expert=shared_expert,
+            first_expert=context.local_experts.start if context.precision.draws else None,
+            region=context.region,
         )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Parameter
 
-    from moefw.core.movement import Pending
+    from moefw.core.movement import Codec, Pending
     from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, Receipt, Routing
     from moefw.core.traffic import Traffic
 
@@ -75,19 +75,47 @@ class Canonical:
         return like[self.index] if self.index else like
 
 
-class Router(ABC):
-    """Chooses K experts for each token. A module; forward reads state and never writes it."""
-
-    @abstractmethod
-    def __call__(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Return the routing of the tokens, with statistics to be summed over the global batch."""
+class Stateful:
+    """A module that may keep tensors from step to step; only ``update`` changes what is saved of them."""
 
     def state_spec(self) -> Sequence[State]:
         """Return the declared state; everything else about a part is constant."""
         return ()
 
     def update(self, reduced: Mapping[str, Tensor]) -> None:
-        """Advance the state once a step, from ``Routing.stats`` summed over micro-batches and dp*cp*tp."""
+        """Advance the state once a step, from what the part reports, reduced over the global batch."""
+
+
+class Router(Stateful, ABC):
+    """Chooses K experts for each token. A module; forward reads state and never writes it.
+
+    ``update`` gets ``Routing.stats``, summed over micro-batches and dp*cp*tp.
+    """
+
+    @abstractmethod
+    def __call__(self, x_TD: Tensor, batch: Batch) -> Routing:
+        """Return the routing of the tokens, with statistics to be summed over the global batch."""
+
+
+class Meter(Stateful, ABC):
+    """What a recipe remembers of one GEMM. A module, inside the one that owns the GEMM.
+
+    Every tensor of its state begins with an axis of the GEMM's groups: experts, or a single one. ``update`` gets
+    ``largest``, the largest over all ranks with a copy or a part of the GEMM's weights.
+    """
+
+    gemm: str
+    """As the GEMM is named in ``Precision.at``."""
+    largest: Tensor
+    """State that is not saved: the largest values of a step, which quantizing may raise in training; 0 at its start."""
+
+    @abstractmethod
+    def state_spec(self) -> Sequence[State]:
+        """Return the declared state, ``largest`` among it."""
+
+    @abstractmethod
+    def update(self, reduced: Mapping[str, Tensor]) -> None:
+        """Advance the state once a step."""
 
 
 class Dispatcher(ABC):
@@ -96,6 +124,9 @@ class Dispatcher(ABC):
     Each movement is a start and a finish, two autograd nodes: the backward of finish starts the dual movement,
     the backward of start waits for it. Work placed between them overlaps with it, both ways.
     """
+
+    key_columns: int = 8
+    """So many columns of bf16, a multiple of 4, have the rows in which keys are redispatched, bit for bit."""
 
     @abstractmethod
     def plan(
@@ -221,6 +252,8 @@ class Precision(ABC):
     """The dtype in which weights may be gathered where they are shared out; None: as they are stored."""
     by_pass: ClassVar[bool] = False
     """Whether backward needs operands of its own. If not, operands are tensors, and autograd takes those of forward."""
+    draws: bool = False
+    """Whether gradients are rounded at random where ``Rows.keys_R`` are given."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Return the recipe for a module or a GEMM inside: what it draws or remembers there is its own.
@@ -235,12 +268,20 @@ class Precision(ABC):
         """Return the operand (:class:`Operand`) that takes the part of ``x`` in a GEMM.
 
         Where it is a tensor, gradients flow straight through to ``x``. Leading axes, of stacked weights, are apart;
-        ``rows`` tells about those of an input or a gradient.
+        ``rows`` tells about those of an input or a gradient. With ``by_pass``, the operands of wgrad count as a pair:
+        both may have their rows turned by one orthogonal matrix, after zero rows are added to both.
         """
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
         """Return what to save of ``x`` for its operand in a pass of backward; ``used`` is the one of forward."""
         return Kept((used,), lambda saved: saved[0])
+
+    def codec(self, dim: int) -> Codec | None:
+        """Return what packs rows of ``dim`` values on their way to experts; None: they travel as they are.
+
+        Needed where the plugin offers a ``wire`` beside that of the residual stream.
+        """
+        return None
 
     def keep_activation(self, x: Tensor, rows: Rows | None = None) -> Kept:
         """Return what to save of the rows ``x``, which backward reads as they are."""

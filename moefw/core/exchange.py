@@ -8,21 +8,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.movement import Launch, Pending, Work, start, stay
+from moefw.core.movement import Codec, Launch, Pending, Work, start, stay
 
 Splits = Sequence[int]
 """Rows to or from each rank of a group."""
 
 
 def exchange(
-    tensors: Sequence[Tensor], sent: Splits, received: Splits, group: ProcessGroup | None, *, detail: object = None
+    tensors: Sequence[Tensor],
+    sent: Splits,
+    received: Splits,
+    group: ProcessGroup | None,
+    *,
+    codec: Codec | None = None,
+    detail: object = None,
 ) -> Pending:
-    """Start sending ``sent[rank]`` rows of each tensor, which lie in order of rank, to each rank. Differentiable."""
+    """Start sending ``sent[rank]`` rows of each tensor, which lie in order of rank, to each rank. Differentiable.
+
+    ``codec`` packs the first tensor for the way.
+    """
     if group is None:
-        return stay(tensors, detail=detail)
-    return start(
-        tensors, forward=_all_to_all(sent, received, group), dual=_all_to_all(received, sent, group), detail=detail
-    )
+        return stay(tensors, codec=codec, detail=detail)
+    out, back = _all_to_all(sent, received, group), _all_to_all(received, sent, group)
+    return start(tensors, forward=out, dual=back, codec=codec, detail=detail)
 
 
 def exchange_now(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup | None) -> Tensor:

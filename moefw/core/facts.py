@@ -221,8 +221,11 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("by_pass", "operands quantized for each pass", _all_true, ("model", "gemm"), silence=False),
         # what backward reads of activations is saved through Precision.keep_activation
         Fact("activations_kept", "activations that a recipe may save as codes", _all_true, ("gemm",), silence=False),
+        # a key of its token comes with every row that an expert or a linear layer gets, if the recipe draws
+        Fact("row_keys", "a key with each row", _all_true, ("model", "dispatch", "gemm"), silence=False),
         # what the machine has
         Fact("device", "device {}", _one_of),
+        Fact("capability", "compute capability {}", _one_of),
         Fact("package", "package {}", _some(operator.eq), itemised=True),
     )
 }

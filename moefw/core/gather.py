@@ -8,18 +8,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.movement import Launch, Pending, Work, start, stay
+from moefw.core.movement import Codec, Launch, Pending, Work, start, stay
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch 2.13 renamed both."""
 
 
-def gather(tensors: Sequence[Tensor], group: ProcessGroup | None, *, detail: object = None) -> Pending:
-    """Start bringing the rows of every rank, in order of rank, to all. Ranks have equally many. Differentiable."""
+def gather(
+    tensors: Sequence[Tensor], group: ProcessGroup | None, *, codec: Codec | None = None, detail: object = None
+) -> Pending:
+    """Start bringing the rows of every rank, in order of rank, to all. Ranks have equally many. Differentiable.
+
+    ``codec`` packs the first tensor for the way.
+    """
     if group is None:
-        return stay(tensors, detail=detail)
-    return start(tensors, forward=_gather(group), dual=_reduce(group), detail=detail)
+        return stay(tensors, codec=codec, detail=detail)
+    return start(tensors, forward=_gather(group), dual=_reduce(group), codec=codec, detail=detail)
 
 
 def reduce(tensors: Sequence[Tensor], group: ProcessGroup | None, *, detail: object = None) -> Pending:

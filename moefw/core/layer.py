@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Dispatcher
 from moefw.core.movement import Pending
+from moefw.core.row_keys import with_keys
 from moefw.core.stages import Batch, LayerStats, Routing
 
 
@@ -41,7 +42,8 @@ class Carry:
 class MoELayer(nn.Module):
     """Routed experts, and a shared expert that runs while rows travel.
 
-    ``phases`` run in a row in :meth:`forward`; a scheduler may run them one by one.
+    ``phases`` run in a row in :meth:`forward`; a scheduler may run them one by one. ``first_expert`` is the number of
+    this rank's first where the experts' recipe draws for rows, so that keys must reach them; None: it does not.
     """
 
     def __init__(
@@ -51,11 +53,12 @@ class MoELayer(nn.Module):
         dispatcher: Dispatcher,
         experts: nn.Module,
         shared_expert: nn.Module | None = None,
+        first_expert: int | None = None,
         region: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, function: function,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared_expert = router, experts, shared_expert
-        self.dispatcher = dispatcher
+        self.dispatcher, self.first_expert = dispatcher, first_expert
         self._route = region("router", router.__call__)
         self._experts = region("experts", experts.__call__)
         self._shared = None if shared_expert is None else region("shared_expert", shared_expert.__call__)
@@ -78,9 +81,13 @@ class MoELayer(nn.Module):
     def compute_and_return(self, carry: Carry) -> None:
         """Run the shared expert while rows travel, then the routed experts, and start the rows on their way back."""
         assert carry.pending is not None
+        assert carry.routing is not None
         if self._shared is not None:
             carry.shared_TD = self._shared(carry.x, carry.batch)
         batch, receipt = self.dispatcher.finish_dispatch(carry.pending)
+        if self.first_expert is not None and carry.batch.keys_T is not None:
+            keys_T, weights_TK = carry.batch.own(carry.batch.keys_T), carry.routing.weights_TK
+            batch = with_keys(batch, receipt, keys_T, weights_TK, self.dispatcher, first_expert=self.first_expert)
         carry.arrival = batch.stats
         carry.pending = self.dispatcher.start_combine(self._experts(batch), receipt)
 

@@ -1,7 +1,8 @@
 """A movement of tensors between ranks as two autograd nodes, so that work placed between them overlaps with it.
 
 ``start`` launches, ``finish`` waits. In backward, finish launches the dual movement and start waits for it: what
-runs between them in forward also runs between them in backward.
+runs between them in forward also runs between them in backward. A codec packs rows for the way out; gradients come back
+as they are.
 """
 
 from __future__ import annotations
@@ -21,15 +22,33 @@ class Work(Protocol):
         """Block, or make the current stream wait, until the result is there."""
 
 
+class Codec(Protocol):
+    """How rows of some width travel: in fewer bytes than they have. What was packed once packs to the same values."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a packed row, an even number."""
+
+    def pack(self, rows_ND: Tensor) -> Tensor:
+        """Return ``(N, row_bytes / 2)`` bf16, which hold bytes and no numbers."""
+
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows ``(N, D)``."""
+
+
 Launch = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Work]]]
 """Starts a movement of the given tensors; returns the buffers it fills and the works to wait for."""
 
 
 class _Flight:
-    """One movement: its two launches, and what is under way between a start and its finish."""
+    """One movement: its two launches, and what is under way between a start and its finish.
 
-    def __init__(self, forward: Launch, dual: Launch) -> None:
-        self.forward, self.dual = forward, dual
+    ``codec`` packs the first tensor, rows in ``dtype``.
+    """
+
+    def __init__(self, forward: Launch, dual: Launch, codec: Codec | None, rows_ND: Tensor) -> None:
+        self.forward, self.dual, self.codec = forward, dual, codec
+        self.dtype = rows_ND.dtype
         self.under_way: tuple[Sequence[Tensor], list[Tensor], list[Work]] | None = None
 
     def launch(self, launch: Launch, sent: Sequence[Tensor]) -> list[Tensor]:
@@ -60,6 +79,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *sent: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
+        if flight.codec is not None:
+            sent = (flight.codec.pack(sent[0]), *sent[1:])
         return tuple(flight.launch(flight.forward, sent))
 
     @staticmethod
@@ -72,23 +93,49 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: Any, flight: _Flight, *buffers: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
         flight.wait()
-        ctx.mark_dirty(*buffers)
-        return buffers
+        if flight.codec is None:
+            ctx.mark_dirty(*buffers)
+            return buffers
+        packed, *others = buffers
+        ctx.mark_dirty(*others)
+        ctx.packed = packed.shape
+        return (flight.codec.unpack(packed, flight.dtype), *others)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ctx.flight.launch(ctx.flight.dual, grads)
+        if ctx.flight.codec is not None:
+            grads = (torch.zeros((), dtype=torch.bfloat16, device=grads[0].device).expand(ctx.packed), *grads[1:])
         return (None, *grads)  # placeholders of the right shape: start's backward returns what the dual brings
 
 
-def stay(tensors: Sequence[Tensor], *, detail: Any = None) -> Pending:
-    """Return the movement that goes nowhere: of a rank that is alone in its group."""
+class _Rounded(torch.autograd.Function):
+    """What rows are that a codec has packed and unpacked; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, codec: Codec) -> Tensor:
+        return codec.unpack(codec.pack(rows_ND), rows_ND.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
+        return grad_ND, None
+
+
+def stay(tensors: Sequence[Tensor], *, codec: Codec | None = None, detail: Any = None) -> Pending:
+    """Return the movement that goes nowhere: of a rank that is alone in its group. A codec rounds all the same."""
+    if codec is not None:
+        tensors = (_Rounded.apply(tensors[0], codec), *tensors[1:])  # type: ignore[no-untyped-call]
     return Pending(tuple(tensors), None, detail)
 
 
-def start(sent: Sequence[Tensor], *, forward: Launch, dual: Launch, detail: Any = None) -> Pending:
-    """Launch a movement of ``sent``; ``dual`` moves gradients of the received buffers back to those of ``sent``."""
-    flight = _Flight(forward, dual)
+def start(
+    sent: Sequence[Tensor], *, forward: Launch, dual: Launch, codec: Codec | None = None, detail: Any = None
+) -> Pending:
+    """Launch a movement of ``sent``; ``dual`` moves gradients of the received buffers back to those of ``sent``.
+
+    ``codec`` packs the first tensor, rows ``(N, D)``, on the way out.
+    """
+    flight = _Flight(forward, dual, codec, sent[0])
     return Pending(_Start.apply(flight, *sent), flight, detail)  # type: ignore[no-untyped-call]
 
 

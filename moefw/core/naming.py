@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moefw.core.contracts import Canonical, ExpertGemm, Named, Router, Shard
+from moefw.core.contracts import Canonical, ExpertGemm, Meter, Named, Router, Shard, Side, Stateful
 from moefw.core.pieces import all_of
 
 
@@ -45,14 +46,49 @@ def routers(model: nn.Module) -> dict[str, Router]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
 
+def by_side(model: nn.Module) -> dict[Side, dict[str, Stateful]]:
+    """Return the parts that keep state by name, in the order of the layers, those inside routed experts apart."""
+    experts = {part for gemm in _experts(model).values() for part in gemm.modules()}
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, Stateful)}
+    return {
+        "dense": {name: part for name, part in parts.items() if part not in experts},
+        "experts": {name: part for name, part in parts.items() if part in experts},
+    }
+
+
+def states(model: nn.Module) -> dict[Side, dict[str, Tensor]]:
+    """Return the declared state that is saved, by canonical name; that of routed experts, one by one, apart."""
+    dense = by_side(model)["dense"].items()
+    experts = _experts(model).items()
+    return {
+        "dense": {f"{prefix}.{name}": tensor for prefix, part in dense for name, tensor in _saved(part)},
+        "experts": {f"{prefix}.{name}": tensor for prefix, gemm in experts for name, tensor in _by_expert(gemm)},
+    }
+
+
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the declared state that is saved, by canonical name."""
-    return {
-        f"{prefix}.{state.name}": getattr(router, state.name)
-        for prefix, router in routers(model).items()
-        for state in router.state_spec()
-        if state.saved
-    }
+    return {name: tensor for side in states(model).values() for name, tensor in side.items()}
+
+
+def _experts(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, ExpertGemm)}
+
+
+def _saved(part: Stateful) -> Iterator[tuple[str, Tensor]]:
+    return ((state.name, getattr(part, state.name)) for state in part.state_spec() if state.saved)
+
+
+def _by_expert(experts: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield views of what meters save as ``{e}.gate_up.scale``, in whatever way a GEMM stacks its experts."""
+    numbers = dict.fromkeys(piece.name.split(".", 1)[0] for piece in experts.canonical())
+    found: dict[str, list[Tensor]] = {}
+    for meter in experts.modules():
+        if isinstance(meter, Meter):
+            for name, tensor in _saved(meter):
+                found.setdefault(f"{meter.gemm}.{name}", []).extend(tensor.unbind())
+    for name, tensors in found.items():
+        yield from ((f"{e}.{name}", tensor) for e, tensor in zip(numbers, tensors, strict=True))
 
 
 def joined(part: Tensor, shard: Shard, group: ProcessGroup | None) -> Tensor:

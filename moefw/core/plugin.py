@@ -101,7 +101,10 @@ class PrecisionPlugin(Plugin):
         return self.build(context)
 
     def spares(self, module: str) -> bool:
-        """Whether a module, such as ``layers.3.moe.experts``, stays in high precision."""
+        """Whether a module stays in high precision: ``layers.3.moe.experts``, or ``layers.-1.moe.experts`` of the last.
+
+        A module that one of its two names is spared by is spared.
+        """
         return False
 
 

@@ -12,7 +12,7 @@ import attrs
 from moefw.core.assembly import Assembly, LayerAssembly, Parts
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest, show
-from moefw.core.facts import FACTS, Need, Offers, match, offers, silence
+from moefw.core.facts import ANY, FACTS, Need, Offers, match, offers, silence
 from moefw.core.plugin import ModelPlugin, Plugin
 from moefw.core.registry import Registry
 from moefw.core.site import Dims, Machine, Site, this_machine
@@ -231,7 +231,9 @@ class _Resolution:
             promises.append(("the layout", offers(axis=tuple(layout.sizes), axis_divides=tuple(layout.sizes.items()))))
         wanted = (need.value for _, need in demands if need.fact == "package")
         packages = tuple(package for package in wanted if here.machine.has_package(package))
-        promises.append(("this machine", offers(device=(here.machine.device,), package=packages)))
+        capability = (here.machine.capability,) if here.machine.capability else ANY
+        has = offers(device=(here.machine.device,), capability=capability, package=packages)
+        promises.append(("this machine", has))
         return promises, demands
 
     def _settle(self, promises: list[tuple[object, Offers]], demands: list[tuple[_Placed, Need]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 from pathlib import Path
 
 from attrs import evolve, frozen
@@ -21,10 +22,14 @@ class Dims:
 
 @frozen(kw_only=True)
 class Machine:
-    """What this machine has. ``device`` is where tensors will live."""
+    """What this machine has. ``device`` is where tensors will live.
+
+    ``capability``: of its GPUs, the lowest if they differ, such as 9.0; None where there is no GPU, or none tells.
+    """
 
     device: str = "cpu"
     num_devices: int = 1
+    capability: str | None = None
 
     def has_package(self, name: str) -> bool:
         """Return whether ``name`` is installed (not whether it works: ``moefw doctor`` imports it)."""
@@ -53,7 +58,9 @@ def this_machine(device: str = "auto") -> Machine:
     num_gpus = _num_visible_gpus()
     if device == "auto":
         device = "cuda" if num_gpus else "cpu"
-    return Machine(device=device, num_devices=num_gpus if device == "cuda" else os.cpu_count() or 1)
+    if device != "cuda":
+        return Machine(device=device, num_devices=os.cpu_count() or 1)
+    return Machine(device=device, num_devices=num_gpus, capability=_capability() if num_gpus else None)
 
 
 def _num_visible_gpus() -> int:
@@ -62,3 +69,12 @@ def _num_visible_gpus() -> int:
     if visible is None:
         return present
     return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+
+
+def _capability() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return min((line for line in said.split() if line.replace(".", "", 1).isdigit()), key=float, default=None)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
+
+if TYPE_CHECKING:
+    from moefw.core.movement import Codec
 
 Movement = Literal["plan", "dispatch", "combine", "combine_backward", "dispatch_backward"]
 Link = Literal["node", "network"]
@@ -57,15 +60,16 @@ def traffic_of(
     row_bytes: int,
     weight_bytes: int,
     told: Sequence[int],
+    codec: Codec | None = None,
 ) -> Traffic:
     """Return the traffic of rows that travel along ``hops``, each the rows sent to and received from every rank.
 
     A row carries ``weight_bytes`` of routing weights on the way out, and their gradients back; ``told[peer]`` bytes
-    were exchanged to plan it.
+    were exchanged to plan it. ``codec`` packs rows on the way out.
     """
     out, back = ([sum(rows) for rows in zip(*side, strict=True)] for side in zip(*hops, strict=True))
 
-    def peers(rows: Sequence[int], weights: int) -> tuple[Sent, ...]:
+    def peers(rows: Sequence[int], weights: int, row_bytes: int = row_bytes) -> tuple[Sent, ...]:
         sent = (Sent(n * row_bytes, n * weights) for n in rows)
         return tuple(Sent() if peer == rank else one for peer, one in enumerate(sent))
 
@@ -73,7 +77,7 @@ def traffic_of(
         rank,
         {
             "plan": tuple(Sent() if peer == rank else Sent(metadata=n) for peer, n in enumerate(told)),
-            "dispatch": peers(out, weight_bytes),
+            "dispatch": peers(out, weight_bytes, row_bytes if codec is None else codec.row_bytes),
             "combine": peers(back, 0),
             "combine_backward": peers(out, 0),
             "dispatch_backward": peers(back, weight_bytes),

@@ -69,29 +69,27 @@ class Decoder(ModelPlugin):
             split=("tp",),
             differentiable=True,
             by_pass=True,
+            row_keys=True,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Linear layers multiply in a dtype of torch; what tp splits divides by it."""
+        """What tp splits divides by it."""
         split = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
         if len(self.moe_layers()) < self.num_layers:
             split["dense_dim"] = self.dense_dim
         if self.moe_layers() and self.shared_expert_dim:
             split["shared_expert_dim"] = self.shared_expert_dim
         return [
-            moefw.need("operand", ("bf16", "fp32"), reason="its linear layers call torch.nn.functional.linear"),
-            *(
-                moefw.need(
-                    "axis_divides",
-                    ("tp", size),
-                    reason=f"each rank of tp has an equal share of {option}",
-                    fix=f"Use a tp that divides {option}, or a larger vocab_size."
-                    if option == "vocab_size"
-                    else f"Use a tp that divides {option}.",
-                    option=option,
-                )
-                for option, size in split.items()
-            ),
+            moefw.need(
+                "axis_divides",
+                ("tp", size),
+                reason=f"each rank of tp has an equal share of {option}",
+                fix=f"Use a tp that divides {option}, or a larger vocab_size."
+                if option == "vocab_size"
+                else f"Use a tp that divides {option}.",
+                option=option,
+            )
+            for option, size in split.items()
         ]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:

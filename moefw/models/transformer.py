@@ -15,6 +15,7 @@ from moefw.core.stages import Batch, LayerStats, Output
 from moefw.models.attention import Attention
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.modules import Linear, RMSNorm, SwiGLU, rope_table
+from moefw.models.row_keys import keyed
 from moefw.models.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -98,9 +99,10 @@ class Transformer(nn.Module):
     def __init__(self, options: Decoder, context: ModelContext) -> None:
         super().__init__()
         self.options, self.tp = options, TensorParallel(context.layout)
-        precision = context.at(0).high
+        precision, recipe = context.at(0).high, context.at(0).precision
         assert precision is not None
-        self.residual_dtype = precision.residual_dtype
+        assert recipe is not None
+        self.residual_dtype, self.draws = precision.residual_dtype, recipe.draws
         self.embed = Embedding(options.vocab_size, options.dim, self.tp)
         self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))
         self.norm = RMSNorm(options.dim, options.norm_eps)
@@ -142,6 +144,7 @@ class Transformer(nn.Module):
         return logits_VT.t().unflatten(0, batch.ids_BS.shape)[:, :length], layers
 
     def _logits(self, batch: Batch) -> tuple[Tensor, dict[int, LayerStats]]:
+        batch = keyed(batch) if self.draws else batch
         x_TD = self.embed(batch.ids_BS.flatten()).to(self.residual_dtype)
         rope = rope_table(batch.ids_BS.shape[1], self.options.head_dim, self.options.rope_theta, x_TD.device)
         layers = {}

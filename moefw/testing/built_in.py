@@ -110,13 +110,17 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     },
     "dispatch": {
         "allgather": (("", {"use": "allgather"}, {}),),
-        "alltoall": (("", {"use": "alltoall"}, {}),),
+        "alltoall": (
+            ("", {"use": "alltoall"}, {}),
+            ("wire fp8", {"use": "alltoall", "wire": "fp8"}, {}),
+        ),
         "deepep": (
             ("torch", {"use": "deepep", "backend": "torch"}, {}),
             ("library", {"use": "deepep", "backend": "library"}, {}),
         ),
         "hybridep": (
             ("torch", {"use": "hybridep", "backend": "torch"}, {}),
+            ("torch, wire fp8", {"use": "hybridep", "backend": "torch", "wire": "fp8"}, {}),
             _budget("torch, budget, rerun", "torch", "rerun"),
             _budget("torch, budget, drop", "torch", "drop"),
             ("library", {"use": "hybridep", "backend": "library"}, {}),
@@ -133,8 +137,14 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
         "fp8-blockwise": (
             _quantized("fp8-blockwise", "emulate"),
             _quantized("fp8-blockwise", "emulate, fp32 scales, saved fp8", scales="fp32", saved_activations="fp8"),
+            _quantized("fp8-blockwise", "torch", backend="torch"),
         ),
         "mxfp8": (_quantized("mxfp8", "emulate"),),
+        "fp8-tensor": (
+            _quantized("fp8-tensor", "emulate"),
+            _quantized("fp8-tensor", "emulate, delayed", scaling="delayed"),
+        ),
+        "nvfp4": (("emulate", {"use": "nvfp4", "backend": "emulate", "keep_bf16": []}, {"rtol": 0.8, "floor": 0.5}),),
     },
     "parallel": {
         "folded": _layouts("folded", _FOLDED),

@@ -7,7 +7,7 @@ a broadcast as the root's tensor to each peer, a barrier as nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -22,15 +22,15 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class CountingGroup(_ProcessGroup):  # type: ignore[misc]
-    """Wraps ``inner``. Payload is a floating tensor of two or more axes whose last is ``dim``; the rest is metadata.
+    """Wraps ``inner``. Payload: a floating tensor of two or more axes whose last is in ``dims``; the rest is metadata.
 
     Of a group that it did not make, ``torch.distributed`` asks nothing but the method of the collective (by its name
     of 2.11 or of 2.13); a collective that is not counted here is not there, so nothing passes unseen.
     """
 
-    def __init__(self, inner: Any, *, dim: int) -> None:
+    def __init__(self, inner: Any, *, dims: Collection[int]) -> None:
         super().__init__(inner.rank(), inner.size())
-        self.inner, self.dim = inner, dim
+        self.inner, self.dims = inner, dims
         self._movement: Movement | None = None
         self._sent: dict[Movement, list[Sent]] = {}
         self.reset()
@@ -127,7 +127,7 @@ class CountingGroup(_ProcessGroup):  # type: ignore[misc]
     def _count(self, tensor: Tensor, bytes_to: Sequence[int]) -> None:
         if self._movement is None:
             raise ContractError("bytes were sent outside every movement: launch collectives inside `group.during(...)`")
-        rows = tensor.is_floating_point() and tensor.ndim >= 2 and tensor.shape[-1] == self.dim
+        rows = tensor.is_floating_point() and tensor.ndim >= 2 and tensor.shape[-1] in self.dims
         sent = self._sent[self._movement]
         for peer, count in enumerate(bytes_to):
             if peer != self.rank():

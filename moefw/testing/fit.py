@@ -113,10 +113,12 @@ class Fit:
                 yield Problem(f"no {section} goes with {both}. {' '.join(reasons)}")
 
     def needs(self, variant: Variant) -> list[str]:
-        """Return what a variant needs of the machine, beyond a CPU: devices and packages by name."""
-        found = [need for need in self._asks(variant) if need.fact in ("device", "package")]
+        """Return what a variant needs of the machine, beyond a CPU: devices, compute capability, packages by name."""
+        words = {"device": "{}", "capability": "compute capability {}", "package": "{}"}
+        found = [need for need in self._asks(variant) if need.fact in words]
         values = [[need.value] if isinstance(need.value, str) else list(need.value) for need in found]
-        return [" or ".join(value) for value in values if "cpu" not in value]
+        pairs = zip(found, values)
+        return [words[need.fact].format(" or ".join(value)) for need, value in pairs if "cpu" not in value]
 
     def _candidates(self, chosen: Sequence[Variant]) -> Iterable[Parts]:
         fixed = {variant.section: variant for variant in chosen}

@@ -26,6 +26,7 @@ from moefw.core.site import Machine
 from moefw.core.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch, ExpertBatch, Routing
 from moefw.models.modules import SwiGLU
+from moefw.models.row_keys import SALT
 from moefw.models.tensor_parallel import TensorParallel
 from moefw.testing.announce import with_plugins
 from moefw.testing.oracle import Rule, Truth, dense_moe
@@ -83,6 +84,10 @@ class Trial:
     def seeds(self, rank: int) -> Tensor:
         """Return the seed of a rank's one sequence, int64 (1)."""
         return torch.tensor([self.seed * 1000 + rank])
+
+    def keys(self, rank: int) -> Tensor:
+        """Return the keys of a rank's tokens, int64 (T)."""
+        return token_keys(self.seeds(rank), self.tokens[rank], salt=SALT)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -223,7 +228,14 @@ def solve(trial: Trial) -> Outcome:
     mask_BS = trial.mask(rank).unsqueeze(0) if trial.masked else None
     scale = torch.tensor(1.0 / max(1, trial.valid_tokens))
     ids = torch.zeros(1, len(x_TD), dtype=torch.int64)
-    batch = Batch(ids_BS=ids, labels_BS=ids, mask_BS=mask_BS, loss_scale=scale, seeds_B=trial.seeds(rank))
+    batch = Batch(
+        ids_BS=ids,
+        labels_BS=ids,
+        mask_BS=mask_BS,
+        loss_scale=scale,
+        seeds_B=trial.seeds(rank),
+        keys_T=trial.keys(rank),
+    )
     out_TD, stats = layer(x_TD, batch)
     (out_TD * probe_TD).sum(dtype=torch.float32).backward()
     shared.close()

@@ -19,10 +19,22 @@ from moefw.testing.trial import Trial
 
 
 def dispatch_assembly(
-    use: str, *, ep: int, etp: int = 1, num_experts: int, top_k: int, dim: int, options: Mapping[str, Any] | None = None
+    use: str,
+    *,
+    ep: int,
+    etp: int = 1,
+    num_experts: int,
+    top_k: int,
+    dim: int,
+    options: Mapping[str, Any] | None = None,
+    precision: Mapping[str, Any] | None = None,
 ) -> Assembly:
     """Return an assembly of ``ep * etp`` ranks with the registered dispatcher ``use``. Raises what resolve raises."""
-    parts = {"dispatch": {"use": use, **(options or {})}, "parallel": {"experts": {"ep": ep, "etp": etp}}}
+    parts: dict[str, Any] = {
+        "dispatch": {"use": use, **(options or {})},
+        "parallel": {"experts": {"ep": ep, "etp": etp}},
+    }
+    parts |= {"precision": dict(precision)} if precision else {}
     return Trial(tokens=(1,) * (ep * etp), num_experts=num_experts, top_k=top_k, dim=dim, parts=parts).assemble()
 
 
@@ -38,6 +50,7 @@ def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: 
         shared=shared,
         policies={},
     )
+    context.precision = assembly.parts.precision.build(context)
     return assembly.parts.dispatch.build(context)
 
 

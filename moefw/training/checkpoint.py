@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Canonical, Layout
 from moefw.core.errors import CheckpointError
-from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, joined, state_tensors
+from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, joined, state_tensors, states
 from moefw.core.pieces import all_of, whole
 from moefw.training.folder import MANIFEST, checkpoint_dirs
 from moefw.training.gradients import copied_over, split_axis
+from moefw.training.meters import HOLDERS
 
 FORMAT = 1
 
@@ -150,9 +151,9 @@ def _owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -
                 tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
             if piece.shard is None or piece.shard.index == 0:
                 yield f"{kind}/{piece.name}", tensor
-    if layout.rank == 0:
-        for name, tensor in state_tensors(model).items():
-            yield f"state/{name}", tensor
+    for side, tensors in states(model).items():
+        if layout.index(*HOLDERS[side]) == 0:
+            yield from ((f"state/{name}", tensor) for name, tensor in tensors.items())
 
 
 def _optimizer_slots(

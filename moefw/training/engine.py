@@ -1,4 +1,4 @@
-"""One training step: micro-batches forward and backward, gradients summed, parameters and router state advanced."""
+"""One training step: micro-batches forward and backward, gradients summed, parameters and state advanced."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from moefw.core.errors import RunError
 from moefw.core.naming import routers
 from moefw.core.stages import Batch, LayerStats
 from moefw.training.gradients import STAGE, Gradients
+from moefw.training.meters import Meters
 
 
 class Clock(Protocol):
@@ -104,7 +105,7 @@ class Engine:
     ) -> None:
         self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
         self.gradients = Gradients(model, layout)
-        self.routers = routers(model)
+        self.routers, self.meters = routers(model), Meters(model, layout)
 
     def step(self, batches: Sequence[Batch], lr: float, clock: Clock) -> StepResult:
         """Train on one global batch, of which ``batches`` are this rank's micro-batches.
@@ -130,12 +131,14 @@ class Engine:
             self.optimizer.step()
             for router, layer in zip(self.routers.values(), tally.layers.values(), strict=True):
                 router.update(layer.stats)
+            self.meters.update()
         return _result(tally, counts, norm)
 
     def _accumulate(self, batches: Sequence[Batch], clock: Clock) -> Tally:
         """Run all micro-batches forward and backward; return what they report, over all ranks."""
         tally = Tally(batches[0].ids_BS.device)
         self.optimizer.zero_grad(set_to_none=True)
+        self.meters.start()
         for batch in batches:
             with clock("forward"):
                 output = self.model(batch)

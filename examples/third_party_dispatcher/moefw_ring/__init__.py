@@ -32,6 +32,7 @@ class Ring(moefw.DispatcherPlugin):
             differentiable=True,
             deterministic=True,
             two_in_flight=True,
+            row_keys=True,
         )
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:

@@ -35,7 +35,7 @@ class TestOneWayRing(DispatcherSuite):
 
 def counted(group: Any, rank: int, assembly: Assembly, distance: int) -> Traffic:
     """Return what a rank sends for one token whose only expert is on the rank ``distance`` further round."""
-    counting, shared = CountingGroup(group, dim=DIM), Shared()
+    counting, shared = CountingGroup(group, dims=(DIM,)), Shared()
     dispatcher = open_dispatcher(assembly, counting, ranks_per_node=RANKS, shared=shared)
     ids_TK = torch.tensor([[(rank + distance) % RANKS]])
     _, counts = measure(dispatcher, counting, torch.randn(1, DIM), torch.rand(1, 1), ids_TK)

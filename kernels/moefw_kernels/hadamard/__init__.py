@@ -8,7 +8,7 @@ from torch import Tensor
 from moefw_kernels.hadamard import reference
 from moefw_kernels.hadamard.reference import SIGNS, SIZE, hadamard_matrix
 
-__all__ = ["hadamard", "hadamard_matrix"]
+__all__ = ["SIZE", "hadamard", "hadamard_matrix"]
 
 
 def hadamard(x: Tensor, *, axis: int = -1) -> Tensor:

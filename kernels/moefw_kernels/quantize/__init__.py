@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefw_kernels.quantize import reference
 from moefw_kernels.quantize.formats import E2M1, E4M3, E5M2, Format, decode, decode_e8m0, encode, pack, unpack
-from moefw_kernels.quantize.groups import group_amax, group_of_row
+from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
 from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.scales import (
     Rounding,
@@ -33,6 +33,7 @@ __all__ = [
     "encode",
     "group_amax",
     "group_of_row",
+    "matrix_amax",
     "mx_scale",
     "nvfp4_global_scale",
     "nvfp4_scale",
@@ -52,15 +53,34 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize_tensor(
-    x: Tensor, *, fmt: Format = E4M3, scale: Tensor | None = None, margin: int = 0, power_of_two: bool = False
+    x: Tensor,
+    *,
+    fmt: Format = E4M3,
+    scale: Tensor | None = None,
+    margin: int = 0,
+    power_of_two: bool = False,
+    ends_e: Tensor | None = None,
 ) -> Quantized:
-    """Return ``x`` (..., R, C) in E4M3 or E5M2 with one scale, fp32 of shape ().
+    """Return ``x`` (..., R, C) in E4M3 or E5M2 with an fp32 scale for each matrix; one with ``scale`` of shape ().
 
-    ``scale`` multiplies ``x`` before the cast, as ``delayed_scale`` returns it; None takes ``tensor_scale`` of ``x``
-    itself, with ``margin`` and ``power_of_two``. On every device in PyTorch's own operations.
+    ``scale``, of shape () or of the leading dimensions, multiplies ``x`` before the cast, as ``delayed_scale`` returns
+    it; None takes ``tensor_scale`` of each matrix, with ``margin`` and ``power_of_two``. On every device in PyTorch's
+    own operations.
+
+    With ``ends_e``, int32: rows ``(R, C)`` in groups that end there, each with a scale, of ``scale`` ``(e,)`` or of the
+    group's largest magnitude, so that its codes and scale are those that it would have alone. Rows past the last end
+    are not looked at, and come back as zeros.
+
+    Raises:
+        ValueError: E2M1, a dtype other than fp32, bf16 and fp16, or shapes that do not fit together.
     """
     _check(x, fmt)
-    return reference.quantize_tensor(x, fmt, scale, margin, power_of_two)
+    groups = x.shape[:-2] if ends_e is None else ends_e.shape
+    if ends_e is not None and x.ndim > 2:
+        raise ValueError(f"ends_e divides the rows of one matrix (R, C), and x is {tuple(x.shape)}")
+    if scale is not None and scale.shape != groups and (scale.ndim or ends_e is not None):
+        raise ValueError(f"scale has shape {tuple(scale.shape)}; give one for each of what it serves: {tuple(groups)}")
+    return reference.quantize_tensor(x, fmt, scale, margin, power_of_two, ends_e)
 
 
 def quantize_fp8(x: Tensor, *, block: Block, fmt: Format = E4M3, power_of_two: bool = True) -> Quantized:
@@ -102,7 +122,12 @@ def quantize_mxfp8_both(x: Tensor, *, fmt: Format = E4M3, rounding: Rounding = "
 
 
 def quantize_nvfp4(
-    x: Tensor, *, block: Block = (1, 16), global_amax: Tensor | None = None, keys: Tensor | None = None
+    x: Tensor,
+    *,
+    block: Block = (1, 16),
+    global_amax: Tensor | None = None,
+    keys: Tensor | None = None,
+    ends_e: Tensor | None = None,
 ) -> Quantized:
     """Return ``x`` (..., R, C) in E2M1, in blocks of 1x16, 16x1 or 16x16, each with an E4M3 scale.
 
@@ -111,13 +136,25 @@ def quantize_nvfp4(
     ``c`` of a row takes draw ``c`` of ``moefw_kernels.random.uniform`` of the row's key. Blocks of 16x16 make the
     result of ``x.mT`` the transpose of the result, bit for bit.
 
+    With ``ends_e``, int32: rows ``(R, C)`` in groups that end there, which no block reaches over. The scale above is
+    one for each group, ``global_amax`` ``(e,)`` or the group's largest magnitude, so that a group's codes and scales
+    are those that it would have alone. Rows past the last end are not looked at, and come back as zeros.
+
     Raises:
         ValueError: Another block, a dtype other than fp32, bf16 and fp16, or shapes that do not fit together.
     """
     _check(x, None, block, ((1, 16), (16, 1), (16, 16)))
-    if global_amax is None:
+    if ends_e is not None and x.ndim > 2:
+        raise ValueError(f"ends_e divides the rows of one matrix (R, C), and x is {tuple(x.shape)}")
+    if global_amax is None and ends_e is not None:
+        global_amax = group_amax(x, ends_e)
+    elif global_amax is None:
         global_amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-    if global_amax.shape not in ((), x.shape[:-2]):
+    if ends_e is not None and global_amax.shape != ends_e.shape:
+        raise ValueError(
+            f"global_amax has shape {tuple(global_amax.shape)}; give one number for each group: {tuple(ends_e.shape)}"
+        )
+    if ends_e is None and global_amax.shape not in ((), x.shape[:-2]):
         raise ValueError(
             f"global_amax has shape {tuple(global_amax.shape)}; "
             f"give one number, or one for each matrix: {tuple(x.shape[:-2])}"
@@ -126,6 +163,10 @@ def quantize_nvfp4(
         raise ValueError(
             f"keys are {keys.dtype} {tuple(keys.shape)}; give one for each row: torch.int64 {tuple(x.shape[:-1])}"
         )
+    if ends_e is not None:
+        group_R = group_of_row(ends_e, len(x))
+        x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
+        global_amax = torch.nn.functional.pad(global_amax, (0, 1))[group_R[:: block[0]]].unsqueeze(1)
     found: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys)
     return found
 

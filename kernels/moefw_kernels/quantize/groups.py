@@ -20,3 +20,10 @@ def group_amax(x: Tensor, ends_e: Tensor) -> Tensor:
     rows = x.abs().amax(1).float() if x.numel() else x.new_zeros(len(x), dtype=torch.float32)
     found = rows.new_zeros(len(ends_e) + 1)
     return found.scatter_reduce(0, group_of_row(ends_e, len(x)), rows, "amax")[:-1]
+
+
+def matrix_amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each matrix of ``x (..., R, C)``, fp32 ``(...)``: 0 without numbers."""
+    if not x.shape[-2:].numel():
+        return x.new_zeros(x.shape[:-2], dtype=torch.float32)
+    return x.abs().amax((-2, -1)).float()

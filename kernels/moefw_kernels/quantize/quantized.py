@@ -18,12 +18,14 @@ class Quantized:
         codes: float8 of ``shape``, or, in E2M1, uint8 with two codes in a byte along ``axis``: ``(..., R, ceil(C/2))``
             or ``(..., ceil(R/2), C)``. Contiguous along ``axis``, which a product of matrices sums over.
         scales: one for each block, ``(..., ceil(R / rows), ceil(C / columns))``: fp32, float8_e8m0fnu or
-            float8_e4m3fn; shape () if one fp32 scale serves the tensor.
+            float8_e4m3fn. Without blocks fp32, one for the tensor, shape (), for each matrix, ``(..., 1, 1)``, or for
+            each row, ``(R, 1)``, equal within a group of rows.
         fmt: The format of the codes.
-        block: (rows, columns) of a block; None if one scale serves the tensor. The last block may be smaller.
+        block: (rows, columns) of a block; None without blocks. The last block may be smaller.
         axis: -1 or -2.
         shape: That of the tensor.
-        global_scale: fp32, shape () or the leading dimensions of ``shape``; None without a second level.
+        global_scale: fp32, shape () or the leading dimensions of ``shape``, or one for each row of blocks,
+            ``(ceil(R / rows), 1)``, equal within a group of rows; None without a second level.
     """
 
     codes: Tensor
@@ -38,7 +40,7 @@ class Quantized:
         """Return the tensor in fp32, ``shape``."""
         scales = decode_e8m0(self.scales) if self.scales.dtype is torch.float8_e8m0fnu else self.scales.float()
         if self.global_scale is not None:
-            scales = scales * _of_matrix(self.global_scale)
+            scales = scales * above(self.global_scale, scales.ndim)
         values = decode(self._single_codes(), self.fmt)
         return values * (scales if self.block is None else spread(scales, self.block, self.shape))
 
@@ -48,10 +50,11 @@ class Quantized:
         return replace(
             self,
             codes=self.codes.mT,
-            scales=self.scales if self.block is None else self.scales.mT,
+            scales=self.scales.mT if self.scales.ndim else self.scales,
             block=self.block and (self.block[1], self.block[0]),
             axis=-3 - self.axis,
             shape=(*self.shape[:-2], self.shape[-1], self.shape[-2]),
+            global_scale=_turned(self.global_scale, len(self.shape)),
         )
 
     def along(self, axis: int) -> Quantized:
@@ -87,5 +90,10 @@ def spread(per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) ->
     return wide.repeat_interleave(block[1], -1)[..., :columns]
 
 
-def _of_matrix(number: Tensor) -> Tensor:
-    return number[..., None, None] if number.ndim else number
+def above(level: Tensor, ndim: int) -> Tensor:
+    """Return ``Quantized.global_scale`` as it multiplies the scales of blocks, which have ``ndim`` dimensions."""
+    return level if level.ndim in (0, ndim) else level[..., None, None]
+
+
+def _turned(level: Tensor | None, ndim: int) -> Tensor | None:
+    return level.mT if level is not None and level.ndim == ndim else level

@@ -7,17 +7,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefw_kernels.quantize.formats import E2M1, Format, encode
-from moefw_kernels.quantize.quantized import Quantized, laid, spread
+from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
+from moefw_kernels.quantize.quantized import Quantized, above, laid, spread
 from moefw_kernels.quantize.scales import Rounding, mx_scale, nvfp4_global_scale, nvfp4_scale, tensor_scale
 from moefw_kernels.random import uniform
 
 
-def quantize_tensor(x: Tensor, fmt: Format, scale: Tensor | None, margin: int, power_of_two: bool) -> Quantized:
-    """One scale for the tensor."""
+def quantize_tensor(
+    x: Tensor, fmt: Format, scale: Tensor | None, margin: int, power_of_two: bool, ends_e: Tensor | None
+) -> Quantized:
+    """One scale for each matrix, or for each group of rows."""
     if scale is None:
-        amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        amax = matrix_amax(x) if ends_e is None else group_amax(x, ends_e)
         largest = torch.finfo(x.dtype).max
         scale = tensor_scale(amax, fmt, margin=margin, power_of_two=power_of_two, largest=largest)
+    if ends_e is not None:
+        group_R = group_of_row(ends_e, len(x))
+        x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
+        scale = F.pad(scale, (0, 1), value=1.0)[group_R].unsqueeze(1)
+    elif scale.ndim:
+        scale = scale[..., None, None]
     codes = encode(x.float() * scale, fmt)
     return Quantized(laid(codes, fmt, -1), scale.reciprocal(), fmt, None, -1, tuple(x.shape))
 
@@ -46,10 +55,9 @@ def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Qua
 
 
 def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None) -> Quantized:
-    """Blocks with E4M3 scales, and one fp32 scale above them."""
+    """Blocks with E4M3 scales, and fp32 scales above them: one, one for each matrix, or one for each row of blocks."""
     encoder, decoder = nvfp4_global_scale(global_amax)
-    levels = (level[..., None, None] if level.ndim else level for level in (encoder, decoder))
-    codes, multiplier = nvfp4_scale(block_amax(x, block), *levels)
+    codes, multiplier = nvfp4_scale(block_amax(x, block), *(above(level, x.ndim) for level in (encoder, decoder)))
     draws = None if keys is None else uniform(keys.flatten(), x.shape[-1]).view(x.shape)
     return _quantized(x, multiplier, codes.view(torch.float8_e4m3fn), block, E2M1, decoder, draws)
 

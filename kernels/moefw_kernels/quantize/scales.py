@@ -46,12 +46,12 @@ def delayed_scale(
     margin: int = 0,
     algorithm: Literal["max", "most_recent"] = "max",
 ) -> Tensor:
-    """Return the next scale from the magnitudes of past steps, the most recent first; shape (), fp32.
+    """Return the next scale, fp32 ``(...)``, from the magnitudes ``(..., H)`` of past steps, the most recent first.
 
     ``scale`` is kept while the magnitude is zero, infinite or NaN. Source: ``delayed_scaling.cu`` of Transformer
     Engine.
     """
-    amax = (history_H.amax() if algorithm == "max" else history_H[0]).float()
+    amax = (history_H.amax(-1) if algorithm == "max" else history_H[..., 0]).float()
     found = tensor_scale(amax, fmt, margin=margin)
     return torch.where(amax.isfinite() & (amax > 0), found, scale)
 

@@ -181,21 +181,28 @@ def _hash(x):
 @triton.jit
 def _nvfp4_kernel(
     x, encoders, decoders, keys, codes, scales,
-    rows, columns, x_stride, r_stride, c_stride, level_stride, key_rows,
+    rows, columns, x_stride, r_stride, c_stride, level_stride, block_stride, key_rows,
     R: tl.constexpr, C: tl.constexpr, SQUARE: tl.constexpr, KEYED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 16 along columns, or of 16 x 16 (then R is 16). TRANSPOSED: keys belong to columns, not rows."""
+    """Blocks of 16 along columns, or of 16 x 16 (then R is 16). TRANSPOSED: keys and groups are those of columns."""
     matrix, r0, c0 = _place(rows, columns, R, C)
     tile = _tile(x + matrix * x_stride, r0, c0, rows, columns, r_stride, c_stride, R, C)
     blocks = tl.reshape(tile, (R, C // 16, 16))
     amax = tl.max(_magnitude(blocks), axis=2, keep_dims=True)
     if SQUARE:
         amax = tl.max(amax, axis=0, keep_dims=True)
-    wanted = _float(amax) * tl.load(encoders + matrix * level_stride)
+    if TRANSPOSED:
+        place, count = (c0 // 16 + tl.arange(0, C // 16).to(tl.int64))[None, :, None], tl.cdiv(columns, 16)
+    elif SQUARE:
+        place, count = (r0 // 16 + tl.arange(0, 1).to(tl.int64))[:, None, None], tl.cdiv(rows, 16)
+    else:
+        place, count = (r0 + tl.arange(0, R).to(tl.int64))[:, None, None], rows
+    level, inside = matrix * level_stride + place * block_stride, place < count
+    wanted = _float(amax) * tl.load(encoders + level, mask=inside, other=1.0)
     scale = _encode(_float(tl.where(amax >= _INF, _NAN, _bits(wanted))), None, 3, -6, 0x43E00000, 7, 0x7F)
     fraction = (scale & 7).to(tl.float32) * 0.001953125
     value = _float(tl.where(scale < 8, _bits(fraction), (((scale >> 3) + 120) << 23) | ((scale & 7) << 20)))
-    value = value * tl.load(decoders + matrix * level_stride)
+    value = value * tl.load(decoders + level, mask=inside, other=1.0)
     usable = (_magnitude(value) > 0) & (_magnitude(value) < _INF)
     inverse = _bits(_divide(1.0, _float(tl.where(usable, _bits(value), 0x3F800000))))
     inverse = tl.where(usable, tl.minimum(inverse, _FP32_MAX), tl.where(_bits(value) == 0, _FP32_MAX, 0))
@@ -244,7 +251,8 @@ def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Qua
 def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None) -> Quantized:
     """As ``reference.quantize_nvfp4``."""
     if axis_of(block) == -2:
-        return _nvfp4(x.mT, 1, global_amax, keys, transposed=True).mT
+        level = global_amax.mT if global_amax.ndim == x.ndim else global_amax
+        return _nvfp4(x.mT, 1, level, keys, transposed=True).mT
     return _nvfp4(x, block[0], global_amax, keys, transposed=False)
 
 
@@ -258,8 +266,8 @@ def _nvfp4(x: Tensor, height: int, global_amax: Tensor, keys: Tensor | None, tra
         grid = (num * triton.cdiv(rows, 16) * triton.cdiv(columns, 64),)
         _nvfp4_kernel[grid](
             x_BRC, encoder * (1.0 / 6.0), decoder, keys if keys is None else keys.contiguous(), codes, scales,
-            rows, columns, *x_BRC.stride(), int(encoder.ndim > 0), columns if transposed else rows,
-            16, 64, height == 16, keys is not None, transposed,
+            rows, columns, *x_BRC.stride(), int(0 < encoder.ndim < x.ndim), int(encoder.ndim == x.ndim),
+            columns if transposed else rows, 16, 64, height == 16, keys is not None, transposed,
         )  # fmt: skip
     scales = scales.view(torch.float8_e4m3fn)
     return Quantized(codes, scales, E2M1, (height, 16), -1, tuple(x.shape), decoder)

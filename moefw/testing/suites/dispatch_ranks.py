@@ -215,6 +215,25 @@ def odd_values(case: Case, rank: int) -> Tensor:
     return x_TD
 
 
+def any_bits(case: Case, rank: int, columns: int) -> Tensor:
+    """Return rows of keys, bf16 (T, columns): any bits, NaN of every kind, infinities and denormals among them."""
+    shape, generator = (case.tokens[rank], columns), torch.Generator().manual_seed(case.seed * 100 + rank)
+    bits_TD = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
+    for place, pattern in enumerate((0x7F81, 0x7FC1, -1, 0x0001, -(2**15), 0x7F80)):
+        bits_TD[place % 3 :: 3, place % columns] = pattern
+    return bits_TD.view(torch.bfloat16)
+
+
+def key_rows(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Tensor, int]:
+    """Return the rows that come of such rows along a receipt, without what follows the groups; and their columns."""
+    with opened(group, case, assembly) as moves:
+        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
+        _, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        bits_TD = any_bits(case, rank, moves.key_columns)
+        batch, _ = moves.redispatch(bits_TD, case.weights(rank), receipt)
+        return batch.rows_RD[: int(batch.offsets_e[-1])].detach(), moves.key_columns
+
+
 def odd_rows(group: Any, rank: int, case: Case, assembly: Assembly) -> Tensor:
     """Return the rows that come of such tokens, without padding and what follows."""
     with opened(group, case, assembly) as moves:

@@ -10,7 +10,7 @@ from attrs import evolve
 from moefw.testing.suites import dispatch_judge as judge
 from moefw.testing.suites.dispatch_case import Case, unequal, usual
 from moefw.testing.suites.dispatch_flights import permuted, without_gradients
-from moefw.testing.suites.dispatch_ranks import identity, moved, odd_rows, odd_values
+from moefw.testing.suites.dispatch_ranks import any_bits, identity, key_rows, moved, odd_rows, odd_values
 from moefw.testing.suites.dispatch_run import DispatcherRunner
 from moefw.testing.suites.dispatch_witness import same_bits
 
@@ -63,6 +63,25 @@ class RowChecks(DispatcherRunner):
             return None
 
         self.each(self.some() + self.some(dtype="bf16"), look)
+
+    def test_rows_of_keys_are_redispatched_bit_for_bit(self) -> None:
+        """What offers ``row_keys`` brings any bits of bf16 where dispatch brought the rows, and zeros for padding."""
+        self.promised("row_keys")
+
+        def look(case: Case) -> str | None:
+            for rank, (rows_RD, columns) in enumerate(self.ranks(key_rows, case)):
+                sent = [any_bits(case, source, columns) for source in range(case.world)]
+                wanted_RD = torch.zeros_like(rows_RD)
+                start = 0
+                for rows, size in zip(case.arrivals(rank), case.sizes(rank), strict=True):
+                    for place, (source, token, _) in enumerate(rows, start):
+                        wanted_RD[place] = sent[source][token]
+                    start += size
+                if not same_bits(rows_RD, wanted_RD):
+                    return f"rank {rank}: row_keys is offered, and rows of keys are not redispatched bit for bit"
+            return None
+
+        self.each(self.some() + self.some(row_alignment=4), look)
 
     def test_each_row_carries_the_weight_of_its_choice(self) -> None:
         """Bit for bit; a weight may be negative, and 0 where a token is sent all the same."""

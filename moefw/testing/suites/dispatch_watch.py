@@ -168,7 +168,7 @@ def under_way(group: Any, rank: int, case: Case, assembly: Assembly) -> dict[str
 
 def on_the_wire(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[list[str], Traffic, Traffic]:
     """Return where the claimed bytes are not those that were counted, and both."""
-    counting = CountingGroup(group, dim=case.dim)
+    counting = CountingGroup(group, dims=(case.dim,))
     with known(counting), opened(counting, case, assembly) as moves:
         ids_TK, weights_TK = case.ids(rank), case.weights(rank)
         claimed, counted = measure(moves, counting, case.x(rank), weights_TK, ids_TK, capacity=case.capacity(rank))

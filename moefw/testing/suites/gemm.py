@@ -33,7 +33,7 @@ from moefw.testing.suites.gemm_case import (
     saved_bytes,
     terms_of_row_weights,
 )
-from moefw.testing.suites.gemm_passes import Noting, wanted
+from moefw.testing.suites.gemm_passes import Asked, Noting, wanted
 from moefw.testing.suites.runs import poisoned_memory, row_alignment
 from moefw.testing.suites.watch import changed, held, worst_error
 from moefw.testing.trial import Trial
@@ -156,18 +156,33 @@ class GemmSuite(Suite):
     def test_operands_are_quantized_for_each_pass(self) -> None:
         """What offers ``by_pass`` asks the recipe for the operands of all three products of each of its GEMMs."""
         self.promised("by_pass", **self.dims)
+        for (role, during), values in self._noted().items():
+            asked = Noting.recipe.asked[role, during]
+            what = f"{self.plugin.name} offers by_pass, but has {asked} values quantized as role {role} during {during}"
+            says = f"{what}; the operands have {values}. Multiply through moefw.linear."
+            assert asked >= values, says
+
+    def test_the_recipe_is_told_the_keys_of_the_rows_of_each_gradient(self) -> None:
+        """What offers ``row_keys`` hands ``ExpertBatch.keys_R`` to the recipe, in backward."""
+        self.promised("row_keys", **self.dims)
+        for (role, during), values in self._noted().items():
+            if role == "grad":
+                keyed = Noting.recipe.keyed[role, during]
+                what = f"{self.plugin.name} offers row_keys, but has {keyed} values of gradients rounded by keys"
+                says = f"{what} during {during}; there are {values}. Call moefw.linear(..., rows)."
+                assert keyed >= values, says
+
+    def _noted(self) -> Asked:
+        """Run experts once under a recipe that notes what it is asked; return how many values the operands have."""
         trial = replace(self.on(Noting.name), plugins=(*self.on().plugins, Noting))
         experts, assembly = experts_of(trial)
         case = Rows(counts=(3, 1, 2, 5)[: self.dims["num_experts"]], seed=5)
         alignment = row_alignment(assembly)
         dtype, size = Noting.recipe.residual_dtype, self.dims["dim"]
-        computed(experts, case.batch(size, dtype, alignment=alignment), case.probe(size, dtype, alignment=alignment))
-        least = wanted(sum(case.counts), len(case.counts), size, self.dims["expert_dim"])
-        for (role, during), values in least.items():
-            asked = Noting.recipe.asked[role, during]
-            what = f"{self.plugin.name} offers by_pass, but has {asked} values quantized as role {role} during {during}"
-            says = f"{what}; the operands have {values}. Multiply through moefw.linear."
-            assert asked >= values, says
+        batch = case.batch(size, dtype, alignment=alignment)
+        batch = replace(batch, keys_R=torch.arange(1, len(batch.rows_RD) + 1))
+        computed(experts, batch, case.probe(size, dtype, alignment=alignment))
+        return wanted(sum(case.counts), len(case.counts), size, self.dims["expert_dim"])
 
     def test_two_batches_in_flight_do_not_meet(self) -> None:
         """Forward A, forward B, backward A, backward B gives what each gives alone."""

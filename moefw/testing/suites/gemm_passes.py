@@ -24,17 +24,20 @@ PRODUCTS: Mapping[Pass, tuple[Role, Role]] = {
 
 
 class NotingRecipe(Precision):
-    """fp32, each product with operands of its own; ``asked`` counts their values."""
+    """fp32, each product with operands of its own; ``asked`` counts their values, ``keyed`` those of rows with keys."""
 
     residual_dtype: ClassVar[Any] = torch.float32
     by_pass: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.asked: Asked = Counter()
+        self.keyed: Asked = Counter()
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Tensor:
         """Return the tensor."""
         self.asked[role, during] += x.numel()
+        if rows is not None and rows.keys_R is not None and len(rows.keys_R) == len(x):
+            self.keyed[role, during] += x.numel()
         return x.float()
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
@@ -57,6 +60,7 @@ class Noting(PrecisionPlugin):
     def build(self, context: moefw.BuildContext) -> Precision:
         """Return the recipe, which has noted nothing yet."""
         self.recipe.asked.clear()
+        self.recipe.keyed.clear()
         return self.recipe
 
 

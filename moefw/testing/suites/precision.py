@@ -10,9 +10,9 @@ import pytest
 import torch
 from attrs import evolve, frozen
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from moefw.core.contracts import Pass, Precision, Role
+from moefw.core.contracts import Meter, Pass, Precision, Role
 from moefw.core.errors import PlanError
 from moefw.core.facts import ANY
 from moefw.core.naming import canonical_parameters
@@ -116,6 +116,10 @@ class PrecisionSuite(Suite):
         operand = self._offered("operand")
         assert operand, f"{self.plugin.name} does not offer operand: no GEMM can tell whether it fits."
         assert operand != ANY, f"{self.plugin.name} offers any operand; a recipe makes a certain one."
+        if not NATIVE.keys() & set(operand):
+            made = self.recipe().quantize(torch.zeros(self.block, self.block), role="input", during="fprop")
+            says = f"{self.plugin.name} offers operands that no GEMM takes: a tensor that is called {operand[0]}."
+            assert not isinstance(made, Tensor), f"{says} Offer its dtype, or operands that multiply themselves."
 
     def test_operands_have_the_shape_of_what_they_stand_for(self) -> None:
         """Any role, any pass, no rows, any strides; the dtype is the one that is offered."""
@@ -126,6 +130,8 @@ class PrecisionSuite(Suite):
             for drawn, given in itertools.product(both, self._given(recipe)):
                 x = drawn.tensor(self.block, given)
                 operand = self._quantize(recipe, x, drawn)
+                if not _alone(recipe, drawn):
+                    continue
                 says = f"{self.plugin.name}: the operand of {tuple(x.shape)} {x.dtype} ({_where(drawn)}) is"
                 assert operand.shape == x.shape, f"{says} {tuple(operand.shape)}; the shape must stay."
                 right = dtype or operand.dtype
@@ -139,6 +145,8 @@ class PrecisionSuite(Suite):
         dtype = None if recipe.by_pass else self._native()
 
         def check(drawn: Operand) -> None:
+            if not _alone(recipe, drawn):
+                return
             x = drawn.tensor(self.block, torch.float32)
             error = worst_error(self._quantize(recipe, x, drawn).detach(), x.detach())
             what = f"{self.plugin.name}: an operand ({_where(drawn)}) is off by {error:.1e} of its largest value"
@@ -159,6 +167,8 @@ class PrecisionSuite(Suite):
         def check(one: Operand) -> None:
             both = (evolve(one, turned=turned) for turned in (False, True))
             for drawn, given in itertools.product(both, self._given(recipe)):
+                if not _alone(recipe, drawn):
+                    continue
                 x = drawn.tensor(self.block, given)
                 operand = self._quantize(recipe, x, drawn)
                 where = f"({_where(drawn)})"
@@ -179,14 +189,35 @@ class PrecisionSuite(Suite):
 
         def check(drawn: Operand) -> None:
             role, during = KEPT[drawn.seed % len(KEPT)]
+            if not _alone(recipe, evolve(drawn, during=during)):
+                return
             x = drawn.tensor(self.block, torch.float32 if role == "weight" else recipe.residual_dtype).detach()
             used = self._quantize(recipe, x, evolve(drawn, role=role, during="fprop"))
-            kept = recipe.keep(x, used, role=role, during=during)
+            kept = _of_a_gemm(recipe, drawn).keep(x, used, role=role, during=during)
             operand = kept.operand(kept.tensors)
             what = f"{self.plugin.name}: what is kept of {tuple(x.shape)} {x.dtype} (role {role} for {during})"
             assert operand.shape == x.shape, f"{what} makes {tuple(operand.shape)}; the shape must stay."
             error = worst_error(operand, x)
             assert error <= allowed, f"{what} makes an operand off by {error:.1e}; {allowed:.0e} is stated."
+
+        self.for_all(check, OPERANDS)
+
+    def test_operands_of_the_weight_gradient_make_it_together(self) -> None:
+        """Where they are ones of their own: with what is kept of the input, the product over rows is close."""
+        recipe, allowed = self.recipe(), 2 * self._rtol()
+        if not recipe.by_pass:
+            pytest.skip(f"{self.plugin.name} has the operands of forward in backward")
+
+        def check(drawn: Operand) -> None:
+            drawn = evolve(drawn, during="wgrad")
+            grad, x = evolve(drawn, role="grad"), evolve(drawn, role="input", seed=drawn.seed + 1)
+            dy, rows = (one.tensor(self.block, recipe.residual_dtype).detach() for one in (grad, x))
+            used = self._quantize(recipe, rows, evolve(x, during="fprop"))
+            kept = _of_a_gemm(recipe, x).keep(rows, used, role="input", during="wgrad")
+            got = self._quantize(recipe, dy, grad).mT @ kept.operand(kept.tensors)
+            what = f"{self.plugin.name}: the weight gradient of {tuple(rows.shape)}, the product of its operands, is"
+            error = worst_error(got, dy.double().mT @ rows.double())
+            assert error <= allowed, f"{what} off by {error:.1e}; {allowed:.0e} is twice what is stated."
 
         self.for_all(check, OPERANDS)
 
@@ -196,25 +227,28 @@ class PrecisionSuite(Suite):
 
         def check(drawn: Operand) -> None:
             x = drawn.tensor(self.block, torch.float32)
-            first, second = (self._quantize(recipe, x, drawn) for _ in range(2))
+            one = _of_a_gemm(recipe, drawn)
+            first, second = (self._quantize(one, x, drawn) for _ in range(2))
             same = same_bits(first, second)
             assert same, f"{self.plugin.name}: an operand ({_where(drawn)}) has other bits the second time."
 
         self.for_all(check, OPERANDS)
 
     def test_quantize_writes_nothing(self) -> None:
-        """Neither the recipe nor the tensor that it is given."""
-        recipe = self.recipe()
+        """Neither the recipe nor the tensor that it is given; but a meter measures, which moves no operand."""
+        whole = self.recipe()
         turns = zip(itertools.cycle((7, 0, 32)), itertools.product(get_args(Role), get_args(Pass)))
         for seed, (rows, (role, during)) in enumerate(turns):
             drawn = Operand(rows=rows, blocks=1, experts=seed % 3, turned=False, role=role, during=during, seed=seed)
+            recipe = _of_a_gemm(whole, drawn)
             before = held(recipe)
             x = drawn.tensor(self.block, torch.float32)
             kept = x.detach().clone()
             operand = self._quantize(recipe, x, drawn)
             if operand.requires_grad and operand.numel():
                 torch.autograd.grad(operand, x, torch.ones_like(operand), allow_unused=True)
-            wrote = ", ".join(changed(before, held(recipe)))
+            measured = {f"{place}.largest" for place in _meters(recipe)}
+            wrote = ", ".join(name for name in changed(before, held(recipe)) if name not in measured)
             assert not wrote, f"{self.plugin.name} writes {wrote} in quantize. A recipe keeps nothing."
             assert same_bits(x, kept), f"{self.plugin.name} writes into the tensor that it quantizes."
 
@@ -267,11 +301,28 @@ class PrecisionSuite(Suite):
 
     def _quantize(self, recipe: Any, x: Tensor, drawn: Operand) -> Tensor:
         try:
-            operand: Tensor = recipe.quantize(x, role=drawn.role, during=drawn.during)
+            operand: Tensor = _of_a_gemm(recipe, drawn).quantize(x, role=drawn.role, during=drawn.during)
         except Exception as error:
             what = f"{self.plugin.name} fails on {tuple(x.shape)} {x.dtype}, strides {x.stride()} ({_where(drawn)})"
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
         return operand
+
+
+def _of_a_gemm(recipe: Any, drawn: Operand) -> Any:
+    """Return the recipe of a GEMM that takes the operand; itself, if it is that already."""
+    return recipe.at("gemm", groups=max(1, drawn.experts))
+
+
+def _meters(recipe: Any) -> Iterator[str]:
+    """Yield where the meters of a recipe are, as ``changed`` names places."""
+    for name, part in recipe.named_modules() if isinstance(recipe, nn.Module) else ():
+        if isinstance(part, Meter):
+            yield "".join(f"._modules.{step}" for step in name.split(".") if step).strip(".")
+
+
+def _alone(recipe: Any, drawn: Operand) -> bool:
+    """Whether an operand is close to what it stands for by itself: those of wgrad may be so as a pair."""
+    return not (recipe.by_pass and drawn.during == "wgrad")
 
 
 def _where(drawn: Operand) -> str:

@@ -8,12 +8,13 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
+from moefw.core.dispatch_options import SendsRows
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
 
 
-@frozen
-class AllGather(DispatcherPlugin):
+@frozen(kw_only=True)
+class AllGather(SendsRows):
     """Moves P-1 rows a token each way, whatever the routing. Best where P is small against K."""
 
     name: ClassVar[str] = "allgather"
@@ -27,17 +28,23 @@ class AllGather(DispatcherPlugin):
             differentiable=True,
             deterministic=True,
             two_in_flight=True,
+            row_keys=True,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """An expert-parallel axis."""
-        return [moefw.need("axis", "ep", reason="tokens are gathered along the expert-parallel axis")]
+        """An expert-parallel axis, and a recipe that packs rows if they are to be packed."""
+        return [
+            moefw.need("axis", "ep", reason="tokens are gathered along the expert-parallel axis"),
+            *self.wire_needs(),
+        ]
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""
         from moefw.plugins.dispatchers.allgather.dispatcher import AllGatherDispatcher
 
-        return AllGatherDispatcher(context.expert_group(), row_alignment=context.facts["row_alignment"])
+        return AllGatherDispatcher(
+            context.expert_group(), row_alignment=context.facts["row_alignment"], codec=self.codec(context)
+        )
 
 
 @moefw.hookimpl

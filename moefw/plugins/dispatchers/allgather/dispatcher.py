@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from moefw.core.contracts import Dispatcher
 from moefw.core.expert_group import ExpertGroup
 from moefw.core.gather import all_gather, gather, reduce
-from moefw.core.movement import Pending, finish
+from moefw.core.movement import Codec, Pending, finish
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
 from moefw.core.traffic import Traffic, traffic_of
 from moefw_kernels.permute import Arrival, arrange
@@ -43,8 +43,8 @@ class AllGatherDispatcher(Dispatcher):
     Parts of an expert on several ranks (etp > 1) need nothing more: the reduce-scatter adds up their partial sums.
     """
 
-    def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
-        self.experts, self.row_alignment = experts, row_alignment
+    def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
+        self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
@@ -80,7 +80,7 @@ class AllGatherDispatcher(Dispatcher):
         """Gather all tokens and their weights."""
         extra = plan.detail.longest - plan.detail.num_tokens
         sent = [F.pad(x_TD, (0, 0, 0, extra)), F.pad(weights_TK, (0, 0, 0, extra))] if extra else [x_TD, weights_TK]
-        return gather(sent, self.experts.group, detail=plan)
+        return gather(sent, self.experts.group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
         """Gather again; the sorted choices are reused."""
@@ -110,4 +110,11 @@ class AllGatherDispatcher(Dispatcher):
         everywhere = [way.longest] * self.experts.size
         told = [LENGTH_BYTES + ID_BYTES * way.top_k * way.longest] * self.experts.size
         hop, weights = (everywhere, everywhere), WEIGHT_BYTES * way.top_k
-        return traffic_of(self.experts.rank, [hop], row_bytes=row_bytes, weight_bytes=weights, told=told)
+        return traffic_of(
+            self.experts.rank,
+            [hop],
+            row_bytes=row_bytes,
+            weight_bytes=weights,
+            told=told,
+            codec=self.codec,
+        )

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from moefw.core.contracts import Dispatcher
 from moefw.core.exchange import Splits, exchange, exchange_now
 from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Pending, finish
+from moefw.core.movement import Codec, Pending, finish
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
 from moefw.core.traffic import Traffic, traffic_of
 from moefw.plugins.dispatchers.alltoall.parts import Parts
@@ -51,8 +51,8 @@ class AllToAllDispatcher(Dispatcher):
     there to the others.
     """
 
-    def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
-        self.experts, self.row_alignment = experts, row_alignment
+    def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
+        self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
 
     def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
         """Sort the choices and exchange how many rows each rank sends for each expert."""
@@ -113,7 +113,8 @@ class AllToAllDispatcher(Dispatcher):
         way: _Way = plan.detail
         rows_ND = gather(x_TD, way.slots.rows)
         weights_N = weights_TK.flatten().index_select(0, way.slots.slot_R)
-        return exchange([rows_ND, weights_N], way.sent, way.received, self.experts.group, detail=plan)
+        sent, group = [rows_ND, weights_N], self.experts.group
+        return exchange(sent, way.sent, way.received, group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
         """Send again along the same way."""
@@ -125,7 +126,7 @@ class AllToAllDispatcher(Dispatcher):
         way: _Way = plan.detail
         rows_ND, weights_N = finish(pending)
         if way.parts is not None:
-            rows_ND, weights_N = way.parts.share([rows_ND, weights_N])
+            rows_ND, weights_N = way.parts.share([rows_ND, weights_N], self.codec)
         return ExpertBatch.of(way.groups.regroup(rows_ND, weights_N), way.groups), Receipt(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
@@ -149,4 +150,11 @@ class AllToAllDispatcher(Dispatcher):
         hops = [(way.sent, way.received)]
         hops += [(way.parts.sent, way.parts.received)] if way.parts else []
         told = [way.told] * size
-        return traffic_of(self.experts.rank, hops, row_bytes=row_bytes, weight_bytes=WEIGHT_BYTES, told=told)
+        return traffic_of(
+            self.experts.rank,
+            hops,
+            row_bytes=row_bytes,
+            weight_bytes=WEIGHT_BYTES,
+            told=told,
+            codec=self.codec,
+        )

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.exchange import Splits, exchange
 from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import finish
+from moefw.core.movement import Codec, finish
 
 
 @frozen
@@ -36,10 +36,10 @@ class Parts:
             sent[first + p], received[first + p] = landed[part], landed[p]
         return cls(experts.group, etp, sent, received)
 
-    def share(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def share(self, rows: Sequence[Tensor], codec: Codec | None) -> tuple[Tensor, ...]:
         """Return the rows that landed on each part, part by part. Differentiable."""
         copies = [tensor.repeat(self.etp, *[1] * (tensor.dim() - 1)) for tensor in rows]
-        return finish(exchange(copies, self.sent, self.received, self.group))
+        return finish(exchange(copies, self.sent, self.received, self.group, codec=codec))
 
     def add_up(self, rows_ND: Tensor) -> Tensor:
         """Return the rows that landed here, summed over the parts. Differentiable."""

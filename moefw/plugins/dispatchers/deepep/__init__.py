@@ -9,13 +9,14 @@ from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
+from moefw.core.dispatch_options import SendsRows
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
 from moefw.plugins.dispatchers.deepep.limits import Shape, library_needs, limits
 
 
 @frozen(kw_only=True)
-class DeepEP(DispatcherPlugin):
+class DeepEP(SendsRows):
     """Sends a token once to each rank that holds some of its experts: 1.5 times fewer bytes than alltoall at EP 8.
 
     ``backend`` torch: the same algorithm over any process group; library: the ``deep_ep`` package, on GPUs.
@@ -37,15 +38,19 @@ class DeepEP(DispatcherPlugin):
             differentiable=True,
             deterministic=True,
             two_in_flight=True,
+            row_keys=True,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """An expert-parallel axis, and what the library asks for."""
         axis = moefw.need("axis", "ep", reason="tokens travel along the expert-parallel axis")
-        return [axis, *(library_needs() if self.backend == "library" else ())]
+        return [axis, *self.wire_needs(), *(library_needs() if self.backend == "library" else ())]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Only the library is sized beforehand."""
+        """Only the library is sized beforehand, and only bf16 goes through it."""
+        if self.backend == "library" and self.wire != "high":
+            what = "rows go through the library in bf16."
+            return [moefw.Problem(what, "Use wire: high, or backend: torch.", "wire")]
         if self.max_tokens is None or self.backend == "library":
             return []
         what = "max_tokens sizes the library's buffer; backend: torch has none."
@@ -59,7 +64,8 @@ class DeepEP(DispatcherPlugin):
             return build(context, max_tokens=self.max_tokens)
         from moefw.plugins.dispatchers.deepep.torch_backend import TorchDeepEP
 
-        return TorchDeepEP(context.expert_group(), row_alignment=context.facts["row_alignment"])
+        alignment: int = context.facts["row_alignment"]
+        return TorchDeepEP(context.expert_group(), row_alignment=alignment, codec=self.codec(context))
 
 
 @moefw.hookimpl

@@ -40,7 +40,7 @@ def build(context: moefw.BuildContext, *, max_tokens: int | None = None) -> Disp
     shape = Shape.of(context.site.dims, ep=experts.ep, etp=experts.etp)
     key = ("deep_ep", tuple(dist.get_process_group_ranks(experts.group)), shape, max_tokens)
     wire = context.shared(key, lambda: open_wire(experts, shape, max_tokens=max_tokens))
-    return LibraryDeepEP(experts, wire, row_alignment=row_alignment)
+    return LibraryDeepEP(experts, wire, row_alignment=row_alignment, key_columns=shape.model_dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,10 +72,13 @@ class _Trip:
 
 @final
 class LibraryDeepEP(Dispatcher):
-    """``dispatch`` and ``combine`` of a DeepEP buffer, each the dual of the other along one handle."""
+    """``dispatch`` and ``combine`` of a DeepEP buffer, each the dual of the other along one handle.
 
-    def __init__(self, experts: ExpertGroup, wire: Wire, *, row_alignment: int) -> None:
-        self.experts, self.wire, self.row_alignment = experts, wire, row_alignment
+    Keys travel as rows of the model's width: 16 bytes are too few for ``Buffer``, and ``ElasticBuffer`` has one width.
+    """
+
+    def __init__(self, experts: ExpertGroup, wire: Wire, *, row_alignment: int, key_columns: int) -> None:
+        self.experts, self.wire, self.row_alignment, self.key_columns = experts, wire, row_alignment, key_columns
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False

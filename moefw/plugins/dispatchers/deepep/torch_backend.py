@@ -15,7 +15,7 @@ from torch import Tensor
 from moefw.core.contracts import Dispatcher
 from moefw.core.exchange import Splits, exchange, exchange_now
 from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Pending, finish
+from moefw.core.movement import Codec, Pending, finish
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
 from moefw.core.traffic import Traffic, traffic_of
 from moefw_kernels.permute import Arrival, RowMap, arrange, distinct, gather, gather_sum, sort_slots
@@ -39,8 +39,8 @@ class _Way:
 class TorchDeepEP(Dispatcher):
     """One all-to-all of rows and one of weights each way; ``plan`` exchanges counts and the expert ids of each row."""
 
-    def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
-        self.experts, self.row_alignment = experts, row_alignment
+    def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
+        self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
@@ -61,7 +61,7 @@ class TorchDeepEP(Dispatcher):
         """Send one row a (token, rank), and the weights of all its choices."""
         way: _Way = plan.detail
         sent = [gather(x_TD, way.rows), weights_TK.index_select(0, way.rows.token_R)]
-        return exchange(sent, way.sent, way.received, self.experts.group, detail=plan)
+        return exchange(sent, way.sent, way.received, self.experts.group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
         """Send again along the same way."""
@@ -90,4 +90,11 @@ class TorchDeepEP(Dispatcher):
         way: _Way = receipt.plan.detail
         told = [COUNT_BYTES + ID_BYTES * way.top_k * rows for rows in way.sent]
         hop, weights = (way.sent, way.received), WEIGHT_BYTES * way.top_k
-        return traffic_of(self.experts.rank, [hop], row_bytes=row_bytes, weight_bytes=weights, told=told)
+        return traffic_of(
+            self.experts.rank,
+            [hop],
+            row_bytes=row_bytes,
+            weight_bytes=weights,
+            told=told,
+            codec=self.codec,
+        )

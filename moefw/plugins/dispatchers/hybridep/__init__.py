@@ -9,6 +9,7 @@ from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
+from moefw.core.dispatch_options import SendsRows
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
 from moefw.plugins.dispatchers.hybridep.limits import Shape, library_needs, limits
@@ -16,7 +17,7 @@ from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node, uneven_node
 
 
 @frozen(kw_only=True)
-class HybridEP(DispatcherPlugin):
+class HybridEP(SendsRows):
     """Sends a token once to each node that holds some of its experts. Best where nodes are many and links between slow.
 
     ``backend`` torch: the same algorithm over any process group; library: DeepEP's hybrid-ep branch, on GPUs.
@@ -43,15 +44,22 @@ class HybridEP(DispatcherPlugin):
             differentiable=True,
             deterministic=True,
             two_in_flight=True,
+            row_keys=True,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """An expert-parallel axis, and what the library asks for."""
         axis = moefw.need("axis", "ep", reason="tokens travel along the expert-parallel axis")
-        return [axis, *(library_needs() if self.backend == "library" else ())]
+        return [axis, *self.wire_needs(), *(library_needs() if self.backend == "library" else ())]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """A budget says what happens beyond it, only a budget can overflow, only the library is sized beforehand."""
+        """A budget says what happens beyond it, only a budget can overflow, only the library is sized beforehand.
+
+        And only bf16 goes through it.
+        """
+        if self.backend == "library" and self.wire != "high":
+            what = "rows go through the library in bf16."
+            return [moefw.Problem(what, "Use wire: high, or backend: torch.", "wire")]
         if self.max_tokens is not None and self.backend != "library":
             what = "max_tokens sizes the library's buffer; backend: torch has none."
             return [moefw.Problem(what, "Leave max_tokens out, or use backend: library.", "max_tokens")]
@@ -81,6 +89,7 @@ class HybridEP(DispatcherPlugin):
             row_alignment=context.facts["row_alignment"],
             rank_capacity=self.rank_capacity,
             drops=self.on_overflow == "drop",
+            codec=self.codec(context),
         )
 
 

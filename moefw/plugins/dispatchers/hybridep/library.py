@@ -58,7 +58,13 @@ def build(
     key = ("hybrid_ep", tuple(dist.get_process_group_ranks(experts.group)), shape, max_tokens)
     wire = context.shared(key, lambda: HybridWire(experts, shape, max_tokens=max_tokens))
     return LibraryHybridEP(
-        experts, wire, row_alignment=row_alignment, rank_capacity=rank_capacity, drops=drops, max_tokens=max_tokens
+        experts,
+        wire,
+        row_alignment=row_alignment,
+        key_columns=shape.model_dim,
+        rank_capacity=rank_capacity,
+        drops=drops,
+        max_tokens=max_tokens,
     )
 
 
@@ -103,7 +109,8 @@ class LibraryHybridEP(Dispatcher):
 
     With ``max_tokens`` every rank pads to it and nothing is exchanged beforehand; without, ranks agree on the most
     tokens first, on the host. ``rank_capacity`` is a budget of rows, beyond which rows are left out and reported:
-    ``overflow`` is 1 where some were, ``dropped_rows`` their number.
+    ``overflow`` is 1 where some were, ``dropped_rows`` their number. Keys travel as rows of the model's width, for
+    which the kernels are compiled.
     """
 
     def __init__(
@@ -112,11 +119,12 @@ class LibraryHybridEP(Dispatcher):
         wire: HybridWire,
         *,
         row_alignment: int,
+        key_columns: int,
         rank_capacity: float | None = None,
         drops: bool = False,
         max_tokens: int | None = None,
     ) -> None:
-        self.experts, self.wire, self.row_alignment = experts, wire, row_alignment
+        self.experts, self.wire, self.row_alignment, self.key_columns = experts, wire, row_alignment, key_columns
         self.rank_capacity, self.drops, self.max_tokens = rank_capacity, drops, max_tokens
 
     def plan(

@@ -17,7 +17,7 @@ from torch import Tensor
 from moefw.core.contracts import Dispatcher
 from moefw.core.exchange import exchange, exchange_now
 from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Pending, finish
+from moefw.core.movement import Codec, Pending, finish
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
 from moefw.core.traffic import Traffic, traffic_of
 from moefw.plugins.dispatchers.hybridep.hops import Hop, between_nodes, inside_the_node
@@ -43,9 +43,15 @@ class TorchHybridEP(Dispatcher):
     """Two all-to-alls of rows and of weights each way; ``plan`` exchanges counts and expert ids along both hops."""
 
     def __init__(
-        self, experts: ExpertGroup, *, row_alignment: int, rank_capacity: float | None = None, drops: bool = False
+        self,
+        experts: ExpertGroup,
+        *,
+        row_alignment: int,
+        rank_capacity: float | None = None,
+        drops: bool = False,
+        codec: Codec | None = None,
     ) -> None:
-        self.experts, self.row_alignment = experts, row_alignment
+        self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
         self.rank_capacity, self.stat = rank_capacity, "dropped_rows" if drops else "overflow"
         self.node_size = ranks_per_node(experts.nodes)
 
@@ -85,7 +91,8 @@ class TorchHybridEP(Dispatcher):
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row a (token, node), and the weights of all its choices."""
         hop: Hop = plan.detail.network
-        return exchange(hop.send(x_TD, weights_TK), hop.sent, hop.received, self.experts.group, detail=plan)
+        sent, group = hop.send(x_TD, weights_TK), self.experts.group
+        return exchange(sent, hop.sent, hop.received, group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
         """Send again along the same way."""
@@ -96,7 +103,8 @@ class TorchHybridEP(Dispatcher):
         plan: DispatchPlan = pending.detail
         way: _Way = plan.detail
         landed = way.node.send(*finish(pending))
-        arrived = finish(exchange(landed, way.node.sent, way.node.received, self.experts.group))
+        node, group = way.node, self.experts.group
+        arrived = finish(exchange(landed, node.sent, node.received, group, codec=self.codec))
         batch = ExpertBatch.of(way.arrival.expand(*arrived), way.arrival, way.stats)
         return batch, Receipt(plan=plan)
 
@@ -125,4 +133,11 @@ class TorchHybridEP(Dispatcher):
             + ID_BYTES * way.top_k * sum(sent[peer] for sent, _ in hops)
             for peer, node in enumerate(nodes)
         ]
-        return traffic_of(rank, hops, row_bytes=row_bytes, weight_bytes=WEIGHT_BYTES * way.top_k, told=told)
+        return traffic_of(
+            rank,
+            hops,
+            row_bytes=row_bytes,
+            weight_bytes=WEIGHT_BYTES * way.top_k,
+            told=told,
+            codec=self.codec,
+        )

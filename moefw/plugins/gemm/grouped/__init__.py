@@ -35,6 +35,7 @@ class Grouped(GemmPlugin):
             differentiable=True,
             by_pass=True,
             activations_kept=True,
+            row_keys=True,
             deterministic=True,
         )
 
@@ -42,7 +43,6 @@ class Grouped(GemmPlugin):
         """Groups end to end, aligned as asked for, on a GPU to 16 bytes."""
         needs = [
             moefw.need("rows", ("ragged", "padded", "static"), reason="grouped_mm takes groups that lie end to end"),
-            moefw.need("operand", ("bf16", "fp32"), reason="grouped_mm multiplies bf16 or fp32"),
             moefw.need(
                 "axis_divides",
                 ("ep", site.dims.num_experts),

@@ -22,7 +22,12 @@ class Loop(GemmPlugin):
         """The activation may be kept, or recomputed together with the input of the second GEMM."""
         regions = (("moe_act", "keep"), ("moe_act", "recompute"))
         return moefw.offers(
-            region=regions, differentiable=True, by_pass=True, activations_kept=True, deterministic=True
+            region=regions,
+            differentiable=True,
+            by_pass=True,
+            activations_kept=True,
+            row_keys=True,
+            deterministic=True,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
@@ -30,7 +35,6 @@ class Loop(GemmPlugin):
         return [
             moefw.need("counts", ("host",), reason="a Python loop slices the rows of each expert"),
             moefw.need("rows", ("ragged", "padded", "static"), reason="it slices groups that lie end to end"),
-            moefw.need("operand", ("bf16", "fp32"), reason="it multiplies with torch.nn.functional.linear"),
             moefw.need(
                 "axis_divides",
                 ("ep", site.dims.num_experts),

@@ -28,7 +28,7 @@ class LoopExperts(nn.Module, ExpertGemm):
         self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
         assert context.precision is not None
         self.into, self.out_of = (
-            [context.precision.at(name, groups=1) for _ in self.numbers] for name in ("gate_up", "down")
+            _owned([context.precision.at(name, groups=1) for _ in self.numbers]) for name in ("gate_up", "down")
         )
         self.gate = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.up = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
@@ -64,6 +64,11 @@ class LoopExperts(nn.Module, ExpertGemm):
             yield Canonical(f"{expert}.gate_proj.weight", self.gate[local], shard=into)
             yield Canonical(f"{expert}.up_proj.weight", self.up[local], shard=into)
             yield Canonical(f"{expert}.down_proj.weight", self.down[local], shard=out_of)
+
+
+def _owned(recipes: list[Precision]) -> Any:
+    """Return the recipes, those that are modules as ones of their owner."""
+    return nn.ModuleList(recipes) if isinstance(recipes[0], nn.Module) else recipes  # type: ignore[arg-type]
 
 
 class _Activation(torch.autograd.Function):

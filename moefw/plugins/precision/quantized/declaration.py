@@ -17,38 +17,36 @@ MODULES = ("attention", "mlp", "moe.experts", "moe.shared_expert")
 
 
 @frozen(kw_only=True)
-class QuantizedPlugin(PrecisionPlugin):
+class LowPrecisionPlugin(PrecisionPlugin):
     """Operands of the GEMMs of attention, MLPs and experts are quantized for each of their three products.
 
     Router, norms, embedding, head and softmax are those of bf16; parameters, gradients and optimizer are fp32.
     ``backend`` emulate quantizes, dequantizes and multiplies in fp32: the codes and scales of the format, on any
-    machine. ``keep_bf16``: patterns of modules that are left out, such as ``layers.0.*`` or ``*.attention``.
-    ``saved_activations`` fp8 saves the experts' pre-activation in the format, too.
+    machine. ``keep_bf16``: patterns of modules that are left out, such as ``layers.0.*``, ``layers.-1.*`` for the last
+    layer, or ``*.attention``.
     """
 
     rows: ClassVar[int]
     """Rows of a block in the product that sums over rows: a block must not reach over two experts."""
 
+    wire: ClassVar[tuple[str, ...]] = ("bf16",)
+    """As what rows may travel to the experts."""
+
     backend: Literal["emulate"]
     keep_bf16: tuple[str, ...] = ()
-    saved_activations: Literal["bf16", "fp8"] = "bf16"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Operands are dequantized to fp32; rows travel in bf16."""
-        return moefw.offers(operand=("fp32",), wire=("bf16",), deterministic=True, differentiable=True)
+        """Operands are dequantized to fp32."""
+        return moefw.offers(operand=("fp32",), wire=self.wire, deterministic=True, differentiable=True)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Whole blocks of rows, and GEMMs that quantize for each pass."""
         blocks = f"the weight gradient takes rows in blocks of {self.rows}, each of one expert"
         passes = "backward multiplies operands that are quantized along other axes than those of forward"
-        needs = [
+        return [
             moefw.need("row_alignment", self.rows, reason=blocks),
             moefw.need("by_pass", True, reason=passes, fix="Use parts that multiply through moefw.linear."),
         ]
-        if self.saved_activations == "fp8":
-            reason, fix = "saved_activations is fp8", "Use gemm: grouped or loop, or saved_activations: bf16."
-            needs.append(moefw.need("activations_kept", True, reason=reason, fix=fix, option="saved_activations"))
-        return needs
 
     def high(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return bf16."""
@@ -61,12 +59,27 @@ class QuantizedPlugin(PrecisionPlugin):
         return any(fnmatchcase(module, pattern) for pattern in self.keep_bf16)
 
 
+@frozen(kw_only=True)
+class QuantizedPlugin(LowPrecisionPlugin):
+    """One with eight bits, which are enough for ``saved_activations`` fp8: the experts' pre-activation as codes."""
+
+    saved_activations: Literal["bf16", "fp8"] = "bf16"
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Also a GEMM that has its activations saved by the recipe."""
+        needs = list(super().needs(site))
+        if self.saved_activations == "fp8":
+            reason, fix = "saved_activations is fp8", "Use gemm: grouped or loop, or saved_activations: bf16."
+            needs.append(moefw.need("activations_kept", True, reason=reason, fix=fix, option="saved_activations"))
+        return needs
+
+
 def patterns_of_nothing(assembly: moefw.Assembly) -> list[moefw.Problem]:
     """Return a problem for each pattern of ``keep_bf16`` that names no module."""
-    recipe, model = assembly.parts.precision, assembly.parts.model
-    if not isinstance(recipe, QuantizedPlugin):
+    recipe = assembly.parts.precision
+    if not isinstance(recipe, LowPrecisionPlugin):
         return []
-    layers = range(getattr(model, "num_layers", max(assembly.layers, default=-1) + 1))
+    layers = range(-assembly.num_layers, assembly.num_layers)
     modules = [f"layers.{layer}.{module}" for layer in layers for module in MODULES]
     missed = [
         (index, pattern)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, final
+from functools import partial
+from typing import final
 
+import torch
 from torch import Tensor
 
 from moefw.core.contracts import Pass, Role, Rows
+from moefw.core.movement import Codec
+from moefw.plugins.precision.quantized.wire import PackedRows
 from moefw_kernels.quantize import Quantized, quantize_fp8, quantize_mxfp8
 
 
 class Encoder(ABC):
     """Makes codes and scales of an operand. ``draws``: rounding is random, from the keys of rows."""
 
-    draws: ClassVar[bool] = False
+    draws: bool = False
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
         """Return the encoder of a module or a GEMM inside, as ``Precision.at`` does."""
@@ -23,6 +27,14 @@ class Encoder(ABC):
     @abstractmethod
     def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
         """Return the operand of ``x`` (..., R, C) in a product."""
+
+    def codec(self, dim: int) -> Codec | None:
+        """Return what packs rows on their way to experts, as ``Precision.codec`` does."""
+        return None
+
+    def encode_activation(self, x: Tensor, rows: Rows) -> Quantized:
+        """Return the codes of rows ``x`` (R, C) that are saved for backward and are no operand."""
+        return self.encode(x, "input", "fprop", rows)
 
 
 def summed_axis(role: Role, during: Pass) -> int:
@@ -43,6 +55,11 @@ class Blockwise(Encoder):
         block = (128, 128) if role == "weight" else along
         return quantize_fp8(x, block=block, power_of_two=self._power_of_two)
 
+    def codec(self, dim: int) -> Codec:
+        """Return what packs rows with an fp32 scale for 128 values."""
+        encode = partial(quantize_fp8, block=(1, 128), power_of_two=self._power_of_two)
+        return PackedRows(encode, dim=dim, columns=128, scale=torch.float32)
+
 
 @final
 class MX(Encoder):
@@ -51,3 +68,7 @@ class MX(Encoder):
     def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
         """Return the operand."""
         return quantize_mxfp8(x, block=(1, 32) if summed_axis(role, during) == -1 else (32, 1))
+
+    def codec(self, dim: int) -> Codec:
+        """Return what packs rows with an E8M0 scale for 32 values."""
+        return PackedRows(quantize_mxfp8, dim=dim, columns=32, scale=torch.float8_e8m0fnu)

@@ -1,75 +1,109 @@
-"""A recipe that quantizes, dequantizes and multiplies in fp32: exact on any machine."""
+"""What quantized recipes save for backward, and the one that multiplies in fp32: exact on any machine."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
+from moefw.core.movement import Codec
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw_kernels.quantize import Quantized
 
 _NO_ROWS = Rows()
 
 
-@final
-class EmulatedRecipe(Precision):
-    """Operands are fp32 tensors whose values the format holds; what wgrad needs is saved as codes and scales.
+class QuantizedRecipe(nn.Module, Precision):
+    """What wgrad needs of an input is saved as codes and scales; a weight is there in backward, and quantized again.
 
-    ``save_codes``: so is the experts' pre-activation, which backward then reads rounded.
+    ``save_codes``: the experts' pre-activation is saved as codes, too, which backward then reads rounded. A module, as
+    ``encoder`` may keep state.
     """
 
     residual_dtype: ClassVar[Any] = torch.bfloat16
     by_pass: ClassVar[bool] = True
 
     def __init__(self, encoder: Encoder, *, save_codes: bool) -> None:
-        self._encoder, self._save_codes = encoder, save_codes
+        super().__init__()
+        self.encoder, self._save_codes, self.draws = encoder, save_codes, encoder.draws
+
+    @abstractmethod
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+        """Return codes and scales of ``x``."""
+
+    @abstractmethod
+    def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Any]:
+        """Return what makes an operand of the codes of ``x``, to which it does not hold on."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Return the recipe with the encoder of that place."""
-        return EmulatedRecipe(self._encoder.at(name, groups=groups), save_codes=self._save_codes)
+        return type(self)(self.encoder.at(name, groups=groups), save_codes=self._save_codes)
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Tensor:
-        """Return the dequantized operand, fp32."""
-        if torch.is_grad_enabled() and x.requires_grad:
-            operand: Tensor = _StraightThrough.apply(x, self, role, during, rows)  # type: ignore[no-untyped-call]
-            return operand
-        return self._encode(x, role, during, rows).dequantize()
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Any:
+        """Return the operand."""
+        return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
-        """Return the codes of an input; a weight is there in backward anyway, and is quantized again."""
+        """Return the codes of an input, or a weight itself."""
         if role == "weight":
             return Kept((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
-        return _kept(self._encode(x, role, during, rows))
+        return _kept(self.encode(x, role, during, rows or _NO_ROWS), self.operand_of(x, during))
+
+    def codec(self, dim: int) -> Codec | None:
+        """Return what packs rows in the blocks of fprop, if the format can."""
+        return self.encoder.codec(dim)
 
     def keep_activation(self, x: Tensor, rows: Rows | None = None) -> Kept:
         """Return the codes of ``x`` in blocks along its last axis, if they are to be saved."""
         if not self._save_codes:
             return super().keep_activation(x, rows)
-        return _kept(self._encode(x, "input", "fprop", rows), x.dtype)
-
-    def _encode(self, x: Tensor, role: Role, during: Pass, rows: Rows | None) -> Quantized:
-        return self._encoder.encode(x, role, during, rows or _NO_ROWS)
+        dtype = x.dtype
+        return _kept(self.encoder.encode_activation(x, rows or _NO_ROWS), lambda codes: codes.dequantize().to(dtype))
 
 
-def _kept(encoded: Quantized, dtype: torch.dtype = torch.float32) -> Kept:
-    """Return codes and scales; the operand holds on to neither, nor to what they stand for."""
+@final
+class EmulatedRecipe(QuantizedRecipe):
+    """Operands are fp32 tensors whose values the format holds."""
+
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+        """Return codes and scales."""
+        return self.encoder.encode(x, role, during, rows)
+
+    def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Tensor]:
+        """Return what dequantizes."""
+        return Quantized.dequantize
+
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Any:
+        """Return the dequantized operand, fp32, through which gradients flow."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _StraightThrough.apply(x, self, role, during, rows)  # type: ignore[no-untyped-call]
+        return super().quantize(x, role=role, during=during, rows=rows)
+
+
+def _kept(encoded: Quantized, operand: Callable[[Quantized], Any]) -> Kept:
+    """Return codes and scales; what makes the operand holds on to neither, nor to what they stand for."""
+    names = [name for name in ("codes", "scales", "global_scale") if getattr(encoded, name) is not None]
     empty = encoded.codes.new_empty(0)
-    form = replace(encoded, codes=empty, scales=empty)
-    return Kept(
-        (encoded.codes, encoded.scales),
-        lambda saved: replace(form, codes=saved[0], scales=saved[1]).dequantize().to(dtype),
-    )
+
+    def filled(form: Quantized, tensors: Iterable[Tensor]) -> Quantized:
+        parts: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        return replace(form, **parts)
+
+    form = filled(encoded, [empty] * len(names))
+    return Kept(tuple(getattr(encoded, name) for name in names), lambda saved: operand(filled(form, saved)))
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, recipe: EmulatedRecipe, role: Role, during: Pass, rows: Rows | None) -> Tensor:
         ctx.dtype = x.dtype
-        return recipe.quantize(x.detach(), role=role, during=during, rows=rows)
+        operand: Tensor = recipe.quantize(x.detach(), role=role, during=during, rows=rows)
+        return operand
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,205 @@
+"""How much faster an MoE layer trains in FP8: fp8-blockwise with backend torch against bf16, forward and backward.
+
+Correct first: every product of the experts against the same codes dequantized and multiplied in fp32, then the layer
+against fp32, where it may be off by no more than emulation. Both layers run in one process on the same weights and
+tokens and take turns; a time is the median over rounds. Needs one Hopper GPU, and says so where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+
+import record
+import torch
+from attrs import asdict, frozen
+from torch import Tensor
+
+import moefw
+from moefw.core.build import ModelContext, Shared
+from moefw.core.contracts import Pass, Precision, Role, Rows
+from moefw.core.naming import canonical_parameters, initialise
+from moefw.core.product import grouped_mm
+from moefw.core.resolve import assemble_tree
+from moefw.core.site import Machine
+from moefw.core.source import Marks, read_yaml
+from moefw.core.stages import Batch
+from moefw.plugins.precision.quantized import hopper
+
+FP8: Mapping[str, Any] = {"use": "fp8-blockwise", "backend": "torch"}
+EMULATED: Mapping[str, Any] = {**FP8, "backend": "emulate"}
+DEFAULTS = Path(moefw.__file__).parent / "defaults.yaml"
+WARM_UP = 5
+GOAL = 1.30
+ALLOWED = {"product": 1e-3, "layer": 0.08, "of_emulated": 1.05}
+"""Off from emulation, from fp32, and how much further from fp32 than emulation: norms of differences over norms."""
+
+
+@frozen(kw_only=True)
+class Shape:
+    """The experts of DeepSeek-V3 on one of 32 ranks, with 2,048 rows each."""
+
+    dim: int = 7168
+    expert_dim: int = 2048
+    num_experts: int = 8
+    top_k: int = 2
+    tokens: int = 8192
+
+
+def main() -> None:
+    """Measure, print and write ``results/fp8_layer.json``. Exits with 1 if products are wrong, 2 without the GPU."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    rounds = parser.parse_args().rounds
+    try:
+        if not torch.cuda.is_available():
+            raise moefw.PlanError("torch sees no GPU.", "Run it on a Hopper GPU, with a CUDA build of torch.")
+        hopper.require(torch.device("cuda"))
+    except moefw.PlanError as refusal:
+        print(f"fp8_layer measures on a GPU of compute capability {hopper.CAPABILITY}: {refusal}", file=sys.stderr)
+        sys.exit(2)
+    measured = measure(torch.device("cuda"), Shape(), rounds)
+    print(f"products off by {max(measured['products'].values()):.1e}, layer by {max(measured['errors'].values()):.2%}")
+    print(f"bf16 {measured['ms']['bf16']:.2f} ms, fp8 {measured['ms']['fp8']:.2f} ms: {measured['ratio']:.2f}x")
+    print(record.write("fp8_layer", measured))
+    sys.exit(1 if measured["wrong"] else 0)
+
+
+def measure(device: torch.device, shape: Shape, rounds: int) -> dict[str, Any]:
+    """Return errors of products and of the layer, what of it is not allowed, times in milliseconds and their ratio."""
+    products = product_errors(device, shape)
+    wanted = Layer({"use": "fp32"}, device, shape).figures()
+    emulated = off(Layer(EMULATED, device, shape).figures(), wanted)
+    errors = off(Layer(FP8, device, shape).figures(), wanted)
+    wrong = [name for name, error in products.items() if error > ALLOWED["product"]]
+    wrong += [name for name, error in errors.items() if error > ALLOWED["layer"]]
+    wrong += [name for name, error in errors.items() if error > ALLOWED["of_emulated"] * emulated[name]]
+    seconds = race({"bf16": Layer({"use": "bf16"}, device, shape), "fp8": Layer(FP8, device, shape)}, rounds)
+    return {
+        "shape": asdict(shape),
+        "rounds": rounds,
+        "allowed": ALLOWED,
+        "products": products,
+        "errors": errors,
+        "emulated": emulated,
+        "wrong": wrong,
+        "ms": {name: 1e3 * each for name, each in seconds.items()},
+        "ratio": seconds["bf16"] / seconds["fp8"],
+        "goal": GOAL,
+    }
+
+
+def product_errors(device: torch.device, shape: Shape) -> dict[str, float]:
+    """Return how far each product of the first GEMM is from emulation, for the same operands."""
+    fp8, emulated = (model_context(choice, device, shape).at(0).precision for choice in (FP8, EMULATED))
+    generator = torch.Generator(device).manual_seed(0)
+    each = -(-shape.tokens * shape.top_k // shape.num_experts // 128) * 128
+    ends_e = torch.arange(1, shape.num_experts + 1, device=device, dtype=torch.int32) * each
+    sizes = {"x": (int(ends_e[-1]), shape.dim), "grad": (int(ends_e[-1]), shape.expert_dim)}
+    drawn = {name: torch.randn(size, device=device, generator=generator).bfloat16() for name, size in sizes.items()}
+    drawn["weight"] = torch.randn(shape.num_experts, shape.expert_dim, shape.dim, device=device, generator=generator)
+
+    def product(recipe: Precision, during: Pass) -> Tensor:
+        rows = Rows(ends_e=ends_e)
+
+        def operand(name: str, role: Role) -> Any:
+            return recipe.quantize(drawn[name], role=role, during=during, rows=None if role == "weight" else rows)
+
+        if during == "fprop":
+            return grouped_mm(operand("x", "input"), operand("weight", "weight").mT, ends_e).bfloat16()
+        if during == "dgrad":
+            return grouped_mm(operand("grad", "grad"), operand("weight", "weight"), ends_e).bfloat16()
+        return grouped_mm(operand("grad", "grad").mT, operand("x", "input"), ends_e)
+
+    assert fp8 is not None
+    assert emulated is not None
+    return {during: relative(product(fp8, during), product(emulated, during)) for during in get_args(Pass)}
+
+
+def model_context(precision: Mapping[str, Any], device: torch.device, shape: Shape) -> ModelContext:
+    """Return what a model of one layer is built from."""
+    sizes = {name: size for name, size in asdict(shape).items() if name != "tokens"}
+    tree = {"model": {"num_layers": 1, **sizes}, "precision": dict(precision)}
+    defaults = read_yaml(DEFAULTS.read_text(), Marks(DEFAULTS.name), [])
+    assembly = assemble_tree(tree, Marks("fp8_layer"), defaults=defaults, machine=Machine(device="cuda"))
+    layout = assembly.parts.parallel.build(assembly.layout, device.type)
+    return ModelContext(assembly, layout, device, Shared())
+
+
+class Layer:
+    """The MoE layer in a precision, with its tokens."""
+
+    def __init__(self, precision: Mapping[str, Any], device: torch.device, shape: Shape) -> None:
+        context = model_context(precision, device, shape)
+        recipe = context.at(0).precision
+        assert recipe is not None
+        self.module = context.moe_layer(0)
+        initialise(self.module, seed=0, std=lambda name: (shape.expert_dim if "down" in name else shape.dim) ** -0.5)
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(2, shape.tokens, shape.dim, generator=generator).bfloat16()
+        self.x_TD, self.probe_TD = (tensor.to(device, recipe.residual_dtype) for tensor in drawn)
+        self.x_TD.requires_grad_()
+        ids = torch.zeros(1, shape.tokens, dtype=torch.int64, device=device)
+        self.batch = Batch(ids_BS=ids, labels_BS=ids)
+
+    def run(self) -> Tensor:
+        """Forward and backward; gradients are new ones each time."""
+        self.module.zero_grad()
+        self.x_TD.grad = None
+        out_TD, _ = self.module(self.x_TD, self.batch)
+        out_TD.backward(self.probe_TD)
+        result: Tensor = out_TD.detach()
+        return result
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return output and gradients by name, those of all experts in one."""
+        found = {"out": [self.run()], "x": [grad_of(self.x_TD)]}
+        for piece in canonical_parameters(self.module):
+            found.setdefault(piece.name.split(".")[-2], []).append(piece.of(grad_of(piece.parameter)))
+        return {name: torch.cat([tensor.flatten().cpu() for tensor in tensors]) for name, tensors in found.items()}
+
+
+def grad_of(tensor: Tensor) -> Tensor:
+    """Return its gradient."""
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def off(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the error of each figure."""
+    return {name: relative(got[name], wanted[name]) for name in wanted}
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference over the norm."""
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def race(layers: Mapping[str, Layer], rounds: int) -> dict[str, float]:
+    """Return the median time of each layer in seconds, rounds after warming up."""
+    taken: dict[str, list[float]] = {name: [] for name in layers}
+    for turn in range(WARM_UP + rounds):
+        for name in sorted(layers, reverse=turn % 2 == 1):
+            seconds = timed(layers[name].run)
+            if turn >= WARM_UP:
+                taken[name].append(seconds)
+    return {name: median(seconds) for name, seconds in taken.items()}
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Return how long it takes until the GPU is done."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    begun = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The grouped GEMM on FP8 in blocks of 128, which torch has no kernel for; see the README beside."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.grouped_gemm import reference
+from moefw_kernels.quantize import E4M3, E5M2, Quantized
+
+__all__ = ["BLOCK", "blockwise_grouped_mm"]
+
+BLOCK = 128
+
+
+def blockwise_grouped_mm(
+    a: Quantized, b: Quantized, ends_e: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Return the products of groups, as ``torch.nn.functional.grouped_mm`` defines them.
+
+    Rows by weights: ``a`` (R, I) in blocks of 1x128 and ``b`` (e, I, O) of 128x128 give ``(R, O)``; groups may begin
+    anywhere, and rows past the last end are undefined. Summing over rows: ``a`` (O, R) in blocks of 1x128 and ``b``
+    (R, I) of 128x1 give ``(e, O, I)``, zero where a group is empty; ends are multiples of 128, so that no block
+    reaches over two groups. ``ends_e``, int32 on the device, is read there alone. I and O are multiples of 128; codes
+    lie contiguous along the axis that is summed over. Each block's sum is fp32 and is scaled in fp32.
+
+    Raises:
+        ValueError: Other blocks, sizes, strides or formats.
+    """
+    _check(a, b, ends_e)
+    if not a.codes.is_cuda:
+        return reference.blockwise_grouped_mm(a, b, ends_e, out_dtype)
+    from moefw_kernels.grouped_gemm import triton
+
+    return triton.blockwise_grouped_mm(a, b, ends_e, out_dtype)
+
+
+def _check(a: Quantized, b: Quantized, ends_e: Tensor) -> None:
+    by_weights = len(b.shape) == 3
+    blocks = (BLOCK, BLOCK) if by_weights else (BLOCK, 1)
+    if a.block != (1, BLOCK) or b.block != blocks or {a.fmt, b.fmt} - {E4M3, E5M2}:
+        what = f"{a.fmt.name} in blocks of {a.block} by {b.fmt.name} in blocks of {b.block}"
+        raise ValueError(f"cannot multiply {what}: give float8 in blocks of {(1, BLOCK)} by {blocks}")
+    sizes = b.shape[1:] if by_weights else (a.shape[0], b.shape[1])
+    if len(a.shape) != 2 or a.shape[1] != b.shape[-2] or any(size % BLOCK for size in sizes):
+        raise ValueError(
+            f"cannot multiply {a.shape} by {b.shape}: give (R, I) by (e, I, O) or (O, R) by (R, I), "
+            f"with I and O multiples of {BLOCK}"
+        )
+    if not (a.codes.is_contiguous() and b.codes.mT.is_contiguous()):
+        raise ValueError(
+            f"codes have strides {a.codes.stride()} and {b.codes.stride()}: lay them along the axis that is summed "
+            "over, as Quantized.along does"
+        )
+    if ends_e.dtype is not torch.int32 or ends_e.shape != ((b.shape[0],) if by_weights else (ends_e.numel(),)):
+        raise ValueError(
+            f"ends are {ends_e.dtype} {tuple(ends_e.shape)}: give one torch.int32 for each group, {b.shape[:-2]}"
+        )

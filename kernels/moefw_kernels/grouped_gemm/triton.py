@@ -1,0 +1,125 @@
+"""The kernels: a program an output tile, a turn of its loop a block of 128 of the axis that is summed over.
+
+Tensor cores add up a block alone; what they return is scaled and added in fp32 registers. So the 14 bits that FP8
+tensor cores of Hopper accumulate with (arXiv 2412.19437, section 3.3.2) never see more than 128 products.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefw_kernels.quantize import Quantized
+
+_TILES = [(128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4), (128, 64, 4, 4)]
+"""Rows and columns of an output tile, warps, stages of loads: 32 KiB of the SM's 227 a stage, at most."""
+
+
+def _tuned(kernel, sizes):
+    """Return the kernel that takes the fastest tile for its sizes; the interpreter, which has no clock, the first."""
+    tiles = _TILES[:1] if triton.knobs.runtime.interpret else _TILES
+    configs = [triton.Config({"BM": m, "BN": n}, num_warps=warps, num_stages=stages) for m, n, warps, stages in tiles]
+    return triton.autotune(configs, key=sizes)(kernel)
+
+
+@triton.jit
+def _group_of_tile(ends, tile, groups, G: tl.constexpr, BM: tl.constexpr):
+    """The group that a tile of at most BM rows belongs to, its first row, and where the group ends."""
+    g = tl.arange(0, G)
+    stops = tl.load(ends + g, mask=g < groups, other=0)
+    starts = tl.load(ends + g - 1, mask=(g > 0) & (g < groups), other=0)
+    tiles = tl.where(g < groups, tl.cdiv(stops - starts, BM), 0)
+    group = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))
+    before = tl.sum(tl.where(g < group, tiles, 0))
+    first = tl.sum(tl.where(g == group, starts, 0)) + (tile - before) * BM
+    return group, first, tl.sum(tl.where(g == group, stops, 0))
+
+
+@triton.jit
+def _rows_kernel(
+    a, a_scales, b, b_scales, ends, out, groups, N, K,
+    a_scale_row, a_scale_block, b_scale_group, b_scale_column, b_scale_block,
+    G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Rows of K by (groups, N, K). Columns turn fastest: a group's weights stay in the L2 while its rows pass by."""
+    across = N // BN
+    group, first, stop = _group_of_tile(ends, tl.program_id(0) // across, groups, G, BM)
+    if group >= groups:
+        return
+    n0 = tl.program_id(0) % across * BN
+    m = first + tl.arange(0, BM)
+    rows = tl.minimum(m, stop - 1).to(tl.int64)
+    group = group.to(tl.int64)
+    k = tl.arange(0, 128)
+    a += rows[:, None] * K + k[None, :]
+    b += (group * N + n0 + tl.arange(0, BN))[None, :] * K + k[:, None]
+    a_scales += rows * a_scale_row
+    b_scales += group * b_scale_group + n0 // 128 * b_scale_column
+    acc = tl.zeros((BM, BN), tl.float32)
+    for block in range(0, K // 128):
+        scale = tl.load(a_scales + block * a_scale_block) * tl.load(b_scales + block * b_scale_block)
+        acc += tl.dot(tl.load(a), tl.load(b)) * scale[:, None]
+        a += 128
+        b += 128
+    at = out + m.to(tl.int64)[:, None] * N + (n0 + tl.arange(0, BN))[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(m < stop)[:, None])
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    a, a_scales, b, b_scales, ends, out, M, N, K,
+    a_scale_row, a_scale_block, b_scale_column, b_scale_block,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """(M, K) by (N, K), of which each group has some whole blocks along K: (groups, M, N)."""
+    across = N // BN
+    tiles = M // BM * across
+    group = tl.program_id(0) // tiles
+    m0 = tl.program_id(0) % tiles // across * BM
+    n0 = tl.program_id(0) % across * BN
+    start = tl.multiple_of(tl.load(ends + group - 1, mask=group > 0, other=0), 128)
+    stop = tl.load(ends + group)
+    m = (m0 + tl.arange(0, BM)).to(tl.int64)
+    n = (n0 + tl.arange(0, BN)).to(tl.int64)
+    k = start + tl.arange(0, 128)
+    a += m[:, None] * K + k[None, :]
+    b += n[None, :] * K + k[:, None]
+    a_scales += m * a_scale_row
+    b_scales += n * b_scale_column
+    acc = tl.zeros((BM, BN), tl.float32)
+    for block in range(start // 128, stop // 128):
+        a_scale = tl.load(a_scales + block * a_scale_block)
+        b_scale = tl.load(b_scales + block * b_scale_block)
+        acc += tl.dot(tl.load(a), tl.load(b)) * a_scale[:, None] * b_scale[None, :]
+        a += 128
+        b += 128
+    at = out + (group.to(tl.int64) * M + m)[:, None] * N + n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty))
+
+
+# Not by the number of rows, which is another one at every step.
+_rows_by_weights, _weight_gradient = _tuned(_rows_kernel, ["N", "K"]), _tuned(_weight_gradient_kernel, ["M", "N"])
+
+
+def blockwise_grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """As ``reference.blockwise_grouped_mm``, but for rows past the last end, which are not written."""
+    (m, k), n, groups = a.shape, b.shape[-1], len(ends_e)
+    leading = () if len(b.shape) == 3 else (groups,)
+    out = a.codes.new_empty(*leading, m, n, dtype=out_dtype)
+    if not out.numel():
+        return out
+    given = (a.codes, a.scales, b.codes, b.scales, ends_e, out)
+    if leading:
+        _weight_gradient[lambda tile: (groups * (m // tile["BM"]) * (n // tile["BN"]),)](
+            *given, m, n, k, *a.scales.stride(), *reversed(b.scales.stride())
+        )
+    else:
+        b_group, b_block, b_column = b.scales.stride()
+        _rows_by_weights[lambda tile: ((triton.cdiv(m, tile["BM"]) + groups) * (n // tile["BN"]),)](
+            *given, groups, n, k, *a.scales.stride(), b_group, b_column, b_block, triton.next_power_of_2(groups)
+        )
+    return out

@@ -1,0 +1,36 @@
+"""The option of built-in dispatchers that says as what rows travel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from attrs import frozen
+
+import moefw
+from moefw.core.plugin import DispatcherPlugin
+
+if TYPE_CHECKING:
+    from moefw.core.movement import Codec
+
+
+@frozen(kw_only=True)
+class SendsRows(DispatcherPlugin):
+    """``wire``: ``high`` sends rows in the dtype of the residual stream; ``fp8`` as the recipe's codes and scales.
+
+    Only rows on their way to the experts are packed. What comes back, and gradients, are sums: they stay high.
+    """
+
+    wire: Literal["high", "fp8"] = "high"
+
+    def wire_needs(self) -> list[moefw.Need]:
+        """Return the need for a recipe that packs rows, if they are to be packed."""
+        if self.wire == "high":
+            return []
+        reason, fix = f"wire: {self.wire} sends codes and scales", "Use fp8-blockwise or mxfp8, or wire: high."
+        return [moefw.need("wire", (self.wire,), reason=reason, fix=fix, option="wire")]
+
+    def codec(self, context: moefw.BuildContext) -> Codec | None:
+        """Return what packs the rows of a layer; None: nothing does, or its experts are spared from the recipe."""
+        if self.wire == "high" or context.precision is None:
+            return None
+        return context.precision.codec(context.site.dims.model_dim)

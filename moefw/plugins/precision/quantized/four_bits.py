@@ -1,0 +1,58 @@
+"""NVFP4 operands: which blocks, which are rounded at random from which keys, and what is turned before."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefw.core.contracts import Pass, Role, Rows
+from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
+from moefw_kernels.hadamard import SIZE, hadamard
+from moefw_kernels.quantize import Quantized, matrix_amax, quantize_nvfp4
+from moefw_kernels.random import mix
+
+
+@final
+class FourBits(Encoder):
+    """E2M1 in blocks of 16 along what a product sums over, weights in 16x16 if ``square_weights``.
+
+    ``draws``: gradients are rounded at random, by keys of their own for each ``place`` (``layers.3.attention.q_proj``)
+    and pass. ``turns``: the operands of wgrad are transformed along their rows.
+    """
+
+    def __init__(self, place: str, *, draws: bool, turns: bool, square_weights: bool) -> None:
+        self._place, self.draws, self._turns, self._square_weights = place, draws, turns, square_weights
+
+    def at(self, name: str, *, groups: int | None = None) -> Encoder:
+        """Return the encoder of a place inside."""
+        place = f"{self._place}.{name}"
+        return FourBits(place, draws=self.draws, turns=self._turns, square_weights=self._square_weights)
+
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+        """Return the operand. One of wgrad that is turned has its rows filled up with zeros to a multiple of 16."""
+        block = (1, SIZE) if summed_axis(role, during) == -1 else (SIZE, 1)
+        if role == "weight":
+            block = (SIZE, SIZE) if self._square_weights else block
+            return quantize_nvfp4(x, block=block, global_amax=matrix_amax(x))
+        keys_R = None
+        if self.draws and role == "grad" and rows.keys_R is not None:
+            keys_R = mix(rows.keys_R ^ salt(f"{self._place}.{during}"))
+        if self._turns and during == "wgrad":
+            x = hadamard(F.pad(x, (0, 0, 0, -x.shape[-2] % SIZE)), axis=-2)
+            keys_R = None if keys_R is None else turned(keys_R)
+        return quantize_nvfp4(x, block=block, keys=keys_R, ends_e=rows.ends_e)
+
+
+def turned(keys_R: Tensor) -> Tensor:
+    """Return keys of rows that mix 16 rows each, from the key of the first of these: it is never one of padding."""
+    places = mix(torch.arange(1, SIZE + 1, device=keys_R.device))
+    return mix(keys_R[::SIZE].unsqueeze(1) ^ places).flatten()
+
+
+def salt(place: str) -> int:
+    """Return 64 bits that no other place has."""
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,52 @@
+"""``fp8-tensor``: a scale for a whole tensor, from the tensor itself or from earlier steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, optional
+
+import moefw
+from moefw.core.site import Site
+from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
+
+DELAYED: Final[Mapping[str, Any]] = {"history": 16, "margin": 0, "algorithm": "max"}
+"""The options of delayed scaling, and what they are when left out."""
+
+
+@frozen(kw_only=True)
+class FP8Tensor(QuantizedPlugin):
+    """E4M3, gradients E5M2; an fp32 scale for a tensor, which is, for experts, the rows or the matrix of one of them.
+
+    ``scaling`` current: from the tensor's own largest magnitude. ``delayed``: from the largest ones (``algorithm`` max)
+    of the last ``history`` steps, or from that of the last step (most_recent); the scale leaves 2^``margin`` of room.
+    """
+
+    name: ClassVar[str] = "fp8-tensor"
+    rows: ClassVar[int] = 16
+
+    scaling: Literal["current", "delayed"] = "current"
+    history: int | None = field(default=None, validator=optional(ge(1)))
+    margin: int | None = field(default=None, validator=optional(ge(0)))
+    algorithm: Literal["max", "most_recent"] | None = None
+
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """Options of delayed scaling mean nothing under the other one."""
+        given = [name for name in DELAYED if getattr(self, name) is not None]
+        if self.scaling == "delayed":
+            return ()
+        fix = "Leave it out, or use scaling: delayed."
+        return [moefw.Problem(f"{name} is no option of scaling: current.", fix, name) for name in given]
+
+    def build(self, context: moefw.BuildContext) -> moefw.Precision:
+        """Return the recipe."""
+        from moefw.plugins.precision.quantized.delayed import DelayedScales
+        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
+        from moefw.plugins.precision.quantized.tensorwise import CurrentScales
+
+        given = {name: getattr(self, name) for name in DELAYED}
+        options = {name: DELAYED[name] if value is None else value for name, value in given.items()}
+        encoder = CurrentScales() if self.scaling == "current" else DelayedScales(**options)
+        return EmulatedRecipe(encoder, save_codes=self.saved_activations == "fp8")

@@ -1,0 +1,41 @@
+"""What ``torch.nn.functional.scaled_mm`` demands of FP8 in blocks of 128, and how codes and scales get there.
+
+On Hopper alone (compute capability 9.0) with cuBLASLt 12.9 or later: ``_scaled_block1x128_block128x128`` and
+``_scaled_block1x128_block1x128`` in ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` of torch (read at 0174dfa). ``a``
+(M, K) lies in rows and ``b`` (K, N) in columns; K and N are multiples of 16. Scales are fp32 (pytorch/pytorch#166752):
+
+| blocks | of ``a`` | of ``b`` |
+|---|---|---|
+| 1x128 | ``[M, K / 128]``, strides ``[1, M]`` | ``[N, K / 128]``, strides ``[1, N]`` |
+| 128x128 | | ``[L, N / 128]``, strides ``[1, L]``, L being K / 128 rounded up to a multiple of 4 |
+
+Results are bf16 or fp32. Fast accumulation is refused for these blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType
+
+from moefw_kernels.quantize import Quantized
+
+_SCALING = {(1, 128): ScalingType.BlockWise1x128, (128, 128): ScalingType.BlockWise128x128}
+
+
+def blockwise_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
+    """Return ``a`` (M, K) in blocks of 1x128 times ``b`` (K, N) of 128x1 or 128x128; sizes are whole blocks."""
+    if not (a.codes.numel() and b.codes.numel()):
+        return a.codes.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+    rows, columns = _in_rows(a), _in_rows(b.mT)
+    return F.scaled_mm(a.codes, b.codes, *rows, *columns, output_dtype=out_dtype)
+
+
+def _in_rows(operand: Quantized) -> tuple[Tensor, ScalingType]:
+    """Return the scales of an operand whose last axis is summed over, as torch wants them, and how to name them."""
+    assert operand.block is not None
+    scales, scaling = operand.scales, _SCALING[operand.block]
+    if scaling is ScalingType.BlockWise1x128:
+        return scales.mT.contiguous().mT, scaling
+    return F.pad(scales, (0, -scales.shape[-1] % 4)).contiguous().mT, scaling

@@ -1,0 +1,46 @@
+"""What recipes measure in a step: the largest values over micro-batches, and over all ranks that have a GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moefw.core.contracts import Layout, Meter, Side
+from moefw.core.naming import by_side
+from moefw.training.gradients import STAGE
+
+HOLDERS: Final[Mapping[Side, tuple[str, ...]]] = {"dense": STAGE, "experts": ("edp", "etp")}
+"""The axes of all ranks that have a GEMM: copies of its weights or parts of them, with tokens of their own."""
+
+
+class Meters:
+    """The meters of a model on this rank."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.layout = layout
+        self.found: dict[Side, Sequence[Meter]] = {
+            side: [part for part in parts.values() if isinstance(part, Meter)] for side, parts in by_side(model).items()
+        }
+
+    def start(self) -> None:
+        """Forget what was measured: a step begins, or begins again."""
+        for meters in self.found.values():
+            for meter in meters:
+                meter.largest.zero_()
+
+    def update(self) -> None:
+        """Advance the meters by what the step has measured everywhere."""
+        for side, meters in self.found.items():
+            if not meters:
+                continue
+            flat = torch.cat([meter.largest.flatten() for meter in meters])
+            group = self.layout.group(*HOLDERS[side])
+            if group is not None:
+                dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+            pieces = flat.split([meter.largest.numel() for meter in meters])
+            for meter, piece in zip(meters, pieces, strict=True):
+                meter.update({"largest": piece.view_as(meter.largest)})
