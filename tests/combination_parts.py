@@ -111,9 +111,12 @@ class Again(Recompute):
 
 @frozen
 class Exact(FP32):
-    """fp32 that only takes rows as it computes: no part of ours offers operands called exact, so nothing takes it."""
+    """fp32 that only takes rows in an order in which no part of ours brings them, so nothing goes with it."""
 
     name: ClassVar[str] = "exact"
+
+    def needs(self, site: moefw.Site) -> list[moefw.Need]:
+        return [moefw.need("rows", ("exact",), reason="it rounds nothing")]
 
 
 @frozen

@@ -121,10 +121,15 @@ def test_a_part_that_nothing_goes_with_is_named_with_its_limit() -> None:
 
 
 def test_a_refusal_is_told_of_a_drawn_combination(pool: RankPool, here: tuple[Sections, Fit]) -> None:
+    """Whose other parts go with each of the two."""
     sections, fit = here
-    plain = {section: ways[0] for section, ways in sections.items()}
     for one, other in refused_pairs(fit):
-        parts = {**plain, one.section: one, other.section: other}
+        parts = {
+            section: next(way for way in ways if fit.company(way, one) and fit.company(way, other))
+            for section, ways in sections.items()
+            if section not in (one.section, other.section)
+        }
+        parts |= {one.section: one, other.section: other}
         verdict = verify(Combination(parts=parts, tokens=(3,) * parts["parallel"].world), pool)
         assert not verdict.accepted
         assert any(len(named(problem, (one, other))) == 2 for problem in verdict.problems)
