@@ -17,6 +17,7 @@ MEMORY = {
     "keep": [{"use": "keep", "regions": ["router", "experts"]}],
     "recompute": [{"use": "recompute", "regions": ["router", "experts", "shared_expert"]}],
     "recompute_act": [{"use": "recompute", "regions": ["moe_act"]}],
+    "offload": [{"use": "offload", "regions": ["router", "experts", "shared_expert"], "min_bytes": 0}],
 }
 ROUTINGS = {
     "sigmoid": ({"score": "sigmoid"}, {}),

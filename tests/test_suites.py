@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from moefw.plugins.gemm.grouped import Grouped
 from moefw.plugins.gemm.loop import Loop
 from moefw.plugins.memory.keep import Keep
+from moefw.plugins.memory.offload import Offload
 from moefw.plugins.memory.recompute import Recompute
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import Folded
@@ -230,6 +231,18 @@ class TestRecompute(MemorySuite):
 
 class TestRecomputeOfTheLoop(MemorySuite):
     plugin = Recompute
+    regions = ("moe_act", "experts")
+    parts = {"gemm": {"use": "loop"}, "precision": {"use": "bf16"}}
+
+
+class TestOffload(MemorySuite):
+    plugin = Offload
+    options = {"min_bytes": 0}
+
+
+class TestOffloadOfTheLoop(MemorySuite):
+    plugin = Offload
+    options = {"min_bytes": 0, "fraction": 0.5}
     regions = ("moe_act", "experts")
     parts = {"gemm": {"use": "loop"}, "precision": {"use": "bf16"}}
 

@@ -59,13 +59,13 @@ class Decoder(ModelPlugin):
         return range(self.num_dense_layers, self.num_layers)
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Regions outside the expert GEMMs, as far as the model has them; all may be kept or recomputed."""
+        """Regions outside the expert GEMMs, as far as the model has them; all may be kept, recomputed or offloaded."""
         regions = ["block", "attention"]
         regions += ["router", "experts"] if self.moe_layers() else []
         regions += ["shared_expert"] if self.shared_expert_dim and self.moe_layers() else []
         regions += ["dense_mlp"] if len(self.moe_layers()) < self.num_layers else []
         return moefw.offers(
-            region=tuple((region, treatment) for region in regions for treatment in ("keep", "recompute")),
+            region=tuple((region, treatment) for region in regions for treatment in ("keep", "recompute", "offload")),
             split=("tp",),
             differentiable=True,
             by_pass=True,

@@ -97,6 +97,10 @@ def _quantized(use: str, label: str, **options: Any) -> Any:
     return label, {"use": use, "backend": "emulate", **options}, {"rtol": 0.4, "floor": 0.5}
 
 
+def _offload(*regions: str) -> dict[str, Any]:
+    return {"use": "offload", "regions": list(regions), "min_bytes": 0}
+
+
 BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "routing": {
         "topk": (*_ROUTERS, (*_QUANTILE, {"words": {"score": "softmax"}, "state": ("beta_E",)})),
@@ -145,6 +149,12 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
             _quantized("fp8-tensor", "emulate, delayed", scaling="delayed"),
         ),
         "nvfp4": (("emulate", {"use": "nvfp4", "backend": "emulate", "keep_bf16": []}, {"rtol": 0.8, "floor": 0.5}),),
+    },
+    "memory": {
+        "offload": (
+            ("experts", [_offload("experts")], {}),
+            ("router, recompute experts", [_offload("router"), {"use": "recompute", "regions": ["experts"]}], {}),
+        ),
     },
     "parallel": {
         "folded": _layouts("folded", _FOLDED),

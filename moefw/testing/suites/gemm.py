@@ -66,7 +66,7 @@ class GemmSuite(Suite):
     section = "gemm"
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 4, "top_k": 2, "dim": 16, "expert_dim": 32}
     rtol: ClassVar[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 4e-2}
-    policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute"}
+    policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}
 
     def on(self, precision: str = "", **parts: Any) -> Trial:
         """Return a trial with a precision recipe (the first that fits) and other parts."""

@@ -29,7 +29,7 @@ class Grouped(GemmPlugin):
     pad_rows: int = field(default=1, validator=ge(1))
 
     def offers(self, site: Site) -> moefw.Offers:
-        """The activation is always recomputed from the pre-activation."""
+        """The activation is always recomputed from the pre-activation, which the region ``experts`` saves."""
         return moefw.offers(
             region=(("moe_act", "recompute"),),
             differentiable=True,

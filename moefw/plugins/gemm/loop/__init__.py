@@ -19,8 +19,8 @@ class Loop(GemmPlugin):
     name: ClassVar[str] = "loop"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """The activation may be kept, or recomputed together with the input of the second GEMM."""
-        regions = (("moe_act", "keep"), ("moe_act", "recompute"))
+        """The activation may be kept, offloaded, or recomputed together with the input of the second GEMM."""
+        regions = (("moe_act", "keep"), ("moe_act", "recompute"), ("moe_act", "offload"))
         return moefw.offers(
             region=regions,
             differentiable=True,

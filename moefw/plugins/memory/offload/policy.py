@@ -1,0 +1,136 @@
+"""Offload by hooks on saved tensors: each call of a region moves what it saves, and fetches it as one in backward.
+
+Hooks do not stack: of nested regions, the innermost treats what is saved in it. What a recomputed region is given is
+saved outside it, so an offloaded region around it moves that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from moefw.core.contracts import MemoryPolicy
+from moefw.plugins.memory.offload.pool import Copy, Pool
+from moefw.plugins.memory.offload.span import Span, view
+
+
+@final
+class OffloadPolicy(MemoryPolicy):
+    """Moves tensors of at least ``min_bytes``, up to ``fraction`` of their bytes in each call of a region."""
+
+    def __init__(self, pool: Pool, *, min_bytes: int, fraction: float) -> None:
+        self.pool, self.min_bytes, self.fraction = pool, min_bytes, fraction
+
+    def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with what it saves moved off the device.
+
+        Raises RunError where there is no room for it.
+        """
+
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            if _in_backward():
+                with saved_tensors_hooks(_stay, _unpack):
+                    return function(*args, **kwargs)
+            call = _Call(self)
+            with saved_tensors_hooks(call.pack, _unpack):
+                result = function(*args, **kwargs)
+            call.end()
+            return result
+
+        return offloaded
+
+
+@final
+class _Call:
+    """One call of a region: what it saved, and the call before it, which backward comes to next."""
+
+    def __init__(self, policy: OffloadPolicy) -> None:
+        self.policy, self.pool = policy, policy.pool
+        self.eligible_bytes = self.moved_bytes = 0
+        self._before: Callable[[], _Call | None] = _nothing
+        self._copies: list[weakref.ref[Copy]] = []
+        self._staying: set[Span] = set()
+
+    def pack(self, tensor: Tensor) -> Tensor | _Packed:
+        """Return what stands for a saved tensor until backward."""
+        if not self._may_move(tensor):
+            return _stay(tensor)
+        span = Span.of(tensor)
+        copy = self.pool.copies.get(span)
+        if copy is None:
+            if span.nbytes < self.policy.min_bytes or not self._affords(span):
+                return _stay(tensor)
+            copy = self.pool.copy(tensor, span)
+        self._copies.append(weakref.ref(copy))
+        return _Packed(self, copy, tensor)
+
+    def end(self) -> None:
+        """Take the place behind the last call that moved something."""
+        if self._copies:
+            self._before, self.pool.latest = self.pool.latest, weakref.ref(self)
+
+    def fetch(self) -> None:
+        """Start bringing back all that is still wanted."""
+        copies, self._copies = self._copies, []
+        for reference in copies:
+            copy = reference()
+            if copy is not None:
+                copy.fetch()
+
+    def fetch_with_next(self) -> None:
+        """Bring back this call's tensors, and those of the call that backward comes to next."""
+        self.fetch()
+        before, self._before = self._before(), _nothing
+        if before is not None:
+            before.fetch()
+
+    def _may_move(self, tensor: Tensor) -> bool:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.numel() > 0
+        on_device = plain and tensor.device.type == self.pool.device.type
+        return on_device and not isinstance(tensor._base, nn.Parameter)
+
+    def _affords(self, span: Span) -> bool:
+        if span in self._staying:
+            return False
+        self.eligible_bytes += span.nbytes
+        if self.moved_bytes + span.nbytes > self.policy.fraction * self.eligible_bytes:
+            self._staying.add(span)
+            return False
+        self.moved_bytes += span.nbytes
+        return True
+
+
+@final
+class _Packed:
+    """A saved tensor whose values are away."""
+
+    def __init__(self, call: _Call, copy: Copy, tensor: Tensor) -> None:
+        self.call, self.copy = call, copy
+        self.size, self.stride = tensor.size(), tensor.stride()
+
+    def tensor(self) -> Tensor:
+        self.call.fetch_with_next()
+        return view(self.copy.values(), self.size, self.stride)
+
+
+def _unpack(packed: Tensor | _Packed) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.tensor()
+
+
+def _stay(tensor: Tensor) -> Tensor:
+    """Return the tensor for the graph to hold: a result that holds on to its own graph would never be freed."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _in_backward() -> bool:
+    """Whether this forward runs for a recomputed region around it: what it saves then is not what waits."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _nothing() -> None:
+    return None

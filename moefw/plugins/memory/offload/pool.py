@@ -1,0 +1,118 @@
+"""Buffers off the device, and what waits in them. One pool serves all layers and micro-batches of a process."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moefw.plugins.memory.offload.host import host_memory
+from moefw.plugins.memory.offload.nvme import UnnamedFiles
+from moefw.plugins.memory.offload.span import Span
+from moefw.plugins.memory.offload.streams import CudaTransfers, PlainTransfers, Transfers
+
+Allocate = Callable[[int], Tensor]
+"""Returns so many bytes, ``(n,)`` uint8 on the CPU; raises RunError where there is no room."""
+
+
+@final
+class Buffer:
+    """Bytes to copy to and from. ``last_use``: the copy that must be done before the next one starts."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.last_use: Any = None
+
+    def values(self, span: Span) -> Tensor:
+        """Return the part that holds a span's values, ``(length,)``."""
+        return self.memory[: span.nbytes].view(span.dtype)
+
+
+@final
+class Copy:
+    """The values of a span off the device, from pack until the last tensor that lies there is no longer wanted.
+
+    The buffer is free again as soon as the values are on their way back, or nothing refers to the copy any more.
+    """
+
+    def __init__(self, pool: Pool, span: Span, values: Tensor) -> None:
+        self._span, self._transfers = span, pool.transfers
+        self._buffer = pool.take(span.nbytes)
+        self._give_back = weakref.finalize(self, pool.give, self._buffer)
+        self._back: tuple[Tensor, Any] | None = None
+        room, buffer = self._buffer.values(span), self._buffer
+        buffer.last_use = self._transfers.out(values, room, after=buffer.last_use)
+
+    def fetch(self) -> None:
+        """Start bringing the values back, once."""
+        if self._back is None:
+            buffer = self._buffer
+            self._back = self._transfers.back(buffer.values(self._span), after=buffer.last_use)
+            buffer.last_use = self._back[1]
+            self._give_back()
+
+    def values(self) -> Tensor:
+        """Return the fetched values, for use on the current stream. Every call returns the same tensor."""
+        assert self._back is not None
+        values, arrived = self._back
+        self._transfers.use(values, arrived)
+        return values
+
+
+@final
+class Pool:
+    """Reuses buffers, by size rounded up to a power of two, which is what page-locked memory comes in anyway.
+
+    ``copies`` holds what waits or has come back, as long as it is wanted; ``latest`` is the last call of a region that
+    moved something. ``num_buffers`` were ever made, ``num_idle`` of them wait for use.
+    """
+
+    def __init__(self, allocate: Allocate, transfers: Transfers) -> None:
+        self.transfers, self.device = transfers, transfers.device
+        self.copies: weakref.WeakValueDictionary[Span, Copy] = weakref.WeakValueDictionary()
+        self.latest: Callable[[], Any] = lambda: None
+        self.num_buffers = 0
+        self._allocate = allocate
+        self._idle: defaultdict[int, deque[Buffer]] = defaultdict(deque)
+        self._closed = False
+
+    @property
+    def num_idle(self) -> int:
+        """The buffers that nothing waits in."""
+        return sum(map(len, self._idle.values()))
+
+    def copy(self, tensor: Tensor, span: Span) -> Copy:
+        """Return a copy of the tensor's span off the device. Raises RunError where there is no room."""
+        self.copies[span] = copy = Copy(self, span, span.values(tensor))
+        return copy
+
+    def take(self, nbytes: int) -> Buffer:
+        """Return a buffer of at least ``nbytes``, an idle one if there is one."""
+        size = 1 << (nbytes - 1).bit_length()
+        try:
+            return self._idle[size].pop()
+        except IndexError:
+            self.num_buffers += 1
+            return Buffer(self._allocate(size))
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back. Runs wherever a graph dies, so it waits for nothing."""
+        if not self._closed:
+            self._idle[len(buffer.memory)].append(buffer)
+
+    def close(self) -> None:
+        """Free the idle buffers; may be called twice. The others are freed when what waits in them is."""
+        self._closed = True
+        self._idle.clear()
+
+
+def open_pool(device: torch.device, folder: str | None) -> Pool:
+    """Return a pool for a device: of memory, or of files in ``folder``. Raises PlanError where it is none."""
+    on_gpu = device.type == "cuda"
+    transfers = CudaTransfers(device) if on_gpu else PlainTransfers(device)
+    return Pool(host_memory(pinned=on_gpu) if folder is None else UnnamedFiles(Path(folder)), transfers)
