@@ -122,7 +122,7 @@ def draw(runs: Runs, path: Path, steps: int) -> None:
         axes.plot(losses, [row] * len(losses), "o", color="#2a6fb0", alpha=0.75)
         axes.plot([mean(losses)], [row], "|", color="#22272e", markersize=16)
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel(
         f"validation loss after {steps} steps, nats a byte; a dot a seed, a bar their mean, the line bf16's"
