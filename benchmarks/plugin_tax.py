@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from moefw.core.casts import FP32Recipe
 from moefw.core.stages import Batch
 from moefw.plugins.gemm.grouped.experts import _Experts
 from moefw.testing.trial import Trial, build_layer
@@ -27,6 +28,7 @@ from moefw_kernels.permute import gather, gather_sum, group_chunks, sort_slots
 TOKENS, EXPERTS, TOP_K = 64, 16, 4
 TINY, USUAL = (16, 16), (512, 256)
 """Model dim and expert dim."""
+RECIPES = (FP32Recipe(), FP32Recipe())
 LAYERS, WARM_UP = 8, 5
 """Passes in a row, as a model of so many layers makes them, and rounds that are not counted."""
 ALLOWED_US, ALLOWED_SHARE = 15.0, 0.02
@@ -115,7 +117,9 @@ class Inline(nn.Module):
         slots = sort_slots(ids_TK, EXPERTS)
         groups = group_chunks([slots.counts.tolist()], 1, x_TD.device)
         weights_R = weights_TK.flatten().index_select(0, slots.slot_R)
-        rows_RD = _Experts.apply(gather(x_TD, slots.rows), weights_R, groups.offsets_e, self.gate_up, self.down)
+        rows_RD = _Experts.apply(
+            RECIPES, gather(x_TD, slots.rows), weights_R, groups.offsets_e, None, self.gate_up, self.down
+        )
         return gather_sum(rows_RD, slots.rows)
 
 
