@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import hypothesis
 import pytest
+from triton_process import begin
 
 from moefw.testing.pool import RankPool
 
@@ -29,3 +32,17 @@ def pool8() -> Iterator[RankPool]:
     ranks = RankPool(8)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton interprets kernels."""
+    with ProcessPoolExecutor(1, get_context("spawn"), begin, ("1",)) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton compiles kernels."""
+    with ProcessPoolExecutor(1, get_context("spawn"), begin, ("0",)) as process:
+        yield process

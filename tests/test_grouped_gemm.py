@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,6 @@ from moefw_kernels.quantize import Quantized, quantize_fp8
 
 GROUPS = [(128, 0, 5, 300, 1), (7,), (0, 0), (0, 131, 0), (1, 1, 2, 3, 5, 7, 11, 13, 17)]
 BLOCKS = [(128, 0, 256), (0, 0), (0, 384, 0), (128,)]
-
-
-def begin(interpret: str) -> None:
-    """What ``torch.empty`` returns is NaN here: nothing may be left out or read beyond what is given."""
-    os.environ["TRITON_INTERPRET"] = interpret
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, get_context("spawn"), begin, ("1",)) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, get_context("spawn"), begin, ("0",)) as pool:
-        yield pool
 
 
 def drawn(*shape: int, seed: int) -> Tensor:

@@ -5,11 +5,8 @@ An access out of bounds ends an interpreting process, so kernels run in processe
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,26 +20,6 @@ from moefw_kernels.random import token_keys, uniform
 
 INF, NAN = float("inf"), float("nan")
 Size = tuple[int, ...]
-
-
-def begin(interpret: str) -> None:
-    """What ``torch.empty`` returns is full of NaN and of 0xFF here, so that nothing is left out unseen."""
-    os.environ["TRITON_INTERPRET"] = interpret
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, get_context("spawn"), begin, ("1",)) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, get_context("spawn"), begin, ("0",)) as pool:
-        yield pool
 
 
 def awkward(size: Size, dtype: torch.dtype) -> Tensor:
