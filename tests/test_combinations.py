@@ -293,7 +293,7 @@ def test_a_foreign_router_hides_no_broken_dispatcher(pool: RankPool, here: tuple
 
 def test_a_third_party_memory_policy_is_tried_on_every_region() -> None:
     sections, _ = usable_here(registry=with_plugins((Again,)), plugin=Again)
-    assert {one.regions for one in sections["memory"]} == {("router",), ("experts",), ("shared_expert",), ("moe_act",)}
+    assert {one.regions for one in sections["memory"]} == {("router",), ("experts",), ("shared_experts",), ("moe_act",)}
 
 
 def test_options_that_nobody_can_guess_are_asked_for() -> None:

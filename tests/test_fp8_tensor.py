@@ -214,7 +214,7 @@ def test_what_an_abandoned_step_measured_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("gemm", ["loop", "grouped"])
-@pytest.mark.parametrize("regions", [["block"], ["experts", "attention", "dense_mlp"]], ids=str)
+@pytest.mark.parametrize("regions", [["layer"], ["experts", "attention", "dense_mlp"]], ids=str)
 def test_recompute_changes_no_bit(regions: list[str], gemm: str) -> None:
     memory = [{"use": "recompute", "regions": regions}]
     kept, again = (trained(small(gemm={"use": gemm}, memory=policy), 3) for policy in ([], memory))

@@ -110,7 +110,7 @@ def test_micro_batches_change_nothing_but_memory(pool: RankPool, alone: Run) -> 
 
 
 @pytest.mark.parametrize(
-    "regions", [["block"], ["attention", "router", "experts", "shared_expert", "dense_mlp"], ["moe_act"]]
+    "regions", [["layer"], ["attention", "router", "experts", "shared_experts", "dense_mlp"], ["moe_act"]]
 )
 @pytest.mark.parametrize("gemm", ["loop", "grouped"])
 def test_recompute_changes_no_bit(pool: RankPool, gemm: str, regions: list[str]) -> None:

@@ -139,8 +139,8 @@ WORLDS: Mapping[str, tuple[tuple[int, ...], Any, dict[str, int]]] = {
 MEMORY = (
     [],
     [{"use": "recompute", "regions": ["experts"]}],
-    [{"use": "recompute", "regions": ["moe_act", "shared_expert"]}],
-    [{"use": "recompute", "regions": ["router", "experts", "shared_expert"]}],
+    [{"use": "recompute", "regions": ["moe_act", "shared_experts"]}],
+    [{"use": "recompute", "regions": ["router", "experts", "shared_experts"]}],
 )
 
 

@@ -15,9 +15,9 @@ PRECISIONS = {"fp32": 5e-5, "bf16": 4e-2}
 MEMORY = {
     "none": [],
     "keep": [{"use": "keep", "regions": ["router", "experts"]}],
-    "recompute": [{"use": "recompute", "regions": ["router", "experts", "shared_expert"]}],
+    "recompute": [{"use": "recompute", "regions": ["router", "experts", "shared_experts"]}],
     "recompute_act": [{"use": "recompute", "regions": ["moe_act"]}],
-    "offload": [{"use": "offload", "regions": ["router", "experts", "shared_expert"], "min_bytes": 0}],
+    "offload": [{"use": "offload", "regions": ["router", "experts", "shared_experts"], "min_bytes": 0}],
 }
 ROUTINGS = {
     "sigmoid": ({"score": "sigmoid"}, {}),

@@ -251,7 +251,7 @@ def test_an_option_that_is_not_there_is_refused(option: str, value: Any) -> None
 
 def test_a_block_that_is_computed_again_draws_the_same() -> None:
     """Attention, dispatch and experts, keys included: no bit of two steps changes."""
-    memory = ([], [{"use": "recompute", "regions": ["block"]}])
+    memory = ([], [{"use": "recompute", "regions": ["layer"]}])
     plain, again = (
         train(whole_model(1, parts={"precision": dict(CHOICE), "memory": one}, plugins=()), 2) for one in memory
     )

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from memory_cases import PRECISIONS, Allocations, assert_same, model_trial, offload, recompute, run
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import moefw
 from moefw.plugins.memory.offload.host import host_memory
@@ -30,44 +29,23 @@ from moefw.plugins.memory.offload.pool import Pool, open_pool
 from moefw.plugins.memory.offload.streams import CudaTransfers, PlainTransfers
 from moefw.plugins.memory.recompute.policy import RecomputePolicy
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.memory_case import Observed, observed
-from moefw.testing.suites.runs import global_batch, open_model, whole_model
+from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL, short_run
 from moefw.testing.trial import DISPATCHERS, Trial, build_layer, received
 
 CPU = torch.device("cpu")
-REGIONS = ("block", "attention", "router", "experts", "shared_expert", "dense_mlp")
-PRECISIONS: Mapping[str, Mapping[str, Any]] = {
-    "fp32": {"use": "fp32"},
-    "bf16": {"use": "bf16"},
-    "fp8-blockwise": {"use": "fp8-blockwise", "backend": "emulate"},
-}
-
-
-def offload(*regions: str, **options: Any) -> dict[str, Any]:
-    return {"use": "offload", "regions": list(regions), "min_bytes": 0, **options}
-
-
-def recompute(*regions: str) -> dict[str, Any]:
-    return {"use": "recompute", "regions": list(regions)}
-
-
-def model_trial(world: int, memory: Sequence[Mapping[str, Any]], **parts: Any) -> Trial:
-    return whole_model(world, parts={"parallel": {"experts": {"ep": world}}, "memory": memory, **parts}, plugins=())
-
-
-def run(
-    pool: RankPool, memory: Sequence[Mapping[str, Any]], *, in_flight: bool = False, **parts: Any
-) -> list[Observed]:
-    return list(pool.run(observed, 2, model_trial(2, memory, **parts), in_flight, 1.0))
-
-
-def assert_same(plain: Sequence[Observed], treated: Sequence[Observed]) -> None:
-    for one, other in zip(plain, treated, strict=True):
-        for before, after in ((one.values, other.values), (one.grads, other.grads)):
-            assert before.keys() == after.keys()
-            assert [name for name in before if not same_bits(before[name], after[name])] == []
+REGIONS = (
+    "layer",
+    "attn_norm",
+    "attention",
+    "core_attn",
+    "router",
+    "experts",
+    "expert_fc2",
+    "shared_experts",
+    "dense_mlp",
+)
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["accumulated", "two in flight"])
@@ -75,20 +53,20 @@ def assert_same(plain: Sequence[Observed], treated: Sequence[Observed]) -> None:
 @pytest.mark.parametrize("dispatch", ["alltoall", "hybridep"])
 def test_no_bit_changes_in_any_region(pool: RankPool, dispatch: str, precision: str, in_flight: bool) -> None:
     parts = {"dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
-    for gemm, regions in (("grouped", REGIONS), ("loop", ("moe_act",))):
+    for gemm, regions in (("grouped", REGIONS), ("loop", ("expert_fc1", "moe_act"))):
         plain = run(pool, [], in_flight=in_flight, gemm={"use": gemm}, **parts)
         for region in regions:
             assert_same(plain, run(pool, [offload(region)], in_flight=in_flight, gemm={"use": gemm}, **parts))
 
 
 NESTED = {
-    "offload in recompute": [recompute("block"), offload("experts", "router")],
-    "recompute in offload": [offload("block"), recompute("experts", "attention")],
-    "offload in offload": [offload("block", "experts", "moe_act")],
+    "offload in recompute": [recompute("layer"), offload("experts", "router")],
+    "recompute in offload": [offload("layer"), recompute("experts", "attention")],
+    "offload in offload": [offload("layer", "experts", "moe_act")],
     "activation offloaded in recompute": [recompute("experts"), offload("moe_act")],
     "activation recomputed in offload": [offload("experts"), recompute("moe_act")],
-    "three deep": [recompute("block", "moe_act"), offload("experts")],
-    "three deep, turned": [offload("block", "moe_act"), recompute("experts")],
+    "three deep": [recompute("layer", "moe_act"), offload("experts")],
+    "three deep, turned": [offload("layer", "moe_act"), recompute("experts")],
 }
 
 
@@ -127,7 +105,7 @@ def opened(memory: Sequence[Mapping[str, Any]], **parts: Any) -> Iterator[tuple[
 
 
 def test_layers_and_micro_batches_take_each_others_buffers() -> None:
-    with opened([offload("block", "experts")]) as (forward, pool):
+    with opened([offload("layer", "experts")]) as (forward, pool):
         forward().backward()
         first = pool.num_buffers
         assert 0 < first == pool.num_idle
@@ -148,7 +126,7 @@ def test_layers_and_micro_batches_take_each_others_buffers() -> None:
 
 
 def test_a_graph_that_dies_gives_its_buffers_back() -> None:
-    with opened([offload("block")]) as (forward, pool):
+    with opened([offload("layer")]) as (forward, pool):
         gc.disable()
         try:
             loss = forward()
@@ -160,7 +138,7 @@ def test_a_graph_that_dies_gives_its_buffers_back() -> None:
 
 
 def test_evaluation_without_gradients_moves_nothing() -> None:
-    with opened([offload("block")]) as (forward, pool):
+    with opened([offload("layer")]) as (forward, pool):
         with torch.no_grad():
             forward()
         assert pool.num_buffers == 0
@@ -335,29 +313,6 @@ def test_what_is_not_on_the_device_stays() -> None:
     x = torch.ones(16, device="meta", requires_grad=True)
     assert policy.wrap("region", torch.exp)(x).requires_grad
     assert pool.num_buffers == 0
-
-
-class Allocations(TorchDispatchMode):
-    """Remembers the bytes of every storage that an operator makes, but for those in ``apart``."""
-
-    def __init__(self, apart: set[StorageWeakRef]) -> None:
-        super().__init__()
-        self.apart, self.made = apart, dict[StorageWeakRef, int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = set(storages((args, kwargs)))
-        result = func(*args, **(kwargs or {}))
-        new = {ref: nbytes for ref, nbytes in storages(result).items() if ref not in before}
-        self.made |= new
-        return result
-
-    def live_bytes(self) -> int:
-        return sum(nbytes for ref, nbytes in self.made.items() if ref not in self.apart and not ref.expired())
-
-
-def storages(tree: Any) -> dict[StorageWeakRef, int]:
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -596,7 +551,7 @@ def test_a_disk_without_room_raises_out_of_a_step(tmp_path: Path, monkeypatch: p
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    model, assembly, layout, shared = open_model(model_trial(1, [offload("block", to="nvme", path=str(tmp_path))]))
+    model, assembly, layout, shared = open_model(model_trial(1, [offload("layer", to="nvme", path=str(tmp_path))]))
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(moefw.RunError, match="No space left on device"):
         model(replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0)))

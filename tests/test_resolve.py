@@ -113,10 +113,10 @@ class TestParts:
         assert len(resolved(f"model: {{num_layers: {MAX_LAYERS}}}").layers) == MAX_LAYERS
 
     def test_two_memory_policies_are_told_apart(self) -> None:
-        text = "memory: [{use: recompute, regions: [block]}, {use: recompute, regions: [blok]}]"
+        text = "memory: [{use: recompute, regions: [layer]}, {use: recompute, regions: [laier]}]"
         problem = refusal(text)
         assert problem.where == "spec.yaml:1:63 memory[1].regions"
-        assert problem.fix == "Did you mean 'block'?"
+        assert problem.fix == "Did you mean 'layer'?"
 
 
 class TestRefusals:
@@ -165,14 +165,14 @@ class TestRefusals:
         resolved(text.format(102))
 
     def test_two_policies_on_one_region_and_regions_that_the_model_does_not_have(self) -> None:
-        policies = "[{use: keep, regions: [experts]}, {use: recompute, regions: [experts, dense_mlp, shared_expert]}]"
+        policies = "[{use: keep, regions: [experts]}, {use: recompute, regions: [experts, dense_mlp, shared_experts]}]"
         told = refused(f"{{memory: {policies}}}")
         assert told[0].where == "spec.yaml:1:71 memory[1].regions[0]"
         assert "keep" in told[0].what
         assert "recompute" in told[0].what
-        assert [word for problem in told[1:] for word in ("dense_mlp", "shared_expert") if word in problem.what] == [
+        assert [word for problem in told[1:] for word in ("dense_mlp", "shared_experts") if word in problem.what] == [
             "dense_mlp",
-            "shared_expert",
+            "shared_experts",
         ]
 
     @given(st.integers(1, 100_000), st.integers(1, 8), st.integers(2, 512), st.sampled_from([1, 2, 4, 8]))
@@ -262,7 +262,7 @@ class TestResolvedSpec:
     TEXTS = (
         "{}",
         QUICKSTART.read_text(),
-        "{model: {preset: qwen3-30b-a3b, tie_embeddings: true}, memory: [{use: recompute, regions: [block, router]}]}",
+        "{model: {preset: qwen3-30b-a3b, tie_embeddings: true}, memory: [{use: recompute, regions: [layer, router]}]}",
         '{run: {dir: "1e3", device: cpu, observers: [wsd]}, train: {clip_norm: null, schedule: {use: wsd}}}',
         '{run: {dir: "2001-01-01"}, data: {path: "no", suffixes: [.py, "~", "0x1"]}, parallel: {experts: {ep: 2}}}',
     )
@@ -301,7 +301,7 @@ class TestResolvedSpec:
             "routing.capacity": {"factor": 1.0},
             "routing.jitter": 0.1,
             "routing.dtype": "fp64",
-            "memory": [{"use": "keep", "regions": ["block"]}],
+            "memory": [{"use": "keep", "regions": ["layer"]}],
             "parallel.dense.dp": 1,
             "parallel.dense.order": ["tp", "dp", "cp"],
             "parallel.experts.order": ["ep", "etp", "edp"],

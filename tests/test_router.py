@@ -51,7 +51,7 @@ def model_gradients(regions: list[str], coeff: float) -> dict[str, Tensor]:
     return {p.name: p.of(p.parameter.grad) for p in canonical_parameters(model) if p.parameter.grad is not None}
 
 
-@pytest.mark.parametrize("regions", [[], ["router"], ["block"]])
+@pytest.mark.parametrize("regions", [[], ["router"], ["layer"]])
 def test_the_aux_loss_reaches_the_router_of_every_layer_once(regions: list[str]) -> None:
     once, thrice = model_gradients(regions, 0.01), model_gradients(regions, 0.03)
     plain = model_gradients([], 0.01)

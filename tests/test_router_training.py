@@ -58,7 +58,7 @@ def test_no_layout_and_no_split_changes_a_step(pool: RankPool, name: str) -> Non
 @pytest.mark.parametrize("name", LOOKING_AROUND)
 def test_routers_that_look_at_the_micro_batch_train_and_recompute_to_the_same_bits(pool: RankPool, name: str) -> None:
     kept = run(pool, 2, LOOKING_AROUND[name], micro_batch=4)
-    again = run(pool, 2, LOOKING_AROUND[name], micro_batch=4, regions=("block",))
+    again = run(pool, 2, LOOKING_AROUND[name], micro_batch=4, regions=("layer",))
     assert [result.loss for result in kept.results] == [result.loss for result in again.results]
     assert all(torch.equal(kept.last[key], again.last[key]) for key in kept.last)
     assert all(torch.equal(kept.state[key], again.state[key]) for key in kept.state)

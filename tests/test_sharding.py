@@ -75,7 +75,7 @@ def test_sharded_bf16_learns_like_whole_bf16(pool: RankPool) -> None:
         assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
 
 
-@pytest.mark.parametrize("regions", [["block"], ["attention", "router", "experts", "shared_expert", "dense_mlp"]])
+@pytest.mark.parametrize("regions", [["layer"], ["attention", "router", "experts", "shared_experts", "dense_mlp"]])
 def test_recompute_gathers_again_and_changes_no_bit(pool: RankPool, regions: list[str]) -> None:
     tree = {**SMALL, "model": {**SMALL["model"], "vocab_size": 64}, "parallel": ALL}
     plain = pool.run(short_run, 4, tree, 3)

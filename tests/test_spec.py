@@ -49,7 +49,7 @@ gemm: {use: loop}
 memory:
   - {use: recompute, regions: [attention, moe_act]}
   - use: keep
-    regions: [block]
+    regions: [layer]
 parallel: {pp: 1, dense: {cp: 1}, experts: {ep: 2}}
 data: {path: null}
 train:
@@ -239,14 +239,14 @@ class TestPlaces:
             ("model:\n  dim: x\n", "spec.yaml:2:3 model.dim"),
             ("train:\n  schedule:\n    warmup_steps: x\n", "spec.yaml:3:5 train.schedule.warmup_steps"),
             ("parallel: {experts: {ep: x}}\n", "spec.yaml:1:22 parallel.experts.ep"),
-            ("memory:\n  - {use: keep, regions: [block, 3]}\n", "spec.yaml:2:34 memory[0].regions[1]"),
-            ("memory:\n  - use: keep\n    regions: [block]\n  -   use: 3\n", "spec.yaml:4:7 memory[1].use"),
+            ("memory:\n  - {use: keep, regions: [layer, 3]}\n", "spec.yaml:2:34 memory[0].regions[1]"),
+            ("memory:\n  - use: keep\n    regions: [layer]\n  -   use: 3\n", "spec.yaml:4:7 memory[1].use"),
             ("routing:\n  balance:\n  - kind: aux_loss\n    rate: x\n", "spec.yaml:4:5 routing.balance[0].rate"),
             ('\ufeff"tr\\u0061in": {steps: x}\n', "spec.yaml:1:16 train.steps"),
             ("# größe\n\n\n? train\n: steps: x\n", "spec.yaml:5:3 train.steps"),
             ("train:\r\n  steps: x\r\n", "spec.yaml:2:3 train.steps"),
             ("routing:\n  balance: [{rate: 1.0}]\n", "spec.yaml:2:13 routing.balance[0].kind"),
-            ("memory: [{regions: [block]}]\n", "spec.yaml:1:10 memory[0].use"),
+            ("memory: [{regions: [layer]}]\n", "spec.yaml:1:10 memory[0].use"),
             ('run: {"a.b": 1}\n', "spec.yaml:1:7 run.'a.b'"),
         ],
     )
@@ -505,7 +505,7 @@ class TestValues:
             ("zzz: 3", "'zzz' is not an option here. Known: data, dispatch, gemm, memory, "),
             ("gemm: {use: loop, preset: big}", "loop has no preset 'big'."),
             ("gemm: loop", "'loop' is not a mapping that names a plugin. Write {use: loop}."),
-            ("memory: [{regions: [block]}]", "'use' is missing."),
+            ("memory: [{regions: [layer]}]", "'use' is missing."),
             ("routing: {balance: [{}]}", "'kind' is missing. It has no default."),
             ("train: {steps: 0}", "'steps' must be >= 1: 0."),
             ("train: {lr: -1}", "'lr' must be > 0.0: -1.0."),

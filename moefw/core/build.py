@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.assembly import Assembly
 from moefw.core.contracts import Layout, MemoryPolicy, Precision, Shard, Side
+from moefw.core.dropped import drops
 from moefw.core.expert_group import ExpertGroup
 from moefw.core.layer import MoELayer
 from moefw.core.naming import expert_parameters
@@ -117,6 +118,16 @@ class BuildContext:
         policy = self._policies.get(name)
         return function if policy is None else policy.wrap(name, function)
 
+    def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``finish`` under the policy of the region ``name``: see :meth:`MemoryPolicy.wrap_movement`."""
+        policy = self._policies.get(name)
+        return finish if policy is None else policy.wrap_movement(name, finish, again)
+
+    def layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a whole layer, which holds its other regions, under the policy of ``layer``."""
+        function = self.region("layer", function)
+        return drops(function) if any(policy.drops_outputs for policy in self._policies.values()) else function
+
     def shared(self, key: Any, factory: Callable[[], T]) -> T:
         """Return what exists once a process under ``key``; it is closed with the model."""
         return self._shared.get(key, factory)
@@ -179,6 +190,7 @@ class ModelContext:
             shared_expert=shared_expert,
             first_expert=context.local_experts.start if context.precision.draws else None,
             region=context.region,
+            movement=context.movement,
         )
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from attrs import frozen
 
+from moefw.core.errors import PlanError
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -219,6 +221,8 @@ class Rows:
     """int32 on the device: where each group of rows ends, an expert's. None: one group."""
     keys_R: Tensor | None = None
     """int64: from which the random draws for a row start, whatever rank it is on. None: nothing is drawn."""
+    sizes: tuple[int, ...] | None = None
+    """How many rows each group has, where the host knows it: the differences of ``ends_e``."""
 
 
 class Operand(Protocol):
@@ -289,11 +293,26 @@ class Precision(ABC):
 
 
 class MemoryPolicy(ABC):
-    """What happens to what a region saves for backward."""
+    """What happens to what a region saves for backward.
+
+    Hooks on saved tensors do not stack: those of a policy ask :func:`moefw.core.dropped.stand_in` first.
+    """
+
+    drops_outputs: ClassVar[bool] = False
+    """Whether others need not save what a region returns: the policy computes it again."""
 
     @abstractmethod
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` with its saved tensors treated; values and gradients are the same bits."""
+
+    def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``finish``, the second half of a movement, which cannot be run twice.
+
+        ``finish(pending, *args)`` returns what was brought, and a receipt; ``again(receipt, *args)`` brings the same.
+        Raises PlanError where the policy cannot treat one.
+        """
+        what = f"region {region!r} is a movement of rows, which {type(self).__name__} cannot treat."
+        raise PlanError(what, "Name other regions, or a policy that knows how to repeat a movement.")
 
 
 class LayoutPlan(ABC):

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from moefw.core.contracts import Dispatcher
 from moefw.core.movement import Pending
 from moefw.core.row_keys import with_keys
-from moefw.core.stages import Batch, LayerStats, Routing
+from moefw.core.stages import Batch, ExpertBatch, LayerStats, Receipt, Routing
+
+Phase = Callable[..., Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,14 +56,16 @@ class MoELayer(nn.Module):
         experts: nn.Module,
         shared_expert: nn.Module | None = None,
         first_expert: int | None = None,
-        region: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, function: function,
+        region: Callable[[str, Phase], Phase] = lambda _, function: function,
+        movement: Callable[[str, Phase, Phase], Phase] = lambda _, finish, __: finish,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared_expert = router, experts, shared_expert
         self.dispatcher, self.first_expert = dispatcher, first_expert
         self._route = region("router", router.__call__)
         self._experts = region("experts", experts.__call__)
-        self._shared = None if shared_expert is None else region("shared_expert", shared_expert.__call__)
+        self._shared = None if shared_expert is None else region("shared_experts", shared_expert.__call__)
+        self._arrive = movement("dispatch", self._finish_dispatch, self._dispatch_again)
         self.phases = (self.route_and_send, self.compute_and_return, self.collect)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, LayerStats]:
@@ -84,7 +88,7 @@ class MoELayer(nn.Module):
         assert carry.routing is not None
         if self._shared is not None:
             carry.shared_TD = self._shared(carry.x, carry.batch)
-        batch, receipt = self.dispatcher.finish_dispatch(carry.pending)
+        batch, receipt = self._arrive(carry.pending, carry.x, carry.routing.weights_TK)
         if self.first_expert is not None and carry.batch.keys_T is not None:
             keys_T, weights_TK = carry.batch.own(carry.batch.keys_T), carry.routing.weights_TK
             batch = with_keys(batch, receipt, keys_T, weights_TK, self.dispatcher, first_expert=self.first_expert)
@@ -96,3 +100,10 @@ class MoELayer(nn.Module):
         assert carry.pending is not None
         out_TD = self.dispatcher.finish_combine(carry.pending)
         carry.x = out_TD if carry.shared_TD is None else out_TD + carry.shared_TD
+
+    def _finish_dispatch(self, pending: Pending, x_TD: Tensor, weights_TK: Tensor) -> tuple[ExpertBatch, Receipt]:
+        return self.dispatcher.finish_dispatch(pending)
+
+    def _dispatch_again(self, receipt: Receipt, x_TD: Tensor, weights_TK: Tensor) -> ExpertBatch:
+        batch, _ = self.dispatcher.redispatch(x_TD, weights_TK, receipt)
+        return batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefw.core.contracts import Precision, Rows
+from moefw.core.contracts import Kept, Precision, Rows
+from moefw.core.dropped import output_of
 
 
 def linear(x: Tensor, weight: Tensor, precision: Precision, rows: Rows | None = None) -> Tensor:
@@ -17,8 +20,9 @@ def linear(x: Tensor, weight: Tensor, precision: Precision, rows: Rows | None = 
     if not precision.by_pass:
         operand = precision.quantize(x, role="input", during="fprop")
         return F.linear(operand, precision.quantize(weight, role="weight", during="fprop"))
-    ends, keys = (None, None) if rows is None else (rows.ends_e, rows.keys_R)
-    out: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, precision, ends, keys)  # type: ignore[no-untyped-call]
+    about = Rows() if rows is None else rows
+    given = (x.reshape(-1, x.shape[-1]), weight, precision, about.ends_e, about.keys_R, about.sizes)
+    out: Tensor = _Linear.apply(*given)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -30,19 +34,46 @@ def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
     return product
 
 
+def keep_input(x: Tensor, used: Any, precision: Precision, rows: Rows) -> Kept:
+    """Return what to save of an input for wgrad: ``x`` itself where it will be computed again, and need not be kept."""
+    if output_of(x) is None:
+        return precision.keep(x, used, role="input", during="wgrad", rows=rows)
+    about = {name: tensor for name, tensor in (("ends_e", rows.ends_e), ("keys_R", rows.keys_R)) if tensor is not None}
+    return Kept((x, *about.values()), partial(_quantize_again, precision, tuple(about), rows.sizes))
+
+
+def keep_activation(x: Tensor, precision: Precision, rows: Rows) -> Kept:
+    """Return what to save of rows that backward reads as they are: themselves where they will be computed again."""
+    return Kept((x,), lambda saved: saved[0]) if output_of(x) else precision.keep_activation(x, rows)
+
+
+def _quantize_again(
+    precision: Precision, about: Sequence[str], sizes: tuple[int, ...] | None, saved: Sequence[Tensor]
+) -> Any:
+    x, *others = saved
+    rows = Rows(**dict(zip(about, others, strict=True)), sizes=sizes)
+    return precision.quantize(x, role="input", during="wgrad", rows=rows)
+
+
 class _Linear(torch.autograd.Function):
     """Saves ``x`` as wgrad will need it, and the weight."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, precision: Precision, ends_e: Tensor | None, keys_R: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        precision: Precision,
+        ends_e: Tensor | None,
+        keys_R: Tensor | None,
+        sizes: tuple[int, ...] | None,
     ) -> Tensor:
-        rows = Rows(ends_e, keys_R)
+        rows = Rows(ends_e, keys_R, sizes)
         operand = precision.quantize(x, role="input", during="fprop", rows=rows)
         out: Tensor = operand @ precision.quantize(weight, role="weight", during="fprop").mT
-        kept = precision.keep(x, operand, role="input", during="wgrad", rows=rows)
+        kept = keep_input(x, operand, precision, rows)
         ctx.save_for_backward(weight, ends_e, keys_R, *kept.tensors)
-        ctx.precision, ctx.operand, ctx.dtype = precision, kept.operand, x.dtype
+        ctx.precision, ctx.operand, ctx.dtype, ctx.sizes = precision, kept.operand, x.dtype, sizes
         return out.to(x.dtype)
 
     @staticmethod
@@ -50,11 +81,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, ends_e, keys_R, *tensors = ctx.saved_tensors
         precision: Precision = ctx.precision
-        rows, grad_x, grad_weight = Rows(ends_e, keys_R), None, None
+        rows, grad_x, grad_weight = Rows(ends_e, keys_R, ctx.sizes), None, None
         if ctx.needs_input_grad[0]:
             operand = precision.quantize(grad, role="grad", during="dgrad", rows=rows)
             grad_x = (operand @ precision.quantize(weight, role="weight", during="dgrad")).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             operand = precision.quantize(grad, role="grad", during="wgrad", rows=rows)
             grad_weight = (operand.mT @ ctx.operand(tensors)).to(weight.dtype)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, final
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefw.core.contracts import Precision
 from moefw.core.stages import Batch
 from moefw.models.modules import Linear, RMSNorm, apply_rope
 from moefw.models.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
+    from moefw.core.build import BuildContext
     from moefw.models.decoder import Decoder
 
 
@@ -23,9 +23,9 @@ class Attention(nn.Module):
     Where tp does not divide the key-value heads, every rank holds all of them and computes those of its queries.
     """
 
-    def __init__(self, options: Decoder, precision: Precision, tp: TensorParallel) -> None:
+    def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel) -> None:
         super().__init__()
-        self.tp, self.head_dim = tp, options.head_dim
+        self.tp, self.head_dim, precision = tp, options.head_dim, context.recipe("attention")
         heads = options.num_heads // tp.size
         needed = [
             head * options.num_kv_heads // options.num_heads
@@ -45,10 +45,19 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(options.head_dim, options.norm_eps) if options.qk_norm else None
         self._grouped = count < heads
         even = heads % count == 0 and needed == [first + head * count // heads for head in range(heads)]
+        self._project_in = context.region("qkv", self._qkv)
+        self._attend = context.region("core_attn", self._core_attn)
+        self._project_out = context.region("attn_proj", self._attn_proj)
         self._spread = None if even else [head - first for head in needed]
 
     def forward(self, x_tD: Tensor, rope: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
         """Return ``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
+        q, k, v = self._project_in(x_tD, rope, batch)
+        out_tD: Tensor = self._project_out(self._attend(q, k, v), batch)
+        return out_tD
+
+    def _qkv(self, x_tD: Tensor, rope: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries ``(B, heads, S, head_dim)``, and keys and values of fewer heads."""
         x_TD, rows, shape = self.tp.gather(x_tD), batch.rows, batch.ids_BS.shape
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x_TD, rows).view(*shape, -1, self.head_dim) for project in projections)
@@ -57,6 +66,13 @@ class Attention(nn.Module):
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         if self._spread is not None:  # queries of a rank share keys unevenly: each gets its own copy
             k, v = k[:, :, self._spread], v[:, :, self._spread]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._grouped and not self._spread)
-        return self.tp.reduce(self.o_proj(out.transpose(1, 2).reshape(len(x_TD), -1), rows))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return ``(T, heads * head_dim)``."""
+        grouped = self._grouped and not self._spread
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    def _attn_proj(self, out: Tensor, batch: Batch) -> Tensor:
+        return self.tp.reduce(self.o_proj(out, batch.rows))

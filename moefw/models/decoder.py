@@ -59,13 +59,18 @@ class Decoder(ModelPlugin):
         return range(self.num_dense_layers, self.num_layers)
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Regions outside the expert GEMMs, as far as the model has them; all may be kept, recomputed or offloaded."""
-        regions = ["block", "attention"]
+        """Regions outside the expert GEMMs, as far as the model has them; all may be kept, recomputed or offloaded.
+
+        The rows that a dispatch brings are saved by the experts; the dispatch itself may be repeated.
+        """
+        regions = ["layer", "attn_norm", "attention", "qkv", "core_attn", "attn_proj", "mlp_norm"]
         regions += ["router", "experts"] if self.moe_layers() else []
-        regions += ["shared_expert"] if self.shared_expert_dim and self.moe_layers() else []
+        regions += ["shared_experts"] if self.shared_expert_dim and self.moe_layers() else []
         regions += ["dense_mlp"] if len(self.moe_layers()) < self.num_layers else []
+        treated = [(region, treatment) for region in regions for treatment in ("keep", "recompute", "offload")]
+        treated += [("dispatch", treatment) for treatment in ("keep", "recompute")] if self.moe_layers() else []
         return moefw.offers(
-            region=tuple((region, treatment) for region in regions for treatment in ("keep", "recompute", "offload")),
+            region=tuple(treated),
             split=("tp",),
             differentiable=True,
             by_pass=True,

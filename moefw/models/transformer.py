@@ -30,14 +30,16 @@ class DenseBlock(nn.Module):
 
     def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel) -> None:
         super().__init__()
-        attention, mlp = context.recipe("attention"), context.recipe("mlp")
-        self.attention = context.unit(Attention(options, attention, tp), attention)
+        mlp = context.recipe("mlp")
+        self.attention = context.unit(Attention(options, context, tp), context.recipe("attention"))
         self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, mlp, tp), mlp)
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
         self._attention = context.region("attention", self.attention.__call__)
         self._mlp = context.region("dense_mlp", self.mlp.__call__)
-        self._run = context.region("block", self._run_phases)
+        self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
+        self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
+        self._run = context.layer(self._run_phases)
 
     def forward(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats | None]:
         """Return the residual stream; a dense block has no statistics."""
@@ -45,8 +47,8 @@ class DenseBlock(nn.Module):
         return out
 
     def _run_phases(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, None]:
-        x_TD = x_TD + self._attention(self.attention_norm(x_TD), rope, batch)
-        return x_TD + self._mlp(self.mlp_norm(x_TD), batch), None
+        x_TD = x_TD + self._attention(self._attention_norm(x_TD), rope, batch)
+        return x_TD + self._mlp(self._mlp_norm(x_TD), batch), None
 
 
 @final
@@ -55,13 +57,14 @@ class MoEBlock(nn.Module):
 
     def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel, moe: MoELayer) -> None:
         super().__init__()
-        precision = context.recipe("attention")
-        self.attention = context.unit(Attention(options, precision, tp), precision)
+        self.attention = context.unit(Attention(options, context, tp), context.recipe("attention"))
         self.moe = moe
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
         self._attention = context.region("attention", self.attention.__call__)
-        self._run = context.region("block", self._run_phases)
+        self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
+        self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
+        self._run = context.layer(self._run_phases)
         self.phases = (self.attend, self.send, moe.compute_and_return, self.collect)
 
     def forward(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats]:
@@ -77,12 +80,12 @@ class MoEBlock(nn.Module):
 
     def attend(self, carry: Carry) -> None:
         """Attention around the residual."""
-        carry.x = carry.x + self._attention(self.attention_norm(carry.x), carry.rope, carry.batch)
+        carry.x = carry.x + self._attention(self._attention_norm(carry.x), carry.rope, carry.batch)
 
     def send(self, carry: Carry) -> None:
         """Normalise, route, and start the rows on their way."""
         carry.residual = carry.x
-        carry.x = self.mlp_norm(carry.x)
+        carry.x = self._mlp_norm(carry.x)
         self.moe.route_and_send(carry)
 
     def collect(self, carry: Carry) -> None:

@@ -101,6 +101,10 @@ def _offload(*regions: str) -> dict[str, Any]:
     return {"use": "offload", "regions": list(regions), "min_bytes": 0}
 
 
+def _recompute(*regions: str) -> tuple[str, Any, dict[str, Any]]:
+    return ", ".join(regions), [{"use": "recompute", "regions": list(regions)}], {}
+
+
 BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "routing": {
         "topk": (*_ROUTERS, (*_QUANTILE, {"words": {"score": "softmax"}, "state": ("beta_E",)})),
@@ -151,6 +155,11 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
         "nvfp4": (("emulate", {"use": "nvfp4", "backend": "emulate", "keep_bf16": []}, {"rtol": 0.8, "floor": 0.5}),),
     },
     "memory": {
+        "recompute": (
+            *(_recompute(region) for region in ("router", "dispatch", "experts", "shared_experts", "moe_act")),
+            _recompute("dispatch", "expert_fc1"),
+            _recompute("dispatch", "experts"),
+        ),
         "offload": (
             ("experts", [_offload("experts")], {}),
             ("router, recompute experts", [_offload("router"), {"use": "recompute", "regions": ["experts"]}], {}),

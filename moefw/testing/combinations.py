@@ -113,7 +113,7 @@ def settled(combination: Combination) -> Combination:
         combination,
         tokens=(max(tokens),) * len(tokens) if equal else tokens,
         masked=combination.masked and not equal,
-        shared=combination.shared or any("shared_expert" in variant.regions for variant in parts),
+        shared=combination.shared or any("shared_experts" in variant.regions for variant in parts),
     )
 
 

@@ -18,6 +18,12 @@ import torch.distributed as dist
 from moefw.core.errors import ContractError
 
 COLLECTIVE_TIMEOUT_S = 60.0
+CONNECTS = 3
+"""On a busy machine, gloo's ranks sometimes do not find each other ("closed by peer"): how often they try."""
+
+
+class _UnconnectedError(Exception):
+    """A world did not come about; nothing has run in it."""
 
 
 class RankPool:
@@ -38,6 +44,15 @@ class RankPool:
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"a pool of {self.size} ranks cannot run a world of {world}")
+        said = ""
+        for _ in range(CONNECTS):
+            try:
+                return self._run(function, world, args, timeout_s)
+            except _UnconnectedError as error:
+                said = str(error)
+        raise ContractError(f"{world} ranks do not connect, tried {CONNECTS} times.\n{said}")
+
+    def _run(self, function: Callable[..., Any], world: int, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         if not self._workers:
             self._start()
         self._jobs += 1
@@ -49,6 +64,7 @@ class RankPool:
     def _collect(self, world: int, deadline: float) -> list[Any]:
         answers: list[Any] = [None] * world
         failures: list[str] = []
+        unconnected = False
         waiting = set(range(world))
         while waiting and time.monotonic() < deadline:
             for rank in sorted(waiting):
@@ -56,6 +72,7 @@ class RankPool:
                 if pipe.poll(0.001):
                     ok, answer = pickle.loads(pipe.recv_bytes())
                     waiting.discard(rank)
+                    unconnected |= ok is None
                     if ok:
                         answers[rank] = answer
                     else:
@@ -68,7 +85,7 @@ class RankPool:
         failures += [f"rank {rank}: no answer in time" for rank in sorted(waiting)]
         if failures:
             self.close()
-            raise ContractError("\n".join(failures))
+            raise (_UnconnectedError if unconnected else ContractError)("\n".join(failures))
         return answers
 
     def _start(self) -> None:
@@ -98,6 +115,8 @@ def _serve(pipe: Connection, port: int) -> None:
             job, rank, world, function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        state: bool | None = None
+        answer: tuple[bool | None, Any]
         try:
             dist.init_process_group(
                 "gloo",
@@ -106,8 +125,11 @@ def _serve(pipe: Connection, port: int) -> None:
                 world_size=world,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             )
+            state = False
             answer = (True, function(*args))
         except BaseException:
-            answer = (False, traceback.format_exc())
+            answer = (state, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
+        if state is None:
+            return
         dist.destroy_process_group()

@@ -174,6 +174,7 @@ def build_layer(trial: Trial) -> tuple[MoELayer, Shared]:
     precision = context.at(0).recipe("moe.shared_expert")
     expert = SwiGLU(trial.dim, trial.expert_dim, precision, _not_split(layout)) if trial.shared else None
     layer = context.moe_layer(0, shared_expert=expert)
+    layer.forward = context.at(0).layer(layer.forward)  # type: ignore[method-assign]
     initialise(layer, seed=trial.seed, std=lambda _: 0.3)
     _skew(layer.router, trial)
     return layer, shared

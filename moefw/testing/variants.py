@@ -22,7 +22,7 @@ SECTIONS: Final[Mapping[str, str]] = {
 }
 """The sections of a spec that combinations are made of, and the hook of each."""
 
-REGIONS: Final = ("router", "experts", "shared_expert", "moe_act")
+REGIONS: Final = ("router", "experts", "shared_experts", "moe_act")
 """What memory policies may treat inside an MoE layer."""
 
 OURS: Final = "moefw"

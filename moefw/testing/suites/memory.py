@@ -36,7 +36,7 @@ class MemorySuite(Suite):
 
     section = "memory"
     regions: ClassVar[Sequence[str]] = ()
-    holding: ClassVar[Sequence[str]] = ("block",)
+    holding: ClassVar[Sequence[str]] = ("layer",)
     world: ClassVar[int] = 2
 
     @property

@@ -29,9 +29,10 @@ class Grouped(GemmPlugin):
     pad_rows: int = field(default=1, validator=ge(1))
 
     def offers(self, site: Site) -> moefw.Offers:
-        """The activation is always recomputed from the pre-activation, which the region ``experts`` saves."""
+        """The activation is always recomputed from the pre-activation, which ``expert_fc2`` saves."""
+        regions = [(region, way) for region in ("expert_fc1", "expert_fc2") for way in ("keep", "recompute", "offload")]
         return moefw.offers(
-            region=(("moe_act", "recompute"),),
+            region=(*regions, ("moe_act", "recompute")),
             differentiable=True,
             by_pass=True,
             activations_kept=True,

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moefw.core.contracts import Canonical, ExpertGemm, Precision, Rows
-from moefw.core.product import grouped_mm
+from moefw.core.contracts import Canonical, ExpertGemm, Kept, Precision, Rows
+from moefw.core.product import grouped_mm, keep_activation, keep_input
 from moefw.core.stages import ExpertBatch
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 if TYPE_CHECKING:
     from moefw.core.build import BuildContext
+
+Sizes = tuple[int, ...] | None
+"""``ExpertBatch.counts_host``."""
 
 
 @final
@@ -31,18 +35,24 @@ class GroupedExperts(nn.Module, ExpertGemm):
         self.into, self.out_of = (context.precision.at(name, groups=experts) for name in ("gate_up", "down"))
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * f, d))
         self.down = nn.Parameter(torch.empty(experts, d, f))
+        self._fc1 = context.region("expert_fc1", self._project_in)
+        self._fc2 = context.region("expert_fc2", self._activate_and_project_out)
 
     def forward(self, batch: ExpertBatch) -> Tensor:
         """Return ``rows_RD``."""
-        rows_RD: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            (self.into, self.out_of),
-            batch.rows_RD,
-            batch.row_weights_R,
-            batch.offsets_e,
-            batch.keys_R,
-            self.gate_up,
-            self.down,
-        )
+        about = batch.offsets_e, batch.keys_R, batch.counts_host
+        rows_RD: Tensor = self._fc2(self._fc1(batch.rows_RD, *about), batch.row_weights_R, *about)
+        return rows_RD
+
+    def _project_in(self, x_RD: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes) -> Tensor:
+        h_RH: Tensor = _In.apply(self.into, x_RD, ends_e, keys_R, sizes, self.gate_up)  # type: ignore[no-untyped-call]
+        return h_RH
+
+    def _activate_and_project_out(
+        self, h_RH: Tensor, weights_R: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes
+    ) -> Tensor:
+        given = (self.out_of, h_RH, weights_R, ends_e, keys_R, sizes, self.down)
+        rows_RD: Tensor = _Out.apply(*given)  # type: ignore[no-untyped-call]
         return rows_RD
 
     def canonical(self) -> Iterator[Canonical]:
@@ -55,53 +65,81 @@ class GroupedExperts(nn.Module, ExpertGemm):
             yield Canonical(f"{expert}.down_proj.weight", self.down, (local,), out_of)
 
 
-class _Experts(torch.autograd.Function):
-    """``Y = a W2^T`` with ``a = w * swiglu(X W13^T)``; saves X, H and w, not a and not Y."""
+class _In(torch.autograd.Function):
+    """``H = X W13^T``; saves X."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recipe: Precision, x_RD: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes, gate_up: Tensor
+    ) -> Tensor:
+        rows = Rows(ends_e, keys_R, sizes)
+        x = recipe.quantize(x_RD, role="input", during="fprop", rows=rows)
+        w13 = recipe.quantize(gate_up, role="weight", during="fprop")
+        kept = keep_input(x_RD, x, recipe, rows), recipe.keep(gate_up, w13, role="weight", during="dgrad")
+        _save(ctx, recipe, (ends_e, keys_R), sizes, kept, (x_RD.dtype, gate_up.dtype))
+        return grouped_mm(x, w13.mT, ends_e).to(x_RD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
+        (ends_e, keys_R), (x, w13) = _saved(ctx, 2)
+        recipe, rows, (dtype, weight_dtype) = ctx.recipe, Rows(ends_e, keys_R, ctx.sizes), ctx.dtypes
+        grad = recipe.quantize(grad_RH, role="grad", during="dgrad", rows=rows)
+        grad_x = grouped_mm(grad, w13, ends_e).to(dtype)
+        grad = recipe.quantize(grad_RH, role="grad", during="wgrad", rows=rows)
+        return None, grad_x, None, None, None, grouped_mm(grad.mT, x, ends_e).to(weight_dtype)
+
+
+class _Out(torch.autograd.Function):
+    """``Y = a W2^T`` with ``a = w * swiglu(H)``; saves H and w, not a and not Y."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        recipes: tuple[Precision, Precision],
-        x_RD: Tensor,
+        recipe: Precision,
+        h_RH: Tensor,
         weights_R: Tensor,
         ends_e: Tensor,
         keys_R: Tensor | None,
-        gate_up: Tensor,
+        sizes: Sizes,
         down: Tensor,
     ) -> Tensor:
-        (into, out_of), rows = recipes, Rows(ends_e, keys_R)
-        x = into.quantize(x_RD, role="input", during="fprop", rows=rows)
-        w13 = into.quantize(gate_up, role="weight", during="fprop")
-        h_RH = grouped_mm(x, w13.mT, ends_e).to(x_RD.dtype)
-        a = out_of.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop", rows=rows)
-        w2 = out_of.quantize(down, role="weight", during="fprop")
-        rows_RD = grouped_mm(a, w2.mT, ends_e).to(x_RD.dtype)
-        kept = (
-            into.keep_activation(h_RH, rows),
-            into.keep(x_RD, x, role="input", during="wgrad", rows=rows),
-            into.keep(gate_up, w13, role="weight", during="dgrad"),
-            out_of.keep(down, w2, role="weight", during="dgrad"),
-        )
-        ctx.save_for_backward(weights_R, ends_e, keys_R, *(tensor for one in kept for tensor in one.tensors))
-        ctx.operands = [(one.operand, len(one.tensors)) for one in kept]
-        ctx.recipes, ctx.dtypes = recipes, (x_RD.dtype, gate_up.dtype, down.dtype)
-        return rows_RD
+        rows = Rows(ends_e, keys_R, sizes)
+        a = recipe.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop", rows=rows)
+        w2 = recipe.quantize(down, role="weight", during="fprop")
+        kept = keep_activation(h_RH, recipe, rows), recipe.keep(down, w2, role="weight", during="dgrad")
+        _save(ctx, recipe, (weights_R, ends_e, keys_R), sizes, kept, (h_RH.dtype, down.dtype))
+        return grouped_mm(a, w2.mT, ends_e).to(h_RH.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        weights_R, ends_e, keys_R, *saved = ctx.saved_tensors
-        (into, out_of), rows = ctx.recipes, Rows(ends_e, keys_R)
-        h_RH, x, w13, w2 = (operand([saved.pop(0) for _ in range(count)]) for operand, count in ctx.operands)
-        dtype, into_dtype, out_dtype = ctx.dtypes
+        (weights_R, ends_e, keys_R), (h_RH, w2) = _saved(ctx, 3)
+        recipe, rows, (dtype, weight_dtype) = ctx.recipe, Rows(ends_e, keys_R, ctx.sizes), ctx.dtypes
         grad_RD = grad_RD.contiguous()
-        grad_y = out_of.quantize(grad_RD, role="grad", during="dgrad", rows=rows)
-        grad_a = grouped_mm(grad_y, w2, ends_e).to(dtype)
+        grad = recipe.quantize(grad_RD, role="grad", during="dgrad", rows=rows)
+        grad_a = grouped_mm(grad, w2, ends_e).to(dtype)
         grad_h, grad_weights, a_RF = weighted_swiglu_backward(grad_a, h_RH, weights_R)
-        grad_y = out_of.quantize(grad_RD, role="grad", during="wgrad", rows=rows)
-        a = out_of.quantize(a_RF, role="input", during="wgrad", rows=rows)
-        grad_down = grouped_mm(grad_y.mT, a, ends_e).to(out_dtype)
-        grad_x = grouped_mm(into.quantize(grad_h, role="grad", during="dgrad", rows=rows), w13, ends_e).to(dtype)
-        grad_h = into.quantize(grad_h, role="grad", during="wgrad", rows=rows)
-        grad_gate_up = grouped_mm(grad_h.mT, x, ends_e).to(into_dtype)
-        return None, grad_x, grad_weights, None, None, grad_gate_up, grad_down
+        grad = recipe.quantize(grad_RD, role="grad", during="wgrad", rows=rows)
+        a = recipe.quantize(a_RF, role="input", during="wgrad", rows=rows)
+        return None, grad_h, grad_weights, None, None, None, grouped_mm(grad.mT, a, ends_e).to(weight_dtype)
+
+
+def _save(
+    ctx: Any,
+    recipe: Precision,
+    about: Sequence[Tensor | None],
+    sizes: Sizes,
+    kept: Sequence[Kept],
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    ctx.save_for_backward(*about, *(tensor for one in kept for tensor in one.tensors))
+    ctx.operands = [(one.operand, len(one.tensors)) for one in kept]
+    ctx.recipe, ctx.sizes, ctx.dtypes = recipe, sizes, dtypes
+
+
+def _saved(ctx: Any, about: int) -> tuple[tuple[Any, ...], list[Any]]:
+    """Return the first ``about`` tensors, and the operands made of the others."""
+    tensors = iter(ctx.saved_tensors)
+    first = tuple(islice(tensors, about))
+    return first, [operand(list(islice(tensors, count))) for operand, count in ctx.operands]

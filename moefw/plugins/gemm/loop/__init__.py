@@ -19,10 +19,10 @@ class Loop(GemmPlugin):
     name: ClassVar[str] = "loop"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """The activation may be kept, offloaded, or recomputed together with the input of the second GEMM."""
-        regions = (("moe_act", "keep"), ("moe_act", "recompute"), ("moe_act", "offload"))
+        """Both projections and the activation between them are regions of each expert."""
+        regions = ("expert_fc1", "moe_act", "expert_fc2")
         return moefw.offers(
-            region=regions,
+            region=tuple((region, treatment) for region in regions for treatment in ("keep", "recompute", "offload")),
             differentiable=True,
             by_pass=True,
             activations_kept=True,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moefw.core.contracts import Canonical, ExpertGemm, Precision, Rows
-from moefw.core.product import linear
+from moefw.core.product import keep_activation, linear
 from moefw.core.stages import ExpertBatch
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
@@ -33,7 +33,9 @@ class LoopExperts(nn.Module, ExpertGemm):
         self.gate = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.up = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.down = nn.ParameterList(torch.empty(d, f) for _ in self.numbers)
-        self._activate = context.region("moe_act", self._activate_and_project)
+        self._fc1 = context.region("expert_fc1", self._project_in)
+        self._activate = context.region("moe_act", _activate)
+        self._fc2 = context.region("expert_fc2", self._project_out)
 
     def forward(self, batch: ExpertBatch) -> Tensor:
         """Return ``rows_RD``."""
@@ -44,18 +46,17 @@ class LoopExperts(nn.Module, ExpertGemm):
         *weights, _ = batch.row_weights_R.split(sizes)
         keys = [None] * len(groups) if batch.keys_R is None else batch.keys_R.split(sizes)
         for expert, (x_RD, weights_R) in enumerate(zip(groups, weights, strict=True)):
-            rows = Rows(keys_R=keys[expert])
-            h_RH = linear(x_RD, torch.cat([self.gate[expert], self.up[expert]]), self.into[expert], rows)
-            outputs.append(self._activate(h_RH, weights_R, self.down[expert], self.out_of[expert], rows))
+            h_RH = self._fc1(expert, x_RD, keys[expert])
+            a_RF = self._activate(h_RH, weights_R, self.out_of[expert])
+            outputs.append(self._fc2(expert, a_RF, keys[expert]))
         return torch.cat([*outputs, torch.zeros_like(unused)])
 
-    def _activate_and_project(
-        self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor, recipe: Precision, rows: Rows
-    ) -> Tensor:
-        if not recipe.by_pass:
-            return linear(weighted_swiglu(h_RH, weights_R), down_DF, recipe)
-        a_RF = _Activation.apply(h_RH, weights_R, recipe)  # type: ignore[no-untyped-call]
-        return linear(a_RF, down_DF, recipe, rows)
+    def _project_in(self, expert: int, x_RD: Tensor, keys_R: Tensor | None) -> Tensor:
+        gate_up = torch.cat([self.gate[expert], self.up[expert]])
+        return linear(x_RD, gate_up, self.into[expert], Rows(keys_R=keys_R))
+
+    def _project_out(self, expert: int, a_RF: Tensor, keys_R: Tensor | None) -> Tensor:
+        return linear(a_RF, self.down[expert], self.out_of[expert], Rows(keys_R=keys_R))
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield each expert's three weights."""
@@ -71,12 +72,19 @@ def _owned(recipes: list[Precision]) -> Any:
     return nn.ModuleList(recipes) if isinstance(recipes[0], nn.Module) else recipes  # type: ignore[arg-type]
 
 
+def _activate(h_RH: Tensor, weights_R: Tensor, recipe: Precision) -> Tensor:
+    if not recipe.by_pass:
+        return weighted_swiglu(h_RH, weights_R)
+    a_RF: Tensor = _Activation.apply(h_RH, weights_R, recipe)  # type: ignore[no-untyped-call]
+    return a_RF
+
+
 class _Activation(torch.autograd.Function):
     """``w * swiglu(H)``; saves H as the recipe does."""
 
     @staticmethod
     def forward(ctx: Any, h_RH: Tensor, weights_R: Tensor, precision: Precision) -> Tensor:
-        kept = precision.keep_activation(h_RH)
+        kept = keep_activation(h_RH, precision, Rows())
         ctx.save_for_backward(weights_R, *kept.tensors)
         ctx.operand = kept.operand
         return weighted_swiglu(h_RH, weights_R)

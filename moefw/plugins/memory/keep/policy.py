@@ -15,3 +15,7 @@ class KeepPolicy(MemoryPolicy):
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function``."""
         return function
+
+    def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``finish``."""
+        return finish

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefw.core.contracts import MemoryPolicy
+from moefw.core.dropped import StandIn, stand_in, stay
 from moefw.plugins.memory.offload.pool import Copy, Pool
 from moefw.plugins.memory.offload.span import Span, view
 
@@ -34,7 +35,7 @@ class OffloadPolicy(MemoryPolicy):
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if _in_backward():
-                with saved_tensors_hooks(_stay, _unpack):
+                with saved_tensors_hooks(stay, _unpack):
                     return function(*args, **kwargs)
             call = _Call(self)
             with saved_tensors_hooks(call.pack, _unpack):
@@ -56,15 +57,18 @@ class _Call:
         self._copies: list[weakref.ref[Copy]] = []
         self._staying: set[Span] = set()
 
-    def pack(self, tensor: Tensor) -> Tensor | _Packed:
+    def pack(self, tensor: Tensor) -> Tensor | StandIn | _Packed:
         """Return what stands for a saved tensor until backward."""
+        again = stand_in(tensor)
+        if again is not None:
+            return again
         if not self._may_move(tensor):
-            return _stay(tensor)
+            return stay(tensor)
         span = Span.of(tensor)
         copy = self.pool.copies.get(span)
         if copy is None:
             if span.nbytes < self.policy.min_bytes or not self._affords(span):
-                return _stay(tensor)
+                return stay(tensor)
             copy = self.pool.copy(tensor, span)
         self._copies.append(weakref.ref(copy))
         return _Packed(self, copy, tensor)
@@ -118,13 +122,8 @@ class _Packed:
         return view(self.copy.values(), self.size, self.stride)
 
 
-def _unpack(packed: Tensor | _Packed) -> Tensor:
+def _unpack(packed: Tensor | StandIn | _Packed) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed.tensor()
-
-
-def _stay(tensor: Tensor) -> Tensor:
-    """Return the tensor for the graph to hold: a result that holds on to its own graph would never be freed."""
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _in_backward() -> bool:

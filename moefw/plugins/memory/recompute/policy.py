@@ -1,24 +1,39 @@
-"""Recompute by PyTorch's non-reentrant checkpoint.
-
-It stops as soon as the last saved tensor is back: a region that ends in a GEMM drops the GEMM's input without
-running the GEMM again.
-"""
+"""Recompute: of a region, its inputs are kept. What it saves and what it returns is computed again when wanted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, final
 
-from torch.utils.checkpoint import checkpoint
+import torch
 
 from moefw.core.contracts import MemoryPolicy
+from moefw.plugins.memory.recompute.call import Movement, Run
 
 
 @final
 class RecomputePolicy(MemoryPolicy):
     """Keeps a region's inputs only."""
 
+    drops_outputs: ClassVar[bool] = True
+
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` under a checkpoint. Nothing in a region draws random numbers by call order."""
-        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        """Return ``function``, to be run once more. Nothing in a region draws random numbers by call order."""
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            return Run(region, function, args, kwargs).result(*args, **kwargs)
+
+        return recomputed
+
+    def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``finish``. Nothing it saves is dropped, and ``again`` brings what it returns."""
+
+        def repeated(pending: Any, *args: Any) -> Any:
+            brought, receipt = finish(pending, *args)
+            if torch.is_grad_enabled():
+                brought = Movement(again, receipt, args).returned(brought)
+            return brought, receipt
+
+        return repeated

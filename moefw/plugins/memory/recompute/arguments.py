@@ -1,0 +1,46 @@
+"""What a region was given: tensors are saved where it was called, so that the policy around it treats them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moefw.core.dropped import output_of
+
+
+@final
+class Arguments:
+    """Positions and keywords, tensors in structures included."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        leaves, self._structure = tree_flatten((tuple(args), dict(kwargs)))
+        self._places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[at] for at in self._places]
+        self._differentiable = [tensor.requires_grad for tensor in tensors]
+        self._outputs = [output_of(tensor) for tensor in tensors]
+        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._node = _Save.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
+
+    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return them, without the graph that they came from. What could be computed again then, can be now."""
+        leaves = list(self._others)
+        saved = self._node.saved_tensors
+        for at, tensor, wanted, output in zip(self._places, saved, self._differentiable, self._outputs, strict=True):
+            leaves[at] = tensor.detach().requires_grad_(wanted)
+            if output is not None:
+                output.lies_in(tensor)
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        return args, kwargs
+
+
+class _Save(torch.autograd.Function):
+    """A node beside the graph; it has no backward, so what it saves is there as long as the node is."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)

@@ -1,0 +1,71 @@
+"""Whole models on ranks whose regions are treated, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moefw.testing.pool import RankPool
+from moefw.testing.suites.memory_case import Observed, observed
+from moefw.testing.suites.runs import whole_model
+from moefw.testing.suites.watch import same_bits
+from moefw.testing.trial import Trial
+
+PRECISIONS: Mapping[str, Mapping[str, Any]] = {
+    "fp32": {"use": "fp32"},
+    "bf16": {"use": "bf16"},
+    "fp8-blockwise": {"use": "fp8-blockwise", "backend": "emulate"},
+}
+
+
+def offload(*regions: str, **options: Any) -> dict[str, Any]:
+    return {"use": "offload", "regions": list(regions), "min_bytes": 0, **options}
+
+
+def recompute(*regions: str) -> dict[str, Any]:
+    return {"use": "recompute", "regions": list(regions)}
+
+
+def model_trial(world: int, memory: Sequence[Mapping[str, Any]], **parts: Any) -> Trial:
+    return whole_model(world, parts={"parallel": {"experts": {"ep": world}}, "memory": memory, **parts}, plugins=())
+
+
+def run(
+    pool: RankPool, memory: Sequence[Mapping[str, Any]], *, in_flight: bool = False, **parts: Any
+) -> list[Observed]:
+    return list(pool.run(observed, 2, model_trial(2, memory, **parts), in_flight, 1.0))
+
+
+def assert_same(plain: Sequence[Observed], treated: Sequence[Observed]) -> None:
+    for one, other in zip(plain, treated, strict=True):
+        for before, after in ((one.values, other.values), (one.grads, other.grads)):
+            assert before.keys() == after.keys()
+            assert [name for name in before if not same_bits(before[name], after[name])] == []
+
+
+class Allocations(TorchDispatchMode):
+    """Remembers the bytes of every storage that an operator makes, but for those in ``apart``."""
+
+    def __init__(self, apart: Collection[StorageWeakRef] = ()) -> None:
+        super().__init__()
+        self.apart, self.made = apart, dict[StorageWeakRef, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = set(storages((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        new = {ref: nbytes for ref, nbytes in storages(result).items() if ref not in before}
+        self.made |= new
+        return result
+
+    def live_bytes(self) -> int:
+        return sum(nbytes for ref, nbytes in self.made.items() if ref not in self.apart and not ref.expired())
+
+
+def storages(tree: Any) -> dict[StorageWeakRef, int]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}

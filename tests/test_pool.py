@@ -1,0 +1,63 @@
+"""The rank pool: what a function fails with is told, and a world that does not come about is tried again."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from moefw.core.errors import ContractError
+from moefw.testing import pool as pools
+from moefw.testing.pool import RankPool
+
+
+def where() -> tuple[int, int, int]:
+    return dist.get_rank(), dist.get_world_size(), os.getpid()
+
+
+def fail_on_last() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ValueError("mine")
+
+
+def unconnected_once(pool: RankPool, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the pool find, so many times, that its ranks have not connected."""
+    collect, seen = pool._collect, []
+
+    def collecting(*args: Any) -> list[Any]:
+        answers = collect(*args)
+        seen.append(len(answers))
+        if len(seen) <= times:
+            pool.close()
+            raise pools._UnconnectedError("rank 0: closed by peer")
+        return answers
+
+    monkeypatch.setattr(pool, "_collect", collecting)
+    return seen
+
+
+def test_each_rank_answers_and_an_error_is_the_functions_own() -> None:
+    pool = RankPool(2)
+    assert [answer[:2] for answer in pool.run(where, 2)] == [(0, 2), (1, 2)]
+    with pytest.raises(ContractError, match=r"rank 1: .*\n(.*\n)*ValueError: mine"):
+        pool.run(fail_on_last, 2)
+    pool.close()
+
+
+def test_a_world_that_does_not_come_about_is_tried_again_in_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = RankPool(2)
+    first = {answer[2] for answer in pool.run(where, 2)}
+    seen = unconnected_once(pool, 1, monkeypatch)
+    assert first.isdisjoint(answer[2] for answer in pool.run(where, 2))
+    assert len(seen) == 2
+    pool.close()
+
+
+def test_ranks_that_never_connect_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = RankPool(2)
+    unconnected_once(pool, pools.CONNECTS, monkeypatch)
+    with pytest.raises(ContractError, match=r"2 ranks do not connect, tried 3 times.\nrank 0: closed by peer"):
+        pool.run(where, 2)
+    pool.close()
