@@ -26,6 +26,14 @@ def linear(x: Tensor, weight: Tensor, precision: Precision, rows: Rows | None = 
     return out.view(*x.shape[:-1], len(weight))
 
 
+def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x W^T`` computed and returned in a wider ``dtype``; saves ``x`` (T, I) as it is, not its wider copy."""
+    if x.dtype == dtype:
+        return F.linear(x, weight.to(dtype))
+    out: Tensor = _WideLinear.apply(x, weight, dtype)  # type: ignore[no-untyped-call]
+    return out
+
+
 def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
     """Return the products of groups: ``a`` (R, I) with ``b`` (e, I, O), or, summing over rows, (O, R) with (R, I)."""
     if isinstance(a, Tensor):
@@ -89,3 +97,17 @@ class _Linear(torch.autograd.Function):
             operand = precision.quantize(grad, role="grad", during="wgrad", rows=rows)
             grad_weight = (operand.mT @ ctx.operand(tensors)).to(weight.dtype)
         return grad_x, grad_weight, None, None, None, None
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -145,6 +145,7 @@ class Engine:
             with clock("backward"):
                 (output.loss_sum * batch.loss_scale).backward()
             tally.add(output.loss_sum, output.num_tokens, output.layers)
+            del output
         with clock("gradients"):
             tally.reduce(self.layout)
         return tally

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from moefw.core.contracts import Router
+from moefw.core.product import wide_linear
 from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
 from moefw_kernels.routing import count_choices
@@ -30,7 +30,7 @@ class ForcedRouter(nn.Module, Router):
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens; masked tokens go nowhere, and their turns are lost."""
-        logits_TE = linear(x_TD.float(), self.weight.float())
+        logits_TE = wide_linear(x_TD, self.weight, torch.float32)
         choices = len(x_TD) * self._top_k
         recorded_TK = batch.route(self._layer, len(x_TD), self._top_k)
         ids_TK = self._in_turn(choices, x_TD.device) if recorded_TK is None else recorded_TK

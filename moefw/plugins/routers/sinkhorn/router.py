@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from moefw.core.aux_loss import attach
 from moefw.core.contracts import Router
+from moefw.core.product import wide_linear
 from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
 from moefw_kernels.routing import count_choices, z_loss
@@ -37,7 +37,7 @@ class SinkhornRouter(nn.Module, Router):
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens; masked tokens go nowhere, count nowhere, and scale nothing."""
         mask_T = batch.mask_T
-        logits_TE = linear(x_TD.to(self._dtype), self.weight.to(self._dtype))
+        logits_TE = wide_linear(x_TD, self.weight, self._dtype)
         scores_TE = logits_TE.sigmoid() if self._top_k == 1 else logits_TE.softmax(-1)
         ids_TK = batch.route(self._layer, len(x_TD), self._top_k)
         if ids_TK is None:

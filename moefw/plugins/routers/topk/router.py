@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import linear
 
 from moefw.core.aux_loss import attach
 from moefw.core.contracts import Router, State
+from moefw.core.product import wide_linear
 from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.topk.capacity import Limit
@@ -44,7 +44,7 @@ class TopKRouter(nn.Module, Router):
         self.rules = {rule.kind: rule for rule in options.balance}
         self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
         self._fp64 = options.dtype == "fp64"
-        self._cast: Callable[[Tensor], Tensor] = Tensor.double if self._fp64 else Tensor.float
+        self._dtype = torch.float64 if self._fp64 else torch.float32
         self._jitter, self._scale = options.jitter, options.scale
         self._score = SCORES[options.score]
         competing = options.score == "softmax" and not options.pre_softmax
@@ -81,10 +81,9 @@ class TopKRouter(nn.Module, Router):
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens; masked tokens go nowhere and count nowhere."""
         mask_T = batch.mask_T
-        read_TD = self._cast(x_TD)
         if self._jitter and self.training:
-            read_TD = jittered(read_TD, batch, self._jitter, self._layer)
-        logits_TE = linear(read_TD, self._cast(self.weight))
+            x_TD = jittered(x_TD.to(self._dtype), batch, self._jitter, self._layer)
+        logits_TE = wide_linear(x_TD, self.weight, self._dtype)
         scores_TE = self._score(logits_TE)
         bias_E = None if self._bias is None else getattr(self, self._bias)
         ids_TK, stats = self._select(logits_TE if self._by_logits else scores_TE, bias_E, mask_T)

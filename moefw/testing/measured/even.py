@@ -1,0 +1,47 @@
+"""Routing that measures the same everywhere: whatever the scores are, choices spread evenly over the experts."""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_TOPK: Final = torch.ops.aten.topk.default
+_CHOOSING: Final = (_TOPK, torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
+
+
+@final
+class EvenChoice(TorchDispatchMode):
+    """Replaces the indices that ``topk`` and ``sort`` find among floating-point values; the values stay.
+
+    Row t of a ``topk`` of k among n chooses ``(t + i n / k) mod n`` for i below k: choices of a row lie as far apart as
+    they can, and all are made equally often where n / k is a divisor of the rows. ``sort`` leaves the order as it is.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator; replace the indices."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in _CHOOSING or not args[0].is_floating_point():
+            return result
+        values, indices = result
+        dim = args[2] if func is _TOPK and len(args) > 2 else kwargs.get("dim", -1)
+        with unset_fake_temporarily():
+            even = _spread(indices.shape, dim, args[0].shape[dim])
+        return values, even if isinstance(indices, FakeTensor) else indices.copy_(even)
+
+
+def _spread(shape: torch.Size, dim: int, count: int) -> Tensor:
+    """Return indices below ``count``, int64, that differ along ``dim``."""
+    chosen = shape[dim]
+    rows = torch.arange(shape.numel() // max(1, chosen))
+    first = torch.zeros_like(rows) if chosen == count else rows
+    indices = (first.unsqueeze(1) + torch.arange(chosen) * count // max(1, chosen)) % count
+    *others, last = [*shape[:dim], *shape[dim:][1:], chosen]
+    return indices.view(*others, last).movedim(-1, dim).contiguous()

@@ -1,0 +1,193 @@
+"""One training step of a rank, measured: the model, the engine and the optimizer of a run, on given tokens."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, final
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moefw.core.assembly import Assembly
+from moefw.core.build import Shared, build_model
+from moefw.core.contracts import Layout
+from moefw.core.errors import ContractError
+from moefw.core.naming import initialise
+from moefw.core.pieces import local
+from moefw.core.stages import Batch
+from moefw.plugins.memory.offload.pool import Pool
+from moefw.testing.measured.even import EvenChoice
+from moefw.testing.measured.places import Place
+from moefw.testing.measured.recorder import Life, Recorder
+from moefw.testing.measured.report import Measured, Saved
+from moefw.testing.measured.unreal import unreal_world
+from moefw.training.engine import Engine
+
+GATHERED: Final = "gathered"
+_ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
+ENOUGH: Final = 2
+"""Micro-batches: the first finds no gradients, and those after the second are like it."""
+
+
+def measure(assembly: Assembly, *, rank: int = 0, micro_batches: int | None = None) -> Measured:
+    """Return what ``rank`` of the assembly's world holds in a step, without the other ranks and without the memory.
+
+    All ranks do what this one does, and routing is even. ``micro_batches`` None: as many as the spec has, up to two.
+    Raises ContractError where something reads a count on the host that depends on values.
+    """
+    with unreal_world(rank, assembly.layout.world):
+        return _measure(assembly, micro_batches, values=False)
+
+
+def measure_here(assembly: Assembly, *, micro_batches: int | None = None) -> Measured:
+    """Return what this rank of the world that is there holds in a step, with values; routing is even. Collective."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != assembly.layout.world:
+        what = f"the assembly is laid out over {assembly.layout.world} ranks, and here are {world}."
+        raise ContractError(what, "Resolve it for this world, or use measure().")
+    return _measure(assembly, micro_batches, values=True)
+
+
+def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> Measured:
+    shared, recorder = Shared(), Recorder()
+    with ExitStack() as stack:
+        stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
+        stack.enter_context(recorder)
+        stack.enter_context(recorder.places.watched())
+        stack.enter_context(_parts_known(recorder))
+        stack.callback(shared.close)
+        layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+        model = build_model(assembly, layout, torch.device("cpu"), shared)
+        if values:
+            std: Any = model.init_std
+            initialise(model, seed=assembly.spec.run.seed, std=std)
+        return _Step(assembly, layout, model, recorder).run(micro_batches)
+
+
+@contextmanager
+def _parts_known(recorder: Recorder) -> Iterator[None]:
+    """Tell gathered parameters, and memory that is not the device's, from the rest."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    def gathering(function: Any) -> Any:
+        def gathers(*args: Any, **kwargs: Any) -> Any:
+            before = len(recorder.lives)
+            result = function(*args, **kwargs)
+            for life in recorder.lives[before:]:
+                life.kind = GATHERED
+            return result
+
+        return gathers
+
+    def take(pool: Pool, nbytes: int) -> Any:
+        with recorder.off_device():
+            return taking(pool, nbytes)
+
+    taking = Pool.take
+    with ExitStack() as stack:
+        for name in ("unshard", "wait_for_unshard"):
+            function = gathering(getattr(FSDPParamGroup, name))
+            stack.enter_context(mock.patch.object(FSDPParamGroup, name, function))
+        stack.enter_context(mock.patch.object(Pool, "take", take))
+        yield
+
+
+@final
+class _Step:
+    """A step of a model on this rank."""
+
+    def __init__(self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder) -> None:
+        self.assembly, self.layout, self.model, self.recorder = assembly, layout, model, recorder
+        train = assembly.spec.train
+        self.optimizer: Any = assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr)
+        self.engine = Engine(model, self.optimizer, layout, clip_norm=train.clip_norm)
+        self.began = 0
+        self.gradients: list[Life] = []
+        self.saved: list[list[Life]] = []
+
+    def run(self, micro_batches: int | None) -> Measured:
+        recorder, train = self.recorder, self.assembly.spec.train
+        each = train.tokens_per_step // (self.layout.size("dp") * train.seq_len * train.micro_batch)
+        count = min(max(1, each), ENOUGH) if micro_batches is None else micro_batches
+        self._known(self.model.parameters(), "parameters")
+        self._known(self.model.buffers(), "buffers")
+        self._give_states()
+        batches = self._batches(count)
+        recorder.start()
+        recorder.operators.clear()
+        self.began = recorder.now
+        self.engine.step(batches, train.lr, self._clock)
+        return self._measured(count, train.micro_batch * train.seq_len)
+
+    def _known(self, tensors: Any, kind: str) -> list[Life]:
+        lives = list(self.recorder.of(local(tensor) for tensor in tensors))
+        for life in lives:
+            life.kind = kind
+        return lives
+
+    def _give_states(self) -> None:
+        """Let the optimizer make what it keeps from step to step."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        self._known([value for value in states if isinstance(value, Tensor)], "optimizer")
+
+    def _batches(self, count: int) -> Sequence[Batch]:
+        train = self.assembly.spec.train
+        ids_BS = [torch.zeros(train.micro_batch, train.seq_len, dtype=torch.int64) for _ in range(count)]
+        seeds_B = torch.arange(train.micro_batch)
+        return [Batch(ids_BS=ids, labels_BS=ids.clone(), seeds_B=seeds_B) for ids in ids_BS]
+
+    @contextmanager
+    def _clock(self, section: str) -> Iterator[None]:
+        recorder = self.recorder
+        before = recorder.now
+        with recorder.places.phase(section):
+            yield
+        if section == "forward":
+            self.saved.append([life for life in recorder.alive(recorder.now) if life.began > before])
+        if section == "backward":
+            grads = (parameter.grad for parameter in self.model.parameters())
+            self.gradients = self._known([grad for grad in grads if grad is not None], "gradients")
+
+    def _measured(self, count: int, tokens: int) -> Measured:
+        recorder, layout = self.recorder, self.layout
+        held: Counter[str] = Counter()
+        for life in recorder.alive(self.began):
+            held[life.kind or "other"] += life.nbytes
+        held["gradients"] = sum(life.nbytes for life in self.gradients)
+        return Measured(
+            rank=layout.rank,
+            world=layout.plan.world,
+            micro_batches=count,
+            tokens=tokens,
+            attention=", ".join(sorted(name for name in recorder.operators if _ATTENTION.fullmatch(name))),
+            held=dict(held),
+            saved=tuple(_saved(life) for life in self.saved[0]),
+            off_device=recorder.off_device_bytes,
+            peak=recorder.peak_bytes,
+            peak_place=recorder.peak_place,
+            peak_held=self._at_peak(),
+        )
+
+    def _at_peak(self) -> dict[str, int]:
+        recorder = self.recorder
+        saved = {life for lives in self.saved for life in lives}
+        found: Counter[str] = Counter()
+        for life in recorder.alive(recorder.peak_moment):
+            other = "other" if life.began <= self.began else "saved" if life in saved else "passing"
+            found[life.kind or other] += life.nbytes
+        return dict(found)
+
+
+def _saved(life: Life) -> Saved:
+    place: Place = life.saved_in or life.given_to or life.made_in
+    weights = life.of_weights or life.kind == GATHERED
+    return Saved(nbytes=life.nbytes, place=place, made_in=life.made_in, weights=weights, tensor=life.tensor)

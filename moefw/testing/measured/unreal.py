@@ -1,0 +1,184 @@
+"""Tensors without memory, but for the indices that a step reads on the host, which are computed as they would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moefw.core.errors import ContractError
+from moefw.testing.fake_world import fake_world
+
+INDICES: Final = (torch.int64, torch.int32, torch.bool)
+"""What tokens, experts, counts, places and masks come in. Other tensors have no values."""
+
+
+@contextmanager
+def unreal_world(rank: int, world: int) -> Iterator[None]:
+    """Be ``rank`` of ``world`` ranks, every one of which does what this one does.
+
+    Tensors have shapes and no values, but for what is computed from indices alone, also over ranks. On the host, a
+    value that is not there reads as 0.0, a truth as True; a count raises ContractError.
+    """
+    with fake_world(rank, world):
+        fake = active_fake_mode()
+        assert fake is not None
+        fake.allow_non_fake_inputs = True
+        with _RealIndices(fake):
+            yield
+
+
+@final
+class _RealIndices(TorchDispatchMode):
+    """Runs what concerns indices alone outside of the fake world."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = fake
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, with values where all that it gets has them."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default or active_fake_mode() is not self.fake:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return self._made(func, args, kwargs)
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if all(tensor.dtype in INDICES for tensor in tensors):
+                return self._real(func, args, kwargs)
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default and tensors[0].constant is None:  # type: ignore[attr-defined]
+            return _read(tensors[0])
+        _refuse_writes(func, args)
+        if func is torch.ops.aten._grouped_mm.default and tensors[0].dtype is not torch.bfloat16:
+            return _grouped(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what is made of no tensor: indices with their values."""
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dtype in INDICES:
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return result
+
+    def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            result = func(*args, **kwargs)
+            if func.namespace == "c10d" and func.__name__ != "barrier.default":
+                _as_if_all_were_alike(func, args)
+        return tree_map_only(Tensor, self._without_values, result)
+
+    def _without_values(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype in INDICES or isinstance(tensor, FakeTensor):
+            return tensor
+        return self.fake.from_tensor(tensor, static_shapes=True)
+
+
+def _read(tensor: Tensor) -> bool | float:
+    """Return what the host reads of a tensor without values."""
+    if tensor.dtype is torch.bool:
+        return True
+    if tensor.is_floating_point():
+        return 0.0
+    what = f"an integer ({tensor.dtype}) is read on the host that depends on values, and here there are none."
+    raise ContractError(what, "Measure with tensors that have values, or take it from shapes and indices.")
+
+
+def _grouped(args: Any, kwargs: Any) -> Tensor:
+    """Return a grouped product of values that are not bf16: PyTorch computes it, and gives shapes to bf16 alone."""
+    narrow_args, narrow_kwargs = tree_map_only(FakeTensor, _narrow, (args, kwargs))
+    product: Tensor = torch.ops.aten._grouped_mm.default(*narrow_args, **narrow_kwargs)
+    return product.new_empty(product.shape, dtype=args[0].dtype)
+
+
+def _narrow(tensor: FakeTensor) -> Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+
+def _refuse_writes(func: Any, args: Sequence[Any]) -> None:
+    """Raise ContractError where an operator would write unknown values into indices."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+                what = f"{func} writes values that depend on floating-point numbers into {tensor.dtype} indices."
+                raise ContractError(what, "Measure with tensors that have values.")
+
+
+def _as_if_all_were_alike(func: Any, args: Any) -> None:
+    """Fill what a collective receives: every rank sends what this one does."""
+    name = func.__name__.split(".")[0]
+    fill = _FILLS.get(name)
+    if fill is None:
+        raise ContractError(f"c10d::{name} of indices is not known to a world of ranks that are alike.")
+    fill(args)
+
+
+def _all_gather(args: Any) -> None:
+    output, sent = args[:2]
+    output.view(-1, *sent.shape).copy_(sent.expand(len(output.view(-1, *sent.shape)), *sent.shape))
+
+
+def _all_gather_list(args: Any) -> None:
+    for places, sent in zip(*args[:2], strict=True):
+        for place in places:
+            place.copy_(sent)
+
+
+def _all_to_all(args: Any) -> None:
+    output, sent, boxed, received_splits, sent_splits = args[:5]
+    group = ProcessGroup.unbox(boxed)
+    parts = sent.split(list(sent_splits) or len(sent) // group.size())
+    for place in output.split(list(received_splits) or len(output) // group.size()):
+        place.copy_(parts[group.rank()])
+
+
+def _all_reduce(args: Any) -> None:
+    tensors, boxed, operation = args[:3]
+    for tensor in tensors:
+        _sum(tensor, boxed, operation)
+
+
+def _reduce_scatter(args: Any) -> None:
+    output, sent, boxed, operation = args[:4]
+    group = ProcessGroup.unbox(boxed)
+    output.copy_(sent.view(group.size(), *output.shape)[group.rank()])
+    _sum(output, boxed, operation)
+
+
+def _sum(tensor: Tensor, boxed: Any, operation: Any) -> None:
+    if _kind(operation) == dist.ReduceOp.SUM:
+        tensor.mul_(ProcessGroup.unbox(boxed).size())
+
+
+def _kind(operation: Any) -> Any:
+    return dist.ReduceOp.unbox(operation).op if hasattr(dist.ReduceOp, "unbox") else operation.op
+
+
+def _nothing(args: Any) -> None:
+    """Leave what every rank has."""
+
+
+_FILLS: Final[dict[str, Callable[[Any], None]]] = {
+    "_allgather_base_": _all_gather,
+    "allgather_": _all_gather_list,
+    "alltoall_base_": _all_to_all,
+    "allreduce_": _all_reduce,
+    "_reduce_scatter_base_": _reduce_scatter,
+    "broadcast_": _nothing,
+}
