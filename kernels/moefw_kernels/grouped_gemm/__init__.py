@@ -1,4 +1,4 @@
-"""The grouped GEMM on FP8 in blocks of 128, which torch has no kernel for; see the README beside."""
+"""Grouped GEMMs on FP8 that torch has no kernel for; see the README beside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from moefw_kernels.grouped_gemm import reference
 from moefw_kernels.quantize import E4M3, E5M2, Quantized
 
-__all__ = ["BLOCK", "blockwise_grouped_mm"]
+__all__ = ["BLOCK", "blockwise_grouped_mm", "tensorwise_grouped_mm"]
 
 BLOCK = 128
 
@@ -27,20 +27,47 @@ def blockwise_grouped_mm(
     Raises:
         ValueError: Other blocks, sizes, strides or formats.
     """
-    _check(a, b, ends_e)
-    if not a.codes.is_cuda:
-        return reference.blockwise_grouped_mm(a, b, ends_e, out_dtype)
-    from moefw_kernels.grouped_gemm import triton
-
-    return triton.blockwise_grouped_mm(a, b, ends_e, out_dtype)
-
-
-def _check(a: Quantized, b: Quantized, ends_e: Tensor) -> None:
     by_weights = len(b.shape) == 3
     blocks = (BLOCK, BLOCK) if by_weights else (BLOCK, 1)
     if a.block != (1, BLOCK) or b.block != blocks or {a.fmt, b.fmt} - {E4M3, E5M2}:
         what = f"{a.fmt.name} in blocks of {a.block} by {b.fmt.name} in blocks of {b.block}"
         raise ValueError(f"cannot multiply {what}: give float8 in blocks of {(1, BLOCK)} by {blocks}")
+    _check(a, b, ends_e)
+    if not a.codes.is_cuda:
+        return reference.grouped_mm(a, b, ends_e, out_dtype)
+    from moefw_kernels.grouped_gemm import triton
+
+    return triton.blockwise_grouped_mm(a, b, ends_e, out_dtype)
+
+
+def tensorwise_grouped_mm(
+    a: Quantized, b: Quantized, ends_e: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Return the same products where each group has one scale, and each of its weights, as ``quantize_tensor`` makes.
+
+    ``a`` (R, I) with scales for each row and ``b`` (e, I, O) with one for each matrix; or, over rows, ``a`` (O, R) and
+    ``b`` (R, I), both with scales for each row, whose ends are multiples of 16. Everything else is as above: codes are
+    E4M3 or E5M2, each on its own, and a group's sum is scaled once, in fp32.
+
+    Raises:
+        ValueError: Scales of blocks or of the tensor, other sizes, strides or formats.
+    """
+    by_weights = len(b.shape) == 3
+    scales = [(a.shape[0], 1), (b.shape[0], 1, 1)] if by_weights else [(1, a.shape[-1]), (b.shape[0], 1)]
+    found = [tuple(a.scales.shape), tuple(b.scales.shape)]
+    if (a.block, b.block) != (None, None) or found != scales or {a.fmt, b.fmt} - {E4M3, E5M2}:
+        what = f"{a.fmt.name} with scales {found[0]} by {b.fmt.name} with scales {found[1]}"
+        raise ValueError(f"cannot multiply {what}: give float8 with scales {scales[0]} by {scales[1]}, without blocks")
+    _check(a, b, ends_e)
+    if not a.codes.is_cuda:
+        return reference.grouped_mm(a, b, ends_e, out_dtype)
+    from moefw_kernels.grouped_gemm import triton
+
+    return triton.tensorwise_grouped_mm(a, b, ends_e, out_dtype)
+
+
+def _check(a: Quantized, b: Quantized, ends_e: Tensor) -> None:
+    by_weights = len(b.shape) == 3
     sizes = b.shape[1:] if by_weights else (a.shape[0], b.shape[1])
     if len(a.shape) != 2 or a.shape[1] != b.shape[-2] or any(size % BLOCK for size in sizes):
         raise ValueError(

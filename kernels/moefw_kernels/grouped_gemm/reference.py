@@ -8,8 +8,8 @@ from torch import Tensor
 from moefw_kernels.quantize import Quantized
 
 
-def blockwise_grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """As the kernel, but for the order of its sums."""
+def grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """As the kernels, but for the order of their sums."""
     left, right = a.dequantize(), b.dequantize()
     ends = ends_e.tolist()
     groups = [slice(start, end) for start, end in zip([0, *ends], ends)]

@@ -1,7 +1,8 @@
 """The kernels: a program an output tile, a turn of its loop a block of 128 of the axis that is summed over.
 
-Tensor cores add up a block alone; what they return is scaled and added in fp32 registers. So the 14 bits that FP8
-tensor cores of Hopper accumulate with (arXiv 2412.19437, section 3.3.2) never see more than 128 products.
+Tensor cores add up a block alone; what they return is added in fp32 registers, scaled before if blocks have scales
+(``BLOCKS``), and else at the end. So the 14 bits that FP8 tensor cores of Hopper accumulate with (arXiv 2412.19437,
+section 3.3.2) never see more than 128 products.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -43,7 +44,7 @@ def _group_of_tile(ends, tile, groups, G: tl.constexpr, BM: tl.constexpr):
 def _rows_kernel(
     a, a_scales, b, b_scales, ends, out, groups, N, K,
     a_scale_row, a_scale_block, b_scale_group, b_scale_column, b_scale_block,
-    G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BLOCKS: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Rows of K by (groups, N, K). Columns turn fastest: a group's weights stay in the L2 while its rows pass by."""
     across = N // BN
@@ -61,10 +62,15 @@ def _rows_kernel(
     b_scales += group * b_scale_group + n0 // 128 * b_scale_column
     acc = tl.zeros((BM, BN), tl.float32)
     for block in range(0, K // 128):
-        scale = tl.load(a_scales + block * a_scale_block) * tl.load(b_scales + block * b_scale_block)
-        acc += tl.dot(tl.load(a), tl.load(b)) * scale[:, None]
+        products = tl.dot(tl.load(a), tl.load(b))
+        if BLOCKS:
+            scale = tl.load(a_scales + block * a_scale_block) * tl.load(b_scales + block * b_scale_block)
+            products *= scale[:, None]
+        acc += products
         a += 128
         b += 128
+    if not BLOCKS:
+        acc *= (tl.load(a_scales) * tl.load(b_scales))[:, None]
     at = out + m.to(tl.int64)[:, None] * N + (n0 + tl.arange(0, BN))[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < stop)[:, None])
 
@@ -73,16 +79,17 @@ def _rows_kernel(
 def _weight_gradient_kernel(
     a, a_scales, b, b_scales, ends, out, M, N, K,
     a_scale_row, a_scale_block, b_scale_column, b_scale_block,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """(M, K) by (N, K), of which each group has some whole blocks along K: (groups, M, N)."""
+    """(M, K) by (N, K), of which each group has some whole blocks along K, or multiples of 16: (groups, M, N)."""
+    ROWS: tl.constexpr = 128 if BLOCKS else 16
     across = N // BN
     tiles = M // BM * across
     group = tl.program_id(0) // tiles
     m0 = tl.program_id(0) % tiles // across * BM
     n0 = tl.program_id(0) % across * BN
-    start = tl.multiple_of(tl.load(ends + group - 1, mask=group > 0, other=0), 128)
-    stop = tl.load(ends + group)
+    start = tl.multiple_of(tl.load(ends + group - 1, mask=group > 0, other=0), ROWS)
+    stop = tl.multiple_of(tl.load(ends + group), ROWS)
     m = (m0 + tl.arange(0, BM)).to(tl.int64)
     n = (n0 + tl.arange(0, BN)).to(tl.int64)
     k = start + tl.arange(0, 128)
@@ -91,35 +98,58 @@ def _weight_gradient_kernel(
     a_scales += m * a_scale_row
     b_scales += n * b_scale_column
     acc = tl.zeros((BM, BN), tl.float32)
-    for block in range(start // 128, stop // 128):
-        a_scale = tl.load(a_scales + block * a_scale_block)
-        b_scale = tl.load(b_scales + block * b_scale_block)
-        acc += tl.dot(tl.load(a), tl.load(b)) * a_scale[:, None] * b_scale[None, :]
-        a += 128
-        b += 128
+    if BLOCKS:
+        for block in range(start // 128, stop // 128):
+            a_scale = tl.load(a_scales + block * a_scale_block)
+            b_scale = tl.load(b_scales + block * b_scale_block)
+            acc += tl.dot(tl.load(a), tl.load(b)) * a_scale[:, None] * b_scale[None, :]
+            a += 128
+            b += 128
+    else:
+        for first in range(start, stop, 128):
+            inside = first + tl.arange(0, 128) < stop
+            acc += tl.dot(tl.load(a, mask=inside[None, :], other=0.0), tl.load(b, mask=inside[:, None], other=0.0))
+            a += 128
+            b += 128
+        a_scale = tl.load(a_scales + start * a_scale_block, mask=start < stop, other=0.0)
+        b_scale = tl.load(b_scales + start * b_scale_block, mask=start < stop, other=0.0)
+        acc *= a_scale[:, None] * b_scale[None, :]
     at = out + (group.to(tl.int64) * M + m)[:, None] * N + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty))
 
 
 # Not by the number of rows, which is another one at every step.
-_rows_by_weights, _weight_gradient = _tuned(_rows_kernel, ["N", "K"]), _tuned(_weight_gradient_kernel, ["M", "N"])
+_rows_by_weights = _tuned(_rows_kernel, ["N", "K", "BLOCKS"])
+_weight_gradient = _tuned(_weight_gradient_kernel, ["M", "N", "BLOCKS"])
 
 
 def blockwise_grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """As ``reference.blockwise_grouped_mm``, but for rows past the last end, which are not written."""
+    """As ``reference.grouped_mm``, but for rows past the last end, which are not written."""
+    return _grouped_mm(a, b, ends_e, out_dtype, blocks=True)
+
+
+def tensorwise_grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """As ``reference.grouped_mm``, but for rows past the last end, which are not written."""
+    return _grouped_mm(a, b, ends_e, out_dtype, blocks=False)
+
+
+def _grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype, *, blocks: bool) -> Tensor:
     (m, k), n, groups = a.shape, b.shape[-1], len(ends_e)
     leading = () if len(b.shape) == 3 else (groups,)
     out = a.codes.new_empty(*leading, m, n, dtype=out_dtype)
     if not out.numel():
         return out
     given = (a.codes, a.scales, b.codes, b.scales, ends_e, out)
+    a_row, a_block = a.scales.stride()
+    *b_group, b_block, b_column = b.scales.stride()
+    if not blocks:
+        a_row, b_column = (0 if leading else a_row), 0
     if leading:
         _weight_gradient[lambda tile: (groups * (m // tile["BM"]) * (n // tile["BN"]),)](
-            *given, m, n, k, *a.scales.stride(), *reversed(b.scales.stride())
+            *given, m, n, k, a_row, a_block, b_column, b_block, blocks
         )
     else:
-        b_group, b_block, b_column = b.scales.stride()
         _rows_by_weights[lambda tile: ((triton.cdiv(m, tile["BM"]) + groups) * (n // tile["BN"]),)](
-            *given, groups, n, k, *a.scales.stride(), b_group, b_column, b_block, triton.next_power_of_2(groups)
+            *given, groups, n, k, a_row, a_block, *b_group, b_column, b_block, blocks, triton.next_power_of_2(groups)
         )
     return out

@@ -23,6 +23,14 @@ class RowMap:
     padding: Tensor | None
     bags: tuple[Tensor, Tensor] | None
 
+    def gather(self, x_TD: Tensor) -> Tensor:
+        """As the function ``gather``."""
+        return gather(x_TD, self)
+
+    def gather_sum(self, rows_RD: Tensor) -> Tensor:
+        """As the function ``gather_sum``."""
+        return gather_sum(rows_RD, self)
+
 
 def row_map(token_R: Tensor, row_TK: Tensor, *, padding: Tensor | None = None, dropped: bool = False) -> RowMap:
     """Return the map; ``dropped`` says whether ``row_TK`` holds -1."""

@@ -11,6 +11,7 @@ from moefw_kernels.quantize import reference
 from moefw_kernels.quantize.formats import E2M1, E4M3, E5M2, Format, decode, decode_e8m0, encode, pack, unpack
 from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
 from moefw_kernels.quantize.quantized import Quantized
+from moefw_kernels.quantize.rows import Scales, empty_rows, row_block, rows_of, scale_dtype
 from moefw_kernels.quantize.scales import (
     Rounding,
     delayed_scale,
@@ -27,9 +28,11 @@ __all__ = [
     "Format",
     "Quantized",
     "Rounding",
+    "Scales",
     "decode",
     "decode_e8m0",
     "delayed_scale",
+    "empty_rows",
     "encode",
     "group_amax",
     "group_of_row",
@@ -43,7 +46,11 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_mxfp8_both",
     "quantize_nvfp4",
+    "quantize_rows",
     "quantize_tensor",
+    "row_block",
+    "rows_of",
+    "scale_dtype",
     "tensor_scale",
     "unpack",
 ]
@@ -119,6 +126,17 @@ def quantize_mxfp8_both(x: Tensor, *, fmt: Format = E4M3, rounding: Rounding = "
     _check(x, fmt)
     row, column = _encoders(x).quantize_mxfp8_both(x, fmt, rounding)
     return row, column
+
+
+def quantize_rows(x: Tensor, *, scales: Scales) -> Quantized:
+    """Return ``x`` (R, C) in E4M3, in blocks along its rows: ``quantize_fp8`` of 1x128, or ``quantize_mxfp8``.
+
+    Raises:
+        ValueError: A dtype other than fp32, bf16 and fp16.
+    """
+    if scales == "e8m0":
+        return quantize_mxfp8(x)
+    return quantize_fp8(x, block=(1, 128), power_of_two=scales == "power_of_two")
 
 
 def quantize_nvfp4(

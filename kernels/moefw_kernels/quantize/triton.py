@@ -9,6 +9,7 @@ differently, or hardware that does, cannot change a code. Column copies are writ
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -19,12 +20,14 @@ from torch import Tensor
 from moefw_kernels.quantize.formats import E2M1, Format
 from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.reference import axis_of
+from moefw_kernels.quantize.rows import Scales
 from moefw_kernels.quantize.scales import Rounding, nvfp4_global_scale
 
 _EXACT: Final = tl.constexpr(0)
 _POWER_OF_TWO: Final = tl.constexpr(1)
 _RCEIL: Final = tl.constexpr(2)
 _FLOOR: Final = tl.constexpr(3)
+ROW_RULES: Final[Mapping[Scales, Any]] = {"fp32": _EXACT, "power_of_two": _POWER_OF_TWO, "e8m0": _RCEIL}
 _INF: Final = tl.constexpr(0x7F800000)
 _NAN: Final = tl.constexpr(0x7FC00000)
 _FP32_MAX: Final = tl.constexpr(0x7F7FFFFF)
@@ -100,12 +103,11 @@ def _e8m0_scale(amax, MAX: tl.constexpr, RULE: tl.constexpr):
 
 
 @triton.jit
-def _store_blocks(
-    tile, r0, c0, rows, columns, codes, scales, largest,
-    B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
+def _quantize_tile(
+    tile, largest, B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
     M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of a (rows, columns) matrix in blocks along its columns, or in one block of B x B."""
+    """Codes and scales of a tile in blocks along its columns, or in one block of B x B."""
     R: tl.constexpr = tile.shape[0]
     C: tl.constexpr = tile.shape[1]
     blocks = tl.reshape(tile, (R, C // B, B))
@@ -117,11 +119,28 @@ def _store_blocks(
     else:
         multiplier, scale = _e8m0_scale(amax, MAX, RULE)
     code = tl.reshape(_encode(blocks * multiplier, None, M, LEAST, MAX, 7, 0x7F), (R, C)).to(tl.uint8)
-    _store(codes, code, r0, c0, rows, columns)
     S: tl.constexpr = 1 if SQUARE else R
+    return code, tl.reshape(scale, (S, C // B))
+
+
+@triton.jit
+def quantize_rows_tile(tile, largest, B: tl.constexpr, RULE: tl.constexpr):
+    """E4M3 codes (R, C) and scales (R, C / B) of an fp32 tile in blocks of 1 x B; RULE is of ``ROW_RULES``."""
+    return _quantize_tile(tile, largest, B, False, RULE, 448.0, 3, -6, 0x43E00000)
+
+
+@triton.jit
+def _store_blocks(
+    tile, r0, c0, rows, columns, codes, scales, largest,
+    B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
+    M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of a (rows, columns) matrix in blocks along its columns, or in one block of B x B."""
+    code, scale = _quantize_tile(tile, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX)
+    _store(codes, code, r0, c0, rows, columns)
     first = r0 // B if SQUARE else r0
     height = tl.cdiv(rows, B) if SQUARE else rows
-    _store(scales, tl.reshape(scale, (S, C // B)), first, c0 // B, height, tl.cdiv(columns, B))
+    _store(scales, scale, first, c0 // B, height, tl.cdiv(columns, B))
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """Counter-based random numbers: a draw is a hash of what it is for, never of when or where it is made."""
 
-from moefw_kernels.random.reference import mix, token_keys, uniform
+from moefw_kernels.random.reference import mix, stream, token_keys, uniform
 
-__all__ = ["mix", "token_keys", "uniform"]
+__all__ = ["mix", "stream", "token_keys", "uniform"]

@@ -46,3 +46,8 @@ def uniform(keys_T: Tensor, count: int) -> Tensor:
     """Return ``(T, count)`` fp32 in [0, 1), multiples of 2^-24: the SplitMix64 stream of each key."""
     steps = torch.arange(1, count + 1, device=keys_T.device) * _GAMMA
     return _shifted(mix(keys_T.unsqueeze(1) + steps), 40).float() * 2.0**-24
+
+
+def stream(key: int, places: Tensor) -> Tensor:
+    """Return 64 random bits for each place (int64, any shape) of the SplitMix64 stream of a 64-bit key, as int64."""
+    return mix((places + 1) * _GAMMA + _signed(key % (1 << 64)))

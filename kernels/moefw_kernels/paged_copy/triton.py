@@ -1,0 +1,125 @@
+"""The kernels. One program takes pages and one gives them back, so the ring needs no atomics; a copy is many."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefw_kernels.paged_copy.pages import Pages
+
+COLUMNS = 128
+ENTRIES = 1024
+
+
+@triton.jit
+def _take_kernel(
+    ring, counters, num_rows, table, missing, num_near, num_far, length, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Near pages first, then far ones; what is left of the table is -1."""
+    rows = tl.load(num_rows).to(tl.int64)
+    taken_near, taken_far = tl.load(counters), tl.load(counters + 2)
+    left_near, left_far = tl.load(counters + 1) - taken_near, tl.load(counters + 3) - taken_far
+    wanted = (rows + PAGE - 1) // PAGE
+    near = tl.minimum(wanted, left_near)
+    far = tl.minimum(wanted - near, left_far)
+    for start in range(0, length, BLOCK):
+        number = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        at = (taken_near + number) % num_near
+        if num_far > 0:
+            at = tl.where(number < near, at, num_near + (taken_far + number - near) % num_far)
+        page = tl.load(ring + at, mask=number < near + far, other=-1)
+        tl.store(table + number, page, mask=number < length)
+    tl.store(counters, taken_near + near)
+    tl.store(counters + 2, taken_far + far)
+    tl.store(missing, tl.maximum(rows - (near + far) * PAGE, 0).to(tl.float32))
+
+
+@triton.jit
+def _free_kernel(ring, counters, table, num_near, num_far, length, BLOCK: tl.constexpr):
+    """A table names near pages first, then far ones, then none."""
+    given_near, given_far = tl.load(counters + 1), tl.load(counters + 3)
+    near = given_near * 0
+    far = given_far * 0
+    for start in range(0, length, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        page = tl.load(table + number, mask=number < length, other=-1)
+        near += tl.sum(((page >= 0) & (page < num_near)).to(tl.int64))
+        far += tl.sum((page >= num_near).to(tl.int64))
+    for start in range(0, length, BLOCK):
+        number = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        page = tl.load(table + number, mask=number < length, other=-1)
+        at = (given_near + number) % num_near
+        if num_far > 0:
+            at = tl.where(number < near, at, num_near + (given_far + number - near) % num_far)
+        tl.store(ring + at, page, mask=page >= 0)
+    tl.store(counters + 1, given_near + near)
+    tl.store(counters + 3, given_far + far)
+
+
+@triton.jit
+def _copy_kernel(
+    rows, near, far, table, num_rows, num_near, columns, row_stride, column_stride,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """A page by some columns, into the page or back out of it."""
+    number = tl.program_id(0).to(tl.int64)
+    page = tl.load(table + number)
+    row = number * PAGE + tl.arange(0, PAGE)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = (row[:, None] < tl.load(num_rows)) & (column[None, :] < columns) & (page >= 0)
+    at = row[:, None] * row_stride + column[None, :] * column_stride
+    inside = tl.arange(0, PAGE)[:, None] * columns + column[None, :]
+    is_near = page < num_near
+    near_at = near + page * PAGE * columns + inside
+    far_at = far + (page - num_near) * PAGE * columns + inside
+    if BACK:
+        found = tl.load(near_at, mask=here & is_near, other=0)
+        found += tl.load(far_at, mask=here & (page >= num_near), other=0)
+        tl.store(rows + at, found, mask=here)
+    else:
+        found = tl.load(rows + at, mask=here, other=0)
+        tl.store(near_at, found, mask=here & is_near)
+        tl.store(far_at, found, mask=here & (page >= num_near))
+
+
+def take(pages: Pages, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    """As ``reference.take``."""
+    table = pages.ring.new_empty(pages.length_of(max_rows))
+    missing = pages.near.new_empty((), dtype=torch.float32)
+    _take_kernel[(1,)](
+        pages.ring, pages.counters, num_rows, table, missing, len(pages.near), len(pages.far), len(table),
+        pages.page_rows, ENTRIES,
+    )  # fmt: skip
+    return table, missing
+
+
+def store(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor) -> None:
+    """As ``reference.store``."""
+    _copy(rows_RC, pages, table, num_rows, back=False)
+
+
+def load(pages: Pages, table: Tensor, num_rows: Tensor, into: Tensor) -> None:
+    """As ``reference.load``."""
+    _copy(into, pages, table, num_rows, back=True)
+
+
+def free(pages: Pages, table: Tensor) -> None:
+    """As ``reference.free``."""
+    if len(table):
+        _free_kernel[(1,)](
+            pages.ring, pages.counters, table, len(pages.near), len(pages.far), len(table), ENTRIES
+        )  # fmt: skip
+
+
+def _copy(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor, *, back: bool) -> None:
+    columns = rows_RC.shape[1]
+    far = pages.far if len(pages.far) else pages.near
+    if rows_RC.numel():
+        _copy_kernel[(len(table), triton.cdiv(columns, COLUMNS))](
+            rows_RC, pages.near, far, table, num_rows, len(pages.near), columns, *rows_RC.stride(),
+            pages.page_rows, COLUMNS, back,
+        )  # fmt: skip

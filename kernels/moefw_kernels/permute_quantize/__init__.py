@@ -1,0 +1,52 @@
+"""Tokens permuted to rows and quantized at once, each token once; see the README beside."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from moefw_kernels.permute import RowMap
+from moefw_kernels.permute_quantize import reference
+from moefw_kernels.quantize import E4M3, Quantized, Scales, empty_rows, row_block, rows_of, scale_dtype
+
+__all__ = ["permute_quantize"]
+
+
+def permute_quantize(
+    x_TD: Tensor, rows: RowMap, *, scales: Scales, into: tuple[Tensor, Tensor] | None = None
+) -> Quantized:
+    """Return ``quantize_rows(gather(x_TD, rows), scales=scales)`` (R, D), bit for bit. Not differentiable.
+
+    ``x_TD`` is fp32, bf16 or fp16. A row of padding has codes 0 and the scale that a block of zeros has. ``into``:
+    codes (R, D) and scales (R, blocks) to write, contiguous along rows; rows may lie further apart.
+
+    Raises:
+        ValueError: Another dtype, tokens that are not those of the map, or ``into`` of other sizes.
+    """
+    size = (len(rows.token_R), x_TD.shape[-1])
+    if x_TD.ndim != 2 or len(x_TD) != len(rows.row_TK):
+        raise ValueError(f"tokens are {tuple(x_TD.shape)}; give (T, D) with T = {len(rows.row_TK)}, as the map has")
+    if into is None:
+        found = empty_rows(*size, scales=scales, device=x_TD.device)
+    else:
+        _check(into, size, scales)
+        found = rows_of(*into, scales=scales)
+    _kernels(x_TD).permute_quantize(x_TD, rows, scales, found)
+    return found
+
+
+def _kernels(x: Tensor) -> ModuleType:
+    if not x.is_cuda:
+        return reference
+    from moefw_kernels.permute_quantize import triton
+
+    return triton
+
+
+def _check(into: tuple[Tensor, Tensor], size: tuple[int, int], scales: Scales) -> None:
+    sizes = [size, (size[0], -(-size[1] // row_block(scales)))]
+    for name, tensor, wanted, dtype in zip(("codes", "scales"), into, sizes, (E4M3.dtype, scale_dtype(scales))):
+        if tensor.shape != wanted or tensor.dtype is not dtype or (tensor.numel() and tensor.stride(1) != 1):
+            what = f"{name} are {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+            raise ValueError(f"{what}; give {dtype} {wanted}, contiguous along rows")

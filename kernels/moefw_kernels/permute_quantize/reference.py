@@ -1,0 +1,28 @@
+"""The truth in plain PyTorch: blocks lie along rows, so that a row of codes is copied as its token would be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.permute import RowMap
+from moefw_kernels.quantize import Quantized, Scales, quantize_rows
+
+
+def permute_quantize(x_TD: Tensor, rows: RowMap, scales: Scales, out: Quantized) -> None:
+    """Write the rows of ``out``: each token quantized once, and its codes and scales copied to all of its rows."""
+    tokens, zeros = (quantize_rows(x, scales=scales) for x in (x_TD, x_TD.new_zeros(1, x_TD.shape[1])))
+    for to, of_token, of_zeros in (
+        (out.codes, tokens.codes, zeros.codes),
+        (out.scales, tokens.scales, zeros.scales),
+    ):
+        _copy_rows(to, of_token, of_zeros, rows)
+
+
+def _copy_rows(to: Tensor, of_token: Tensor, of_zeros: Tensor, rows: RowMap) -> None:
+    word = torch.int32 if to.dtype is torch.float32 else torch.uint8
+    to, of_token, of_zeros = (tensor.view(word) for tensor in (to, of_token, of_zeros))
+    if len(of_token):
+        to.copy_(of_token.index_select(0, rows.token_R))
+    if rows.padding is not None:
+        to[rows.padding] = of_zeros

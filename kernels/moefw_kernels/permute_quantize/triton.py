@@ -1,0 +1,63 @@
+"""The kernel: a program reads a tile of tokens once, and writes its codes and scales to all rows of those tokens."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefw_kernels.permute import RowMap
+from moefw_kernels.quantize import Quantized, Scales, row_block
+from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
+
+_TOKENS, _COLUMNS = 32, 128
+
+
+@triton.jit
+def _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride):
+    """Write a tile to the rows ``row``, those that are not -1."""
+    there = row >= 0
+    tl.store(codes + row * codes_stride + c, code, mask=there & (c < columns))
+    tl.store(scales + row * scales_stride + block, scale, mask=there & (block < blocks))
+
+
+@triton.jit
+def _permute_kernel(
+    x, rows_of_token, padding, codes, scales, tokens, K, num_padding, columns,
+    x_stride, codes_stride, scales_stride, largest,
+    T: tl.constexpr, C: tl.constexpr, B: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """Behind the tokens lie ``num_padding`` tokens of zeros, each with one row."""
+    program = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(columns, C)
+    blocks = tl.cdiv(columns, B)
+    t = (program // across * T + tl.arange(0, T).to(tl.int64))[:, None]
+    c = (program % across * C + tl.arange(0, C).to(tl.int64))[None, :]
+    block = (program % across * (C // B) + tl.arange(0, C // B).to(tl.int64))[None, :]
+    tile = tl.load(x + t * x_stride + c, mask=(t < tokens) & (c < columns), other=0.0).to(tl.float32)
+    code, scale = quantize_rows_tile(tile, largest, B, RULE)
+    for k in range(K):
+        row = tl.load(rows_of_token + t * K + k, mask=t < tokens, other=-1)
+        _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride)
+    if padding is not None:
+        p = t - tokens
+        row = tl.load(padding + p, mask=(p >= 0) & (p < num_padding), other=-1)
+        _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride)
+
+
+def permute_quantize(x_TD: Tensor, rows: RowMap, scales: Scales, out: Quantized) -> None:
+    """As ``reference.permute_quantize``."""
+    if not out.codes.numel():
+        return
+    x_TD, row_TK = x_TD.contiguous(), rows.row_TK.contiguous()
+    (tokens, columns), num_padding = x_TD.shape, 0 if rows.padding is None else len(rows.padding)
+    written = out.scales if scales != "e8m0" else out.scales.view(torch.uint8)
+    _permute_kernel[(triton.cdiv(tokens + num_padding, _TOKENS) * triton.cdiv(columns, _COLUMNS),)](
+        x_TD, row_TK, rows.padding, out.codes.view(torch.uint8), written,
+        tokens, row_TK.shape[1], num_padding, columns,
+        x_TD.stride(0), out.codes.stride(0), written.stride(0), torch.finfo(x_TD.dtype).max,
+        _TOKENS, _COLUMNS, row_block(scales), ROW_RULES[scales],
+    )  # fmt: skip

@@ -1,0 +1,31 @@
+"""The activation of the experts, quantized for the second GEMM as it is computed; see the README beside."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.quantize import Quantized, Scales
+from moefw_kernels.swiglu_quantize import reference
+
+__all__ = ["swiglu_quantize"]
+
+
+def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, *, scales: Scales) -> Quantized:
+    """Return ``quantize_rows(weighted_swiglu(h_RH, weights_R), scales=scales)`` (R, F), bit for bit.
+
+    ``h_RH`` is bf16 (H = 2F: gate, then up) and ``weights_R`` fp32. The activation itself is not written.
+
+    Raises:
+        ValueError: Another dtype, or shapes that do not fit together.
+    """
+    if h_RH.dtype is not torch.bfloat16 or h_RH.ndim != 2 or h_RH.shape[1] % 2:
+        raise ValueError(f"h is {h_RH.dtype} {tuple(h_RH.shape)}; give torch.bfloat16 (R, 2F)")
+    if weights_R.shape != h_RH.shape[:1] or weights_R.dtype is not torch.float32:
+        what = f"weights are {weights_R.dtype} {tuple(weights_R.shape)}"
+        raise ValueError(f"{what}; give one for each row: torch.float32 {tuple(h_RH.shape[:1])}")
+    if not h_RH.is_cuda:
+        return reference.swiglu_quantize(h_RH, weights_R, scales)
+    from moefw_kernels.swiglu_quantize import triton
+
+    return triton.swiglu_quantize(h_RH, weights_R, scales)

@@ -1,0 +1,73 @@
+"""The kernel: a program a tile of ``a``, of which it reads gate and up once and writes codes and scales.
+
+``a`` is rounded to bf16 where the operations of PyTorch round it: after silu, after up, after the weight.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from moefw_kernels.quantize import Quantized, Scales, empty_rows, row_block
+from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
+
+_ROWS, _COLUMNS = 32, 128
+
+
+@triton.jit
+def _as_bf16(x):
+    """Round to nearest, ties to even, in integers: an interpreter's conversion truncates."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _silu(x, COMPILED: tl.constexpr):
+    """``x / (1 + exp(-x))`` with the exp of CUDA, as PyTorch has it; the interpreter has no other than NumPy's."""
+    if COMPILED:  # noqa: SIM108
+        power = libdevice.exp(-x)
+    else:
+        power = tl.exp(-x)
+    return tl.div_rn(x, 1.0 + power)
+
+
+@triton.jit
+def _swiglu_kernel(
+    h, weights, codes, scales, rows, columns, h_stride, largest,
+    R: tl.constexpr, C: tl.constexpr, B: tl.constexpr, RULE: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(columns, C)
+    r = (program // across * R + tl.arange(0, R).to(tl.int64))[:, None]
+    c = (program % across * C + tl.arange(0, C).to(tl.int64))[None, :]
+    inside = (r < rows) & (c < columns)
+    gate = tl.load(h + r * h_stride + c, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(h + r * h_stride + columns + c, mask=inside, other=0.0).to(tl.float32)
+    weight = _as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))
+    a = _as_bf16(_as_bf16(_as_bf16(_silu(gate, COMPILED)) * up) * weight)
+    code, scale = quantize_rows_tile(a, largest, B, RULE)
+    tl.store(codes + r * columns + c, code, mask=inside)
+    blocks = tl.cdiv(columns, B)
+    block = (program % across * (C // B) + tl.arange(0, C // B).to(tl.int64))[None, :]
+    tl.store(scales + r * blocks + block, scale, mask=(r < rows) & (block < blocks))
+
+
+def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, scales: Scales) -> Quantized:
+    """As ``reference.swiglu_quantize``."""
+    h_RH, weights_R = h_RH.contiguous(), weights_R.contiguous()
+    rows, columns = len(h_RH), h_RH.shape[1] // 2
+    found = empty_rows(rows, columns, scales=scales, device=h_RH.device)
+    if found.codes.numel():
+        written = found.scales if scales != "e8m0" else found.scales.view(torch.uint8)
+        _swiglu_kernel[(triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)](
+            h_RH, weights_R, found.codes.view(torch.uint8), written,
+            rows, columns, h_RH.stride(0), torch.finfo(h_RH.dtype).max,
+            _ROWS, _COLUMNS, row_block(scales), ROW_RULES[scales], not triton.knobs.runtime.interpret,
+        )  # fmt: skip
+    return found

@@ -1,0 +1,39 @@
+"""Scales of blocks in the order that tensor cores of Blackwell read them; see the README beside."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.swizzle import reference
+
+__all__ = ["swizzle"]
+
+
+def swizzle(scales: Tensor, *, ends: Tensor | None = None, axis: int = -2) -> Tensor:
+    """Return scales ``(..., R, C)``, of one byte each, in tiles of 128 rows by 4 columns; what is missing is 0.
+
+    Without ``ends`` the tiles of each matrix, one row of tiles after the other: ``(..., 512 * T)``, with
+    ``T = ceil(R / 128) * ceil(C / 4)``.
+
+    With ``ends``, int32 ``(e,)`` on the device and read there alone: groups of rows (``axis`` -2) or of columns (-1)
+    of one matrix end there, and each has tiles of its own, one group after the other. As their number is not known
+    here, there is room for the most they can be, zeros after the last: ``(128 * (R // 128 + e), 4 * ceil(C / 4))`` for
+    rows, ``(128 * ceil(R / 128), 4 * (C // 4 + e))`` for columns. Rows or columns past the last end are left out.
+
+    Raises:
+        ValueError: Scales of more bytes, an axis that is neither -1 nor -2, ends of another dtype or for more matrices.
+    """
+    if scales.ndim < 2 or scales.dtype.itemsize != 1:
+        raise ValueError(f"cannot swizzle {scales.dtype} {tuple(scales.shape)}: give one byte each, (..., R, C)")
+    if ends is not None and (scales.ndim > 2 or ends.dtype is not torch.int32 or axis not in (-1, -2)):
+        raise ValueError(
+            f"cannot swizzle groups that end at {ends.dtype} along axis {axis} of {tuple(scales.shape)}: "
+            "give torch.int32 for the rows (-2) or columns (-1) of one matrix"
+        )
+    codes = scales.view(torch.uint8)
+    if not scales.is_cuda:
+        return reference.swizzle(codes, ends, axis).view(scales.dtype)
+    from moefw_kernels.swizzle import triton
+
+    return triton.swizzle(codes, ends, axis).view(scales.dtype)

@@ -1,0 +1,37 @@
+"""The order in plain PyTorch: one group after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ROWS, COLUMNS = 128, 4
+
+
+def swizzle(scales: Tensor, ends: Tensor | None, axis: int) -> Tensor:
+    """As ``moefw_kernels.swizzle.swizzle``, on bytes."""
+    if ends is None:
+        return _tiles(scales)
+    out = scales.new_zeros(grouped_shape(scales, len(ends), axis))
+    stops = ends.tolist()
+    sizes = [stop - start for start, stop in zip([0, *stops], stops)]
+    parts = scales.split([*sizes, scales.shape[axis] - sum(sizes)], axis)[:-1]
+    tiles = torch.cat([scales.new_empty(0), *(_tiles(part) for part in parts)])
+    out.view(-1)[: len(tiles)] = tiles
+    return out
+
+
+def grouped_shape(scales: Tensor, groups: int, axis: int) -> tuple[int, int]:
+    """Return the shape of what ``groups`` groups become: no group fills more than one tile more than it has to."""
+    rows, columns = scales.shape
+    if axis == -2:
+        return ROWS * (rows // ROWS + groups), COLUMNS * -(-columns // COLUMNS)
+    return ROWS * -(-rows // ROWS), COLUMNS * (columns // COLUMNS + groups)
+
+
+def _tiles(scales: Tensor) -> Tensor:
+    padded = F.pad(scales, (0, -scales.shape[-1] % COLUMNS, 0, -scales.shape[-2] % ROWS))
+    down, across = padded.shape[-2] // ROWS, padded.shape[-1] // COLUMNS
+    tiles = padded.reshape(*scales.shape[:-2], down, 4, 32, across, COLUMNS)
+    return tiles.movedim(-2, -4).movedim(-2, -3).flatten(-5)
