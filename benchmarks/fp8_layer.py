@@ -1,8 +1,9 @@
-"""How much faster an MoE layer trains in FP8: fp8-blockwise with backend torch against bf16, forward and backward.
+"""How much faster an MoE layer trains in eight or four bits: a recipe with backend torch against bf16, both ways.
 
 Correct first: every product of the experts against the same codes dequantized and multiplied in fp32, then the layer
 against fp32, where it may be off by no more than emulation. Both layers run in one process on the same weights and
-tokens and take turns; a time is the median over rounds. Needs one Hopper GPU, and says so where there is none.
+tokens and take turns; a time is the median over rounds. Needs one GPU that multiplies the recipe's operands, and says
+so where there is none.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
 from moefw.core.source import Marks, read_yaml
 from moefw.core.stages import Batch
-from moefw.plugins.precision.quantized import hopper
+from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, MXFP8, NVFP4, TENSORS, Gpus
 
-FP8: Mapping[str, Any] = {"use": "fp8-blockwise", "backend": "torch"}
-EMULATED: Mapping[str, Any] = {**FP8, "backend": "emulate"}
+RECIPES: Mapping[str, Gpus] = {"fp8-blockwise": BLOCKS_OF_128, "fp8-tensor": TENSORS, "mxfp8": MXFP8, "nvfp4": NVFP4}
 DEFAULTS = Path(moefw.__file__).parent / "defaults.yaml"
 WARM_UP = 5
 GOAL = 1.30
-ALLOWED = {"product": 1e-3, "layer": 0.08, "of_emulated": 1.05}
-"""Off from emulation, from fp32, and how much further from fp32 than emulation: norms of differences over norms."""
+ALLOWED = {"product": 1e-3, "of_emulated": 1.05}
+"""Off from emulation, and how much further from fp32 than emulation: norms of differences over norms."""
+ALLOWED_LAYER = {"fp8-blockwise": 0.08, "fp8-tensor": 0.12, "mxfp8": 0.08, "nvfp4": 0.4}
+"""Off from fp32, by recipe."""
 
 
 @frozen(kw_only=True)
@@ -52,51 +54,63 @@ class Shape:
 
 
 def main() -> None:
-    """Measure, print and write ``results/fp8_layer.json``. Exits with 1 if products are wrong, 2 without the GPU."""
+    """Measure, print and write ``results/fp8_layer*.json``. Exits with 1 if products are wrong, 2 without the GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--recipe", choices=RECIPES, default="fp8-blockwise")
+    given = parser.parse_args()
+    gpus = RECIPES[given.recipe]
     try:
         if not torch.cuda.is_available():
-            raise moefw.PlanError("torch sees no GPU.", "Run it on a Hopper GPU, with a CUDA build of torch.")
-        hopper.require(torch.device("cuda"))
+            raise moefw.PlanError("torch sees no GPU.", "Run it on such a GPU, with a CUDA build of torch.")
+        gpus.require(torch.device("cuda"))
     except moefw.PlanError as refusal:
-        print(f"fp8_layer measures on a GPU of compute capability {hopper.CAPABILITY}: {refusal}", file=sys.stderr)
+        needed = " or ".join(gpus.capabilities)
+        print(f"fp8_layer measures {given.recipe} on a GPU of compute capability {needed}: {refusal}", file=sys.stderr)
         sys.exit(2)
-    measured = measure(torch.device("cuda"), Shape(), rounds)
+    measured = measure(torch.device("cuda"), Shape(), given.rounds, given.recipe)
     print(f"products off by {max(measured['products'].values()):.1e}, layer by {max(measured['errors'].values()):.2%}")
-    print(f"bf16 {measured['ms']['bf16']:.2f} ms, fp8 {measured['ms']['fp8']:.2f} ms: {measured['ratio']:.2f}x")
-    print(record.write("fp8_layer", measured))
+    ms = measured["ms"]
+    print(f"bf16 {ms['bf16']:.2f} ms, {given.recipe} {ms[given.recipe]:.2f} ms: {measured['ratio']:.2f}x")
+    print(record.write("fp8_layer" if given.recipe == "fp8-blockwise" else f"fp8_layer_{given.recipe}", measured))
     sys.exit(1 if measured["wrong"] else 0)
 
 
-def measure(device: torch.device, shape: Shape, rounds: int) -> dict[str, Any]:
+def measure(device: torch.device, shape: Shape, rounds: int, recipe: str = "fp8-blockwise") -> dict[str, Any]:
     """Return errors of products and of the layer, what of it is not allowed, times in milliseconds and their ratio."""
-    products = product_errors(device, shape)
+    mine = choice(recipe, "torch")
+    products = product_errors(device, shape, recipe)
     wanted = Layer({"use": "fp32"}, device, shape).figures()
-    emulated = off(Layer(EMULATED, device, shape).figures(), wanted)
-    errors = off(Layer(FP8, device, shape).figures(), wanted)
+    emulated = off(Layer(choice(recipe, "emulate"), device, shape).figures(), wanted)
+    errors = off(Layer(mine, device, shape).figures(), wanted)
     wrong = [name for name, error in products.items() if error > ALLOWED["product"]]
-    wrong += [name for name, error in errors.items() if error > ALLOWED["layer"]]
+    wrong += [name for name, error in errors.items() if error > ALLOWED_LAYER[recipe]]
     wrong += [name for name, error in errors.items() if error > ALLOWED["of_emulated"] * emulated[name]]
-    seconds = race({"bf16": Layer({"use": "bf16"}, device, shape), "fp8": Layer(FP8, device, shape)}, rounds)
+    seconds = race({"bf16": Layer({"use": "bf16"}, device, shape), recipe: Layer(mine, device, shape)}, rounds)
     return {
+        "recipe": recipe,
         "shape": asdict(shape),
         "rounds": rounds,
-        "allowed": ALLOWED,
+        "allowed": {**ALLOWED, "layer": ALLOWED_LAYER[recipe]},
         "products": products,
         "errors": errors,
         "emulated": emulated,
         "wrong": wrong,
         "ms": {name: 1e3 * each for name, each in seconds.items()},
-        "ratio": seconds["bf16"] / seconds["fp8"],
+        "ratio": seconds["bf16"] / seconds[recipe],
         "goal": GOAL,
     }
 
 
-def product_errors(device: torch.device, shape: Shape) -> dict[str, float]:
+def choice(recipe: str, backend: str) -> dict[str, Any]:
+    """Return a spec's precision; the one layer is also the first, which some recipes leave out."""
+    return {"use": recipe, "backend": backend, "keep_bf16": []}
+
+
+def product_errors(device: torch.device, shape: Shape, recipe: str) -> dict[str, float]:
     """Return how far each product of the first GEMM is from emulation, for the same operands."""
-    fp8, emulated = (model_context(choice, device, shape).at(0).precision for choice in (FP8, EMULATED))
+    contexts = [model_context(choice(recipe, backend), device, shape) for backend in ("torch", "emulate")]
+    mine, emulated = (context.at(0).precision for context in contexts)
     generator = torch.Generator(device).manual_seed(0)
     each = -(-shape.tokens * shape.top_k // shape.num_experts // 128) * 128
     ends_e = torch.arange(1, shape.num_experts + 1, device=device, dtype=torch.int32) * each
@@ -114,11 +128,11 @@ def product_errors(device: torch.device, shape: Shape) -> dict[str, float]:
             return grouped_mm(operand("x", "input"), operand("weight", "weight").mT, ends_e).bfloat16()
         if during == "dgrad":
             return grouped_mm(operand("grad", "grad"), operand("weight", "weight"), ends_e).bfloat16()
-        return grouped_mm(operand("grad", "grad").mT, operand("x", "input"), ends_e)
+        return grouped_mm(operand("grad", "grad").mT, operand("x", "input"), ends_e).bfloat16()
 
-    assert fp8 is not None
+    assert mine is not None
     assert emulated is not None
-    return {during: relative(product(fp8, during), product(emulated, during)) for during in get_args(Pass)}
+    return {during: relative(product(mine, during), product(emulated, during)) for during in get_args(Pass)}
 
 
 def model_context(precision: Mapping[str, Any], device: torch.device, shape: Shape) -> ModelContext:

@@ -21,14 +21,14 @@ from torch.nn.functional import linear
 
 from moefw.core.casts import FP32Recipe
 from moefw.core.stages import Batch
-from moefw.plugins.gemm.grouped.experts import _Experts
+from moefw.plugins.gemm.grouped.experts import _In, _Out
 from moefw.testing.trial import Trial, build_layer
 from moefw_kernels.permute import gather, gather_sum, group_chunks, sort_slots
 
 TOKENS, EXPERTS, TOP_K = 64, 16, 4
 TINY, USUAL = (16, 16), (512, 256)
 """Model dim and expert dim."""
-RECIPES = (FP32Recipe(), FP32Recipe())
+RECIPE = FP32Recipe()
 LAYERS, WARM_UP = 8, 5
 """Passes in a row, as a model of so many layers makes them, and rounds that are not counted."""
 ALLOWED_US, ALLOWED_SHARE = 15.0, 0.02
@@ -117,9 +117,9 @@ class Inline(nn.Module):
         slots = sort_slots(ids_TK, EXPERTS)
         groups = group_chunks([slots.counts.tolist()], 1, x_TD.device)
         weights_R = weights_TK.flatten().index_select(0, slots.slot_R)
-        rows_RD = _Experts.apply(
-            RECIPES, gather(x_TD, slots.rows), weights_R, groups.offsets_e, None, self.gate_up, self.down
-        )
+        about = (groups.offsets_e, None, groups.sizes)
+        h_RH = _In.apply(RECIPE, gather(x_TD, slots.rows), *about, self.gate_up)
+        rows_RD = _Out.apply(RECIPE, h_RH, weights_R, *about, self.down)
         return gather_sum(rows_RD, slots.rows)
 
 

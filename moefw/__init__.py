@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from moefw.core.assembly import Assembly
 from moefw.core.contracts import (
     Canonical,
-    DataSource,
     Dispatcher,
     ExpertGemm,
     Kept,
@@ -16,13 +15,14 @@ from moefw.core.contracts import (
     LayoutPlan,
     MemoryPolicy,
     Meter,
+    OptimizerPolicy,
     Precision,
     Router,
     Shard,
     State,
     Stateful,
-    TokenStream,
 )
+from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import (
     CheckpointError,
     ContractError,
@@ -44,6 +44,7 @@ from moefw.core.plugin import (
     LayoutPlugin,
     MemoryPlugin,
     ModelPlugin,
+    OptimizerMemoryPlugin,
     OptimizerPlugin,
     Plugin,
     PrecisionPlugin,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from moefw.core.build import BuildContext, ModelContext
     from moefw.core.layer import MoELayer
     from moefw.core.movement import Pending
+    from moefw.core.optimizer_states import OptimizerStates, StatePart
     from moefw.core.product import linear
     from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, LayerStats, Receipt, Routing
 
@@ -67,6 +69,7 @@ _NEED_TORCH = {
     "MoELayer": "layer",
     "linear": "product",
     "Pending": "movement",
+    **dict.fromkeys(("OptimizerStates", "StatePart"), "optimizer_states"),
     **dict.fromkeys(("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Receipt", "Routing"), "stages"),
 }
 
@@ -114,7 +117,10 @@ __all__ = [
     "MoefwError",
     "Need",
     "Offers",
+    "OptimizerMemoryPlugin",
     "OptimizerPlugin",
+    "OptimizerPolicy",
+    "OptimizerStates",
     "Pending",
     "PlanError",
     "Plugin",
@@ -132,6 +138,7 @@ __all__ = [
     "Site",
     "SpecError",
     "State",
+    "StatePart",
     "Stateful",
     "TokenStream",
     "hookimpl",

@@ -17,6 +17,7 @@ COMMANDS = {
     "eval": "Loss of a run's last checkpoint on held-out text.",
     "generate": "Text from a run's last checkpoint.",
     "check": "Every problem of SPEC at once, without a GPU or a process group.",
+    "plan": "What a rank will hold in memory, by category and by region, from SPEC alone.",
     "plugins": "Every plugin by hook point: where from, usable here or why not.",
     "matrix": "What goes with what, and why the rest does not.",
     "new": "Write a package with a plugin of your own, which passes its suite as it is.",

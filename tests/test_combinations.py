@@ -124,11 +124,14 @@ def test_a_refusal_is_told_of_a_drawn_combination(pool: RankPool, here: tuple[Se
     """Whose other parts go with each of the two."""
     sections, fit = here
     for one, other in refused_pairs(fit):
-        parts = {
-            section: next(way for way in ways if fit.company(way, one) and fit.company(way, other))
-            for section, ways in sections.items()
-            if section not in (one.section, other.section)
+        others = {section: ways for section, ways in sections.items() if section not in (one.section, other.section)}
+        fitting = {
+            section: [way for way in ways if fit.company(way, one) and fit.company(way, other)]
+            for section, ways in others.items()
         }
+        if not all(fitting.values()):
+            continue  # each goes with some of a third section, and none of it with both
+        parts = {section: ways[0] for section, ways in fitting.items()}
         parts |= {one.section: one, other.section: other}
         verdict = verify(Combination(parts=parts, tokens=(3,) * parts["parallel"].world), pool)
         assert not verdict.accepted

@@ -464,7 +464,7 @@ class TestDoctor:
         assert {found[name]["state"] for name in doctor_module.NEEDED} == {"available"}
         assert found["torch"]["version"] == version("torch")
         assert "float32 on cpu works" in found["grouped_mm"]["detail"]
-        assert found["fp8 products"]["detail"].startswith("cpu multiplies tensor, row, not fp8-blockwise, mxfp8")
+        assert found["fp8 products"]["detail"].startswith("cpu multiplies tensor, row, not fp8-blockwise, mxfp8, ")
 
     def test_what_is_not_available_comes_with_what_to_do(self, examined):
         assert all(item["fix"] for item in examined[2].values() if item["state"] != "available")

@@ -35,7 +35,7 @@ def test_the_core_imports_nothing_that_stands_on_it() -> None:
     for path in sources("moefw/core"):
         for name in imports(path):
             assert not name.startswith(
-                ("moefw.plugins", "moefw.models", "moefw.training", "moefw.testing", "moefw_kernels")
+                ("moefw.plugins", "moefw.models", "moefw.training", "moefw.testing", "moefw.planner", "moefw_kernels")
             ), f"{path} imports {name}"
 
 
@@ -75,7 +75,16 @@ def test_declarations_import_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["check", str(QUICKSTART)], ["plugins"], ["matrix"], ["schema"], ["--help"], ["train", "--help"]]
+    "arguments",
+    [
+        ["check", str(QUICKSTART)],
+        ["plugins"],
+        ["matrix"],
+        ["schema"],
+        ["--help"],
+        ["train", "--help"],
+        ["plan", str(QUICKSTART)],
+    ],
 )
 def test_commands_that_only_look_import_no_torch(arguments: list[str]) -> None:
     code = f"""

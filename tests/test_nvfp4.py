@@ -242,7 +242,7 @@ def test_what_brings_no_keys_is_refused_where_gradients_are_rounded_at_random(se
     Trial(parts={**parts, "precision": dict(PLAIN)}, plugins=(plugin,)).resolve()
 
 
-@pytest.mark.parametrize(("option", "value"), [("backend", "torch"), ("saved_activations", "fp8"), ("hadamard", 16)])
+@pytest.mark.parametrize(("option", "value"), [("backend", "cutlass"), ("saved_activations", "fp8"), ("hadamard", 16)])
 def test_an_option_that_is_not_there_is_refused(option: str, value: Any) -> None:
     with pytest.raises(SpecError) as caught:
         Trial(parts={"precision": {**CHOICE, option: value}}).resolve()

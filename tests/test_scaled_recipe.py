@@ -24,9 +24,11 @@ import moefw
 from moefw.core.contracts import Pass, Precision, Role, Rows
 from moefw.core.site import Machine, Site, this_machine
 from moefw.plugins.gemm.loop import Loop
-from moefw.plugins.precision.quantized import hopper, scaled
+from moefw.plugins.precision.quantized import blockwise_products
+from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProducts
 from moefw.plugins.precision.quantized.encoders import Blockwise
 from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
+from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, Gpus
 from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
 from moefw.testing.trial import DISPATCHERS, Outcome, Trial, solve
@@ -49,7 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Hopper:
     """A Hopper that nobody has."""
     found = Hopper()
     monkeypatch.setattr(F, "scaled_mm", found.scaled_mm)
-    monkeypatch.setattr(hopper, "require", lambda device: None)
+    monkeypatch.setattr(Gpus, "require", lambda gpus, device: None)
     return found
 
 
@@ -69,14 +71,15 @@ def codes_stay(gpu: Hopper, monkeypatch: pytest.MonkeyPatch) -> Hopper:
         assert inside, "an operand is dequantized"
         return dequantize(codes)
 
-    monkeypatch.setattr(scaled, "blockwise_grouped_mm", kernel)
+    monkeypatch.setattr(blockwise_products, "blockwise_grouped_mm", kernel)
     monkeypatch.setattr(Quantized, "dequantize", watched)
     return gpu
 
 
 def recipes(*, power_of_two: bool = True, save_codes: bool = False) -> tuple[ScaledRecipe, EmulatedRecipe]:
     encoder = Blockwise(power_of_two=power_of_two)
-    return ScaledRecipe(encoder, save_codes=save_codes), EmulatedRecipe(encoder, save_codes=save_codes)
+    mine = ScaledRecipe(encoder, BlockwiseProducts(), save_codes=save_codes)
+    return mine, EmulatedRecipe(encoder, save_codes=save_codes)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -305,26 +308,20 @@ def test_everything_that_does_not_fit_is_said_at_once() -> None:
     assert "calls-torch needs bf16 or fp32 operands: it calls torch.matmul; fp8-blockwise offers fp8" in found
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8-tensor"])
-def test_a_recipe_without_this_backend_says_which_it_has(recipe: str) -> None:
-    with pytest.raises(moefw.MoefwError, match=r"'torch' is not one of the choices. Known: emulate."):
-        Trial(parts={"precision": {"use": recipe, "backend": "torch"}}).resolve()
-
-
 def test_the_gpu_itself_is_asked_when_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         moefw.PlanError, match=r"needs compute capability 9.0; this device is cpu. Use backend: emulate."
     ):
-        hopper.require(torch.device("cpu"))
+        BLOCKS_OF_128.require(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     with pytest.raises(moefw.PlanError, match=r"needs compute capability 9.0; cuda:0 has 10.0. Use backend: emulate."):
-        hopper.require(torch.device("cuda:0"))
+        BLOCKS_OF_128.require(torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     with pytest.raises(moefw.PlanError, match=r"a torch built for CUDA 12.9 or later; this one is for 12.8. Install"):
-        hopper.require(torch.device("cuda:0"))
+        BLOCKS_OF_128.require(torch.device("cuda:0"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    hopper.require(torch.device("cuda:0"))
+    BLOCKS_OF_128.require(torch.device("cuda:0"))
 
 
 def test_a_recipe_is_built_only_after_the_gpu_was_asked() -> None:
@@ -359,7 +356,7 @@ def test_the_benchmark_says_that_it_needs_a_gpu() -> None:
     done = subprocess.run(command, cwd=BENCHMARKS, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "on a GPU of compute capability 9.0: torch sees no GPU. Run it on a Hopper GPU" in done.stderr
+    assert "fp8-blockwise on a GPU of compute capability 9.0: torch sees no GPU. Run it on such a GPU" in done.stderr
 
 
 @pytest.mark.usefixtures("gpu")
@@ -377,6 +374,8 @@ def test_the_benchmark_finds_products_that_are_off(monkeypatch: pytest.MonkeyPat
     )
     assert right["wrong"] == []
     assert 0.01 < right["errors"]["out"] < 0.08
-    assert right["ratio"] == right["ms"]["bf16"] / right["ms"]["fp8"]
-    monkeypatch.setattr(scaled, "blockwise_grouped_mm", lambda *args, **how: 1.01 * blockwise_grouped_mm(*args, **how))
+    assert right["ratio"] == right["ms"]["bf16"] / right["ms"]["fp8-blockwise"]
+    monkeypatch.setattr(
+        blockwise_products, "blockwise_grouped_mm", lambda *args, **how: 1.01 * blockwise_grouped_mm(*args, **how)
+    )
     assert set(fp8_layer.measure(torch.device("cpu"), shape, 1)["wrong"]) >= {"fprop", "dgrad", "wgrad"}

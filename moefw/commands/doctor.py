@@ -296,8 +296,14 @@ def _transformer_engine() -> tuple[str, str]:
     importlib.import_module("transformer_engine.pytorch")
     import torch
 
-    sight = "" if torch.cuda.is_available() else "; it computes on a GPU, and torch sees none"
-    return version("transformer-engine"), f"its compiled parts import{sight}"
+    from moefw.plugins.precision.quantized.te.machine import RECIPES
+
+    found = version("transformer-engine")
+    if not torch.cuda.is_available():
+        return found, "its compiled parts import; it computes on a GPU, and torch sees none"
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    names = [name for name, gpus in RECIPES.items() if capability in gpus.capabilities]
+    return found, f"backend: te on compute capability {capability}: {', '.join(names) or 'no recipe'}"
 
 
 def _deep_ep() -> tuple[str, str]:

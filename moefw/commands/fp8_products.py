@@ -1,52 +1,77 @@
-"""Which FP8 formats torch multiplies on a device, found out by multiplying ones."""
+"""Which products of eight and four bits torch multiplies on a device, found out by multiplying ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 SIZE = 256
 
 
 def fp8_products() -> tuple[str, str]:
-    """Return no version, and for each device what ``torch.nn.functional.scaled_mm`` multiplies there and what not."""
+    """Return no version, and for each device what torch multiplies there, in groups or not, and what it does not."""
     import torch
 
     said = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        works = {name: _works(device, *scaling) for name, scaling in _scalings(device).items()}
+        works = {name: _works(product) for name, product in _products(device).items()}
         does, does_not = (", ".join(name for name in works if works[name] is wanted) for wanted in (True, False))
         said.append(f"{device} multiplies {does or 'none'}" + (f", not {does_not}" if does_not else ""))
     return "", "; ".join(said)
 
 
-def _scalings(device: str) -> dict[str, tuple[Any, Any, Any]]:
-    """Return by format: how the two sides are scaled, and how the scales lie; see ``scaled_mm.py`` of the recipes."""
+def _products(device: str) -> dict[str, Callable[[], Any]]:
+    """Return by format: a product of ones, with scales as ``*_products.py`` of the recipes lay them."""
     import torch
     from torch.nn.functional import ScalingType, SwizzleType
 
     def ones(*shape: int, dtype: Any = torch.float32) -> Any:
         return torch.ones(shape, device=device).to(dtype)
 
-    blocks = SIZE // 128
-    tensor, row = (ones(), ScalingType.TensorWise), ScalingType.RowWise
-    per_row, square = (ones(blocks, SIZE).mT, ScalingType.BlockWise1x128), ScalingType.BlockWise128x128
-    per_32 = ones(SIZE * SIZE // 32, dtype=torch.float8_e8m0fnu), ScalingType.BlockWise1x32
-    return {
-        "tensor": (tensor, tensor, None),
-        "row": ((ones(SIZE, 1), row), (ones(1, SIZE), row), None),
-        "fp8-blockwise": (per_row, (ones(blocks, 4).mT, square), None),
-        "mxfp8": (per_32, per_32, SwizzleType.SWIZZLE_32_4_4),
-    }
+    def side(kind: Any, scale: Any, swizzle: Any = None) -> dict[str, Any]:
+        return {"scale": scale, "scale_recipe": kind, "swizzle": swizzle}
+
+    def mx(*shape: int) -> dict[str, Any]:
+        return side(ScalingType.BlockWise1x32, ones(*shape, dtype=torch.float8_e8m0fnu), tiles)
+
+    def nv(levels: tuple[int, ...], *shape: int) -> dict[str, Any]:
+        scales = [ones(*shape, dtype=torch.float8_e4m3fn), ones(*levels)]
+        return side([ScalingType.BlockWise1x16, tensor], scales, [tiles, SwizzleType.NO_SWIZZLE])
+
+    tensor, row, tiles = ScalingType.TensorWise, ScalingType.RowWise, SwizzleType.SWIZZLE_32_4_4
+    eight = ones(SIZE, SIZE, dtype=torch.float8_e4m3fn)
+    four = torch.full((SIZE, SIZE // 2), 0x22, dtype=torch.uint8, device=device).view(torch.float4_e2m1fn_x2)
+    ends = torch.tensor([SIZE // 2, SIZE], dtype=torch.int32, device=device)
+    by_32, by_16, blocks = SIZE // 32, SIZE // 16, SIZE // 128
+    per_row, square = ones(blocks, SIZE).mT, ones(blocks, 4).mT
+    sides: dict[str, tuple[Any, dict[str, Any], dict[str, Any], Any]] = {
+        "tensor": (eight, side(tensor, ones()), side(tensor, ones()), None),
+        "row": (eight, side(row, ones(SIZE, 1)), side(row, ones(1, SIZE)), None),
+        "fp8-blockwise": (
+            eight, side(ScalingType.BlockWise1x128, per_row), side(ScalingType.BlockWise128x128, square), None
+        ),
+        "mxfp8": (eight, mx(SIZE * by_32), mx(SIZE * by_32), None),
+        "mxfp8 in groups": (eight, mx(SIZE, by_32), mx(len(ends), SIZE * by_32), ends),
+        "nvfp4": (four, nv((), SIZE * by_16), nv((), SIZE * by_16), None),
+        "nvfp4 in groups": (four, nv((len(ends),), SIZE, by_16), nv((len(ends),), len(ends), SIZE * by_16), ends),
+    }  # fmt: skip
+    return {name: lambda given=given: _product(*given) for name, given in sides.items()}  # type: ignore[misc]
 
 
-def _works(device: str, rows: Any, columns: Any, swizzle: Any) -> bool:
+def _product(codes: Any, rows: dict[str, Any], columns: dict[str, Any], ends: Any) -> Any:
+    """Return ones by ones; with ``ends`` in groups of rows, each with a matrix of its own."""
     import torch
-    from torch.nn.functional import scaled_mm
+    from torch.nn import functional as F
 
-    codes = torch.ones(SIZE, SIZE, device=device).to(torch.float8_e4m3fn)
+    told = {f"{name}_{side}": value for side, given in (("a", rows), ("b", columns)) for name, value in given.items()}
+    if ends is None:
+        return F.scaled_mm(codes, codes.mT, **told)
+    weights = codes.view(torch.uint8).expand(len(ends), *codes.shape).clone().view(codes.dtype)
+    return F.scaled_grouped_mm(codes, weights.mT, **told, offs=ends)  # type: ignore[attr-defined]
+
+
+def _works(product: Callable[[], Any]) -> bool:
     try:
-        (scale_a, a), (scale_b, b) = rows, columns
-        found = scaled_mm(codes, codes.mT, scale_a, a, scale_b, b, swizzle_a=swizzle, swizzle_b=swizzle)
+        return bool((product() == SIZE).all())
     except (RuntimeError, ValueError):
         return False
-    return bool((found == SIZE).all())

@@ -47,7 +47,7 @@ def describe(part: Part, site: Site) -> dict[str, Any]:
     ``usable`` is None where only the options decide; ``options`` holds the defaults, None for those in ``required``.
     """
     usable, reason = _usable(part.declaration, site)
-    fields = attrs.fields(part.declaration)
+    fields = [field for field in attrs.fields(part.declaration) if field.init]
     return {
         "hook": part.hook,
         "name": part.name,

@@ -63,7 +63,7 @@ class _Writer:
 
     def of_class(self, cls: type[Any], given: Mapping[str, Any]) -> Schema:
         """The mapping that :func:`moefw.core.structure.structure` reads as ``cls``, where ``given`` fills in."""
-        fields = attrs.fields(attrs.resolve_types(cls))
+        fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
         required = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in given]
         return {
             "description": _summary(cls),

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import click
+from attrs import asdict
 
 from moefw.commands import specs
+from moefw.core.assembly import Assembly
 from moefw.training.folder import cache_dir, make_ready
 from moefw.training.world import LAUNCHED, Place, die_with_launcher, place_from_environment, run_local_ranks
+
+if TYPE_CHECKING:
+    from moefw.testing.measured import Measured
 
 
 @click.command()
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--resume", is_flag=True, help="Continue from the last checkpoint of run.dir.")
-def train(spec: str, overrides: tuple[str, ...], resume: bool) -> int:
+@click.option("--ledger", is_flag=True, help="Print what memory a rank will hold, and measure it: run.dir/ledger.json.")
+def train(spec: str, overrides: tuple[str, ...], resume: bool, ledger: bool) -> int:
     """Train as SPEC says, with key=value overrides (train.steps=20).
 
     Starts the local ranks that the layout needs, or joins a torchrun or Slurm world when it finds one.
@@ -27,6 +34,8 @@ def train(spec: str, overrides: tuple[str, ...], resume: bool) -> int:
     note = make_ready(assembly, resume=resume) if starts_here else None
     if note:
         click.echo(note)
+    if ledger and starts_here:
+        _open_ledger(assembly)
     if place is None:
         assembly.parts.data.prepare(cache_dir())
         if assembly.layout.world > 1:
@@ -35,5 +44,28 @@ def train(spec: str, overrides: tuple[str, ...], resume: bool) -> int:
     die_with_launcher()
     from moefw.training import trainer
 
-    trainer.train(assembly, place, resume=resume)
+    trainer.train(assembly, place, resume=resume, ledger=ledger)
     return 0
+
+
+def _open_ledger(assembly: Assembly) -> None:
+    """Print and write what is predicted; where ranks will be on a CPU, also one step of a rank, measured."""
+    from moefw.commands.plan import GIB, show
+    from moefw.planner import ledger
+    from moefw.training.ledger_file import write
+
+    found = ledger(assembly)
+    show(found)
+    write(assembly, predicted=found.to_data())
+    if assembly.site.machine.device == "cpu":
+        from moefw.testing.measured import measure
+
+        measured = measure(assembly)
+        write(assembly, measured={**asdict(measured, recurse=False), **_plain(measured)})
+        saved, peak = measured.saved_bytes / GIB, measured.peak / GIB
+        click.echo(f"measured without values: saved {saved:.4f}, peak {peak:.4f} GiB in {measured.peak_place}")
+
+
+def _plain(measured: Measured) -> dict[str, object]:
+    """Return what JSON has no form for: tensors by region, and places in words."""
+    return {"saved": measured.saved_bytes, "regions": measured.by_region(), "peak_place": str(measured.peak_place)}

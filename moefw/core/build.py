@@ -109,9 +109,14 @@ class BuildContext:
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
         """Return ``module``, a unit of weights of GEMMs: where the layout shares them out, a call gathers them.
 
-        They come in the recipe's ``weight_dtype``: a copy in another dtype would stay until backward.
+        They come in the recipe's ``weight_dtype``: a copy in another dtype would stay until backward. Or as its
+        ``weight_codec`` says; raises PlanError where the codec cannot tell the shards of a weight.
         """
-        return module if self._sharding is None else self._sharding.unit(module, side, dtype=precision.weight_dtype)
+        if self._sharding is None:
+            return module
+        name = f"layers.{self.site.layer}: {type(module).__name__}"
+        gathered_as = {"dtype": precision.weight_dtype, "codec": precision.weight_codec()}
+        return self._sharding.unit(module, side, name=name, **gathered_as)
 
     def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` under the memory policy of the region ``name``, bound once and for all."""

@@ -14,12 +14,13 @@ from attrs import frozen
 from moefw.core.errors import PlanError
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.nn import Parameter
 
     from moefw.core.movement import Codec, Pending
+    from moefw.core.optimizer_states import OptimizerStates
+    from moefw.core.primary_weights import WeightCodec
     from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, Receipt, Routing
     from moefw.core.traffic import Traffic
 
@@ -276,9 +277,24 @@ class Precision(ABC):
         both may have their rows turned by one orthogonal matrix, after zero rows are added to both.
         """
 
+    def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: Rows | None = None) -> Any | None:
+        """Return the input in fprop of ``weights_R * silu(gate) * up`` (R, F), made in the same pass as its values.
+
+        ``h_RH`` is gate, then up. The operand is that of ``quantize``, bit for bit, but not differentiable; None: the
+        recipe does not fuse the two, and the caller does one after the other.
+        """
+        return None
+
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
         """Return what to save of ``x`` for its operand in a pass of backward; ``used`` is the one of forward."""
         return Kept((used,), lambda saved: saved[0])
+
+    def weight_codec(self) -> WeightCodec | None:
+        """Return as what weights are gathered where they are shared out; None: in ``weight_dtype``.
+
+        ``quantize`` and ``keep`` then get a :class:`moefw.core.primary_weights.GatheredWeight`.
+        """
+        return None
 
     def codec(self, dim: int) -> Codec | None:
         """Return what packs rows of ``dim`` values on their way to experts; None: they travel as they are.
@@ -313,6 +329,18 @@ class MemoryPolicy(ABC):
         """
         what = f"region {region!r} is a movement of rows, which {type(self).__name__} cannot treat."
         raise PlanError(what, "Name other regions, or a policy that knows how to repeat a movement.")
+
+
+class OptimizerPolicy(MemoryPolicy):
+    """What happens to the states of the optimizer between steps."""
+
+    def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` as it is: the region holds no activations."""
+        return function
+
+    @abstractmethod
+    def treat(self, states: OptimizerStates) -> OptimizerStates:
+        """Return ``states`` as they rest and are updated under this policy. Called once, before the first step."""
 
 
 class LayoutPlan(ABC):
@@ -372,32 +400,3 @@ class Layout(ABC):
     def index(self, *axes: str) -> int:
         """Return this rank's position in ``group(*axes)``."""
         return self.plan.group(self.rank, axes).index(self.rank)
-
-
-class TokenStream(ABC):
-    """One long sequence of token ids with document ends in it."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-
-    @abstractmethod
-    def read(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return ``count`` token ids from ``start``, int64."""
-
-
-class DataSource(ABC):
-    """Prepared data: tokens to train on, tokens held out, and the tokenizer between text and ids."""
-
-    train: TokenStream
-    heldout: TokenStream
-    heldout_bytes: bytes
-    vocab_size: int
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; bytes that are no text become the replacement character."""

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Literal
 from attrs import frozen
 
 import moefw
+from moefw.core.ledger import FP32, Extent, PartMemory, Region, Tensor
 from moefw.core.plugin import DispatcherPlugin
+from moefw.core.row_indices import Indices
 
 if TYPE_CHECKING:
     from moefw.core.movement import Codec
@@ -34,3 +36,31 @@ class SendsRows(DispatcherPlugin):
         if self.wire == "high" or context.precision is None:
             return None
         return context.precision.codec(context.site.dims.model_dim)
+
+
+def movement(extent: Extent, indices: Indices, *, arriving: int, returning: int) -> PartMemory:
+    """Return what a movement of rows takes: ``dispatch`` brings the experts' rows, ``combine`` takes them back.
+
+    ``arriving`` rows (D) land in a buffer that stays until combine is under way, ``returning`` rows are sent back: each
+    is also received once. Backward of combine has both, too.
+    """
+    x, (rows, row_weights, _) = extent.tokens_given(), extent.rows_given()
+    row = x.nbytes // extent.tokens
+    weights = Tensor(name="weights", nbytes=extent.choices * FP32)
+    dispatch = Region(
+        name="dispatch",
+        given=(x, weights),
+        returns=(rows.name, row_weights.name),
+        saves=(Tensor(name="choices", nbytes=indices.saved),),
+        holds=(Tensor(name="indices", nbytes=indices.held),),
+        moves_rows=True,
+        forward_bytes=arriving * row,
+        backward_bytes=rows.nbytes + arriving * row,
+        leaves_bytes=arriving * row,
+    )
+    combine = Region(
+        name="combine",
+        forward_bytes=rows.nbytes + (arriving + returning) * row,
+        backward_bytes=rows.nbytes + returning * row,
+    )
+    return PartMemory(regions=(dispatch, combine))

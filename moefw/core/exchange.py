@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.movement import Codec, Launch, Pending, Work, start, stay
+from moefw.core.movement import Codec, Launch, Pending, Permutation, Work, start, stay
 
 Splits = Sequence[int]
 """Rows to or from each rank of a group."""
@@ -21,16 +21,17 @@ def exchange(
     group: ProcessGroup | None,
     *,
     codec: Codec | None = None,
+    rows: Permutation | None = None,
     detail: object = None,
 ) -> Pending:
     """Start sending ``sent[rank]`` rows of each tensor, which lie in order of rank, to each rank. Differentiable.
 
-    ``codec`` packs the first tensor for the way.
+    ``codec`` packs the first tensor for the way. With ``rows`` that tensor is tokens, of which those rows are sent.
     """
     if group is None:
-        return stay(tensors, codec=codec, detail=detail)
+        return stay(tensors, codec=codec, rows=rows, detail=detail)
     out, back = _all_to_all(sent, received, group), _all_to_all(received, sent, group)
-    return start(tensors, forward=out, dual=back, codec=codec, detail=detail)
+    return start(tensors, forward=out, dual=back, codec=codec, rows=rows, detail=detail)
 
 
 def exchange_now(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup | None) -> Tensor:

@@ -14,6 +14,9 @@ from moefw.core.errors import PluginError, Problem, nearest
 ANY: Final = "any"
 """An offer that meets every need for a fact, for example every row alignment."""
 
+NONE: Final = "none"
+"""Where a number is offered: that there is none."""
+
 Offers = Mapping[str, Any]
 Settled = tuple[Any, list[int]]
 """What a fact settles on (None if it cannot), and the positions of the needs that stay unmet."""
@@ -180,6 +183,12 @@ def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequenc
     return settle
 
 
+def _given(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
+    """The number that every offer names; a need asks that there be one."""
+    numbers = [item for item in _in_common(offered) or () if item != NONE]
+    return numbers[0] if numbers else None, [] if numbers else list(range(len(needed)))
+
+
 def _divides(axis: tuple[str, int], wanted: tuple[str, int]) -> bool:
     return axis[0] == wanted[0] and wanted[1] % axis[1] == 0
 
@@ -199,6 +208,8 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("row_alignment", "rows aligned to {}", _multiple, ("dispatch",)),
         # ragged: groups end to end; padded: groups of equal size; static: size known beforehand
         Fact("rows", "{} rows", _one_of, ("dispatch",)),
+        # static rows as a multiple of a balanced rank's: a step that overflows them is run again without the budget
+        Fact("budget", "a budget of rows that a second run lifts", _given, ("dispatch",), silence=(NONE,)),
         # the format in which a GEMM gets its operands, and in which rows travel
         Fact("operand", "{} operands", _one_of, ("precision",)),
         Fact("wire", "{} rows on the wire", _one_of, ("precision",)),
@@ -212,7 +223,7 @@ FACTS: Final[Mapping[str, Fact]] = {
         # the set of tokens that routing looks at: token, sequence, micro_batch, global_batch
         Fact("partition", "routing that looks at one {}", _one_of, ("routing",)),
         # (region, treatment) pairs that memory policies may use
-        Fact("region", "region {} to allow {}", _some(operator.eq), ("model", "gemm"), itemised=True),
+        Fact("region", "region {} to allow {}", _some(operator.eq), ("model", "gemm", "optimizer"), itemised=True),
         Fact("differentiable", "gradients through every part", _all_true, _COMPUTING),
         Fact("deterministic", "the same bits from every part in two runs", _all_true, _COMPUTING),
         # a second movement may start before the first has come back

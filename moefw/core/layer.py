@@ -16,6 +16,7 @@ from moefw.core.contracts import Dispatcher
 from moefw.core.movement import Pending
 from moefw.core.row_keys import with_keys
 from moefw.core.stages import Batch, ExpertBatch, LayerStats, Receipt, Routing
+from moefw.core.static_rows import StaticRows, computing_on
 
 Phase = Callable[..., Any]
 
@@ -92,8 +93,11 @@ class MoELayer(nn.Module):
         if self.first_expert is not None and carry.batch.keys_T is not None:
             keys_T, weights_TK = carry.batch.own(carry.batch.keys_T), carry.routing.weights_TK
             batch = with_keys(batch, receipt, keys_T, weights_TK, self.dispatcher, first_expert=self.first_expert)
-        carry.arrival = batch.stats
-        carry.pending = self.dispatcher.start_combine(self._experts(batch), receipt)
+        rows = None if carry.batch.dropless else StaticRows(batch)
+        with computing_on(rows):
+            rows_RD = self._experts(batch)
+        carry.arrival = batch.stats if rows is None else rows.stats
+        carry.pending = self.dispatcher.start_combine(rows_RD, receipt)
 
     def collect(self, carry: Carry) -> None:
         """Sum each token's rows, and add the shared expert."""

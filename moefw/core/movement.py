@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,6 +36,24 @@ class Codec(Protocol):
         """Return rows ``(N, D)``."""
 
 
+class Permutation(Protocol):
+    """How rows ``(N, D)`` come from tokens ``(T, D)``."""
+
+    def gather(self, x_TD: Tensor) -> Tensor:
+        """Return the rows. Differentiable."""
+
+    def gather_sum(self, rows_ND: Tensor) -> Tensor:
+        """Return the sum of each token's rows. Differentiable."""
+
+
+@runtime_checkable
+class PermutingCodec(Codec, Protocol):
+    """A codec that packs a token once for all of its rows."""
+
+    def pack_permuted(self, x_TD: Tensor, rows: Permutation) -> Tensor:
+        """Return ``pack(rows.gather(x_TD))``, bit for bit."""
+
+
 Launch = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Work]]]
 """Starts a movement of the given tensors; returns the buffers it fills and the works to wait for."""
 
@@ -43,13 +61,22 @@ Launch = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Work]]]
 class _Flight:
     """One movement: its two launches, and what is under way between a start and its finish.
 
-    ``codec`` packs the first tensor, rows in ``dtype``.
+    ``codec`` packs the first tensor, rows in ``dtype``, or with ``rows`` the tokens of which they are rows.
     """
 
-    def __init__(self, forward: Launch, dual: Launch, codec: Codec | None, rows_ND: Tensor) -> None:
-        self.forward, self.dual, self.codec = forward, dual, codec
-        self.dtype = rows_ND.dtype
+    def __init__(
+        self, forward: Launch, dual: Launch, codec: Codec | None, rows: Permutation | None, dtype: torch.dtype
+    ) -> None:
+        self.forward, self.dual, self.codec, self.rows, self.dtype = forward, dual, codec, rows, dtype
         self.under_way: tuple[Sequence[Tensor], list[Tensor], list[Work]] | None = None
+
+    def pack(self, first: Tensor) -> Tensor:
+        if self.codec is None:
+            return first
+        if self.rows is None:
+            return self.codec.pack(first)
+        assert isinstance(self.codec, PermutingCodec)
+        return self.codec.pack_permuted(first, self.rows)
 
     def launch(self, launch: Launch, sent: Sequence[Tensor]) -> list[Tensor]:
         sent = [tensor.contiguous() for tensor in sent]
@@ -79,13 +106,12 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *sent: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
-        if flight.codec is not None:
-            sent = (flight.codec.pack(sent[0]), *sent[1:])
-        return tuple(flight.launch(flight.forward, sent))
+        return tuple(flight.launch(flight.forward, (flight.pack(sent[0]), *sent[1:])))
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        return (None, *ctx.flight.wait())
+        grads, rows = ctx.flight.wait(), ctx.flight.rows
+        return (None, *grads) if rows is None else (None, rows.gather_sum(grads[0]), *grads[1:])
 
 
 class _Finish(torch.autograd.Function):
@@ -121,22 +147,44 @@ class _Rounded(torch.autograd.Function):
         return grad_ND, None
 
 
-def stay(tensors: Sequence[Tensor], *, codec: Codec | None = None, detail: Any = None) -> Pending:
+def stay(
+    tensors: Sequence[Tensor], *, codec: Codec | None = None, rows: Permutation | None = None, detail: Any = None
+) -> Pending:
     """Return the movement that goes nowhere: of a rank that is alone in its group. A codec rounds all the same."""
+    tensors, rows = _gathered(tensors, codec, rows)
     if codec is not None:
         tensors = (_Rounded.apply(tensors[0], codec), *tensors[1:])  # type: ignore[no-untyped-call]
+    if rows is not None:
+        tensors = (rows.gather(tensors[0]), *tensors[1:])
     return Pending(tuple(tensors), None, detail)
 
 
 def start(
-    sent: Sequence[Tensor], *, forward: Launch, dual: Launch, codec: Codec | None = None, detail: Any = None
+    sent: Sequence[Tensor],
+    *,
+    forward: Launch,
+    dual: Launch,
+    codec: Codec | None = None,
+    rows: Permutation | None = None,
+    detail: Any = None,
 ) -> Pending:
     """Launch a movement of ``sent``; ``dual`` moves gradients of the received buffers back to those of ``sent``.
 
-    ``codec`` packs the first tensor, rows ``(N, D)``, on the way out.
+    ``codec`` packs the first tensor, rows ``(N, D)``, on the way out. With ``rows`` it is tokens ``(T, D)`` instead,
+    of which those rows are sent.
     """
-    flight = _Flight(forward, dual, codec, sent[0])
+    sent, rows = _gathered(sent, codec, rows)
+    flight = _Flight(forward, dual, codec, rows, sent[0].dtype)
     return Pending(_Start.apply(flight, *sent), flight, detail)  # type: ignore[no-untyped-call]
+
+
+def _gathered(
+    tensors: Sequence[Tensor], codec: Codec | None, rows: Permutation | None
+) -> tuple[Sequence[Tensor], Permutation | None]:
+    """Return the tensors with rows in the place of tokens, unless the codec packs these."""
+    if rows is None or isinstance(codec, PermutingCodec):
+        return tensors, rows
+    return [rows.gather(tensors[0]), *tensors[1:]], None
 
 
 def finish(pending: Pending) -> tuple[Tensor, ...]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+
+from moefw.core.primary_weights import Master
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -20,7 +23,10 @@ def is_shared_out(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank stores of a tensor that may be shared out."""
-    return tensor.to_local() if is_shared_out(tensor) else tensor
+    if not is_shared_out(tensor):
+        return tensor
+    own = tensor.to_local()
+    return own.stored if isinstance(own, Master) else own
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -36,10 +42,32 @@ def all_of(tensor: Tensor) -> Iterator[Tensor]:
         return
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     yield values
+    tensor.to_local().copy_(stored(tensor, values))
+
+
+def stored(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return the part of ``values``, shaped like all of a tensor, that this rank stores of the tensor."""
+    if not is_shared_out(tensor):
+        return values
     for dim, placement in enumerate(tensor.placements):
         axis = getattr(placement, "dim", None)  # a copy has none
         if axis is not None:
             index = tensor.device_mesh.get_local_rank(dim)
             pieces = values.chunk(tensor.device_mesh.size(dim), axis)
             values = pieces[index] if index < len(pieces) else values.narrow(axis, 0, 0)
-    tensor.to_local().copy_(values)
+    return values
+
+
+def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return ``values``, of what this rank stores of a tensor, as a tensor that is shared out as that one is.
+
+    They stay where they are, also if that is another device.
+    """
+    if not is_shared_out(tensor):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    spec = tensor._spec
+    meta = spec.tensor_meta
+    assert meta is not None
+    return DTensor(values, replace(spec, tensor_meta=meta._replace(dtype=values.dtype)), requires_grad=False)

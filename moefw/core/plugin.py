@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import field, frozen
 from attrs.validators import ge, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import Need, Offers, offers
+from moefw.core.ledger import Extent, Fate, Formats, ModelMemory, PartMemory, StateRest, Tensor
 from moefw.core.site import Dims, Machine, Site
 
 if TYPE_CHECKING:
@@ -17,15 +18,19 @@ if TYPE_CHECKING:
 
     from moefw.core.build import BuildContext, ModelContext
     from moefw.core.contracts import (
-        DataSource,
         Dispatcher,
         ExpertGemm,
         Layout,
         LayoutPlan,
         MemoryPolicy,
+        OptimizerPolicy,
         Precision,
         Router,
     )
+    from moefw.core.data import DataSource
+
+OPTIMIZER: Final = "optimizer"
+"""The region of an optimizer's states."""
 
 
 @frozen
@@ -59,6 +64,10 @@ class RouterPlugin(Plugin):
 
     hook: ClassVar[str] = "moefw_routers"
 
+    def memory(self, extent: Extent) -> PartMemory | None:
+        """Return what the part takes in one layer, for the ledger; None: it says nothing."""
+        return None
+
     def build(self, context: BuildContext) -> Router:
         """Return the router of one layer."""
         raise NotImplementedError
@@ -70,6 +79,10 @@ class DispatcherPlugin(Plugin):
 
     hook: ClassVar[str] = "moefw_dispatchers"
 
+    def memory(self, extent: Extent) -> PartMemory | None:
+        """Return what the part takes in one layer, for the ledger; None: it says nothing."""
+        return None
+
     def build(self, context: BuildContext) -> Dispatcher:
         """Return the dispatcher that all equal layers of this process share."""
         raise NotImplementedError
@@ -80,6 +93,10 @@ class GemmPlugin(Plugin):
     """Declares expert computation: the grouped GEMMs and the activation between them."""
 
     hook: ClassVar[str] = "moefw_gemms"
+
+    def memory(self, extent: Extent) -> PartMemory | None:
+        """Return what the part takes in one layer, for the ledger; None: it says nothing."""
+        return None
 
     def build(self, context: BuildContext) -> ExpertGemm:
         """Return the experts of one layer on this rank, parameters included."""
@@ -100,6 +117,14 @@ class PrecisionPlugin(Plugin):
         """Return what the head and the modules that are spared compute in."""
         return self.build(context)
 
+    def formats(self) -> Formats | None:
+        """Return what GEMMs keep of their operands, for the ledger; None: it says nothing."""
+        return None
+
+    def high_formats(self) -> Formats | None:
+        """Return the same of what :meth:`high` builds."""
+        return self.formats()
+
     def spares(self, module: str) -> bool:
         """Whether a module stays in high precision: ``layers.3.moe.experts``, or ``layers.-1.moe.experts`` of the last.
 
@@ -114,8 +139,28 @@ class MemoryPlugin(Plugin):
 
     hook: ClassVar[str] = "moefw_memory_policies"
     treatment: ClassVar[str]
+    joins: ClassVar[bool] = False
+    """Whether policies of other treatments may treat the same regions beside it."""
+
+    runs_again: ClassVar[bool] = False
+    """Whether backward runs the regions again: what they save and return is dropped, and their inputs are kept."""
+
+    passive: ClassVar[bool] = False
+    """Whether the policy does nothing, so that the one of a region around it treats the region."""
 
     regions: tuple[str, ...]
+
+    def fates(self, saved: Sequence[Tensor], extent: Extent) -> Sequence[Fate] | None:
+        """Return where each tensor waits that one call of a region saves, in their order; None: says nothing.
+
+        For the ledger; not asked where :attr:`runs_again`. The parts of a fate need not add up to the tensor's bytes:
+        of ``extent.rows`` rows, ``extent.valid_rows`` come from tokens.
+        """
+        return None
+
+    def pool_bytes(self, stashed: int) -> int:
+        """Return what the policy holds on the device for all that it has stashed there at a time, in bytes."""
+        return stashed
 
     def needs(self, site: Site) -> Sequence[Need]:
         """Ask for each named region with this policy's treatment."""
@@ -124,6 +169,29 @@ class MemoryPlugin(Plugin):
 
     def build(self, context: BuildContext) -> MemoryPolicy:
         """Return the policy."""
+        raise NotImplementedError
+
+
+@frozen
+class OptimizerMemoryPlugin(MemoryPlugin):
+    """Declares what happens to the states of the optimizer between steps: its region is ``optimizer``, always."""
+
+    joins: ClassVar[bool] = True
+
+    regions: tuple[str, ...] = field(default=(OPTIMIZER,), init=False)
+
+    def rests(self, state: StateRest) -> StateRest | None:
+        """Return how a state rests that would rest as ``state`` without this policy; None: says nothing."""
+        return None
+
+    def needs(self, site: Site) -> Sequence[Need]:
+        """Ask the optimizer to allow the treatment of its states."""
+        reason = "the states belong to the optimizer, which says how they may be treated"
+        fix = "Use an optimizer that offers it, or take the policy out."
+        return [Need("region", (OPTIMIZER, self.treatment), reason, fix=fix)]
+
+    def build(self, context: BuildContext) -> OptimizerPolicy:
+        """Return the policy. It may be asked for more often than once: what is costly is ``context.shared``."""
         raise NotImplementedError
 
 
@@ -161,6 +229,14 @@ class ModelPlugin(Plugin):
         """Return the numbers of the layers that are MoE layers; may be empty."""
         raise NotImplementedError
 
+    def memory(self, extent: Extent, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory | None:
+        """Return what the model takes, for the ledger; None: it says nothing.
+
+        ``moe`` holds router, dispatcher and GEMM of each MoE layer. Their regions go by these names: the model gives
+        them ``x`` (:meth:`Extent.tokens_given`) and puts the experts' into a region ``experts``.
+        """
+        return None
+
     def build(self, context: ModelContext) -> Any:
         """Return the model, a ``torch.nn.Module``; ``context.moe_layer(i)`` gives layer i's MoE layer."""
         raise NotImplementedError
@@ -179,9 +255,21 @@ class DataSourcePlugin(Plugin):
 
 @frozen
 class OptimizerPlugin(Plugin):
-    """Declares an optimizer."""
+    """Declares an optimizer.
+
+    One whose states memory policies may treat offers pairs ``("optimizer", treatment)`` as ``region``, in the order in
+    which they apply, from the update outwards, and names its states. Its update goes element by element, so that
+    any rows of a parameter may be updated alone, as plain tensors, on any device.
+    """
 
     hook: ClassVar[str] = "moefw_optimizers"
+
+    def states(self) -> Sequence[str]:
+        """Return the keys of the states that are shaped like a parameter, fp32, zero at first and updated in place.
+
+        Beside them there may be ``step``, a scalar that counts the updates.
+        """
+        return ()
 
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
         """Return a ``torch.optim.Optimizer`` over the parameters, given by canonical name."""

@@ -175,14 +175,15 @@ class _Resolution:
         return next((placed.part for placed in self.placed if placed.section == section), None)
 
     def check_regions(self) -> None:
-        """Report a region that is named twice: one policy treats it."""
-        owners: dict[str, tuple[_Placed, int]] = {}
+        """Report a region that is named twice: one policy treats it, or one of a treatment where policies join."""
+        owners: dict[tuple[str, str], tuple[_Placed, int]] = {}
         for placed in self.placed:
             named = placed.part.regions if placed.section == "memory" else ()
             for index, region in enumerate(() if named is UNREAD else named):
                 if region is UNREAD:
                     continue
-                first = owners.setdefault(region, (placed, index))
+                treatment = placed.part.treatment if placed.part.joins else ""
+                first = owners.setdefault((region, treatment), (placed, index))
                 if first != (placed, index):
                     what = f"{placed} and {first[0]} both treat region {region!r}."
                     self.tell((*placed.path, "regions", index), Problem(what, "Name it once."))

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from moefw.core.contracts import Layout, Side
+from moefw.core.primary_weights import Master, WeightCodec
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,23 +30,35 @@ class Sharding:
         self._mesh = cache(self._open)
 
     def unit(
-        self, module: M, side: Side, *, dtype: torch.dtype | None = None, apart: Set[nn.Parameter] = frozenset()
+        self,
+        module: M,
+        side: Side,
+        *,
+        dtype: torch.dtype | None = None,
+        codec: WeightCodec | None = None,
+        name: str = "",
+        apart: Set[nn.Parameter] = frozenset(),
     ) -> M:
         """Gather the module's parameters in ``dtype`` whenever it runs, and only then; return the module.
 
         Units inside keep to themselves, and parameters ``apart`` stay as they are. Gradients are added up in fp32.
+        With ``codec``, matrices are gathered as it says. Raises PlanError where it cannot, naming the unit ``name``.
         """
         mesh = self._mesh(side)
         if mesh is None:
             return module
         each = mesh.size(-1)
+        if codec is not None:
+            _become_masters(module, codec, name, each)
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=True,
             mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             ignored_params=set(apart),
-            shard_placement_fn=lambda parameter: Shard(_even_dim(parameter, each)),
+            shard_placement_fn=lambda parameter: Shard(
+                0 if isinstance(parameter, Master) else _even_dim(parameter, each)
+            ),
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
@@ -78,6 +91,15 @@ class Sharding:
         assert copies is not None
         names = (copies.group_name, shared.group_name)
         return DeviceMesh.from_group([copies, shared], layout.device, mesh=rows, mesh_dim_names=names)
+
+
+def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int) -> None:
+    """Have the matrices of a unit, alone or stacked, gathered as ``codec`` says; vectors stay as they are."""
+    for path, module in unit.named_modules():
+        for key, parameter in [*module.named_parameters(recurse=False)]:
+            if parameter.ndim > 1:
+                codec.require(".".join(filter(None, (name, path, key))), parameter.shape, shards)
+                module.register_parameter(key, nn.Parameter(Master(parameter.detach(), codec)))
 
 
 def _even_dim(parameter: Tensor, count: int) -> int:

@@ -32,11 +32,17 @@ class Machine:
     capability: str | None = None
 
     def has_package(self, name: str) -> bool:
-        """Return whether ``name`` is installed (not whether it works: ``moefw doctor`` imports it)."""
+        """Return whether ``name`` is installed (not whether it works: ``moefw doctor`` imports it).
+
+        Of ``package.part``: whether a file ``part.*`` lies somewhere in the folder of ``package``. Nothing is imported.
+        """
+        package, _, part = name.partition(".")
         try:
-            return importlib.util.find_spec(name) is not None
+            found = importlib.util.find_spec(package)
         except (ModuleNotFoundError, ValueError):
             return False
+        folders = (found and found.submodule_search_locations) or ()
+        return found is not None and (not part or any(any(Path(one).rglob(f"{part}.*")) for one in folders))
 
 
 @frozen(kw_only=True)

@@ -52,7 +52,8 @@ class Batch:
     routes: Mapping[int, Tensor] | None = None
     """``expert_ids_TK`` by layer, from an earlier forward of the same tokens: routers replay them."""
     dropless: bool = False
-    """The step is run again because rows overflowed a static budget: budgets do not hold."""
+    """The step is run again because rows overflowed a static budget, or a memory policy had no room: budgets do not
+    hold."""
     part: Shard | None = None
     """Which part of the flattened tokens this rank has between attention and attention (sequence parallelism): what
     MoE layers see. None: all of them."""

@@ -176,12 +176,12 @@ def _sentence(error: Exception) -> str:
 
 
 def plain(value: object) -> Any:
-    """Return attrs objects as dicts and tuples as lists, for YAML and JSON."""
+    """Return attrs objects as dicts of what may be given and tuples as lists, for YAML and JSON."""
     kind: Any = type(value)
     if hasattr(kind, "to_data"):
         return kind.to_data(value)
     if attrs.has(kind):
-        return {field.name: plain(getattr(value, field.name)) for field in attrs.fields(kind)}
+        return {field.name: plain(getattr(value, field.name)) for field in attrs.fields(kind) if field.init}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

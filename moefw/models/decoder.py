@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 import moefw
+from moefw.core.ledger import Extent, ModelMemory, PartMemory
 from moefw.core.plugin import ModelPlugin
 from moefw.core.site import Dims, Site
 from moefw.models.presets import PRESETS
@@ -110,6 +111,12 @@ class Decoder(ModelPlugin):
             what = f"{self.num_dense_layers} dense layers are more than the {self.num_layers} layers."
             problems.append(moefw.Problem(what, "Use at most num_layers.", "num_dense_layers"))
         return problems
+
+    def memory(self, extent: Extent, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory:
+        """What the transformer takes on each rank."""
+        from moefw.models.memory import model_memory
+
+        return model_memory(self, extent, moe)
 
     def build(self, context: moefw.ModelContext) -> Any:
         """Return the transformer."""

@@ -19,6 +19,7 @@ _HOMES = {
     "GemmSuite": "suites.gemm",
     "PrecisionSuite": "suites.precision",
     "MemorySuite": "suites.memory",
+    "OptimizerMemorySuite": "suites.optimizer_memory",
     "LayoutSuite": "suites.layout",
     "Suite": "suites.base",
     "Profile": "suites.base",

@@ -101,6 +101,10 @@ def _offload(*regions: str) -> dict[str, Any]:
     return {"use": "offload", "regions": list(regions), "min_bytes": 0}
 
 
+def _stash(*regions: str) -> dict[str, Any]:
+    return {"use": "paged-stash", "regions": list(regions), "factor": 0.3, "page_rows": 2, "spill": "host"}
+
+
 def _recompute(*regions: str) -> tuple[str, Any, dict[str, Any]]:
     return ", ".join(regions), [{"use": "recompute", "regions": list(regions)}], {}
 
@@ -146,23 +150,39 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
             _quantized("fp8-blockwise", "emulate"),
             _quantized("fp8-blockwise", "emulate, fp32 scales, saved fp8", scales="fp32", saved_activations="fp8"),
             _quantized("fp8-blockwise", "torch", backend="torch"),
+            _quantized("fp8-blockwise", "te", backend="te"),
         ),
-        "mxfp8": (_quantized("mxfp8", "emulate"),),
+        "mxfp8": (
+            _quantized("mxfp8", "emulate"),
+            _quantized("mxfp8", "torch", backend="torch"),
+            _quantized("mxfp8", "te", backend="te"),
+        ),
         "fp8-tensor": (
             _quantized("fp8-tensor", "emulate"),
             _quantized("fp8-tensor", "emulate, delayed", scaling="delayed"),
+            _quantized("fp8-tensor", "torch", backend="torch"),
+            _quantized("fp8-tensor", "te", backend="te"),
         ),
-        "nvfp4": (("emulate", {"use": "nvfp4", "backend": "emulate", "keep_bf16": []}, {"rtol": 0.8, "floor": 0.5}),),
+        "nvfp4": tuple(
+            (backend, {"use": "nvfp4", "backend": backend, "keep_bf16": []}, {"rtol": 0.8, "floor": 0.5})
+            for backend in ("emulate", "torch", "te")
+        ),
     },
     "memory": {
+        "keep": tuple((region, [{"use": "keep", "regions": [region]}], {}) for region in ("experts", "moe_act")),
         "recompute": (
-            *(_recompute(region) for region in ("router", "dispatch", "experts", "shared_experts", "moe_act")),
+            *(_recompute(region) for region in ("router", "shared_experts", "moe_act")),
             _recompute("dispatch", "expert_fc1"),
             _recompute("dispatch", "experts"),
         ),
         "offload": (
             ("experts", [_offload("experts")], {}),
             ("router, recompute experts", [_offload("router"), {"use": "recompute", "regions": ["experts"]}], {}),
+        ),
+        "paged-stash": (("experts", [_stash("experts")], {}),),
+        "optimizer-bf16": (("", [{"use": "optimizer-bf16"}], {}),),
+        "optimizer-offload": (
+            ("host, optimizer-bf16", [{"use": "optimizer-offload", "update": "host"}, {"use": "optimizer-bf16"}], {}),
         ),
     },
     "parallel": {

@@ -13,7 +13,7 @@ import pytest
 from attrs import frozen
 
 from moefw.core.errors import MoefwError, PluginError, SpecError, closest, nearest
-from moefw.core.plugin import Plugin
+from moefw.core.plugin import OptimizerMemoryPlugin, Plugin
 from moefw.core.registry import Registry
 from moefw.core.source import Marks, read_yaml
 
@@ -47,7 +47,10 @@ class Candidate:
 
     def suite(self) -> type:
         """Return the class that pytest collects."""
-        base = getattr(importlib.import_module(_home(self.word)), KINDS[self.word].suite)
+        home, suite = _home(self.word), KINDS[self.word].suite
+        if issubclass(self.declaration, OptimizerMemoryPlugin):
+            home, suite = _home("optimizer_memory"), "OptimizerMemorySuite"
+        base = getattr(importlib.import_module(home), suite)
         name = "".join(word.capitalize() for word in self.declaration.name.replace("-", "_").split("_"))
         body = {"plugin": self.declaration, "options": dict(self.options), "__module__": __name__}
         return type(f"Test{name}", (base,), body)
@@ -72,7 +75,7 @@ def _candidate(word: str, name: str, written: str | None, registry: Registry) ->
     except PluginError as error:
         raise pytest.UsageError(f"--moefw-{word} {name}: {_with_nearest(error, name, kind, registry)}") from error
     options = _options(written)
-    known = {field.name: field for field in attrs.fields(declaration)}
+    known = {field.name: field for field in attrs.fields(declaration) if field.init}
     unknown = [option for option in options if option not in known]
     if unknown:
         raise pytest.UsageError(

@@ -110,7 +110,8 @@ class Fit:
             if {third for third, _ in refused} == {third for third, _ in pairs}:
                 reasons = dict.fromkeys(self.reason(*pair).what for pair in refused)
                 both = " and ".join(variant.label for variant in chosen)
-                yield Problem(f"no {section} goes with {both}. {' '.join(reasons)}")
+                fix = f"Change {' or '.join(variant.section for variant in chosen)}."
+                yield Problem(f"no {section} goes with {both}. {' '.join(reasons)}", fix)
 
     def needs(self, variant: Variant) -> list[str]:
         """Return what a variant needs of the machine, beyond a CPU: devices, compute capability, packages by name."""

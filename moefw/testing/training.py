@@ -21,6 +21,7 @@ from moefw.core.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch
 from moefw.testing.trial import DEFAULTS
 from moefw.training.engine import Engine, StepResult
+from moefw.training.treated_optimizer import build_optimizer
 
 SMALL: Mapping[str, Any] = {
     "model": {
@@ -68,12 +69,8 @@ def short_run(tree: Tree, steps: int, padded: bool = False) -> Run:
     std: Any = model.init_std
     initialise(model, seed=assembly.spec.run.seed, std=std)
     train = assembly.spec.train
-    engine = Engine(
-        model,
-        assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr),
-        layout,
-        clip_norm=train.clip_norm,
-    )
+    optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
+    engine = Engine(model, optimizer, layout, clip_norm=train.clip_norm)
     first = _weights(model, layout)
     vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
     results = []

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 import attrs
 from attrs import field, frozen
 
-from moefw.core.plugin import MemoryPlugin, Plugin
+from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin, Plugin
 from moefw.core.registry import GROUP, Part, Registry
 from moefw.core.spec import Spec
 from moefw.testing.built_in import BUILT_IN
@@ -102,7 +102,8 @@ def of_part(part: Part, section: str, options: Iterable[Mapping[str, Any]] | Non
     """Yield the variants of one plugin.
 
     Of a built-in one: those in our table. Of any other: ``options``, each a set; by default its defaults, with each
-    choice of a ``Literal`` that has none. A memory policy is tried on every region, a layout on 1, 2 and 4 ranks.
+    choice of a ``Literal`` that has none. A memory policy of activations is tried on every region, a layout on 1, 2
+    and 4 ranks.
     """
     table = BUILT_IN.get(section, {}).get(part.name) if part.distribution == OURS and options is None else None
     if table is not None:
@@ -114,7 +115,9 @@ def of_part(part: Part, section: str, options: Iterable[Mapping[str, Any]] | Non
         choice = {"use": part.name, **given}
         label = _label(part.name, ", ".join(f"{key} {value}" for key, value in given.items()))
         common: dict[str, Any] = {"section": section, "distribution": part.distribution}
-        if section == "memory":
+        if issubclass(part.declaration, OptimizerMemoryPlugin):
+            yield Variant(label=label, choice=[choice], **common)
+        elif section == "memory":
             regions = [given["regions"]] if given.get("regions") else [[region] for region in REGIONS]
             for names in regions:
                 words = f"{label} {', '.join(names)}" if "regions" not in given else label

@@ -141,7 +141,8 @@ def _owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -
     for turn, (parameter, pieces) in enumerate(by_parameter(model)):
         axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
         held = {"model": parameter.detach()}
-        held |= {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        moments = optimizer.state.get(parameter, {}).items()
+        held |= {f"optimizer/{key}": value.to(parameter.device) for key, value in moments}
         held = {kind: whole(value) for kind, value in held.items()}
         if layout.index(*axes) != turn % layout.size(*axes):
             continue
@@ -169,7 +170,8 @@ def _optimizer_slots(
                 with safe_open(where[name], "pt") as file:
                     shaped = bool(file.get_slice(name).get_shape())
                 if key not in state:
-                    state[key] = torch.zeros_like(piece.parameter) if shaped else torch.zeros(())
+                    like = piece.parameter.detach()
+                    state[key] = torch.zeros_like(like) if shaped else torch.zeros((), device=like.device)
                 slots[name] = _Slot(state[key], piece if shaped else None)
     return slots
 

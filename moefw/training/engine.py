@@ -15,6 +15,7 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
 from moefw.core.naming import routers
 from moefw.core.stages import Batch, LayerStats
+from moefw.core.static_rows import UNSAVED
 from moefw.training.gradients import STAGE, Gradients
 from moefw.training.meters import Meters
 
@@ -32,7 +33,7 @@ class StepResult:
 
     ``loss`` is the global mean over tokens in nats, without auxiliary terms; ``load_LE`` the share of tokens of each
     expert in each MoE layer, 1.0 = fair; ``counts`` what layers count beside, summed over layers: choices dropped, rows
-    that overflowed a budget (the step was run again then).
+    that overflowed a budget, or that a memory policy had no room for (the step was run again then).
     """
 
     loss: float
@@ -116,7 +117,7 @@ class Engine:
         batches = [replace(batch, loss_scale=scale) for batch in batches]
         tally = self._accumulate(batches, clock)
         counts = tally.counts()
-        if counts.get("overflow"):
+        if counts.get("overflow") or counts.get(UNSAVED):
             tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock)
         with clock("gradients"):
             self.gradients.add_up()

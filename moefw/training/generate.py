@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moefw.core.contracts import DataSource
+from moefw.core.data import DataSource
 from moefw.core.errors import DataError
 from moefw.core.stages import Batch
 

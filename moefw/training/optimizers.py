@@ -9,7 +9,9 @@ from attrs import field, frozen
 from attrs.validators import and_, ge, gt, lt
 
 import moefw
-from moefw.core.plugin import OptimizerPlugin
+from moefw.core.facts import Offers
+from moefw.core.plugin import OPTIMIZER, OptimizerPlugin
+from moefw.core.site import Site
 
 NO_DECAY = ("norm", "router", "embed", "bias")
 """Parts of a canonical name whose parameters do not decay."""
@@ -25,6 +27,14 @@ class AdamW(OptimizerPlugin):
     beta2: float = field(default=0.95, validator=and_(ge(0.0), lt(1.0)))
     eps: float = field(default=1e-8, validator=gt(0.0))
     weight_decay: float = field(default=0.1, validator=ge(0.0))
+
+    def offers(self, site: Site) -> Offers:
+        """The moments may rest in bf16, off the device, or both."""
+        return moefw.offers(region=((OPTIMIZER, "bf16"), (OPTIMIZER, "offload")))
+
+    def states(self) -> tuple[str, ...]:
+        """The moments."""
+        return ("exp_avg", "exp_avg_sq")
 
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
         """Return a fused ``torch.optim.AdamW``; a group holds parameters of one mesh that decay alike."""

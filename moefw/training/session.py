@@ -16,7 +16,8 @@ from torch import nn
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import Shared, build_model
-from moefw.core.contracts import DataSource, Layout
+from moefw.core.contracts import Layout
+from moefw.core.data import DataSource
 from moefw.core.errors import MoefwError, PlanError, RunError
 from moefw.core.naming import initialise
 from moefw.core.stages import Batch
@@ -35,6 +36,7 @@ class Session:
     layout: Layout
     data: DataSource
     model: nn.Module
+    shared: Shared
 
     @property
     def leads(self) -> bool:
@@ -90,7 +92,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         model = build_model(assembly, layout, device, shared)
         std: Any = model.init_std
         initialise(model, seed=assembly.spec.run.seed, std=std)
-        yield Session(assembly=assembly, device=device, layout=layout, data=data, model=model)
+        yield Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)
     except RuntimeError as error:
         if not _lost_a_rank(error):
             raise

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from ruamel.yaml import YAML
 
 from moefw.core.assembly import Assembly
 from moefw.core.stages import Batch
-from moefw.training import checkpoint
+from moefw.training import checkpoint, ledger_file
 from moefw.training.clock import StepClock
 from moefw.training.data.order import BatchOrder
 from moefw.training.engine import Engine, StepResult
@@ -25,23 +26,30 @@ from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce
 from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session, open_session
+from moefw.training.treated_optimizer import build_optimizer
 from moefw.training.world import Place
 
+LEDGER_STEPS = 2
+"""After so many steps, a GPU has seen its peak: the optimizer's states are there from the first on."""
 
-def train(assembly: Assembly, place: Place, *, resume: bool) -> None:
-    """Train as the assembly says, from the start or from the last checkpoint of the run's folder. Collective."""
+
+def train(assembly: Assembly, place: Place, *, resume: bool, ledger: bool = False) -> None:
+    """Train as the assembly says, from the start or from the last checkpoint of the run's folder. Collective.
+
+    ``ledger``: write into its ledger what a GPU has allocated at most in the first steps.
+    """
     with open_session(assembly, place) as session:
-        Trainer(session, resume=resume).run()
+        Trainer(session, resume=resume, ledger=ledger).run()
 
 
 class Trainer:
     """One run on this rank. Raises DataError if there is too little text, CheckpointError if it cannot resume."""
 
-    def __init__(self, session: Session, *, resume: bool) -> None:
+    def __init__(self, session: Session, *, resume: bool, ledger: bool = False) -> None:
         assembly, spec = session.assembly, session.assembly.spec.train
         self.session, self.spec = session, spec
         self.run_dir = Path(assembly.spec.run.dir)
-        optimizer = assembly.parts.optimizer.build(dict(session.model.named_parameters()), spec.lr)
+        optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
         self.engine = Engine(session.model, optimizer, session.layout, clip_norm=spec.clip_norm)
         self.order = BatchOrder(
             num_tokens=len(session.data.train),
@@ -52,6 +60,7 @@ class Trainer:
         evaluation_starts(session)
         self.clock = StepClock()
         self.console = Console(quiet=not session.leads)
+        self.ledger = ledger and session.leads and session.device.type == "cuda"
         self.start = self._resume() if resume else 0
 
     def run(self) -> None:
@@ -69,6 +78,8 @@ class Trainer:
                     log.write(record)
                 shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
                 progress.update(step + 1, **shown, eval_bits_per_byte=record.get("eval_bits_per_byte"))
+                if self.ledger and step + 1 == min(self.start + LEDGER_STEPS, self.spec.steps):
+                    progress.note(self._measured())
                 if self._due(step, self.spec.checkpoint_every):
                     with self.clock("checkpoint"):
                         progress.note(f"saved {self._save(step)}")
@@ -76,6 +87,12 @@ class Trainer:
         if log is not None:
             log.close()
         conclude(self.session, self.run_dir, self.clock, self.console)
+
+    def _measured(self) -> str:
+        """Write what the GPU has allocated at most so far, and return a line about it."""
+        peak = torch.cuda.max_memory_allocated(self.session.device)
+        ledger_file.write(self.session.assembly, measured={"peak": peak, "allocator": "cuda"})
+        return f"the GPU has allocated at most {peak / 2**30:.4f} GiB"
 
     def _step(self, step: int) -> dict[str, Any]:
         """Train one step, evaluate if it is time to, and return what ``metrics.jsonl`` holds of it."""

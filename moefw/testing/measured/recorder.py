@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_leaves
 from moefw.testing.measured.places import Place, Places
 
 FOREVER: Final = 1 << 62
+GATHERED: Final = "gathered"
+WEIGHTS: Final = ("parameters", GATHERED)
+"""The kinds of what holds parameters."""
 _DEVICE: Final = torch.ops.prim.device.default
 
 
@@ -143,7 +146,7 @@ class Recorder(MemTracker):
         result = self._result
         shape = "" if result is None else f" {str(result.dtype).removeprefix('torch.')}{list(result.shape)}"
         sources = list(self.of(tensors))
-        of_weights = bool(sources) and all(life.of_weights or life.kind == "parameters" for life in sources)
+        of_weights = bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
         return Life(nbytes, self.now, self.places.here, f"{func}{shape}", of_weights)
 
     def _saved(self, tensor: Tensor, place: Place) -> None:

@@ -23,12 +23,11 @@ from moefw.core.stages import Batch
 from moefw.plugins.memory.offload.pool import Pool
 from moefw.testing.measured.even import EvenChoice
 from moefw.testing.measured.places import Place
-from moefw.testing.measured.recorder import Life, Recorder
+from moefw.testing.measured.recorder import GATHERED, Life, Recorder
 from moefw.testing.measured.report import Measured, Saved
 from moefw.testing.measured.unreal import unreal_world
 from moefw.training.engine import Engine
 
-GATHERED: Final = "gathered"
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
 ENOUGH: Final = 2
 """Micro-batches: the first finds no gradients, and those after the second are like it."""

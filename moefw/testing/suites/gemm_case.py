@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from attrs import frozen
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from moefw.core.assembly import Assembly
 from moefw.core.contracts import Canonical
+from moefw.core.dropped import drops, inside, output_of
 from moefw.core.naming import initialise
 from moefw.core.stages import ExpertBatch
 from moefw.testing.suites.runs import open_context, row_alignment
@@ -87,7 +89,7 @@ def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.Search
 
 def computed(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
     """Return what experts compute, and all gradients by name; missing ones are zero."""
-    out_RD: Tensor = experts(batch)
+    out_RD: Tensor = drops(experts.__call__)(batch)
     return {"out": out_RD.detach(), **backward(experts, batch, out_RD, probe_RD)}
 
 
@@ -216,19 +218,19 @@ def diagnosis(
 
 
 def saved_bytes(experts: Any, batch: ExpertBatch) -> int:
-    """Return how many bytes a forward saves for backward, parameters and inputs apart."""
+    """Return how many bytes a forward in a layer saves for backward, parameters and inputs apart."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*experts.parameters(), batch.rows_RD)}
     sizes: dict[int, int] = {}
     kept = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in known and output_of(tensor) is None:
             sizes[storage.data_ptr()] = storage.nbytes()
             kept.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with inside(WeakValueDictionary()), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         experts(batch)
     return sum(sizes.values())
 

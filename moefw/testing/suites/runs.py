@@ -19,6 +19,7 @@ from moefw.core.stages import Batch
 from moefw.testing.training import SMALL
 from moefw.testing.trial import Trial
 from moefw.training.engine import Engine, StepResult
+from moefw.training.treated_optimizer import build_optimizer
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def train(trial: Trial, steps: int) -> Trained:
     """Train the whole model of a trial for some steps on this rank."""
     model, assembly, layout, shared = open_model(trial)
     settings = assembly.spec.train
-    optimizer = assembly.parts.optimizer.build(dict(model.named_parameters()), settings.lr)
+    optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     engine = Engine(model, optimizer, layout, clip_norm=settings.clip_norm)
     results = [engine.step(global_batch(assembly, layout, step), settings.lr, _no_clock) for step in range(steps)]
     last = {piece.name: piece.of(piece.parameter.detach()).clone() for piece in canonical_parameters(model)}

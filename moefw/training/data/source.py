@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from moefw.core.contracts import DataSource
+from moefw.core.data import DataSource
 from moefw.core.errors import DataError
 from moefw.training.data.corpus import CACHE_TAG, Corpus, Document, find_corpus, halves, pieces, text_documents
 from moefw.training.data.tokenizers import TextTokenizer, load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from moefw.core.contracts import TokenStream
+from moefw.core.data import TokenStream
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

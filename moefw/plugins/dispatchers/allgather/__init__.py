@@ -8,8 +8,10 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.dispatch_options import SendsRows
+from moefw.core.dispatch_options import SendsRows, movement
+from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
+from moefw.core.row_indices import arrival
 from moefw.core.site import Site
 
 
@@ -37,6 +39,14 @@ class AllGather(SendsRows):
             moefw.need("axis", "ep", reason="tokens are gathered along the expert-parallel axis"),
             *self.wire_needs(),
         ]
+
+    def memory(self, extent: Extent) -> PartMemory | None:
+        """Indices of all gathered choices. Nothing is known of packed rows."""
+        if self.wire != "high":
+            return None
+        gathered = extent.tokens * extent.ranks
+        indices = arrival(gathered, extent.dims.top_k, extent.valid_rows, extent.rows)
+        return movement(extent, indices, arriving=gathered, returning=gathered)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""

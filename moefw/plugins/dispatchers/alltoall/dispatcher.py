@@ -21,7 +21,7 @@ from moefw.core.movement import Codec, Pending, finish
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
 from moefw.core.traffic import Traffic, traffic_of
 from moefw.plugins.dispatchers.alltoall.parts import Parts
-from moefw_kernels.permute import Groups, Slots, gather, gather_sum, group_chunks, sort_slots
+from moefw_kernels.permute import Groups, Slots, gather_sum, group_chunks, sort_slots
 
 Counts = Sequence[Sequence[int]]
 """Rows by rank and expert."""
@@ -111,10 +111,9 @@ class AllToAllDispatcher(Dispatcher):
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row a (token, expert), and its weight."""
         way: _Way = plan.detail
-        rows_ND = gather(x_TD, way.slots.rows)
         weights_N = weights_TK.flatten().index_select(0, way.slots.slot_R)
-        sent, group = [rows_ND, weights_N], self.experts.group
-        return exchange(sent, way.sent, way.received, group, codec=self.codec, detail=plan)
+        tensors, group = [x_TD, weights_N], self.experts.group
+        return exchange(tensors, way.sent, way.received, group, codec=self.codec, rows=way.slots.rows, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
         """Send again along the same way."""

@@ -9,8 +9,10 @@ from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
-from moefw.core.dispatch_options import SendsRows
+from moefw.core.dispatch_options import SendsRows, movement
+from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
+from moefw.core.row_indices import Indices, arrival, distinct_choices
 from moefw.core.site import Site
 from moefw.plugins.dispatchers.deepep.limits import Shape, library_needs, limits
 
@@ -55,6 +57,18 @@ class DeepEP(SendsRows):
             return []
         what = "max_tokens sizes the library's buffer; backend: torch has none."
         return [moefw.Problem(what, "Leave max_tokens out, or use backend: library.", "max_tokens")]
+
+    def memory(self, extent: Extent) -> PartMemory | None:
+        """Indices of a row for each (token, rank). Nothing is known of the library, nor of packed rows."""
+        if self.wire != "high" or self.backend != "torch":
+            return None
+        choices = extent.dims.top_k * extent.etp
+        reached = min(choices, extent.ranks)
+        sent = distinct_choices(extent.tokens, choices, reached)
+        arrived = extent.tokens * reached
+        landed = arrival(arrived, extent.dims.top_k, extent.valid_rows, extent.rows)
+        indices = Indices(saved=sent.saved + landed.saved, held=sent.held + landed.held)
+        return movement(extent, indices, arriving=arrived, returning=arrived)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process. Raises PlanError where the library is missing or cannot carry it."""

@@ -18,7 +18,7 @@ from moefw.core.expert_group import ExpertGroup
 from moefw.core.movement import Codec, Pending, finish
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
 from moefw.core.traffic import Traffic, traffic_of
-from moefw_kernels.permute import Arrival, RowMap, arrange, distinct, gather, gather_sum, sort_slots
+from moefw_kernels.permute import Arrival, RowMap, arrange, distinct, gather_sum, sort_slots
 
 ID_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 16
 """Of a choice's expert id and weight, and of the two numbers that each pair of ranks exchanges."""
@@ -60,8 +60,8 @@ class TorchDeepEP(Dispatcher):
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row a (token, rank), and the weights of all its choices."""
         way: _Way = plan.detail
-        sent = [gather(x_TD, way.rows), weights_TK.index_select(0, way.rows.token_R)]
-        return exchange(sent, way.sent, way.received, self.experts.group, codec=self.codec, detail=plan)
+        tensors, group = [x_TD, weights_TK.index_select(0, way.rows.token_R)], self.experts.group
+        return exchange(tensors, way.sent, way.received, group, codec=self.codec, rows=way.rows, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
         """Send again along the same way."""

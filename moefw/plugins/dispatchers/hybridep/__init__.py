@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -9,8 +10,10 @@ from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
-from moefw.core.dispatch_options import SendsRows
+from moefw.core.dispatch_options import SendsRows, movement
+from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
+from moefw.core.row_indices import Indices, arrival, distinct_choices
 from moefw.core.site import Site
 from moefw.plugins.dispatchers.hybridep.limits import Shape, library_needs, limits
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node, uneven_nodes
@@ -36,6 +39,8 @@ class HybridEP(SendsRows):
 
     def offers(self, site: Site) -> moefw.Offers:
         """Static rows with a budget; the host learns the counts, but not from the library under a budget."""
+        reruns = self.rank_capacity and self.on_overflow == "rerun"
+        budget = {"budget": (self.rank_capacity,)} if reruns else {}
         sync_free = self.backend == "library" and self.rank_capacity
         return moefw.offers(
             row_alignment=moefw.ANY,
@@ -45,6 +50,7 @@ class HybridEP(SendsRows):
             deterministic=True,
             two_in_flight=True,
             row_keys=True,
+            **budget,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
@@ -70,6 +76,23 @@ class HybridEP(SendsRows):
             return [moefw.Problem(what, "Use on_overflow: rerun, or on_overflow: drop.", "rank_capacity")]
         what = "without rank_capacity there is no budget that could overflow."
         return [moefw.Problem(what, "Set rank_capacity, for example 1.5, or leave on_overflow out.", "on_overflow")]
+
+    def memory(self, extent: Extent) -> PartMemory | None:
+        """Indices of a row for each (token, node) and (token, rank). Nothing is known of library and packed rows."""
+        if self.wire != "high" or self.backend != "torch":
+            return None
+        top_k, choices = extent.dims.top_k, extent.dims.top_k * extent.etp
+        inside = min(extent.ranks_per_node, extent.ranks)
+        nodes = min(top_k, extent.ranks // inside)
+        landed, ranks = extent.tokens * nodes, min(max(1, choices // nodes), inside)
+        rows = extent.rows
+        if self.rank_capacity is not None:
+            rows = extent.aligned(math.ceil(self.rank_capacity * extent.choices * extent.etp))
+        hops = distinct_choices(extent.tokens, choices, nodes), distinct_choices(landed, choices, ranks)
+        indices = (*hops, arrival(landed * ranks, top_k, extent.valid_rows, extent.rows))
+        total = Indices(saved=sum(one.saved for one in indices), held=sum(one.held for one in indices))
+        known = evolve(extent, budget=rows)
+        return evolve(movement(known, total, arriving=landed * ranks, returning=landed * ranks), rows=rows)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from moefw.core.exchange import Splits, exchange_now
+from moefw.core.exchange import Splits, exchange, exchange_now
 from moefw.core.expert_group import ExpertGroup
-from moefw_kernels.permute import RowMap, distinct, gather, gather_sum, sort_slots
+from moefw.core.movement import Codec, Pending
+from moefw_kernels.permute import RowMap, distinct, gather_sum, sort_slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,9 +23,18 @@ class Hop:
     sent: Splits
     received: Splits
 
-    def send(self, x_TD: Tensor, weights_TK: Tensor) -> list[Tensor]:
-        """Return the rows to send, and the weights of all choices of each. Differentiable."""
-        return [gather(x_TD, self.rows), weights_TK.index_select(0, self.rows.token_R)]
+    def send(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        *,
+        group: ProcessGroup | None,
+        codec: Codec | None,
+        detail: object = None,
+    ) -> Pending:
+        """Start sending the rows, and the weights of all choices of each. Differentiable."""
+        tensors = [x_TD, weights_TK.index_select(0, self.rows.token_R)]
+        return exchange(tensors, self.sent, self.received, group, codec=codec, rows=self.rows, detail=detail)
 
     def add_up(self, rows_ND: Tensor) -> Tensor:
         """Return the sum of each token's rows that came back. Differentiable."""

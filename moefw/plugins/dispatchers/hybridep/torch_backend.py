@@ -91,8 +91,7 @@ class TorchHybridEP(Dispatcher):
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row a (token, node), and the weights of all its choices."""
         hop: Hop = plan.detail.network
-        sent, group = hop.send(x_TD, weights_TK), self.experts.group
-        return exchange(sent, hop.sent, hop.received, group, codec=self.codec, detail=plan)
+        return hop.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
         """Send again along the same way."""
@@ -102,9 +101,8 @@ class TorchHybridEP(Dispatcher):
         """Pass what landed here on to the ranks of this node, and expand what comes from them."""
         plan: DispatchPlan = pending.detail
         way: _Way = plan.detail
-        landed = way.node.send(*finish(pending))
-        node, group = way.node, self.experts.group
-        arrived = finish(exchange(landed, node.sent, node.received, group, codec=self.codec))
+        rows_ND, weights_NK = finish(pending)
+        arrived = finish(way.node.send(rows_ND, weights_NK, group=self.experts.group, codec=self.codec))
         batch = ExpertBatch.of(way.arrival.expand(*arrived), way.arrival, way.stats)
         return batch, Receipt(plan=plan)
 

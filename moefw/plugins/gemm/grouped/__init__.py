@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 import moefw
+from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
 
@@ -29,10 +30,13 @@ class Grouped(GemmPlugin):
     pad_rows: int = field(default=1, validator=ge(1))
 
     def offers(self, site: Site) -> moefw.Offers:
-        """The activation is always recomputed from the pre-activation, which ``expert_fc2`` saves."""
-        regions = [(region, way) for region in ("expert_fc1", "expert_fc2") for way in ("keep", "recompute", "offload")]
+        """The activation is always recomputed from the pre-activation, which ``expert_fc2`` saves.
+
+        What it saves in two dimensions is rows, the static number of them under a budget.
+        """
+        regions = [(region, way) for region in ("expert_fc1", "expert_fc2") for way in ("keep", "offload", "stash")]
         return moefw.offers(
-            region=(*regions, ("moe_act", "recompute")),
+            region=(*regions, ("expert_fc1", "recompute"), ("experts", "stash"), ("moe_act", "recompute")),
             differentiable=True,
             by_pass=True,
             activations_kept=True,
@@ -74,6 +78,12 @@ class Grouped(GemmPlugin):
             for name, size in sizes.items()
             if size % DIM_MULTIPLE
         ]
+
+    def memory(self, extent: Extent) -> PartMemory:
+        """Stacked weights; the regions ``expert_fc1`` and ``expert_fc2``."""
+        from moefw.plugins.gemm.grouped.memory import memory
+
+        return memory(extent)
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
         """Return the experts of one layer on this rank."""

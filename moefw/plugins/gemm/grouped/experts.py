@@ -105,7 +105,9 @@ class _Out(torch.autograd.Function):
         down: Tensor,
     ) -> Tensor:
         rows = Rows(ends_e, keys_R, sizes)
-        a = recipe.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop", rows=rows)
+        a = recipe.quantize_swiglu(h_RH, weights_R, rows=rows)
+        if a is None:
+            a = recipe.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop", rows=rows)
         w2 = recipe.quantize(down, role="weight", during="fprop")
         kept = keep_activation(h_RH, recipe, rows), recipe.keep(down, w2, role="weight", during="dgrad")
         _save(ctx, recipe, (weights_R, ends_e, keys_R), sizes, kept, (h_RH.dtype, down.dtype))

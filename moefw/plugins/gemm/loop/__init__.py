@@ -8,6 +8,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
+from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
 
@@ -21,8 +22,9 @@ class Loop(GemmPlugin):
     def offers(self, site: Site) -> moefw.Offers:
         """Both projections and the activation between them are regions of each expert."""
         regions = ("expert_fc1", "moe_act", "expert_fc2")
+        kept = [(region, way) for region in regions for way in ("keep", "offload")]
         return moefw.offers(
-            region=tuple((region, treatment) for region in regions for treatment in ("keep", "recompute", "offload")),
+            region=(*kept, ("expert_fc1", "recompute"), ("moe_act", "recompute")),
             differentiable=True,
             by_pass=True,
             activations_kept=True,
@@ -48,6 +50,12 @@ class Loop(GemmPlugin):
                 fix="Use an etp that divides model.expert_dim.",
             ),
         ]
+
+    def memory(self, extent: Extent) -> PartMemory:
+        """Three weights an expert; each expert calls the regions once."""
+        from moefw.plugins.gemm.loop.memory import memory
+
+        return memory(extent)
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
         """Return the experts of one layer on this rank."""

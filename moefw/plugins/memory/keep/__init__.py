@@ -16,6 +16,7 @@ class Keep(MemoryPlugin):
 
     name: ClassVar[str] = "keep"
     treatment: ClassVar[str] = "keep"
+    passive: ClassVar[bool] = True
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Return the policy."""

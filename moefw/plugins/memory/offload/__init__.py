@@ -1,18 +1,20 @@
-"""``offload``: a region's activations wait in host memory, or on a disk, between forward and backward."""
+"""``offload`` and ``optimizer-offload``: activations and states of the optimizer wait off the device until wanted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import ge, le, min_len, optional
 
 import moefw
-from moefw.core.plugin import MemoryPlugin
+from moefw.core.ledger import Extent, Fate, StateRest, Tensor
+from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
 from moefw.core.site import Site
 
 MIN_BYTES = 1 << 20
+BUCKET_BYTES = 1 << 26
 
 
 @frozen
@@ -42,6 +44,18 @@ class Offload(MemoryPlugin):
         what = "path is where files lie, and with to: host there are none."
         return [moefw.Problem(what, "Leave path out, or use to: nvme.", "path")]
 
+    def fates(self, saved: Sequence[Tensor], extent: Extent) -> Sequence[Fate]:
+        """Large tensors go, as long as no more than ``fraction`` of the bytes so far has gone."""
+        eligible = moved = 0
+        found = []
+        for tensor in saved:
+            goes = tensor.nbytes >= self.min_bytes
+            eligible += tensor.nbytes if goes else 0
+            goes = goes and moved + tensor.nbytes <= self.fraction * eligible
+            moved += tensor.nbytes if goes else 0
+            found.append(Fate(offloaded=tensor.nbytes) if goes else Fate(kept=tensor.nbytes))
+        return found
+
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Return the policy. Raises PlanError where ``path`` is no folder to write to."""
         from moefw.plugins.memory.offload.policy import OffloadPolicy
@@ -52,7 +66,36 @@ class Offload(MemoryPlugin):
         return OffloadPolicy(pool, min_bytes=self.min_bytes, fraction=self.fraction)
 
 
+@frozen
+class OptimizerOffload(OptimizerMemoryPlugin):
+    """Keeps the optimizer's states in host memory, page-locked for a GPU; parameters stay on the device.
+
+    ``update`` host: the CPU updates them; gradients and parameters come down, new parameters go up. device: they go up
+    for their update and come down again. Two buckets of at most ``bucket_bytes`` are under way at a time.
+    """
+
+    name: ClassVar[str] = "optimizer-offload"
+    treatment: ClassVar[str] = "offload"
+
+    update: Literal["host", "device"] = "device"
+    bucket_bytes: int = field(default=BUCKET_BYTES, validator=ge(1 << 10))
+
+    def rests(self, state: StateRest) -> StateRest:
+        """On the host."""
+        return evolve(state, on_device=False)
+
+    def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:
+        """Return the policy."""
+        from moefw.plugins.memory.offload.host import STATES, host_memory
+        from moefw.plugins.memory.offload.states_policy import OffloadStatesPolicy
+        from moefw.plugins.memory.offload.streams import open_transfers
+
+        transfers = context.shared(self.name, lambda: open_transfers(context.device))
+        allocate = host_memory(pinned=context.device.type == "cuda", words=STATES)
+        return OffloadStatesPolicy(transfers, allocate, update=self.update, bucket_bytes=self.bucket_bytes)
+
+
 @moefw.hookimpl
 def moefw_memory_policies() -> list[type[MemoryPlugin]]:
-    """Declare the policy."""
-    return [Offload]
+    """Declare the policies."""
+    return [Offload, OptimizerOffload]

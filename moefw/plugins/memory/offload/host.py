@@ -9,17 +9,28 @@ from torch import Tensor
 
 from moefw.core.errors import RunError
 
+ACTIVATIONS = "memory policy offload", "activations", "Offload less (fraction, regions), or use to: nvme."
+STATES = (
+    "memory policy optimizer-offload",
+    "states of the optimizer",
+    "Add optimizer-bf16, share out more, or leave it out.",
+)
 
-def host_memory(*, pinned: bool) -> Callable[[int], Tensor]:
-    """Return what makes buffers of so many bytes; ``pinned``: page-locked, so that a GPU copies at full speed."""
+
+def host_memory(*, pinned: bool, words: tuple[str, str, str] = ACTIVATIONS) -> Callable[[int], Tensor]:
+    """Return what makes buffers of so many bytes; ``pinned``: page-locked, so that a GPU copies at full speed.
+
+    ``words`` of an error: who asks, for what, and what to do.
+    """
+    who, what_for, fix = words
 
     def allocate(nbytes: int) -> Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             kind = "page-locked host memory" if pinned else "host memory"
-            what = f"memory policy offload: {nbytes} bytes of {kind} for activations cannot be had ({_first(error)})."
-            raise RunError(what, "Offload less (fraction, regions), or use to: nvme.") from error
+            what = f"{who}: {nbytes} bytes of {kind} for {what_for} cannot be had ({_first(error)})."
+            raise RunError(what, fix) from error
 
     return allocate
 

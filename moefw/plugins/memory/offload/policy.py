@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefw.core.contracts import MemoryPolicy
@@ -94,9 +95,9 @@ class _Call:
             before.fetch()
 
     def _may_move(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.numel() > 0
+        plain = type(tensor) in (Tensor, FakeTensor) and tensor.layout is torch.strided and tensor.numel() > 0
         on_device = plain and tensor.device.type == self.pool.device.type
-        return on_device and not isinstance(tensor._base, nn.Parameter)
+        return on_device and not any(isinstance(one, nn.Parameter) for one in (tensor, tensor._base))
 
     def _affords(self, span: Span) -> bool:
         if span in self._staying:

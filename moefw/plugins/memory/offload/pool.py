@@ -14,7 +14,7 @@ from torch import Tensor
 from moefw.plugins.memory.offload.host import host_memory
 from moefw.plugins.memory.offload.nvme import UnnamedFiles
 from moefw.plugins.memory.offload.span import Span
-from moefw.plugins.memory.offload.streams import CudaTransfers, PlainTransfers, Transfers
+from moefw.plugins.memory.offload.streams import Transfers, open_transfers
 
 Allocate = Callable[[int], Tensor]
 """Returns so many bytes, ``(n,)`` uint8 on the CPU; raises RunError where there is no room."""
@@ -114,5 +114,4 @@ class Pool:
 def open_pool(device: torch.device, folder: str | None) -> Pool:
     """Return a pool for a device: of memory, or of files in ``folder``. Raises PlanError where it is none."""
     on_gpu = device.type == "cuda"
-    transfers = CudaTransfers(device) if on_gpu else PlainTransfers(device)
-    return Pool(host_memory(pinned=on_gpu) if folder is None else UnnamedFiles(Path(folder)), transfers)
+    return Pool(host_memory(pinned=on_gpu) if folder is None else UnnamedFiles(Path(folder)), open_transfers(device))

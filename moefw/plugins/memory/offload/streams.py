@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Transfers(ABC):
-    """Copies 1-D values off the device and back. An event says when a copy is done; None: it is."""
+    """Copies values off the device and back. An event says when a copy is done; None: it is."""
 
     device: torch.device
 
@@ -30,8 +30,19 @@ class Transfers(ABC):
         """Start copying ``room`` to the device once ``after`` is done; return the values and the event of the copy."""
 
     @abstractmethod
+    def into(self, room: Tensor, values: Tensor, *, after: Any) -> Any:
+        """Copy ``room`` into ``values``, memory of the device, once ``after`` and what the current stream has are done.
+
+        Returns the event of the copy. The caller need not hold on to ``values``.
+        """
+
+    @abstractmethod
     def use(self, values: Tensor, arrived: Any) -> None:
         """Let the current stream wait for values that come back."""
+
+    @abstractmethod
+    def wait(self, event: Any) -> None:
+        """Let the host wait for a copy."""
 
 
 @final
@@ -49,7 +60,14 @@ class PlainTransfers(Transfers):
         """Return a copy."""
         return room.to(self.device, copy=True), None
 
+    def into(self, room: Tensor, values: Tensor, *, after: Any) -> None:
+        """Copy."""
+        values.copy_(room)
+
     def use(self, values: Tensor, arrived: Any) -> None:
+        """Wait for nothing."""
+
+    def wait(self, event: Any) -> None:
         """Wait for nothing."""
 
 
@@ -74,15 +92,23 @@ class CudaTransfers(Transfers):
     def back(self, room: Tensor, *, after: Any) -> tuple[Tensor, Any]:
         """Copy on the stream of that direction, once the current stream has no more use for the memory."""
         values = torch.empty(len(room), dtype=room.dtype, device=self.device)
+        return values, self.into(room, values, after=after)
+
+    def into(self, room: Tensor, values: Tensor, *, after: Any) -> Any:
+        """Copy on the stream of that direction, once the current stream has no more use for the memory."""
         arrived = self._copy(room, values, self._back, after)
         values.record_stream(self._back)
-        return values, arrived
+        return arrived
 
     def use(self, values: Tensor, arrived: Any) -> None:
         """Let the current stream, which need not be the one that asked, wait for the copy."""
         current = self._cuda.current_stream(self.device)
         current.wait_event(arrived)
         values.record_stream(current)
+
+    def wait(self, event: Any) -> None:
+        """Let the host wait for the copy."""
+        event.synchronize()
 
     def _copy(self, source: Tensor, target: Tensor, stream: Any, after: Any) -> Any:
         stream.wait_event(self._cuda.current_stream(self.device).record_event())
@@ -91,3 +117,8 @@ class CudaTransfers(Transfers):
         with self._cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         return stream.record_event()
+
+
+def open_transfers(device: torch.device) -> Transfers:
+    """Return what copies between a device and the host."""
+    return CudaTransfers(device) if device.type == "cuda" else PlainTransfers(device)

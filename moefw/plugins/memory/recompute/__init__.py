@@ -16,6 +16,7 @@ class Recompute(MemoryPlugin):
 
     name: ClassVar[str] = "recompute"
     treatment: ClassVar[str] = "recompute"
+    runs_again: ClassVar[bool] = True
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Return the policy."""

@@ -132,7 +132,10 @@ def _never(packed: None) -> Never:
 
 
 class _Return(torch.autograd.Function):
-    """Passes on what a call returns. Its backward comes after that of everybody who saved any of it."""
+    """Passes on what a call returns. Its backward comes after that of everybody who saved any of it.
+
+    The call is let go of then: what it was given must not wait for the whole graph to die.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -142,5 +145,7 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.call.forget()
+        if ctx.call is not None:
+            ctx.call.forget()
+        ctx.call, ctx.outputs = None, ()
         return (None, *grads)

@@ -7,6 +7,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
+from moefw.core.ledger import BF16_FORMATS, Formats
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
 
@@ -30,12 +31,20 @@ class FP32(_Native):
 
     name: ClassVar[str] = "fp32"
 
+    def formats(self) -> Formats:
+        """Four bytes."""
+        return Formats(stream=4)
+
 
 @frozen
 class BF16(_Native):
     """GEMM operands and activations in bf16; parameters, router, norms, softmax and optimizer stay in fp32."""
 
     name: ClassVar[str] = "bf16"
+
+    def formats(self) -> Formats:
+        """Two bytes."""
+        return BF16_FORMATS
 
 
 @moefw.hookimpl

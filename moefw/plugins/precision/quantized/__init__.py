@@ -9,9 +9,12 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import PrecisionPlugin
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin, patterns_of_nothing
-from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
+from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise, nothing_to_gather
 from moefw.plugins.precision.quantized.fp8_tensor import FP8Tensor
+from moefw.plugins.precision.quantized.gpus import MXFP8 as GPUS_OF_MXFP8
+from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.nvfp4 import NVFP4
+from moefw.plugins.precision.quantized.te.machine import MX_BLOCKS
 
 
 @frozen(kw_only=True)
@@ -20,20 +23,32 @@ class MXFP8(QuantizedPlugin):
 
     name: ClassVar[str] = "mxfp8"
     rows: ClassVar[int] = 32
+    scale_bytes: ClassVar[int] = 1
     wire: ClassVar[tuple[str, ...]] = ("bf16", "fp8")
+    gpus: ClassVar[Gpus] = GPUS_OF_MXFP8
+    te_gpus: ClassVar[Gpus] = MX_BLOCKS
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return the recipe."""
+        """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
         from moefw.plugins.precision.quantized.encoders import MX
         from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
+        from moefw.plugins.precision.quantized.scaled import scaled_recipe
+        from moefw.plugins.precision.quantized.swizzled_products import MXProducts
+        from moefw.plugins.precision.quantized.te.quantizers import MXBlocks
+        from moefw.plugins.precision.quantized.te.recipe import te_recipe
 
-        return EmulatedRecipe(MX(), save_codes=self.saved_activations == "fp8")
+        save_codes = self.saved_activations == "fp8"
+        if self.backend == "torch":
+            return scaled_recipe(MX(), MXProducts(), device=context.device, save_codes=save_codes)
+        if self.backend == "te":
+            return te_recipe(MX(), MXBlocks(), self.te_gpus, device=context.device, save_codes=save_codes)
+        return EmulatedRecipe(MX(), save_codes=save_codes)
 
 
 @moefw.hookimpl
 def moefw_check(assembly: moefw.Assembly) -> list[moefw.Problem]:
-    """A pattern that names no module is a mistake."""
-    return patterns_of_nothing(assembly)
+    """A pattern that names no module is a mistake, and so is an option that nothing comes of."""
+    return patterns_of_nothing(assembly) + nothing_to_gather(assembly)
 
 
 @moefw.hookimpl

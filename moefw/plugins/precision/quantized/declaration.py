@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
@@ -9,8 +10,11 @@ from typing import ClassVar, Literal
 from attrs import frozen
 
 import moefw
+from moefw.core.ledger import BF16_FORMATS, Codes, Formats
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
+from moefw.plugins.precision.quantized.gpus import Gpus
+from moefw.plugins.precision.quantized.te.machine import te_needs
 
 MODULES = ("attention", "mlp", "moe.experts", "moe.shared_expert")
 """The modules of a layer whose GEMMs a recipe quantizes."""
@@ -22,8 +26,9 @@ class LowPrecisionPlugin(PrecisionPlugin):
 
     Router, norms, embedding, head and softmax are those of bf16; parameters, gradients and optimizer are fp32.
     ``backend`` emulate quantizes, dequantizes and multiplies in fp32: the codes and scales of the format, on any
-    machine. ``keep_bf16``: patterns of modules that are left out, such as ``layers.0.*``, ``layers.-1.*`` for the last
-    layer, or ``*.attention``.
+    machine; torch multiplies these as they are, on GPUs that can; te has Transformer Engine quantize and multiply.
+    ``keep_bf16``: patterns of modules that are left out, such as ``layers.0.*``, ``layers.-1.*`` for the last layer, or
+    ``*.attention``.
     """
 
     rows: ClassVar[int]
@@ -32,20 +37,34 @@ class LowPrecisionPlugin(PrecisionPlugin):
     wire: ClassVar[tuple[str, ...]] = ("bf16",)
     """As what rows may travel to the experts."""
 
-    backend: Literal["emulate"]
+    codes: ClassVar[str] = "fp8"
+    """What operands are that are multiplied as they are."""
+
+    gpus: ClassVar[Gpus]
+    """Those on which torch multiplies these."""
+
+    backend: Literal["emulate", "torch", "te"]
     keep_bf16: tuple[str, ...] = ()
 
+    @property
+    @abstractmethod
+    def te_gpus(self) -> Gpus:
+        """Those on which Transformer Engine does."""
+
     def offers(self, site: Site) -> moefw.Offers:
-        """Operands are dequantized to fp32."""
-        return moefw.offers(operand=("fp32",), wire=self.wire, deterministic=True, differentiable=True)
+        """Operands are codes and scales, or dequantized to fp32."""
+        operand = "fp32" if self.backend == "emulate" else self.codes
+        return moefw.offers(operand=(operand,), wire=self.wire, deterministic=True, differentiable=True)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Whole blocks of rows, and GEMMs that quantize for each pass."""
+        """Whole blocks of rows, GEMMs that quantize for each pass, and the GPU that multiplies codes."""
         blocks = f"the weight gradient takes rows in blocks of {self.rows}, each of one expert"
         passes = "backward multiplies operands that are quantized along other axes than those of forward"
         return [
             moefw.need("row_alignment", self.rows, reason=blocks),
             moefw.need("by_pass", True, reason=passes, fix="Use parts that multiply through moefw.linear."),
+            *(self.gpus.needs() if self.backend == "torch" else ()),
+            *(te_needs(self.te_gpus) if self.backend == "te" else ()),
         ]
 
     def high(self, context: moefw.BuildContext) -> moefw.Precision:
@@ -53,6 +72,10 @@ class LowPrecisionPlugin(PrecisionPlugin):
         from moefw.core.casts import BF16Recipe
 
         return BF16Recipe()
+
+    def high_formats(self) -> Formats:
+        """Those of bf16."""
+        return BF16_FORMATS
 
     def spares(self, module: str) -> bool:
         """Whether a pattern of ``keep_bf16`` names the module."""
@@ -63,7 +86,20 @@ class LowPrecisionPlugin(PrecisionPlugin):
 class QuantizedPlugin(LowPrecisionPlugin):
     """One with eight bits, which are enough for ``saved_activations`` fp8: the experts' pre-activation as codes."""
 
+    scale_bytes: ClassVar[int | None] = None
+    """Of a block's scale; None: scales belong to no blocks of ``rows``."""
+
     saved_activations: Literal["bf16", "fp8"] = "bf16"
+
+    def formats(self) -> Formats | None:
+        """Inputs are saved as codes in blocks of rows, weights as they are. None of Transformer Engine's."""
+        scale = self.scale_bytes
+        if self.backend == "te" or scale is None:
+            return None
+        blocks = ((self.rows, 1), (1, self.rows))
+        inputs, along = (Codes(value_bits=8, block=block, scale_bytes=scale) for block in blocks)
+        activations = along if self.saved_activations == "fp8" else None
+        return Formats(stream=2, inputs=inputs, activations=activations, passing_counted=False)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Also a GEMM that has its activations saved by the recipe."""

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import final
 
-import torch
 from torch import Tensor
 
 from moefw.core.contracts import Pass, Role, Rows
 from moefw.core.movement import Codec
+from moefw.core.primary_weights import GatheredWeight, WeightCodec
+from moefw.plugins.precision.quantized.primary import SquareBlocks, quantized_weight
 from moefw.plugins.precision.quantized.wire import PackedRows
-from moefw_kernels.quantize import Quantized, quantize_fp8, quantize_mxfp8
+from moefw_kernels.quantize import Quantized, Scales, quantize_fp8, quantize_mxfp8
 
 
 class Encoder(ABC):
-    """Makes codes and scales of an operand. ``draws``: rounding is random, from the keys of rows."""
+    """Makes codes and scales of an operand. ``draws``: rounding is random, from the keys of rows.
+
+    ``row_scales``: an input in fprop is ``quantize_rows`` with these, which a kernel does while it computes the input;
+    None where it is not, as a scale for a whole tensor takes a pass of its own.
+    """
 
     draws: bool = False
+    row_scales: Scales | None = None
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
         """Return the encoder of a module or a GEMM inside, as ``Precision.at`` does."""
@@ -30,6 +35,10 @@ class Encoder(ABC):
 
     def codec(self, dim: int) -> Codec | None:
         """Return what packs rows on their way to experts, as ``Precision.codec`` does."""
+        return None
+
+    def weight_codec(self) -> WeightCodec | None:
+        """Return as what weights are gathered, as ``Precision.weight_codec`` does."""
         return None
 
     def encode_activation(self, x: Tensor, rows: Rows) -> Quantized:
@@ -46,24 +55,32 @@ def summed_axis(role: Role, during: Pass) -> int:
 class Blockwise(Encoder):
     """E4M3 in blocks of 128 along the axis, 128x128 for weights. Blocks know no groups: rows are aligned to them."""
 
-    def __init__(self, *, power_of_two: bool) -> None:
-        self._power_of_two = power_of_two
+    def __init__(self, *, power_of_two: bool, primary: SquareBlocks | None = None) -> None:
+        self._power_of_two, self._primary = power_of_two, primary
+        self.row_scales: Scales = "power_of_two" if power_of_two else "fp32"
+
+    def weight_codec(self) -> WeightCodec | None:
+        """Return what quantizes shards of weights."""
+        return self._primary
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
-        """Return the operand."""
+        """Return the operand: of a weight that was gathered as codes, those."""
+        if isinstance(x, GatheredWeight):
+            return quantized_weight(x)
         along = (1, 128) if summed_axis(role, during) == -1 else (128, 1)
         block = (128, 128) if role == "weight" else along
         return quantize_fp8(x, block=block, power_of_two=self._power_of_two)
 
     def codec(self, dim: int) -> Codec:
         """Return what packs rows with an fp32 scale for 128 values."""
-        encode = partial(quantize_fp8, block=(1, 128), power_of_two=self._power_of_two)
-        return PackedRows(encode, dim=dim, columns=128, scale=torch.float32)
+        return PackedRows(self.row_scales, dim=dim)
 
 
 @final
 class MX(Encoder):
     """E4M3 in blocks of 32 along the axis with E8M0 scales."""
+
+    row_scales: Scales = "e8m0"
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
         """Return the operand."""
@@ -71,4 +88,4 @@ class MX(Encoder):
 
     def codec(self, dim: int) -> Codec:
         """Return what packs rows with an E8M0 scale for 32 values."""
-        return PackedRows(quantize_mxfp8, dim=dim, columns=32, scale=torch.float8_e8m0fnu)
+        return PackedRows(self.row_scales, dim=dim)

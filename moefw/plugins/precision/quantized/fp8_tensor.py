@@ -11,6 +11,8 @@ from attrs.validators import ge, optional
 import moefw
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
+from moefw.plugins.precision.quantized.gpus import TENSORS, Gpus
+from moefw.plugins.precision.quantized.te.machine import WHOLE_TENSORS
 
 DELAYED: Final[Mapping[str, Any]] = {"history": 16, "margin": 0, "algorithm": "max"}
 """The options of delayed scaling, and what they are when left out."""
@@ -26,6 +28,8 @@ class FP8Tensor(QuantizedPlugin):
 
     name: ClassVar[str] = "fp8-tensor"
     rows: ClassVar[int] = 16
+    gpus: ClassVar[Gpus] = TENSORS
+    te_gpus: ClassVar[Gpus] = WHOLE_TENSORS
 
     scaling: Literal["current", "delayed"] = "current"
     history: int | None = field(default=None, validator=optional(ge(1)))
@@ -41,12 +45,22 @@ class FP8Tensor(QuantizedPlugin):
         return [moefw.Problem(f"{name} is no option of scaling: current.", fix, name) for name in given]
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return the recipe."""
+        """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
         from moefw.plugins.precision.quantized.delayed import DelayedScales
         from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
+        from moefw.plugins.precision.quantized.scaled import scaled_recipe
+        from moefw.plugins.precision.quantized.te.quantizers import CurrentTensors, DelayedTensors
+        from moefw.plugins.precision.quantized.te.recipe import te_recipe
         from moefw.plugins.precision.quantized.tensorwise import CurrentScales
+        from moefw.plugins.precision.quantized.tensorwise_products import TensorwiseProducts
 
         given = {name: getattr(self, name) for name in DELAYED}
         options = {name: DELAYED[name] if value is None else value for name, value in given.items()}
         encoder = CurrentScales() if self.scaling == "current" else DelayedScales(**options)
-        return EmulatedRecipe(encoder, save_codes=self.saved_activations == "fp8")
+        save_codes = self.saved_activations == "fp8"
+        if self.backend == "torch":
+            return scaled_recipe(encoder, TensorwiseProducts(), device=context.device, save_codes=save_codes)
+        if self.backend == "te":
+            tensors = CurrentTensors() if self.scaling == "current" else DelayedTensors()
+            return te_recipe(encoder, tensors, self.te_gpus, device=context.device, save_codes=save_codes)
+        return EmulatedRecipe(encoder, save_codes=save_codes)

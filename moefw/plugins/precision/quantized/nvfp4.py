@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from attrs import frozen
 
 import moefw
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.declaration import LowPrecisionPlugin
+from moefw.plugins.precision.quantized.gpus import NVFP4 as GPUS_OF_NVFP4
+from moefw.plugins.precision.quantized.gpus import Gpus
+from moefw.plugins.precision.quantized.te.machine import FP4
 
 
 @frozen(kw_only=True)
@@ -23,31 +26,53 @@ class NVFP4(LowPrecisionPlugin):
 
     name: ClassVar[str] = "nvfp4"
     rows: ClassVar[int] = 16
+    codes: ClassVar[str] = "fp4"
+    gpus: ClassVar[Gpus] = GPUS_OF_NVFP4
+    te_gpus: ClassVar[Gpus] = FP4
 
-    backend: Literal["emulate"]
     keep_bf16: tuple[str, ...] = ("layers.0.*", "layers.-1.*")
     stochastic_rounding: bool = True
     hadamard: bool = True
     square_weights: bool = True
 
+    def offers(self, site: Site) -> moefw.Offers:
+        """Transformer Engine draws from a generator that runs on: not the same bits in two runs."""
+        same = self.backend != "te" or not self.stochastic_rounding
+        return {**super().offers(site), **moefw.offers(deterministic=same)}
+
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Also the keys of rows, from which random rounding draws."""
+        """Also the keys of rows, from which random rounding draws, and rows that torch's grouped GEMM takes."""
         needs = list(super().needs(site))
-        if self.stochastic_rounding:
+        if self.backend == "torch":
+            reason = "torch's grouped GEMM sums over rows in steps of 32 codes, 16 bytes"
+            needs.append(moefw.need("row_alignment", 32, reason=reason, option="backend"))
+        if self.backend == "te":
+            reason = "Transformer Engine quantizes groups of rows to NVFP4 in tiles of 128"
+            needs.append(moefw.need("row_alignment", 128, reason=reason, option="backend"))
+        elif self.stochastic_rounding:
             reason = "what it draws for a row must not depend on where the row is"
             fix = "Use parts that offer row_keys, or stochastic_rounding: false."
             needs.append(moefw.need("row_keys", True, reason=reason, fix=fix, option="stochastic_rounding"))
         return needs
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return the recipe."""
+        """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
         from moefw.plugins.precision.quantized.four_bits import FourBits
         from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
+        from moefw.plugins.precision.quantized.scaled import scaled_recipe
+        from moefw.plugins.precision.quantized.swizzled_products import NVFP4Products
+        from moefw.plugins.precision.quantized.te.quantizers import FP4Blocks
+        from moefw.plugins.precision.quantized.te.recipe import te_recipe
 
         encoder = FourBits(
             f"layers.{context.site.layer}",
-            draws=self.stochastic_rounding,
+            draws=self.stochastic_rounding and self.backend != "te",
             turns=self.hadamard,
             square_weights=self.square_weights,
         )
+        if self.backend == "torch":
+            return scaled_recipe(encoder, NVFP4Products(), device=context.device, save_codes=False)
+        if self.backend == "te":
+            blocks = FP4Blocks(self.stochastic_rounding, self.hadamard, self.square_weights)
+            return te_recipe(encoder, blocks, self.te_gpus, device=context.device, save_codes=False)
         return EmulatedRecipe(encoder, save_codes=False)

@@ -12,17 +12,18 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
 from moefw.core.movement import Codec
+from moefw.core.primary_weights import WeightCodec
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw_kernels.quantize import Quantized
+from moefw_kernels.swiglu_quantize import swiglu_quantize
 
 _NO_ROWS = Rows()
 
 
-class QuantizedRecipe(nn.Module, Precision):
-    """What wgrad needs of an input is saved as codes and scales; a weight is there in backward, and quantized again.
+class LowPrecisionRecipe(nn.Module, Precision):
+    """Quantizes what no GEMM takes: rows on the wire, and if ``save_codes`` the experts' pre-activation.
 
-    ``save_codes``: the experts' pre-activation is saved as codes, too, which backward then reads rounded. A module, as
-    ``encoder`` may keep state.
+    Backward then reads the latter rounded. A module, as ``encoder`` may keep state.
     """
 
     residual_dtype: ClassVar[Any] = torch.bfloat16
@@ -31,6 +32,25 @@ class QuantizedRecipe(nn.Module, Precision):
     def __init__(self, encoder: Encoder, *, save_codes: bool) -> None:
         super().__init__()
         self.encoder, self._save_codes, self.draws = encoder, save_codes, encoder.draws
+
+    def codec(self, dim: int) -> Codec | None:
+        """Return what packs rows in the blocks of fprop, if the format can."""
+        return self.encoder.codec(dim)
+
+    def weight_codec(self) -> WeightCodec | None:
+        """Return what quantizes shards of weights before they are gathered, if that is asked for."""
+        return self.encoder.weight_codec()
+
+    def keep_activation(self, x: Tensor, rows: Rows | None = None) -> Kept:
+        """Return the codes of ``x`` in blocks along its last axis, if they are to be saved."""
+        if not self._save_codes:
+            return super().keep_activation(x, rows)
+        dtype = x.dtype
+        return _kept(self.encoder.encode_activation(x, rows or _NO_ROWS), lambda codes: codes.dequantize().to(dtype))
+
+
+class QuantizedRecipe(LowPrecisionRecipe):
+    """What wgrad needs of an input is saved as codes and scales; a weight is there in backward, and quantized again."""
 
     @abstractmethod
     def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
@@ -48,22 +68,23 @@ class QuantizedRecipe(nn.Module, Precision):
         """Return the operand."""
         return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
 
+    def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: Rows | None = None) -> Any | None:
+        """Return the operand, where blocks lie along rows and nothing is filled up."""
+        scales, like_a_RF = self.encoder.row_scales, h_RH.chunk(2, dim=-1)[0]
+        wanted = h_RH.dtype is torch.bfloat16 and not (torch.is_grad_enabled() and h_RH.requires_grad)
+        if scales is None or not wanted or self.fills_up(like_a_RF, rows or _NO_ROWS):
+            return None
+        return self.operand_of(like_a_RF, "fprop")(swiglu_quantize(h_RH, weights_R, scales=scales))
+
+    def fills_up(self, x: Tensor, rows: Rows) -> bool:
+        """Return whether zeros are added to an input ``x`` in fprop."""
+        return False
+
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
         """Return the codes of an input, or a weight itself."""
         if role == "weight":
             return Kept((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
         return _kept(self.encode(x, role, during, rows or _NO_ROWS), self.operand_of(x, during))
-
-    def codec(self, dim: int) -> Codec | None:
-        """Return what packs rows in the blocks of fprop, if the format can."""
-        return self.encoder.codec(dim)
-
-    def keep_activation(self, x: Tensor, rows: Rows | None = None) -> Kept:
-        """Return the codes of ``x`` in blocks along its last axis, if they are to be saved."""
-        if not self._save_codes:
-            return super().keep_activation(x, rows)
-        dtype = x.dtype
-        return _kept(self.encoder.encode_activation(x, rows or _NO_ROWS), lambda codes: codes.dequantize().to(dtype))
 
 
 @final

@@ -8,14 +8,14 @@ from functools import partial
 from typing import final
 
 import torch
+from attrs import evolve
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.contracts import Pass, Role, Rows
-from moefw.plugins.precision.quantized.encoders import summed_axis
+from moefw.core.contracts import Pass, Precision, Role, Rows
+from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
+from moefw.plugins.precision.quantized.products import Products
 from moefw.plugins.precision.quantized.recipe import QuantizedRecipe
-from moefw.plugins.precision.quantized.scaled_mm import blockwise_mm
-from moefw_kernels.grouped_gemm import BLOCK, blockwise_grouped_mm
 from moefw_kernels.quantize import Quantized
 
 
@@ -30,41 +30,76 @@ class Scaled:
     codes: Quantized
     shape: tuple[int, ...]
     dtype: torch.dtype
+    products: Products
 
     @property
     def mT(self) -> Scaled:
         """The transpose of each matrix, without a copy."""
-        return Scaled(self.codes.mT, (*self.shape[:-2], self.shape[-1], self.shape[-2]), self.dtype)
+        turned = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return Scaled(self.codes.mT, turned, self.dtype, self.products)
 
     def __matmul__(self, other: Scaled) -> Tensor:
         """Return the product of two matrices."""
-        return _cut(blockwise_mm(self.codes, other.codes, self.dtype), self, other)
+        if self.codes.codes.numel() and other.codes.codes.numel():
+            return self._cut(self.products.mm(self.codes, other.codes, self.dtype), other)
+        return self._zeros(self.shape[0], other.shape[1])
 
     def grouped_mm(self, other: Scaled, ends_e: Tensor) -> Tensor:
         """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it."""
-        return _cut(blockwise_grouped_mm(self.codes, other.codes, ends_e, out_dtype=self.dtype), self, other)
+        if self.codes.codes.numel() and other.codes.codes.numel():
+            return self._cut(self.products.grouped_mm(self.codes, other.codes, ends_e, self.dtype), other)
+        groups = [len(ends_e)] if len(other.shape) == 2 else []
+        return self._zeros(*groups, self.shape[0], other.shape[-1])
+
+    def _cut(self, product: Tensor, other: Scaled) -> Tensor:
+        return product[..., : self.shape[-2], : other.shape[-1]].contiguous()
+
+    def _zeros(self, *size: int) -> Tensor:
+        return self.codes.codes.new_zeros(size, dtype=self.dtype)
 
 
 @final
 class ScaledRecipe(QuantizedRecipe):
-    """Products are bf16 in fprop and dgrad, fp32 in wgrad. Sizes that are no multiples of 128 are filled up with zeros.
+    """Products are bf16 in fprop and dgrad, fp32 in wgrad. Sizes that are no multiples are filled up with zeros.
 
     The rows of groups are not: dispatchers align them.
     """
 
+    def __init__(self, encoder: Encoder, products: Products, *, save_codes: bool) -> None:
+        super().__init__(encoder, save_codes=save_codes)
+        self._products = products
+
+    def at(self, name: str, *, groups: int | None = None) -> Precision:
+        """Return the recipe with the encoder of that place."""
+        return ScaledRecipe(self.encoder.at(name, groups=groups), self._products, save_codes=self._save_codes)
+
     def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
         """Return codes and scales, laid along the axis that is summed over."""
-        more_rows = 0 if rows.ends_e is not None else -x.shape[-2] % BLOCK
-        more_columns = -x.shape[-1] % BLOCK
+        axis = summed_axis(role, during)
+        more_rows, more_columns = self._missing(x, axis, rows)
         if more_rows or more_columns:
             x = F.pad(x, (0, more_columns, 0, more_rows))
-        encoded, axis = self.encoder.encode(x, role, during, rows), summed_axis(role, during)
+        if more_rows and rows.keys_R is not None:
+            rows = evolve(rows, keys_R=F.pad(rows.keys_R, (0, more_rows)))
+        encoded = self.encoder.encode(x, role, during, rows)
         return encoded if encoded.axis == axis else encoded.along(axis)
+
+    def fills_up(self, x: Tensor, rows: Rows) -> bool:
+        """Return whether sizes are no multiples."""
+        return self._missing(x, -1, rows) != (0, 0)
+
+    def _missing(self, x: Tensor, axis: int, rows: Rows) -> tuple[int, int]:
+        """Return how many rows and columns of zeros are added."""
+        more_rows, more_columns = (-size % self._products.multiple for size in x.shape[-2:])
+        return (0 if rows.ends_e is not None and axis == -1 else more_rows), more_columns
 
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Scaled]:
         """Return what names shape and dtype."""
-        return partial(Scaled, shape=tuple(x.shape), dtype=torch.float32 if during == "wgrad" else torch.bfloat16)
+        dtype = torch.float32 if during == "wgrad" else torch.bfloat16
+        return partial(Scaled, shape=tuple(x.shape), dtype=dtype, products=self._products)
 
 
-def _cut(product: Tensor, a: Scaled, b: Scaled) -> Tensor:
-    return product[..., : a.shape[-2], : b.shape[-1]].contiguous()
+def scaled_recipe(encoder: Encoder, products: Products, *, device: torch.device, save_codes: bool) -> ScaledRecipe:
+    """Return the recipe. Raises PlanError where torch cannot multiply its operands on the device."""
+    products.gpus.require(device)
+    return ScaledRecipe(encoder, products, save_codes=save_codes)

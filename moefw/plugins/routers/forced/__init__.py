@@ -8,6 +8,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
+from moefw.core.ledger import FP32, INT64, Extent, PartMemory, Region, Tensor, Weight
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Site
 
@@ -35,6 +36,27 @@ class Forced(RouterPlugin):
             return ()
         fix = f"Use model.top_k between 1 and {experts}."
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
+
+    def memory(self, extent: Extent) -> PartMemory:
+        """The weight; the logits, the choices in turn, and their softmax."""
+        dims, x = extent.dims, extent.tokens_given()
+        logits = Tensor(name="logits", nbytes=extent.tokens * dims.num_experts * FP32)
+        weights = Tensor(name="softmax of chosen", nbytes=extent.choices * FP32)
+        ids = Tensor(name="chosen experts", nbytes=extent.choices * INT64)
+        absent = Tensor(name="absent", nbytes=extent.choices)
+        found = Tensor(name="experts found", nbytes=extent.choices * INT64)
+        counts = Tensor(name="tokens per expert", nbytes=(dims.num_experts + 1) * FP32)
+        wide = extent.tokens * dims.model_dim * FP32
+        router = Region(
+            name="router",
+            given=(x,),
+            returns=("weights",),
+            saves=(x, logits, found, weights, absent),
+            holds=(ids, counts),
+            forward_bytes=logits.nbytes + wide,
+            backward_bytes=2 * logits.nbytes + 2 * wide + x.nbytes,
+        )
+        return PartMemory(weights=(Weight(shape=(dims.num_experts, dims.model_dim), unit="root"),), regions=(router,))
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""

@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import and_, ge, gt, lt
 
 import moefw
+from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Dims, Site
 from moefw.plugins.routers.topk.options import (
@@ -95,6 +96,12 @@ class TopK(RouterPlugin):
             yield from check_groups(dims, self.groups)
         if self.capacity is not None:
             yield from check_capacity(self.balance)
+
+    def memory(self, extent: Extent) -> PartMemory | None:
+        """The weight; scores, weights and losses. Nothing is known of capacity, groups, jitter, quantiles and fp64."""
+        from moefw.plugins.routers.topk.memory import memory
+
+        return memory(self, extent)
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""

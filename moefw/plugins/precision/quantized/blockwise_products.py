@@ -9,27 +9,40 @@ On Hopper alone (compute capability 9.0) with cuBLASLt 12.9 or later: ``_scaled_
 | 1x128 | ``[M, K / 128]``, strides ``[1, M]`` | ``[N, K / 128]``, strides ``[1, N]`` |
 | 128x128 | | ``[L, N / 128]``, strides ``[1, L]``, L being K / 128 rounded up to a multiple of 4 |
 
-Results are bf16 or fp32. Fast accumulation is refused for these blocks.
+Results are bf16 or fp32. Fast accumulation is refused for these blocks. In groups, the kernel of ours multiplies.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
+from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, Gpus
+from moefw.plugins.precision.quantized.products import Products
+from moefw_kernels.grouped_gemm import BLOCK, blockwise_grouped_mm
 from moefw_kernels.quantize import Quantized
 
 _SCALING = {(1, 128): ScalingType.BlockWise1x128, (128, 128): ScalingType.BlockWise128x128}
 
 
-def blockwise_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
-    """Return ``a`` (M, K) in blocks of 1x128 times ``b`` (K, N) of 128x1 or 128x128; sizes are whole blocks."""
-    if not (a.codes.numel() and b.codes.numel()):
-        return a.codes.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
-    rows, columns = _in_rows(a), _in_rows(b.mT)
-    return F.scaled_mm(a.codes, b.codes, *rows, *columns, output_dtype=out_dtype)
+@final
+class BlockwiseProducts(Products):
+    """``a`` in blocks of 1x128 times ``b`` in blocks of 128x1 or 128x128."""
+
+    gpus: ClassVar[Gpus] = BLOCKS_OF_128
+    multiple: ClassVar[int] = BLOCK
+
+    def mm(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
+        """As ``Products.mm``."""
+        return F.scaled_mm(a.codes, b.codes, *_in_rows(a), *_in_rows(b.mT), output_dtype=out_dtype)
+
+    def grouped_mm(self, a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """As ``Products.grouped_mm``."""
+        return blockwise_grouped_mm(a, b, ends_e, out_dtype=out_dtype)
 
 
 def _in_rows(operand: Quantized) -> tuple[Tensor, ScalingType]:

@@ -1,0 +1,131 @@
+"""How much faster it is to quantize what is computed while it is computed: fused kernels against one after the other.
+
+Bits first: codes and scales of both ways are compared. Both run in one process on the same tensors and take turns; a
+time is the median over rounds. Without a GPU there are no kernels, only their references on a small shape: that shows
+that both ways run and agree, and no more, so nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from statistics import median
+from typing import Any, get_args
+
+import record
+import torch
+from attrs import asdict, frozen
+from torch import Tensor
+
+from moefw_kernels.permute import RowMap, arrange, gather
+from moefw_kernels.permute_quantize import permute_quantize
+from moefw_kernels.quantize import Quantized, Scales, quantize_rows
+from moefw_kernels.swiglu import weighted_swiglu
+from moefw_kernels.swiglu_quantize import swiglu_quantize
+
+WARM_UP = 5
+Way = Callable[[], Quantized]
+
+
+@frozen(kw_only=True)
+class Shape:
+    """The experts of DeepSeek-V3 on one of 32 ranks, with 2,048 rows each."""
+
+    dim: int = 7168
+    expert_dim: int = 2048
+    num_experts: int = 8
+    top_k: int = 2
+    tokens: int = 8192
+
+
+SMALL = Shape(dim=512, expert_dim=256, tokens=256)
+
+
+def main() -> None:
+    """Measure and print; write ``results/fused_quantize.json`` on a GPU. Exits with 1 if bits differ."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    given = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        print("torch sees no GPU: these are references on a small shape, whose times say nothing of the kernels")
+    measured = measure(torch.device("cuda" if gpu else "cpu"), Shape() if gpu else SMALL, given.rounds)
+    for row in measured["rows"]:
+        ms, what = row["ms"], f"{row['operation']}, {row['scales']} scales"
+        print(f"{what}: {ms['apart']:.3f} ms apart, {ms['fused']:.3f} ms fused, {row['differ']} bytes differ")
+    if gpu:
+        print(record.write("fused_quantize", measured))
+    sys.exit(any(row["differ"] for row in measured["rows"]))
+
+
+def measure(device: torch.device, shape: Shape, rounds: int) -> dict[str, Any]:
+    """Return what differs and the times of both ways in milliseconds, for each operation and scale."""
+    rows = []
+    for operation, scales, ways in cases(device, shape):
+        differ = differing(*(ways[name]() for name in ("fused", "apart")))
+        ms = {name: 1e3 * seconds for name, seconds in race(ways, rounds).items()}
+        rows.append({"operation": operation, "scales": scales, "differ": differ, "ms": ms})
+    return {"shape": asdict(shape), "rounds": rounds, "rows": rows}
+
+
+def cases(device: torch.device, shape: Shape) -> Iterator[tuple[str, Scales, Mapping[str, Way]]]:
+    """Yield each operation with each scale: for rows of experts, groups padded to 128."""
+    generator = torch.Generator(device).manual_seed(0)
+    x_TD = torch.randn(shape.tokens, shape.dim, device=device, generator=generator).bfloat16()
+    choices = torch.rand(shape.tokens, shape.num_experts, device=device, generator=generator)
+    rows = arrange(choices.topk(shape.top_k, 1).indices, shape.num_experts, alignment=128).rows
+    num_rows = len(rows.token_R)
+    h_RH = torch.randn(num_rows, 2 * shape.expert_dim, device=device, generator=generator).bfloat16()
+    weights_R = torch.rand(num_rows, device=device, generator=generator)
+    for scales in get_args(Scales):
+        yield "swiglu", scales, activations(h_RH, weights_R, scales)
+        yield "permute", scales, permutations(x_TD, rows, scales)
+
+
+def activations(h_RH: Tensor, weights_R: Tensor, scales: Scales) -> Mapping[str, Way]:
+    """Return both ways to the second GEMM's operand."""
+    return {
+        "fused": lambda: swiglu_quantize(h_RH, weights_R, scales=scales),
+        "apart": lambda: quantize_rows(weighted_swiglu(h_RH, weights_R), scales=scales),
+    }
+
+
+def permutations(x_TD: Tensor, rows: RowMap, scales: Scales) -> Mapping[str, Way]:
+    """Return both ways from tokens to quantized rows."""
+    return {
+        "fused": lambda: permute_quantize(x_TD, rows, scales=scales),
+        "apart": lambda: quantize_rows(gather(x_TD, rows), scales=scales),
+    }
+
+
+def differing(mine: Quantized, right: Quantized) -> int:
+    """Return how many bytes of codes and scales are not the same."""
+    pairs = ((mine.codes, right.codes), (mine.scales, right.scales))
+    return sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
+
+
+def race(ways: Mapping[str, Way], rounds: int) -> dict[str, float]:
+    """Return the median time of each way in seconds, rounds after warming up."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(WARM_UP + rounds):
+        for name in sorted(ways, reverse=turn % 2 == 1):
+            seconds = timed(ways[name])
+            if turn >= WARM_UP:
+                taken[name].append(seconds)
+    return {name: median(seconds) for name, seconds in taken.items()}
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Return how long it takes until the device is done."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    begun = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()

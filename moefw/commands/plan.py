@@ -1,0 +1,118 @@
+"""``moefw plan``: what a rank will hold, from the spec alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import click
+from attrs import frozen
+from rich.console import Console
+from rich.table import Table
+
+from moefw.commands import specs
+from moefw.core.errors import MoefwError
+from moefw.core.structure import plain
+from moefw.planner import Ledger, RegionTotals, ledger
+
+GIB, MIB = 2**30, 2**20
+COLUMNS = ("saved", "recomputed", "offloaded", "stashed")
+
+
+@frozen
+class Sheet:
+    """A table of words under a title."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@click.command()
+@click.argument("spec", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("--world", type=click.IntRange(min=1), help="Ranks to lay out over; by default the smallest that fits.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool) -> int:
+    """Predict the memory of a rank that trains as SPEC says, by category and by region, without a GPU.
+
+    Whatever `moefw check` would report comes first: exits with 2 then.
+    """
+    try:
+        found = ledger(specs.read(spec, overrides, world))
+    except MoefwError as error:
+        if not as_json:
+            raise
+        click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
+        return 2
+    if as_json:
+        click.echo(json.dumps({"ok": True, "problems": [], **found.to_data()}))
+        return 0
+    show(found)
+    return 0
+
+
+def show(found: Ledger) -> None:
+    """Print the tables: as such on a terminal, as plain lines elsewhere."""
+    console = Console(markup=False, highlight=False)
+    tokens = f"{found.tokens} tokens a micro-batch, {found.micro_batches} a step"
+    click.echo(f"memory of each of {found.world} ranks; {tokens}")
+    for sheet in sheets(found):
+        click.echo()
+        _print(console, sheet)
+    for name in found.silent:
+        click.echo(f"not counted: {name} does not say what it takes")
+
+
+def sheets(found: Ledger) -> list[Sheet]:
+    """Return the tables of a ledger: by category, of the largest moment, and by region, over all layers of a kind."""
+    if found.held is None or found.peak is None or found.peak_bytes is None:
+        return []
+    held, peak, totals = found.held, found.peak, found.totals
+    unit, name = (GIB, "GiB") if found.peak_bytes >= GIB else (MIB, "MiB")
+    rows = {
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        "optimizer, on the host": held.host,
+        "buffers and tokens": held.buffers + held.batch,
+        "pools of policies": found.pools,
+        "saved between forward and backward": totals["saved"],
+        "peak, at least" if found.silent else "peak": found.peak_bytes,
+    }
+    parts = {
+        "held": held.device + found.pools,
+        "saved": peak.saved,
+        "gathered parameters": peak.gathered,
+        "passing": peak.passing,
+        "gradients not there yet": peak.gradients,
+    }
+    regions = [_region(row, unit) for row in found.regions]
+    total = ("", "total", "", *(_size(totals[column], unit) for column in COLUMNS))
+    head = ("layers", "region", "number", *COLUMNS)
+    return [
+        Sheet("category", ("category", name), [(row, _size(n, unit)) for row, n in rows.items() if n]),
+        Sheet("peak", (f"the peak is in {peak.place}", name), [(row, _size(n, unit)) for row, n in parts.items() if n]),
+        Sheet("region", head, [*regions, total]),
+    ]
+
+
+def _region(row: RegionTotals, unit: int) -> tuple[str, ...]:
+    return (row.kind, row.region, str(row.layers), *(_size(getattr(row, column), unit) for column in COLUMNS))
+
+
+def _size(nbytes: int, unit: int) -> str:
+    return f"{nbytes / unit:.3f}" if nbytes else "0"
+
+
+def _print(console: Console, sheet: Sheet) -> None:
+    if console.is_terminal:
+        table = Table(*sheet.head)
+        for row in sheet.rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    rows = [sheet.head, *sheet.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,39 @@
+"""What a plugin of prepared data returns: streams of token ids, and the tokenizer that made them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class TokenStream(ABC):
+    """One long sequence of token ids with document ends in it."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+
+    @abstractmethod
+    def read(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return ``count`` token ids from ``start``, int64."""
+
+
+class DataSource(ABC):
+    """Prepared data: tokens to train on, tokens held out, and the tokenizer between text and ids."""
+
+    train: TokenStream
+    heldout: TokenStream
+    heldout_bytes: bytes
+    vocab_size: int
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids; bytes that are no text become the replacement character."""

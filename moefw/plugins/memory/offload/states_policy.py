@@ -1,0 +1,28 @@
+"""Offload of an optimizer's states: where they rest, and where they are updated."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+from moefw.core.contracts import OptimizerPolicy
+from moefw.core.optimizer_states import OptimizerStates
+from moefw.plugins.memory.offload.pool import Allocate
+from moefw.plugins.memory.offload.states import HostStates
+from moefw.plugins.memory.offload.states_streamed import StreamedStates
+from moefw.plugins.memory.offload.states_updated_there import StatesUpdatedThere
+from moefw.plugins.memory.offload.streams import Transfers
+
+
+@final
+class OffloadStatesPolicy(OptimizerPolicy):
+    """Puts states into memory that ``allocate`` makes, and updates them on the ``host`` or on the ``device``."""
+
+    def __init__(
+        self, transfers: Transfers, allocate: Allocate, *, update: Literal["host", "device"], bucket_bytes: int
+    ) -> None:
+        self.transfers, self.allocate, self.bucket_bytes = transfers, allocate, bucket_bytes
+        self._kind: type[HostStates] = StreamedStates if update == "device" else StatesUpdatedThere
+
+    def treat(self, states: OptimizerStates) -> OptimizerStates:
+        """Return ``states`` in host memory."""
+        return self._kind(states, self.transfers, self.allocate, bucket_bytes=self.bucket_bytes)

@@ -1,0 +1,41 @@
+"""``optimizer-bf16``: the optimizer's states rest in bf16, two bytes each; parameters stay fp32 masters."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from attrs import evolve, frozen
+
+import moefw
+from moefw.core.ledger import StateRest
+from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
+
+
+@frozen
+class OptimizerBF16(OptimizerMemoryPlugin):
+    """Keeps the optimizer's states in bf16 between steps. Every update is the optimizer's own, in fp32.
+
+    ``rounding`` stochastic: up or down at random, right on average; nearest: a state that changes by less than half
+    of its last place a step stays as it is, as second moments do with ``beta2`` near 1.
+    """
+
+    name: ClassVar[str] = "optimizer-bf16"
+    treatment: ClassVar[str] = "bf16"
+
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+
+    def rests(self, state: StateRest) -> StateRest:
+        """Two bytes an element."""
+        return evolve(state, itemsize=2)
+
+    def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:
+        """Return the policy."""
+        from moefw.plugins.memory.optimizer_bf16.states import BF16Policy
+
+        return BF16Policy(stochastic=self.rounding == "stochastic")
+
+
+@moefw.hookimpl
+def moefw_memory_policies() -> list[type[MemoryPlugin]]:
+    """Declare the policy."""
+    return [OptimizerBF16]

@@ -1,0 +1,39 @@
+"""Stochastic rounding to bf16: to the neighbour above with the share of the way there as probability."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from moefw.core.optimizer_states import StatePart
+from moefw_kernels.random import stream
+
+DROPPED_BITS: Final = 16
+"""By so many bits is fp32 longer than bf16."""
+_DROPPED: Final = (1 << DROPPED_BITS) - 1
+WORDS: Final = 64 // DROPPED_BITS
+"""So many states are rounded with the 64 bits that are drawn for an element."""
+
+
+def draws(part: StatePart, number: int) -> Tensor:
+    """Return 64 random bits for each element of a part, int64, in the draw of that number.
+
+    They depend on the seed, the step, and the element's place in the tensor that has one name in every layout.
+    """
+    bits = torch.zeros(part.parameter.shape, dtype=torch.int64, device=part.parameter.device)
+    for origin in part.origins:
+        key = hashlib.sha256(f"{part.seed}:{part.step}:{number}:{origin.name}".encode()).digest()
+        bits[origin.box] = stream(int.from_bytes(key[:8], "big"), origin.numbers(bits.device))
+    return bits
+
+
+def rounded(x: Tensor, bits: Tensor) -> Tensor:
+    """Return fp32 ``x`` in bf16, rounded up in magnitude where the low 16 of the random ``bits`` (int64) carry.
+
+    What bf16 holds exactly stays, and so does what is not finite.
+    """
+    carried = (x.view(torch.int32) + (bits & _DROPPED).to(torch.int32)) & ~_DROPPED
+    return torch.where(x.isfinite(), carried.view(torch.float32), x).to(torch.bfloat16)

@@ -1,0 +1,70 @@
+"""``paged-stash``: of rows of a static number, only the valid ones wait for backward, in pages of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from attrs import Attribute, field, frozen
+from attrs.validators import ge, gt
+
+import moefw
+from moefw.core.plugin import MemoryPlugin
+from moefw.core.site import Site
+
+PAGE_ROWS = 64
+FACTOR = 1.1
+
+
+def _power_of_two(plugin: Any, attribute: Attribute[int], value: int) -> None:
+    if value & (value - 1):
+        raise ValueError(f"{attribute.name} is {value}; it must be a power of two: 1, 2, 4, 8, ...")
+
+
+@frozen
+class PagedStash(MemoryPlugin):
+    """Saves the valid rows that experts compute on, where a budget makes their number static.
+
+    For each tensor that is saved, a pool has room for ``factor`` times the rows of a rank whose load is balanced, in
+    pages of ``page_rows``. Layers share it: one may take more where another takes less. Rows without a page: the step
+    is run again, dropless. ``spill`` host: they go to host memory instead, page-locked for a GPU, with room for all.
+    """
+
+    name: ClassVar[str] = "paged-stash"
+    treatment: ClassVar[str] = "stash"
+
+    factor: float = field(default=FACTOR, validator=gt(0.0))
+    page_rows: int = field(default=PAGE_ROWS, validator=[ge(1), _power_of_two])
+    spill: Literal["host"] | None = None
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Ask for the regions, and for a budget of rows that a second run lifts."""
+        whole = "only a GEMM that computes on all rows of a budget at once saves them as one tensor"
+        fix = "Use a GEMM that offers it (gemm.use), or leave the region out."
+        regions = [
+            moefw.need("region", (region, self.treatment), reason=whole, fix=fix, option="regions")
+            for region in self.regions
+        ]
+        budget = moefw.need(
+            "budget",
+            True,
+            reason="without one all rows are valid, and a step whose rows find no page is run again",
+            fix="Use a dispatcher with such a budget (dispatch.rank_capacity, on_overflow: rerun), or leave it out.",
+        )
+        return [*regions, budget]
+
+    def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
+        """Return the policy of a layer, over the pool that all layers share."""
+        from moefw.plugins.memory.paged_stash.policy import StashPolicy
+        from moefw.plugins.memory.paged_stash.stash import open_stash
+
+        stash = context.shared(
+            self, lambda: open_stash(context.device, page_rows=self.page_rows, spill=self.spill is not None)
+        )
+        return StashPolicy(stash, share=self.factor / (context.facts.get("budget") or 1.0))
+
+
+@moefw.hookimpl
+def moefw_memory_policies() -> list[type[MemoryPlugin]]:
+    """Declare the policy."""
+    return [PagedStash]

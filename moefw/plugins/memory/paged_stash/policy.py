@@ -1,0 +1,107 @@
+"""Paged stash by hooks on saved tensors: rows of the static number go to pages, everything else stays.
+
+Hooks do not stack: of nested regions, the innermost treats what is saved in it. Hooks are there whenever a graph is
+made, so that a region that is run again, around or inside, saves as many tensors as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from moefw.core.contracts import MemoryPolicy
+from moefw.core.dropped import StandIn, stand_in, stay
+from moefw.core.static_rows import UNSAVED, StaticRows, current
+from moefw.plugins.memory.paged_stash.stash import Held, Kind, Stash
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Rows are copied as integers of their size."""
+
+
+@final
+class StashPolicy(MemoryPolicy):
+    """Stashes rows. ``share``: for so much of the static number there are pages on the device."""
+
+    def __init__(self, stash: Stash, *, share: float) -> None:
+        self.stash, self.share = stash, share
+
+    def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with the valid rows that it saves in pages, if it computes on static rows.
+
+        Raises RunError where host memory for rows that spill cannot be had.
+        """
+        self.stash.num_layers[region] += 1
+
+        def stashed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            rows = None if _in_backward() else current()
+            if rows is None:
+                with saved_tensors_hooks(_keep, _unpack):
+                    return function(*args, **kwargs)
+            call = _Call(self, region, rows)
+            with saved_tensors_hooks(call.pack, _unpack):
+                result = function(*args, **kwargs)
+            rows.report(UNSAVED, call.unsaved)
+            return result
+
+        return stashed
+
+
+@final
+class _Call:
+    """One call of a region, and how many of the rows that it saves found no page."""
+
+    def __init__(self, policy: StashPolicy, region: str, rows: StaticRows) -> None:
+        self.policy, self.region, self.rows, self.num_valid = policy, region, rows, rows.num_valid
+        self.unsaved = torch.zeros((), device=self.num_valid.device)
+
+    def pack(self, tensor: Tensor) -> Tensor | StandIn | _Packed:
+        """Return what stands for a saved tensor until backward."""
+        again = stand_in(tensor)
+        if again is not None:
+            return again
+        if not self._holds_rows(tensor):
+            return stay(tensor)
+        bits_RC = tensor.detach().view(BITS[tensor.itemsize])
+        kind = Kind(self.region, tensor.shape[1], bits_RC.dtype)
+        held, unsaved = self.policy.stash.hold(kind, bits_RC, self.num_valid, share=self.policy.share)
+        self.unsaved += unsaved
+        return _Packed(held, tensor)
+
+    def _holds_rows(self, tensor: Tensor) -> bool:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.itemsize in BITS
+        rows = plain and tensor.ndim == 2 and len(tensor) == self.rows.num_rows and tensor.numel() > 0
+        return rows and tensor.device == self.num_valid.device and not isinstance(tensor._base, nn.Parameter)
+
+
+@final
+class _Packed:
+    """A saved tensor whose valid rows are in pages."""
+
+    def __init__(self, held: Held, tensor: Tensor) -> None:
+        self._held, self._dtype = held, tensor.dtype
+        self._size, self._stride = tensor.size(), tensor.stride()
+
+    def tensor(self) -> Tensor:
+        """Return the tensor with its strides, so that kernels compute the same bits; other rows are undefined."""
+        whole = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._held.device)
+        self._held.load(whole.view(BITS[whole.itemsize]))
+        return whole
+
+
+def _keep(tensor: Tensor) -> Tensor | StandIn:
+    return (None if _in_backward() else stand_in(tensor)) or stay(tensor)
+
+
+def _unpack(packed: Tensor | StandIn | _Packed) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.tensor()
+
+
+def _in_backward() -> bool:
+    """Whether this forward runs for a recomputed region around it: nobody goes backward through it."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,137 @@
+"""The pools of a process, and what waits in their pages. The device alone knows which pages are free."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter, defaultdict, deque
+from typing import Final, final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from moefw.core.errors import RunError
+from moefw.plugins.memory.paged_stash.order import Order, open_order
+from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
+
+ROUNDING: Final = 1e-6
+"""So much of a page is no reason for a further one."""
+
+
+@frozen
+class Kind:
+    """What layers save alike: rows of ``width`` integers, in a region."""
+
+    region: str
+    width: int
+    dtype: torch.dtype
+
+
+@final
+class Pool:
+    """Pages for ``num_tensors`` tensors of one kind and of up to ``num_rows`` static rows; ``num_held`` wait in it."""
+
+    def __init__(self, pages: Pages, *, num_tensors: int, num_rows: int) -> None:
+        self.pages, self.num_tensors, self.num_rows, self.num_held = pages, num_tensors, num_rows, 0
+
+    def takes(self, num_rows: int) -> bool:
+        """Whether one more tensor of so many static rows may wait here."""
+        return self.num_held < self.num_tensors and num_rows <= self.num_rows
+
+
+@final
+class Held:
+    """The valid rows of a tensor, in pages until nothing refers to this any more."""
+
+    def __init__(self, stash: Stash, pool: Pool, table: Tensor, num_valid: Tensor) -> None:
+        self._stash, self._pool, self._table, self._num_valid = stash, pool, table, num_valid
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor was."""
+        return self._table.device
+
+    def load(self, into: Tensor) -> None:
+        """Copy the rows back into the first ones of ``into``."""
+        self._stash.settle()
+        load(self._pool.pages, self._table, self._num_valid, into=into)
+
+
+@final
+class Stash:
+    """Pools by kind, each for as many tensors as there are layers. One serves all micro-batches of a process.
+
+    Pages come back when a graph lets go of them. That may be anywhere, in the garbage collector too, so the device is
+    not told then, but before it is next asked for pages or rows. Where more wait at a time, of a layer or of
+    micro-batches in flight, a further pool is made. ``num_layers``: how many layers have a region.
+    """
+
+    def __init__(self, order: Order, *, page_rows: int, spill: bool, pinned: bool) -> None:
+        self.num_layers: Counter[str] = Counter()
+        self.pools: defaultdict[Kind, list[Pool]] = defaultdict(list)
+        self._order, self._page_rows, self._spill, self._pinned = order, page_rows, spill, pinned
+        self._let_go: deque[tuple[Pool, Tensor]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all pages on the device."""
+        return sum(pool.pages.near.nbytes for pools in self.pools.values() for pool in pools)
+
+    def hold(self, kind: Kind, bits_RC: Tensor, num_valid: Tensor, *, share: float) -> tuple[Held, Tensor]:
+        """Return the first ``num_valid`` rows in pages, and how many of them found none, fp32 of shape ().
+
+        A pool that is made for it has pages on the device for ``share`` of the rows. Raises RunError without memory.
+        """
+        self.settle()
+        num_rows = len(bits_RC)
+        pool = next((pool for pool in self.pools[kind] if pool.takes(num_rows)), None)
+        if pool is None:
+            pool = self._open(kind, num_rows, share, bits_RC.device)
+            self.pools[kind].append(pool)
+        table, unsaved = take(pool.pages, num_valid, max_rows=num_rows)
+        store(bits_RC, pool.pages, table, num_valid)
+        pool.num_held += 1
+        held = Held(self, pool, table, num_valid)
+        weakref.finalize(held, self._let_go.append, (pool, table))
+        return held, unsaved
+
+    def settle(self) -> None:
+        """Give back the pages of what has died; everything behind it on the current stream may take them."""
+        self._order.enter()
+        while self._let_go:
+            pool, table = self._let_go.popleft()
+            free(pool.pages, table)
+            self._order.lend(table)
+            pool.num_held -= 1
+
+    def close(self) -> None:
+        """Free the pools; may be called twice. What still waits in one keeps it until then."""
+        self.pools.clear()
+        self._let_go.clear()
+
+    def _open(self, kind: Kind, num_rows: int, share: float, device: torch.device) -> Pool:
+        most = math.ceil(num_rows / self._page_rows)
+        near = min(most, math.ceil(share * num_rows / self._page_rows - ROUNDING))
+        num_tensors = max(1, self.num_layers[kind.region])
+        shape = (self._page_rows, kind.width)
+        pages = open_pages(
+            torch.empty(num_tensors * near, *shape, dtype=kind.dtype, device=device),
+            self._host_memory(num_tensors * (most - near if self._spill else 0), *shape, dtype=kind.dtype),
+        )
+        return Pool(pages, num_tensors=num_tensors, num_rows=num_rows)
+
+    def _host_memory(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        pinned = self._pinned and shape[0] > 0
+        try:
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+        except RuntimeError as error:
+            nbytes = math.prod(shape) * dtype.itemsize
+            memory, why = "page-locked host memory" if pinned else "host memory", str(error).partition("\n")[0]
+            what = f"memory policy paged-stash: {nbytes} bytes of {memory} for rows that spill cannot be had ({why})."
+            raise RunError(what, "Leave spill out, raise factor, or stash fewer regions.") from error
+
+
+def open_stash(device: torch.device, *, page_rows: int, spill: bool) -> Stash:
+    """Return a stash for tensors of a device."""
+    return Stash(open_order(device), page_rows=page_rows, spill=spill, pinned=device.type == "cuda")

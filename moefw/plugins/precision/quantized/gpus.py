@@ -1,0 +1,62 @@
+"""The GPUs that multiply codes as they are: asked for in a spec, and of the GPU itself when a model is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+from attrs import frozen
+
+import moefw
+
+if TYPE_CHECKING:
+    import torch
+
+FIX: Final = "Use backend: emulate."
+
+
+@final
+@frozen(kw_only=True)
+class Gpus:
+    """What a backend of a recipe needs: one of these compute capabilities, and a torch built for this CUDA.
+
+    ``multiplies`` is what the ``library`` and the kernels multiply there, as an error says it.
+    """
+
+    multiplies: str
+    capabilities: tuple[str, ...]
+    cuda: tuple[int, int]
+    backend: str = "torch"
+    library: str = "torch"
+
+    def needs(self) -> list[moefw.Need]:
+        """Return what is asked of the machine."""
+        where = f"of compute capability {' or '.join(self.capabilities)} alone"
+        reason = f"{self.library} multiplies {self.multiplies} on GPUs {where}"
+        wanted = {"device": ("cuda",), "capability": self.capabilities}
+        return [moefw.need(fact, values, reason=reason, fix=FIX, option="backend") for fact, values in wanted.items()]
+
+    def require(self, device: torch.device) -> None:
+        """Raise PlanError unless the library multiplies this on the device."""
+        import torch
+
+        wants = f"backend: {self.backend} needs compute capability {' or '.join(self.capabilities)}"
+        if device.type != "cuda":
+            raise moefw.PlanError(f"{wants}; this device is {device}.", FIX)
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        if found not in self.capabilities:
+            raise moefw.PlanError(f"{wants}; {device} has {found}.", FIX)
+        built = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+        if built < self.cuda:
+            least = ".".join(map(str, self.cuda))
+            what = f"{self.backend} needs a torch built for CUDA {least} or later; this one is for {torch.version.cuda}"
+            raise moefw.PlanError(f"backend: {what}.", f"Install another build of torch, or: {FIX}")
+
+
+BLOCKS_OF_128: Final = Gpus(multiplies="FP8 in blocks of 128", capabilities=("9.0",), cuda=(12, 9))
+"""Hopper: ``_check_deepseek_support`` in ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` of torch."""
+TENSORS: Final = Gpus(multiplies="FP8", capabilities=("8.9", "9.0", "10.0", "10.3"), cuda=(12, 4))
+"""From Ada on: ``scaled_mm_arch_allowed`` of torch. The grouped kernel in Triton runs there, too."""
+MXFP8: Final = Gpus(multiplies="MXFP8 in groups", capabilities=("10.0", "10.3"), cuda=(12, 8))
+"""Blackwell of data centers: the kernels of MSLK behind ``scaled_grouped_mm`` are built for it alone."""
+NVFP4: Final = Gpus(multiplies="NVFP4 in groups", capabilities=("10.0", "10.3"), cuda=(12, 8))
+"""As for MXFP8."""

@@ -1,0 +1,52 @@
+"""FP8 primary weights: shards of fp32 masters as E4M3 codes in blocks of 128x128, and an operand of what was gathered.
+
+A block of a shard is a block of the whole weight, so codes and scales are those of the gathered fp32 weight, bit for
+bit. Square blocks make them the operand of fprop and, turned, of dgrad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, final
+
+from torch import Tensor
+
+from moefw.core.errors import PlanError
+from moefw.core.primary_weights import GatheredWeight, WeightCodec
+from moefw_kernels.quantize import E4M3, Quantized, quantize_fp8
+
+BLOCK: Final = (128, 128)
+_FIX: Final = "Share out over fewer ranks, leave the module out with keep_bf16, or use primary_weights: fp32."
+
+
+@final
+class SquareBlocks(WeightCodec):
+    """E4M3 with an fp32 scale for 128x128 values."""
+
+    rows = BLOCK[0]
+
+    def __init__(self, *, power_of_two: bool) -> None:
+        self._power_of_two = power_of_two
+
+    def require(self, weight: str, shape: Sequence[int], shards: int) -> None:
+        """Raise PlanError unless each shard of the weight, or of a stack of them, is made of whole blocks."""
+        *stacked, rows, columns = shape
+        name = f"primary_weights: fp8: {weight} is {'x'.join(map(str, shape))}"
+        if stacked and stacked[0] % shards:
+            what = f"{name}, and {shards} ranks cannot share out {stacked[0]} experts evenly."
+            raise PlanError(what, f"Use gemm: loop. Or: {_FIX}")
+        own, left = (rows, 0) if stacked else divmod(rows, shards)
+        if left or own % BLOCK[0] or columns % BLOCK[1]:
+            among = "" if stacked else f" for each of {shards} ranks"
+            raise PlanError(f"{name}: no whole blocks of 128x128{among}.", _FIX)
+
+    def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scales."""
+        encoded = quantize_fp8(shard, block=BLOCK, power_of_two=self._power_of_two)
+        return encoded.codes.contiguous(), encoded.scales.contiguous()
+
+
+def quantized_weight(weight: GatheredWeight) -> Quantized:
+    """Return the weight as it was gathered."""
+    codes, scales = weight.parts
+    return Quantized(codes, scales, E4M3, BLOCK, -1, tuple(weight.shape))

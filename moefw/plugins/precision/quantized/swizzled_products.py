@@ -1,0 +1,131 @@
+"""MXFP8 and NVFP4 as torch multiplies them on Blackwell: scales in tiles of 128x4, for groups in tiles of their own.
+
+``_scaled_mxfp8_mxfp8`` and ``_scaled_nvfp4_nvfp4`` in ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` of torch (read at
+0174dfa), ``_scaled_grouped_mm_cuda_v2`` in ``GroupedBlas.cpp`` (00d4eaf), where kernels of FBGEMM, later of MSLK,
+multiply. ``a`` (M, K) lies in rows and ``b`` (K, N) in columns. A row of codes takes multiples of 16 bytes, 32 numbers
+of NVFP4, also of each group where K is divided into groups; a block of MXFP8 has 32.
+
+In groups results are bf16, also where fp32 is wanted, and nothing is written for a group without rows. A group of NVFP4
+has one scale above those of blocks: the product of that of its rows and that of its weights.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType, SwizzleType
+
+from moefw.plugins.precision.quantized.gpus import MXFP8, NVFP4, Gpus
+from moefw.plugins.precision.quantized.products import Products
+from moefw_kernels.quantize import Quantized
+from moefw_kernels.swizzle import swizzle
+
+
+class SwizzledProducts(Products):
+    """Blocks of 1 x ``block`` along what is summed over."""
+
+    multiple: ClassVar[int] = 32
+    block: ClassVar[int]
+
+    @abstractmethod
+    def codes_of(self, operand: Quantized) -> Tensor:
+        """Return codes as torch takes them."""
+
+    @abstractmethod
+    def scaling(self, tiles: Tensor, operand: Quantized, ends_e: Tensor | None) -> dict[str, Any]:
+        """Return what torch is told of the scales: ``scale``, ``scale_recipe`` and ``swizzle``.
+
+        ``ends_e``: where the operand's groups end; None where it has none.
+        """
+
+    def mm(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
+        """As ``Products.mm``."""
+        tiles = swizzle(_scales(a)), swizzle(_scales(b.mT))
+        told = self._told(a, b, tiles, (None, None))
+        return F.scaled_mm(self.codes_of(a), self.codes_of(b), **told, output_dtype=out_dtype)
+
+    def grouped_mm(self, a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """As ``Products.grouped_mm``."""
+        if len(b.shape) == 3:
+            tiles, groups = (swizzle(_scales(a), ends=ends_e), swizzle(_scales(b.mT))), (ends_e, None)
+            return self._grouped(a, b, ends_e, self._told(a, b, tiles, groups)).to(out_dtype)
+        ends = ends_e // self.block
+        tiles = swizzle(_scales(a), ends=ends, axis=-1), swizzle(_scales(b.mT), ends=ends, axis=-1)
+        out_eOI = self._grouped(a, b, ends_e, self._told(a, b, tiles, (ends_e, ends_e)))
+        has_rows_e = ends_e.diff(prepend=ends_e.new_zeros(1)) > 0
+        return out_eOI.to(out_dtype).where(has_rows_e[:, None, None], 0)
+
+    def _grouped(self, a: Quantized, b: Quantized, ends_e: Tensor, told: dict[str, Any]) -> Tensor:
+        codes, dtype = (self.codes_of(a), self.codes_of(b)), torch.bfloat16
+        product: Tensor = F.scaled_grouped_mm(*codes, **told, offs=ends_e, output_dtype=dtype)  # type: ignore[attr-defined]
+        return product
+
+    def _told(
+        self, a: Quantized, b: Quantized, tiles: tuple[Tensor, Tensor], groups: tuple[Tensor | None, Tensor | None]
+    ) -> dict[str, Any]:
+        sides = zip("ab", (a, b), tiles, groups, strict=True)
+        return {
+            f"{name}_{side}": value
+            for side, operand, tiles_, ends_e in sides
+            for name, value in self.scaling(tiles_, operand, ends_e).items()
+        }
+
+
+@final
+class MXProducts(SwizzledProducts):
+    """E4M3 in blocks of 32, E8M0 scales."""
+
+    gpus: ClassVar[Gpus] = MXFP8
+    block: ClassVar[int] = 32
+
+    def codes_of(self, operand: Quantized) -> Tensor:
+        """As ``SwizzledProducts.codes_of``."""
+        return operand.codes
+
+    def scaling(self, tiles: Tensor, operand: Quantized, ends_e: Tensor | None) -> dict[str, Any]:
+        """As ``SwizzledProducts.scaling``."""
+        return {"scale": tiles, "scale_recipe": ScalingType.BlockWise1x32, "swizzle": SwizzleType.SWIZZLE_32_4_4}
+
+
+@final
+class NVFP4Products(SwizzledProducts):
+    """E2M1 in blocks of 16, two codes in a byte, E4M3 scales and an fp32 scale above."""
+
+    gpus: ClassVar[Gpus] = NVFP4
+    block: ClassVar[int] = 16
+
+    def codes_of(self, operand: Quantized) -> Tensor:
+        """As ``SwizzledProducts.codes_of``."""
+        return operand.codes.view(torch.float4_e2m1fn_x2)
+
+    def scaling(self, tiles: Tensor, operand: Quantized, ends_e: Tensor | None) -> dict[str, Any]:
+        """As ``SwizzledProducts.scaling``."""
+        level = operand.global_scale
+        assert level is not None
+        return {
+            "scale": [tiles, level if ends_e is None else _of_groups(level, operand, ends_e)],
+            "scale_recipe": [ScalingType.BlockWise1x16, ScalingType.TensorWise],
+            "swizzle": [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
+        }
+
+
+def _scales(operand: Quantized) -> Tensor:
+    """Return the scales of an operand whose last axis is summed over, one for each row: square blocks repeat theirs."""
+    assert operand.block is not None
+    rows = operand.block[0]
+    if rows == 1:
+        return operand.scales
+    repeated = operand.scales.view(torch.uint8).repeat_interleave(rows, -2)
+    return repeated.view(operand.scales.dtype)
+
+
+def _of_groups(level: Tensor, operand: Quantized, ends_e: Tensor) -> Tensor:
+    """Return the scale of each group, of those that all blocks of its rows have; any for a group without rows."""
+    assert operand.block is not None
+    step = operand.block[1] if level.shape[-1] > 1 else operand.block[0]
+    starts_e = F.pad(ends_e, (1, 0))[:-1] // step
+    return level.flatten()[starts_e.clamp(max=level.numel() - 1)]

@@ -1,0 +1,1 @@
+"""``backend: te``: operands of Transformer Engine's quantizers, multiplied by its GEMMs."""

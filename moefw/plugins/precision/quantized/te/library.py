@@ -1,0 +1,70 @@
+"""What of Transformer Engine is called; its only import. Signatures: ``tests/snapshots/transformer_engine-*.json``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final, final
+
+from packaging.version import Version
+
+import moefw
+from moefw.plugins.precision.quantized.te.machine import INSTALL
+
+OLDEST: Final = (2, 18)
+"""The first release with these signatures that was read."""
+QUANTIZERS: Final = (
+    "Float8BlockQuantizer",
+    "MXFP8Quantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "NVFP4Quantizer",
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Quantizers by name, the names of dtypes, both GEMMs, and what quantizes groups of rows in one call."""
+
+    dtypes: Any
+    quantizers: dict[str, Callable[..., Any]]
+    gemm: Callable[..., Any]
+    grouped_gemm: Callable[..., Any]
+    split_quantize: Callable[..., Any]
+
+
+def load() -> Library:
+    """Import Transformer Engine.
+
+    Raises PlanError where it is too old or too new, has no compiled part, or lacks what is called, with its own words.
+    """
+    _check_version()
+    try:
+        pytorch = importlib.import_module("transformer_engine.pytorch")
+        gemms = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+        compiled = importlib.import_module("transformer_engine_torch")
+        return Library(
+            pytorch.DType,
+            {name: getattr(pytorch, name) for name in QUANTIZERS},
+            gemms.general_gemm,
+            gemms.general_grouped_gemm,
+            compiled.split_quantize,
+        )
+    except (ImportError, AssertionError, OSError, RuntimeError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        raise moefw.PlanError(f"backend: te cannot use transformer_engine: {said}.", INSTALL) from error
+
+
+def _check_version() -> None:
+    try:
+        found = version("transformer-engine")
+    except PackageNotFoundError as error:
+        raise moefw.PlanError("backend: te needs transformer-engine, which is not installed.", INSTALL) from error
+    if not OLDEST <= Version(found).release < (OLDEST[0] + 1,):
+        oldest = ".".join(map(str, OLDEST))
+        what = f"backend: te knows transformer-engine from {oldest} to below {OLDEST[0] + 1}; {found} is installed."
+        wanted = f"transformer-engine[pytorch]>={oldest},<{OLDEST[0] + 1}"
+        raise moefw.PlanError(what, f"Run: pip install --no-build-isolation '{wanted}'.")

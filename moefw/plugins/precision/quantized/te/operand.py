@@ -1,0 +1,126 @@
+"""An operand that Transformer Engine quantized and multiplies.
+
+Its GEMMs return ``B A^T`` for layout TN, ``B A`` for NN and ``B^T A`` for NT: the products of fprop, dgrad and wgrad,
+``A`` being the operand on the right here. A letter says whether that operand is turned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moefw.core.contracts import Kept
+from moefw.core.errors import ContractError
+from moefw.plugins.precision.quantized.te.library import Library
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """What is known of an operand beside its codes.
+
+    ``shape``, which zeros fill up to multiples of ``multiple``. ``sizes``: of its groups of rows, which are not filled
+    up; None: it has none. Products are of ``dtype``; ``splits_sums``: partial sums are added in fp32.
+    """
+
+    te: Library
+    shape: tuple[int, ...]
+    multiple: int
+    sizes: tuple[int, ...] | None
+    dtype: torch.dtype
+    splits_sums: bool
+    turned: bool = False
+
+    @property
+    def filled(self) -> tuple[int, int]:
+        """The sizes of a matrix with what fills them up."""
+        rows, columns = (size + -size % self.multiple for size in self.shape[-2:])
+        return rows, columns
+
+    @property
+    def letter(self) -> str:
+        """How a layout names it."""
+        return "T" if self.turned else "N"
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class TEOperand:
+    """``matrices``: a matrix, or one for each group of rows or stacked weight, in Transformer Engine's storage."""
+
+    matrices: Sequence[Any]
+    form: Form
+
+    @property
+    def mT(self) -> TEOperand:
+        """The transpose of each matrix, without a copy."""
+        *leading, rows, columns = self.form.shape
+        turned = replace(self.form, shape=(*leading, columns, rows), turned=not self.form.turned)
+        return TEOperand(self.matrices, turned)
+
+    def __matmul__(self, other: TEOperand) -> Tensor:
+        """Return the product of two matrices. Raises ContractError where rows are in groups."""
+        mine, theirs = self.form, other.form
+        if mine.sizes is not None:
+            what = "rows in groups have scales of their own, and are multiplied as one matrix."
+            raise ContractError(what, "Multiply them with moefw.core.product.grouped_mm.")
+        (left,), (right,) = self.matrices, other.matrices
+        product: Tensor = mine.te.gemm(
+            right,
+            left,
+            out_dtype=mine.dtype,
+            layout=theirs.letter + mine.letter,
+            use_split_accumulator=mine.splits_sums,
+        )[0]
+        return product[: mine.shape[-2], : theirs.shape[-1]].contiguous()
+
+    def grouped_mm(self, other: TEOperand, ends_e: Tensor) -> Tensor:
+        """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it.
+
+        Rows that are of no group are zero.
+        """
+        mine, theirs = self.form, other.form
+        assert mine.sizes is not None
+        rows, columns = mine.shape[-2], theirs.shape[-1]
+        height, width = rows if not mine.turned else mine.filled[0], theirs.filled[1]
+        leading = (len(mine.sizes),) if mine.turned else ()
+        out = torch.empty(*leading, height, width, dtype=mine.dtype, device=ends_e.device)
+        if not mine.turned:
+            out[sum(mine.sizes) :].zero_()
+        mine.te.grouped_gemm(
+            list(other.matrices),
+            list(self.matrices),
+            list(out) if mine.turned else [out],
+            [None] * len(mine.sizes),
+            mine.dtype,
+            layout=theirs.letter + mine.letter,
+            m_splits=list(mine.sizes),
+            single_output=not mine.turned,
+            use_split_accumulator=mine.splits_sums,
+        )
+        return out[..., :rows, :columns].contiguous()
+
+    def kept(self) -> Kept:
+        """Return what to save of it; what makes it again holds on to no codes."""
+        taken = [_taken_apart(matrix) for matrix in self.matrices]
+        forms, form = [(kind, names, others) for kind, names, others, _ in taken], self.form
+
+        def operand(saved: Sequence[Tensor]) -> TEOperand:
+            tensors = iter(saved)
+            return TEOperand(
+                [kind(**others, **{name: next(tensors) for name in names}) for kind, names, others in forms], form
+            )
+
+        return Kept(tuple(tensor for *_, tensors in taken for tensor in tensors), operand)
+
+
+def _taken_apart(matrix: Any) -> tuple[type, list[str], dict[str, Any], list[Tensor]]:
+    """Return the class of a storage, which of its fields are tensors, the other fields, and the tensors."""
+    fields: dict[str, Any] = matrix.get_metadata()
+    names = [name for name, value in fields.items() if isinstance(value, Tensor)]
+    others = {name: value for name, value in fields.items() if name not in names}
+    return type(matrix), names, others, [fields[name] for name in names]

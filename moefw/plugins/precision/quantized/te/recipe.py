@@ -1,0 +1,90 @@
+"""A recipe whose operands Transformer Engine quantizes and multiplies."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
+from moefw.core.errors import ContractError
+from moefw.plugins.precision.quantized.encoders import Encoder
+from moefw.plugins.precision.quantized.gpus import Gpus
+from moefw.plugins.precision.quantized.recipe import LowPrecisionRecipe
+from moefw.plugins.precision.quantized.te.library import Library, load
+from moefw.plugins.precision.quantized.te.operand import Form, TEOperand
+from moefw.plugins.precision.quantized.te.quantizers import Quantizers, Usage
+
+
+def te_recipe(
+    encoder: Encoder, quantizers: Quantizers, gpus: Gpus, *, device: torch.device, save_codes: bool
+) -> Precision:
+    """Return the recipe. Raises PlanError where the device or Transformer Engine cannot multiply its operands."""
+    gpus.require(device)
+    return TERecipe(load(), quantizers, encoder, save_codes=save_codes)
+
+
+@final
+class TERecipe(LowPrecisionRecipe):
+    """Products are bf16 in fprop and dgrad, fp32 in wgrad. Sizes are filled up with zeros; dispatchers align groups.
+
+    ``encoder``: of what no GEMM takes, rows on the wire and saved activations, and of delayed scales.
+    """
+
+    def __init__(self, te: Library, quantizers: Quantizers, encoder: Encoder, *, save_codes: bool) -> None:
+        super().__init__(encoder, save_codes=save_codes)
+        self._te, self._quantizers = te, quantizers.at(encoder)
+
+    def at(self, name: str, *, groups: int | None = None) -> Precision:
+        """Return the recipe with the encoder of that place."""
+        encoder = self.encoder.at(name, groups=groups)
+        return TERecipe(self._te, self._quantizers, encoder, save_codes=self._save_codes)
+
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> TEOperand:
+        """Return the operand. Raises ContractError where rows are in groups whose sizes the host does not know."""
+        sizes = _sizes(rows)
+        usage = Usage.of(role, during, alone=self._quantizers.columns_alone)
+        x, quantizers = x.detach(), self._quantizers
+        form = Form(
+            self._te,
+            tuple(x.shape),
+            quantizers.multiple,
+            sizes,
+            torch.float32 if during == "wgrad" else torch.bfloat16,
+            quantizers.splits_sums or during != "fprop",
+        )
+        more_rows = 0 if sizes is not None else form.filled[0] - x.shape[-2]
+        more_columns = form.filled[1] - x.shape[-1]
+        x = quantizers.takes(x, role)
+        if more_rows or more_columns:
+            x = F.pad(x, (0, more_columns, 0, more_rows))
+        matrices = self._matrices(x.contiguous(), role, usage, sizes)
+        if usage.rowwise and usage.columnwise:
+            for matrix in matrices:
+                matrix.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return TEOperand(matrices, form)
+
+    def _matrices(self, x: Tensor, role: Role, usage: Usage, sizes: tuple[int, ...] | None) -> list[Any]:
+        if sizes is not None:
+            quantizers = self._quantizers.make(self._te, role, usage, len(sizes))
+            return list(self._te.split_quantize(x[: sum(sizes)], list(sizes), quantizers))
+        stacked = list(x) if x.ndim > 2 else [x]
+        quantizers = self._quantizers.make(self._te, role, usage, len(stacked))
+        return [quantizer(matrix) for quantizer, matrix in zip(quantizers, stacked, strict=True)]
+
+    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
+        """Return the codes of an input, or a weight itself."""
+        if role == "weight":
+            return Kept((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
+        return self.quantize(x, role=role, during=during, rows=rows).kept()
+
+
+def _sizes(rows: Rows | None) -> tuple[int, ...] | None:
+    if rows is None or rows.ends_e is None:
+        return None
+    if rows.sizes is None:
+        what = "backend: te quantizes rows in groups, and nobody told it their sizes on the host."
+        raise ContractError(what, "Give Rows(ends_e, sizes=ExpertBatch.counts_host), or use backend: emulate.")
+    return rows.sizes

@@ -1,0 +1,125 @@
+"""The contract of memory policies of the optimizer: ``class TestMine(OptimizerMemorySuite): plugin = Mine``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from attrs import frozen
+
+from moefw.core.contracts import OptimizerPolicy
+from moefw.core.errors import MoefwError, PlanError
+from moefw.core.plugin import OptimizerPlugin
+from moefw.testing.suites.base import Suite
+from moefw.testing.suites.optimizer_memory_case import Rested, rested
+from moefw.testing.suites.runs import open_context, whole_model
+from moefw.testing.suites.watch import same_bits
+from moefw.testing.training import SMALL
+from moefw.testing.trial import Trial
+
+STEPS = 3
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "ep 2": {"experts": {"ep": 2}},
+    "all shared out": {"dense": {"shard": "all"}, "experts": {"shard": "all"}},
+}
+
+
+@frozen
+class Closed(OptimizerPlugin):
+    """An optimizer that offers none of its states."""
+
+    name: ClassVar[str] = "closed"
+
+    def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
+        """Return plain gradient descent."""
+        return torch.optim.SGD(parameters.values(), lr=lr)
+
+
+class OptimizerMemorySuite(Suite):
+    """Holds a memory policy of the optimizer's states to its contract, on given gradients.
+
+    ``rtol``: how far a state may be from the untreated one, as a share of its tensor's largest value, and a parameter
+    from the untreated one, as a share of the learning rate; None: no bit may differ.
+    """
+
+    section = "memory"
+    rtol: ClassVar[float | None] = 0.05
+
+    def trial(self, **settings: Any) -> Trial:
+        """Return a trial whose list of policies is this one."""
+        parts = {**self.parts, **settings.pop("parts", {}), "memory": [self.chosen]}
+        return Trial(parts=parts, plugins=(self.plugin,), **settings)
+
+    def model(self, memory: bool, *, world: int = 1, **parts: Any) -> Trial:
+        """Return a trial with a whole model, its optimizer treated or not."""
+        chosen = {**self.parts, **parts, "memory": [self.chosen] if memory else []}
+        return whole_model(world, parts=chosen, plugins=(self.plugin, Closed), sizes={"vocab_size": 64})
+
+    def test_it_builds_a_policy_of_the_optimizer(self) -> None:
+        """That leaves functions of activations as they are."""
+        context, assembly = open_context(self.model(True))
+        policy = assembly.parts.memory[0].build(context)
+        is_policy = isinstance(policy, OptimizerPolicy)
+        assert is_policy, f"{self.plugin.name} builds something that is no moefw.OptimizerPolicy."
+        assert policy.wrap("experts", rested) is rested, f"{self.plugin.name} wraps a function."
+
+    def test_an_update_is_that_of_the_optimizer(self) -> None:
+        """Parameters stay fp32, and neither they nor the states go further from the untreated ones than ``rtol``."""
+        (plain,), (treated,) = (self.pool.run(rested, 1, self.model(memory), STEPS) for memory in (False, True))
+        assert plain.states.keys() == treated.states.keys(), f"{self.plugin.name}: other states than without it."
+        lr = SMALL["train"]["lr"]
+        for name, value in plain.parameters.items():
+            self._close(f"parameter {name}", treated.parameters[name], value, lr)
+            assert treated.parameters[name].dtype == value.dtype, f"{self.plugin.name} changes the dtype of {name}."
+        for key, tensors in plain.states.items():
+            for name, value in tensors.items():
+                self._close(f"{key} of {name}", treated.states[key][name], value, value.abs().max().item())
+
+    def test_the_same_steps_again_give_the_same_bits(self) -> None:
+        """What is drawn at random depends on the seed, the step and the element."""
+        (one,), (other,) = (self.pool.run(rested, 1, self.model(True), STEPS) for _ in range(2))
+        self._same(one, other, "when the run is repeated")
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_no_layout_changes_a_bit(self, layout: str) -> None:
+        """Nor does the share of a rank; a state rests in the shape of what the rank stores of its parameter."""
+        (alone,) = self.pool.run(rested, 1, self.model(True), STEPS)
+        held = self.pool.run(rested, 2, self.model(True, world=2, parallel=LAYOUTS[layout]), STEPS)
+        for one in held:
+            assert one.shaped, f"{self.plugin.name}: with {layout}, a state is not shared out as its parameter is."
+            self._same(alone, one, f"with {layout}")
+
+    def test_an_optimizer_that_does_not_offer_its_states_is_refused(self) -> None:
+        """With a message that names the optimizer's region."""
+        name, refusal = self.plugin.name, self._refusal({**SMALL["train"], "optimizer": {"use": "closed"}})
+        what = f"{name} accepts an optimizer that does not offer its states."
+        assert refusal is not None, f"{what} Let needs() ask for the region, as OptimizerMemoryPlugin.needs does."
+        said = f"{type(refusal).__name__}: {refusal}"
+        assert isinstance(refusal, PlanError), f"{name} refuses such an optimizer with no PlanError ({said})."
+        named = "region optimizer" in str(refusal)
+        assert named, f"{name}: the refusal of such an optimizer does not name the region ({said})."
+
+    def _refusal(self, train: Mapping[str, Any]) -> MoefwError | None:
+        try:
+            self.model(True, train=train).assemble()
+        except MoefwError as error:
+            return error
+        return None
+
+    def _close(self, what: str, got: torch.Tensor, wanted: torch.Tensor, scale: float) -> None:
+        if self.rtol is None:
+            assert same_bits(got, wanted), f"{self.plugin.name}: {what} has other bits than without it."
+            return
+        far = (got.double() - wanted.double()).abs().max().item()
+        assert far <= self.rtol * scale, (
+            f"{self.plugin.name}: {what} is {far:.2g} off; {self.rtol * scale:.2g} is right."
+        )
+
+    def _same(self, one: Rested, other: Rested, when: str) -> None:
+        pairs = [("parameters", one.parameters, other.parameters)]
+        pairs += [(key, tensors, other.states[key]) for key, tensors in one.states.items()]
+        for kind, before, after in pairs:
+            wrong = [name for name in after if not same_bits(before[name], after[name])]
+            assert not wrong, f"{self.plugin.name}: {when}, {kind} has other bits in {', '.join(sorted(wrong)[:3])}."

@@ -1,0 +1,19 @@
+"""``ledger.json`` in a run's folder: the memory that was predicted, and what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moefw.core.assembly import Assembly
+
+
+def write(assembly: Assembly, **entries: dict[str, Any]) -> None:
+    """Add entries, such as ``predicted`` or ``measured``, to the file; bytes throughout."""
+    path = Path(assembly.spec.run.dir) / "ledger.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(known | entries, indent=1))
+    scratch.replace(path)

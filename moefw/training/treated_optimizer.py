@@ -1,0 +1,136 @@
+"""The optimizer of a run: the one that its plugin builds, with its states under memory policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from moefw.core.assembly import Assembly
+from moefw.core.build import BuildContext, Shared
+from moefw.core.contracts import Canonical, Layout, OptimizerPolicy
+from moefw.core.errors import ContractError
+from moefw.core.facts import ANY
+from moefw.core.naming import by_parameter
+from moefw.core.optimizer_states import OptimizerStates, StatePart, local_rows, origins
+from moefw.core.pieces import local, shared_out_like
+from moefw.core.plugin import OPTIMIZER, MemoryPlugin
+
+STEP = "step"
+
+
+def build_optimizer(
+    assembly: Assembly, model: nn.Module, layout: Layout, device: torch.device, shared: Shared
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a model on this rank. Raises RunError where there is no room for its states."""
+    plugin, lr = assembly.parts.optimizer, assembly.spec.train.lr
+    optimizer: torch.optim.Optimizer = plugin.build(dict(model.named_parameters()), lr)
+    policies = [policy for policy in assembly.parts.memory if OPTIMIZER in policy.regions]
+    if not policies:
+        return optimizer
+    context = BuildContext(
+        site=assembly.site, facts={}, layout=layout, device=device, shared=shared, policies={}, sharding=None
+    )
+    offered = plugin.offers(assembly.site)["region"]
+    order = [] if offered == ANY else [treatment for region, treatment in offered if region == OPTIMIZER]
+    states: OptimizerStates = TorchStates(optimizer)
+    for policy in sorted(policies, key=lambda one: order.index(one.treatment) if one.treatment in order else 0):
+        states = _built(policy, context).treat(states)
+    return TreatedOptimizer(optimizer, states, plugin.states(), dict(by_parameter(model)), assembly.spec.run.seed)
+
+
+def _built(plugin: MemoryPlugin, context: BuildContext) -> OptimizerPolicy:
+    policy = plugin.build(context)
+    if not isinstance(policy, OptimizerPolicy):
+        what = f"memory policy {plugin.name} treats the region {OPTIMIZER} and builds no moefw.OptimizerPolicy."
+        raise ContractError(what, "Let build() return one.")
+    return policy
+
+
+@final
+class TorchStates(OptimizerStates):
+    """States as a torch optimizer has them: fp32, beside their parameter. It updates whatever parts it is given."""
+
+    dtype = torch.float32
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def room(self, parameter: Tensor) -> Tensor:
+        """Return zeros beside the parameter."""
+        return torch.zeros_like(parameter, dtype=self.dtype, requires_grad=False)
+
+    def update(self, parts: Sequence[StatePart]) -> None:
+        """Let the optimizer take its step, with the parts in place of its parameters."""
+        self._forget()
+        for part in parts:
+            part.parameter.grad = part.grad
+            step = torch.full((), float(part.step), device=part.parameter.device)
+            self.inner.param_groups[part.group]["params"].append(part.parameter)
+            self.inner.state[part.parameter] = {**part.states, STEP: step}
+        self.inner.step()
+        for part in parts:
+            part.parameter.grad = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Hold on to nothing: what the parts view would stay in memory."""
+        self.inner.state.clear()
+        for group in self.inner.param_groups:
+            group["params"] = []
+
+
+@final
+class TreatedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose states rest as memory policies say, from before its first step.
+
+    ``state`` holds what rests, and ``step``, an fp32 scalar on the CPU: the number of updates.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        states: OptimizerStates,
+        keys: Sequence[str],
+        pieces: Mapping[nn.Parameter, Sequence[Canonical]],
+        seed: int,
+    ) -> None:
+        super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
+        self._inner, self._states, self._keys, self._seed = inner, states, tuple(keys), seed
+        self._origins = {parameter: origins(own) for parameter, own in pieces.items()}
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            rooms = {key: states.room(local(parameter.detach())) for key in self._keys}
+            self.state[parameter] = {key: shared_out_like(parameter, room) for key, room in rooms.items()}
+            self.state[parameter][STEP] = torch.zeros((), device="cpu")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "gradients are computed before the step"
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update((key, value) for key, value in group.items() if key != "params")
+        given = [
+            (number, parameter)
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        parts = (self._part(number, parameter) for number, parameter in given)
+        self._states.update([part for part in parts if part.parameter.numel()])
+        for _, parameter in given:
+            self.state[parameter][STEP] += 1
+
+    def _part(self, group: int, parameter: nn.Parameter) -> StatePart:
+        state, grad = self.state[parameter], parameter.grad
+        assert grad is not None
+        return StatePart(
+            group=group,
+            parameter=local_rows(parameter),
+            grad=local_rows(grad),
+            states={key: local_rows(state[key]) for key in self._keys},
+            origins=self._origins[parameter],
+            step=int(state[STEP]),
+            seed=self._seed,
+        )
