@@ -231,11 +231,11 @@ ENCODERS: dict[str, Callable[[], Encoder]] = {
 
 
 def scaled(encoder: Encoder) -> QuantizedRecipe:
-    return ScaledRecipe(encoder, BlockwiseProducts(), save_codes=False)
+    return ScaledRecipe(encoder, BlockwiseProducts(), activations="bf16")
 
 
 def emulated(encoder: Encoder) -> QuantizedRecipe:
-    return EmulatedRecipe(encoder, save_codes=False)
+    return EmulatedRecipe(encoder, activations="bf16")
 
 
 @pytest.mark.parametrize("name", ENCODERS)

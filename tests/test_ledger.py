@@ -171,7 +171,7 @@ def test_what_hybridep_keeps_is_counted() -> None:
     check(fake_assembly({**ONCE_A_RANK, "dispatch": dispatch, "parallel": {}, "train": train}, 1))
 
 
-@pytest.mark.parametrize("saved_activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("saved_activations", ["bf16", "fp8", "int8"])
 @pytest.mark.parametrize("recipe", ["fp8-blockwise", "mxfp8"])
 def test_codes_are_saved_and_what_passes_is_not_counted(recipe: str, saved_activations: str) -> None:
     precision = {

@@ -302,7 +302,7 @@ def gathered(values: Tensor) -> GatheredWeight:
 
 def test_matrices_are_cut_and_joined_between_blocks() -> None:
     values, x, grad = torch.randn(512, 256), torch.randn(7, 256), torch.randn(7, 384)
-    recipe = EmulatedRecipe(encoders.Blockwise(power_of_two=True), save_codes=False)
+    recipe = EmulatedRecipe(encoders.Blockwise(power_of_two=True), activations="bf16")
     outcomes = []
     for weight in (nn.Parameter(gathered(values)), nn.Parameter(values)):
         given = x.clone().requires_grad_()
@@ -321,7 +321,7 @@ def test_matrices_are_cut_and_joined_between_blocks() -> None:
 def test_operands_that_stay_codes_are_those_of_the_fp32_weight(shape: tuple[int, ...], during: Pass) -> None:
     values = torch.randn(shape)
     encoder = encoders.Blockwise(power_of_two=True, primary=SquareBlocks(power_of_two=True))
-    recipe = ScaledRecipe(encoder, BlockwiseProducts(), save_codes=False)
+    recipe = ScaledRecipe(encoder, BlockwiseProducts(), activations="bf16")
     got, wanted = (recipe.quantize(weight, role="weight", during=during) for weight in (gathered(values), values))
     assert (got.shape, got.codes.axis, got.codes.block) == (wanted.shape, wanted.codes.axis, wanted.codes.block)
     assert got.codes.codes.stride() == wanted.codes.codes.stride()

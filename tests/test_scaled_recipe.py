@@ -29,7 +29,7 @@ from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProduc
 from moefw.plugins.precision.quantized.encoders import Blockwise
 from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, Gpus
-from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
+from moefw.plugins.precision.quantized.recipe import Activations, EmulatedRecipe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
 from moefw.testing.trial import DISPATCHERS, Outcome, Trial, solve
 from moefw_kernels.grouped_gemm import blockwise_grouped_mm
@@ -76,10 +76,10 @@ def codes_stay(gpu: Hopper, monkeypatch: pytest.MonkeyPatch) -> Hopper:
     return gpu
 
 
-def recipes(*, power_of_two: bool = True, save_codes: bool = False) -> tuple[ScaledRecipe, EmulatedRecipe]:
+def recipes(*, power_of_two: bool = True, activations: Activations = "bf16") -> tuple[ScaledRecipe, EmulatedRecipe]:
     encoder = Blockwise(power_of_two=power_of_two)
-    mine = ScaledRecipe(encoder, BlockwiseProducts(), save_codes=save_codes)
-    return mine, EmulatedRecipe(encoder, save_codes=save_codes)
+    mine = ScaledRecipe(encoder, BlockwiseProducts(), activations=activations)
+    return mine, EmulatedRecipe(encoder, activations=activations)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -164,7 +164,7 @@ def test_what_is_kept_makes_the_operand_of_backward(role: Role, during: Pass, si
 
 
 def test_what_makes_an_operand_holds_on_to_no_tensor() -> None:
-    recipe, _ = recipes(save_codes=True)
+    recipe, _ = recipes(activations="fp8")
     for keep in (lambda x: recipe.keep(x, None, role="input", during="wgrad"), recipe.keep_activation):
         x = drawn(128, 128, seed=1)
         kept = keep(x)

@@ -75,7 +75,7 @@ def codes_stay(gpu: OtherGpus, monkeypatch: pytest.MonkeyPatch) -> OtherGpus:
 
 def recipes(name: str) -> tuple[ScaledRecipe, EmulatedRecipe]:
     encoder, products = RECIPES[name]
-    return ScaledRecipe(encoder, products, save_codes=False), EmulatedRecipe(encoder, save_codes=False)
+    return ScaledRecipe(encoder, products, activations="bf16"), EmulatedRecipe(encoder, activations="bf16")
 
 
 def drawn(*shape: int, seed: int) -> Tensor:

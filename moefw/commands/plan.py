@@ -64,12 +64,17 @@ def show(found: Ledger) -> None:
         click.echo(f"not counted: {name} does not say what it takes")
 
 
+def unit_for(peak_bytes: int) -> tuple[int, str]:
+    """Return the unit in which memory of such a peak is told, in bytes and by name."""
+    return (GIB, "GiB") if peak_bytes >= GIB else (MIB, "MiB")
+
+
 def sheets(found: Ledger) -> list[Sheet]:
     """Return the tables of a ledger: by category, of the largest moment, and by region, over all layers of a kind."""
     if found.held is None or found.peak is None or found.peak_bytes is None:
         return []
     held, peak, totals = found.held, found.peak, found.totals
-    unit, name = (GIB, "GiB") if found.peak_bytes >= GIB else (MIB, "MiB")
+    unit, name = unit_for(found.peak_bytes)
     rows = {
         "parameters": held.parameters,
         "gradients": held.gradients,

@@ -50,7 +50,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: bool, ledger: bool) -> 
 
 def _open_ledger(assembly: Assembly) -> None:
     """Print and write what is predicted; where ranks will be on a CPU, also one step of a rank, measured."""
-    from moefw.commands.plan import GIB, show
+    from moefw.commands.plan import show, unit_for
     from moefw.planner import ledger
     from moefw.training.ledger_file import write
 
@@ -62,8 +62,9 @@ def _open_ledger(assembly: Assembly) -> None:
 
         measured = measure(assembly)
         write(assembly, measured={**asdict(measured, recurse=False), **_plain(measured)})
-        saved, peak = measured.saved_bytes / GIB, measured.peak / GIB
-        click.echo(f"measured without values: saved {saved:.4f}, peak {peak:.4f} GiB in {measured.peak_place}")
+        unit, name = unit_for(measured.peak)
+        saved, peak = measured.saved_bytes / unit, measured.peak / unit
+        click.echo(f"measured without values: saved {saved:.3f}, peak {peak:.3f} {name} in {measured.peak_place}")
 
 
 def _plain(measured: Measured) -> dict[str, object]:

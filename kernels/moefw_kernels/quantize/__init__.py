@@ -10,6 +10,7 @@ from torch import Tensor
 from moefw_kernels.quantize import reference
 from moefw_kernels.quantize.formats import E2M1, E4M3, E5M2, Format, decode, decode_e8m0, encode, pack, unpack
 from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
+from moefw_kernels.quantize.integers import from_integers, integer_rows
 from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.rows import Scales, empty_rows, row_block, rows_of, scale_dtype
 from moefw_kernels.quantize.scales import (
@@ -34,8 +35,10 @@ __all__ = [
     "delayed_scale",
     "empty_rows",
     "encode",
+    "from_integers",
     "group_amax",
     "group_of_row",
+    "integer_rows",
     "matrix_amax",
     "mx_scale",
     "nvfp4_global_scale",

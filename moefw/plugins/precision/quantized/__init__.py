@@ -37,12 +37,11 @@ class MXFP8(QuantizedPlugin):
         from moefw.plugins.precision.quantized.te.quantizers import MXBlocks
         from moefw.plugins.precision.quantized.te.recipe import te_recipe
 
-        save_codes = self.saved_activations == "fp8"
         if self.backend == "torch":
-            return scaled_recipe(MX(), MXProducts(), device=context.device, save_codes=save_codes)
+            return scaled_recipe(MX(), MXProducts(), device=context.device, activations=self.saved_activations)
         if self.backend == "te":
-            return te_recipe(MX(), MXBlocks(), self.te_gpus, device=context.device, save_codes=save_codes)
-        return EmulatedRecipe(MX(), save_codes=save_codes)
+            return te_recipe(MX(), MXBlocks(), self.te_gpus, device=context.device, activations=self.saved_activations)
+        return EmulatedRecipe(MX(), activations=self.saved_activations)
 
 
 @moefw.hookimpl

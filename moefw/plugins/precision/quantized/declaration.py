@@ -16,6 +16,7 @@ from moefw.core.site import Site
 from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.te.machine import te_needs
 
+INTEGERS = Codes(value_bits=8, block=(1, 128), scale_bytes=4)
 MODULES = ("attention", "mlp", "moe.experts", "moe.shared_expert")
 """The modules of a layer whose GEMMs a recipe quantizes."""
 
@@ -84,12 +85,15 @@ class LowPrecisionPlugin(PrecisionPlugin):
 
 @frozen(kw_only=True)
 class QuantizedPlugin(LowPrecisionPlugin):
-    """One with eight bits, which are enough for ``saved_activations`` fp8: the experts' pre-activation as codes."""
+    """One with eight bits, which are enough for ``saved_activations`` too: the experts' pre-activation as codes.
+
+    fp8: those of the recipe; int8: integers in blocks of 128, which backward reads twice as exactly.
+    """
 
     scale_bytes: ClassVar[int | None] = None
     """Of a block's scale; None: scales belong to no blocks of ``rows``."""
 
-    saved_activations: Literal["bf16", "fp8"] = "bf16"
+    saved_activations: Literal["bf16", "fp8", "int8"] = "bf16"
 
     def formats(self) -> Formats | None:
         """Inputs are saved as codes in blocks of rows, weights as they are. None of Transformer Engine's."""
@@ -98,14 +102,15 @@ class QuantizedPlugin(LowPrecisionPlugin):
             return None
         blocks = ((self.rows, 1), (1, self.rows))
         inputs, along = (Codes(value_bits=8, block=block, scale_bytes=scale) for block in blocks)
-        activations = along if self.saved_activations == "fp8" else None
+        activations = {"bf16": None, "fp8": along, "int8": INTEGERS}[self.saved_activations]
         return Formats(stream=2, inputs=inputs, activations=activations, passing_counted=False)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Also a GEMM that has its activations saved by the recipe."""
         needs = list(super().needs(site))
-        if self.saved_activations == "fp8":
-            reason, fix = "saved_activations is fp8", "Use gemm: grouped or loop, or saved_activations: bf16."
+        if self.saved_activations != "bf16":
+            reason = f"saved_activations is {self.saved_activations}"
+            fix = "Use gemm: grouped or loop, or saved_activations: bf16."
             needs.append(moefw.need("activations_kept", True, reason=reason, fix=fix, option="saved_activations"))
         return needs
 

@@ -59,15 +59,17 @@ class FP8Blockwise(QuantizedPlugin):
         from moefw.plugins.precision.quantized.te.quantizers import Blocks
         from moefw.plugins.precision.quantized.te.recipe import te_recipe
 
-        power_of_two, save_codes = self.scales == "power_of_two", self.saved_activations == "fp8"
+        power_of_two = self.scales == "power_of_two"
         primary = SquareBlocks(power_of_two=power_of_two) if self.primary_weights == "fp8" else None
         encoder = Blockwise(power_of_two=power_of_two, primary=primary)
         if self.backend == "torch":
-            return scaled_recipe(encoder, BlockwiseProducts(), device=context.device, save_codes=save_codes)
+            return scaled_recipe(
+                encoder, BlockwiseProducts(), device=context.device, activations=self.saved_activations
+            )
         if self.backend == "te":
             blocks = Blocks(power_of_two=power_of_two)
-            return te_recipe(encoder, blocks, self.te_gpus, device=context.device, save_codes=save_codes)
-        return EmulatedRecipe(encoder, save_codes=save_codes)
+            return te_recipe(encoder, blocks, self.te_gpus, device=context.device, activations=self.saved_activations)
+        return EmulatedRecipe(encoder, activations=self.saved_activations)
 
 
 def nothing_to_gather(assembly: moefw.Assembly) -> list[moefw.Problem]:

@@ -57,10 +57,11 @@ class FP8Tensor(QuantizedPlugin):
         given = {name: getattr(self, name) for name in DELAYED}
         options = {name: DELAYED[name] if value is None else value for name, value in given.items()}
         encoder = CurrentScales() if self.scaling == "current" else DelayedScales(**options)
-        save_codes = self.saved_activations == "fp8"
         if self.backend == "torch":
-            return scaled_recipe(encoder, TensorwiseProducts(), device=context.device, save_codes=save_codes)
+            return scaled_recipe(
+                encoder, TensorwiseProducts(), device=context.device, activations=self.saved_activations
+            )
         if self.backend == "te":
             tensors = CurrentTensors() if self.scaling == "current" else DelayedTensors()
-            return te_recipe(encoder, tensors, self.te_gpus, device=context.device, save_codes=save_codes)
-        return EmulatedRecipe(encoder, save_codes=save_codes)
+            return te_recipe(encoder, tensors, self.te_gpus, device=context.device, activations=self.saved_activations)
+        return EmulatedRecipe(encoder, activations=self.saved_activations)

@@ -71,8 +71,8 @@ class NVFP4(LowPrecisionPlugin):
             square_weights=self.square_weights,
         )
         if self.backend == "torch":
-            return scaled_recipe(encoder, NVFP4Products(), device=context.device, save_codes=False)
+            return scaled_recipe(encoder, NVFP4Products(), device=context.device, activations="bf16")
         if self.backend == "te":
             blocks = FP4Blocks(self.stochastic_rounding, self.hadamard, self.square_weights)
-            return te_recipe(encoder, blocks, self.te_gpus, device=context.device, save_codes=False)
-        return EmulatedRecipe(encoder, save_codes=False)
+            return te_recipe(encoder, blocks, self.te_gpus, device=context.device, activations="bf16")
+        return EmulatedRecipe(encoder, activations="bf16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,15 @@ from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
 from moefw.core.movement import Codec
 from moefw.core.primary_weights import WeightCodec
 from moefw.plugins.precision.quantized.encoders import Encoder
-from moefw_kernels.quantize import Quantized
+from moefw_kernels.quantize import Quantized, from_integers, integer_rows
 from moefw_kernels.swiglu_quantize import swiglu_quantize
 
+Activations = Literal["bf16", "fp8", "int8"]
 _NO_ROWS = Rows()
 
 
 class LowPrecisionRecipe(nn.Module, Precision):
-    """Quantizes what no GEMM takes: rows on the wire, and if ``save_codes`` the experts' pre-activation.
+    """Quantizes what no GEMM takes: rows on the wire, and the experts' pre-activation as ``activations`` says.
 
     Backward then reads the latter rounded. A module, as ``encoder`` may keep state.
     """
@@ -29,9 +30,9 @@ class LowPrecisionRecipe(nn.Module, Precision):
     residual_dtype: ClassVar[Any] = torch.bfloat16
     by_pass: ClassVar[bool] = True
 
-    def __init__(self, encoder: Encoder, *, save_codes: bool) -> None:
+    def __init__(self, encoder: Encoder, *, activations: Activations) -> None:
         super().__init__()
-        self.encoder, self._save_codes, self.draws = encoder, save_codes, encoder.draws
+        self.encoder, self._activations, self.draws = encoder, activations, encoder.draws
 
     def codec(self, dim: int) -> Codec | None:
         """Return what packs rows in the blocks of fprop, if the format can."""
@@ -43,9 +44,11 @@ class LowPrecisionRecipe(nn.Module, Precision):
 
     def keep_activation(self, x: Tensor, rows: Rows | None = None) -> Kept:
         """Return the codes of ``x`` in blocks along its last axis, if they are to be saved."""
-        if not self._save_codes:
+        if self._activations == "bf16":
             return super().keep_activation(x, rows)
         dtype = x.dtype
+        if self._activations == "int8":
+            return Kept(integer_rows(x), lambda saved: from_integers(saved[0], saved[1], dtype))
         return _kept(self.encoder.encode_activation(x, rows or _NO_ROWS), lambda codes: codes.dequantize().to(dtype))
 
 
@@ -62,7 +65,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Return the recipe with the encoder of that place."""
-        return type(self)(self.encoder.at(name, groups=groups), save_codes=self._save_codes)
+        return type(self)(self.encoder.at(name, groups=groups), activations=self._activations)
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Any:
         """Return the operand."""

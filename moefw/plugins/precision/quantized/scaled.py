@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from moefw.core.contracts import Pass, Precision, Role, Rows
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw.plugins.precision.quantized.products import Products
-from moefw.plugins.precision.quantized.recipe import QuantizedRecipe
+from moefw.plugins.precision.quantized.recipe import Activations, QuantizedRecipe
 from moefw_kernels.quantize import Quantized
 
 
@@ -65,13 +65,13 @@ class ScaledRecipe(QuantizedRecipe):
     The rows of groups are not: dispatchers align them.
     """
 
-    def __init__(self, encoder: Encoder, products: Products, *, save_codes: bool) -> None:
-        super().__init__(encoder, save_codes=save_codes)
+    def __init__(self, encoder: Encoder, products: Products, *, activations: Activations) -> None:
+        super().__init__(encoder, activations=activations)
         self._products = products
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Return the recipe with the encoder of that place."""
-        return ScaledRecipe(self.encoder.at(name, groups=groups), self._products, save_codes=self._save_codes)
+        return ScaledRecipe(self.encoder.at(name, groups=groups), self._products, activations=self._activations)
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
         """Return codes and scales, laid along the axis that is summed over."""
@@ -99,7 +99,9 @@ class ScaledRecipe(QuantizedRecipe):
         return partial(Scaled, shape=tuple(x.shape), dtype=dtype, products=self._products)
 
 
-def scaled_recipe(encoder: Encoder, products: Products, *, device: torch.device, save_codes: bool) -> ScaledRecipe:
+def scaled_recipe(
+    encoder: Encoder, products: Products, *, device: torch.device, activations: Activations
+) -> ScaledRecipe:
     """Return the recipe. Raises PlanError where torch cannot multiply its operands on the device."""
     products.gpus.require(device)
-    return ScaledRecipe(encoder, products, save_codes=save_codes)
+    return ScaledRecipe(encoder, products, activations=activations)

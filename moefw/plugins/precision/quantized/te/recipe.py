@@ -12,18 +12,18 @@ from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
 from moefw.core.errors import ContractError
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw.plugins.precision.quantized.gpus import Gpus
-from moefw.plugins.precision.quantized.recipe import LowPrecisionRecipe
+from moefw.plugins.precision.quantized.recipe import Activations, LowPrecisionRecipe
 from moefw.plugins.precision.quantized.te.library import Library, load
 from moefw.plugins.precision.quantized.te.operand import Form, TEOperand
 from moefw.plugins.precision.quantized.te.quantizers import Quantizers, Usage
 
 
 def te_recipe(
-    encoder: Encoder, quantizers: Quantizers, gpus: Gpus, *, device: torch.device, save_codes: bool
+    encoder: Encoder, quantizers: Quantizers, gpus: Gpus, *, device: torch.device, activations: Activations
 ) -> Precision:
     """Return the recipe. Raises PlanError where the device or Transformer Engine cannot multiply its operands."""
     gpus.require(device)
-    return TERecipe(load(), quantizers, encoder, save_codes=save_codes)
+    return TERecipe(load(), quantizers, encoder, activations=activations)
 
 
 @final
@@ -33,14 +33,14 @@ class TERecipe(LowPrecisionRecipe):
     ``encoder``: of what no GEMM takes, rows on the wire and saved activations, and of delayed scales.
     """
 
-    def __init__(self, te: Library, quantizers: Quantizers, encoder: Encoder, *, save_codes: bool) -> None:
-        super().__init__(encoder, save_codes=save_codes)
+    def __init__(self, te: Library, quantizers: Quantizers, encoder: Encoder, *, activations: Activations) -> None:
+        super().__init__(encoder, activations=activations)
         self._te, self._quantizers = te, quantizers.at(encoder)
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Return the recipe with the encoder of that place."""
         encoder = self.encoder.at(name, groups=groups)
-        return TERecipe(self._te, self._quantizers, encoder, save_codes=self._save_codes)
+        return TERecipe(self._te, self._quantizers, encoder, activations=self._activations)
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> TEOperand:
         """Return the operand. Raises ContractError where rows are in groups whose sizes the host does not know."""
