@@ -82,8 +82,15 @@ def drops(layer: Callable[..., Any]) -> Callable[..., Any]:
     return dropping
 
 
+class Packed(Protocol):
+    """What stands for a saved tensor between forward and backward."""
+
+    def tensor(self) -> Tensor:
+        """Return the tensor."""
+
+
 @frozen(eq=False)
-class StandIn:
+class StandIn(Packed):
     """A saved tensor that will be computed again."""
 
     output: Output
@@ -123,9 +130,14 @@ def stay(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def unpack(packed: Tensor | StandIn) -> Tensor:
+def unpack(packed: Tensor | Packed) -> Tensor:
     """Return the tensor that was saved."""
     return packed if isinstance(packed, Tensor) else packed.tensor()
+
+
+def in_backward() -> bool:
+    """Whether this forward runs again for a region around it: nobody goes backward through it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _pack(tensor: Tensor) -> Tensor | StandIn:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.dropped import StandIn, stand_in, stay
+from moefw.core.dropped import StandIn, in_backward, stand_in, stay, unpack
 from moefw.plugins.memory.offload.pool import Copy, Pool
 from moefw.plugins.memory.offload.span import Span, view
 
@@ -35,11 +35,11 @@ class OffloadPolicy(MemoryPolicy):
         """
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
-            if _in_backward():
-                with saved_tensors_hooks(stay, _unpack):
+            if in_backward():
+                with saved_tensors_hooks(stay, unpack):
                     return function(*args, **kwargs)
             call = _Call(self)
-            with saved_tensors_hooks(call.pack, _unpack):
+            with saved_tensors_hooks(call.pack, unpack):
                 result = function(*args, **kwargs)
             call.end()
             return result
@@ -121,15 +121,6 @@ class _Packed:
     def tensor(self) -> Tensor:
         self.call.fetch_with_next()
         return view(self.copy.values(), self.size, self.stride)
-
-
-def _unpack(packed: Tensor | StandIn | _Packed) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.tensor()
-
-
-def _in_backward() -> bool:
-    """Whether this forward runs for a recomputed region around it: what it saves then is not what waits."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.dropped import StandIn, stand_in, stay
+from moefw.core.dropped import StandIn, in_backward, stand_in, stay, unpack
 from moefw.core.static_rows import UNSAVED, StaticRows, current
 from moefw.plugins.memory.paged_stash.stash import Held, Kind, Stash
 
@@ -39,12 +39,12 @@ class StashPolicy(MemoryPolicy):
         def stashed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
-            rows = None if _in_backward() else current()
+            rows = None if in_backward() else current()
             if rows is None:
-                with saved_tensors_hooks(_keep, _unpack):
+                with saved_tensors_hooks(_keep, unpack):
                     return function(*args, **kwargs)
             call = _Call(self, region, rows)
-            with saved_tensors_hooks(call.pack, _unpack):
+            with saved_tensors_hooks(call.pack, unpack):
                 result = function(*args, **kwargs)
             rows.report(UNSAVED, call.unsaved)
             return result
@@ -95,13 +95,4 @@ class _Packed:
 
 
 def _keep(tensor: Tensor) -> Tensor | StandIn:
-    return (None if _in_backward() else stand_in(tensor)) or stay(tensor)
-
-
-def _unpack(packed: Tensor | StandIn | _Packed) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.tensor()
-
-
-def _in_backward() -> bool:
-    """Whether this forward runs for a recomputed region around it: nobody goes backward through it."""
-    return torch._C._current_graph_task_id() != -1
+    return (None if in_backward() else stand_in(tensor)) or stay(tensor)
