@@ -292,6 +292,29 @@ def test_views_come_back_with_their_strides(like: Callable[[Tensor], Tensor]) ->
     assert back.stride() == x.stride()
 
 
+def test_parts_side_by_side_of_one_matrix_go_as_one() -> None:
+    policy, pool = offloading()
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def gated(x: Tensor) -> Tensor:
+        gate, up = (x * 2).chunk(2, -1)
+        return gate * up
+
+    y = policy.wrap("region", gated)(x)
+    assert moved_bytes(pool) == [8 * 16 * 4]
+    y.sum().backward()
+    assert x.grad is not None
+    assert same_bits(x.grad, torch.autograd.grad(gated(x).sum(), x)[0])
+
+
+def test_a_slice_of_something_much_larger_goes_alone() -> None:
+    policy, pool = offloading()
+    x = torch.randn(64, 16, requires_grad=True)
+    y = policy.wrap("region", lambda x: (x * 2)[:4, :8].sin())(x)
+    assert moved_bytes(pool) == [(3 * 16 + 8) * 4]
+    y.sum().backward()
+
+
 def test_parameters_and_their_views_stay() -> None:
     policy, pool = offloading()
     weight = nn.Parameter(torch.randn(7, 5))

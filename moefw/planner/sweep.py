@@ -150,7 +150,7 @@ class Sweep:
                 if rerun.last == index:
                     yield from self._again(number, layer, rerun, buffer=buffer, done=done)
             own, following = self._gathers(number, call.unit), self._following(number, index)
-            saved = lasting + _alive(layer.waits, index) + self._ahead(number, index)
+            saved = lasting + self._alive(number, index) + self._ahead(number, index)
             gathered = self._root + own + following
             passing = self.model.stream_bytes + buffer + call.backward_bytes
             if own and call.unit != after:
@@ -165,7 +165,7 @@ class Sweep:
             before = layer.calls[index - 1].unit if index else ""
             if own and before != call.unit:
                 elements = self._units[number].get(call.unit, 0)
-                saved = lasting + _alive(layer.waits, index - 1) + self._ahead(number, index - 1)
+                saved = lasting + self._alive(number, index - 1) + self._ahead(number, index - 1)
                 shards = self._shards(call.unit)
                 buffer = elements * FP32
                 reduced = buffer + buffer // shards + call.handed + self.model.stream_bytes
@@ -176,7 +176,7 @@ class Sweep:
         """Yield the moments of a region that runs again, while the gradient of what its last call returned waits."""
         waiting = self.model.stream_bytes + buffer + layer.calls[rerun.last].handed
         stay = (
-            _alive(layer.waits, rerun.last)
+            self._alive(number, rerun.last)
             + self._ahead(number, rerun.last)
             - sum(wait.dropped for wait in layer.waits if not wait.returned and wait.since >= rerun.start)
         )
@@ -194,6 +194,28 @@ class Sweep:
             passing = waiting + left + call.forward_bytes
             yield self._peak(place, saved=saved, gathered=gathered, passing=passing, done=done)
             left += call.leaves_bytes
+
+    def _alive(self, number: int, index: int) -> int:
+        """Return the bytes of a layer that are on the device when backward has come to a call."""
+        waits = self.layers[number].waits
+        following = _next_moved(waits, index)
+        if not self._fetched_before(number, following):
+            following = -1
+        total = 0
+        for wait in waits:
+            moved, inside = wait.fate.offloaded, wait.since <= index <= wait.until
+            if wait.first <= index:
+                total += wait.fate.kept
+            if moved and (wait.until == following or (inside and wait.first <= index)):
+                total += moved
+            if wait.dropped and inside and (wait.returned or wait.first <= index):
+                total += wait.dropped
+        return total
+
+    def _fetched_before(self, number: int, end: int) -> bool:
+        """Whether backward has brought something back before the region that ends with a call: that one comes along."""
+        here = any(wait.fate.offloaded and wait.until > end for wait in self.layers[number].waits)
+        return here or any(wait.fate.offloaded for layer in self.layers[number + 1 :] for wait in layer.waits)
 
     def _ahead(self, number: int, index: int) -> int:
         """Return the bytes of the layer before that come back ahead, with those of this layer."""
@@ -227,21 +249,6 @@ class Sweep:
 def _in_forward(wait: Wait, index: int) -> bool:
     """Whether a result that nobody keeps is still there in the forward of a call."""
     return wait.returned and wait.first <= index and (wait.stays or index <= wait.until)
-
-
-def _alive(waits: Sequence[Wait], index: int) -> int:
-    """Return the bytes of a layer that are on the device when backward has come to a call."""
-    following = _next_moved(waits, index)
-    total = 0
-    for wait in waits:
-        moved, inside = wait.fate.offloaded, wait.since <= index <= wait.until
-        if wait.first <= index:
-            total += wait.fate.kept
-        if moved and (wait.until == following or (inside and wait.first <= index)):
-            total += moved
-        if wait.dropped and inside and (wait.returned or wait.first <= index):
-            total += wait.dropped
-    return total
 
 
 def _next_moved(waits: Sequence[Wait], index: int) -> int:

@@ -72,7 +72,7 @@ class _Call:
                 return stay(tensor)
             copy = self.pool.copy(tensor, span)
         self._copies.append(weakref.ref(copy))
-        return _Packed(self, copy, tensor)
+        return _Packed(self, copy, tensor, start=int(tensor.storage_offset()) - span.start)
 
     def end(self) -> None:
         """Take the place behind the last call that moved something."""
@@ -114,13 +114,13 @@ class _Call:
 class _Packed:
     """A saved tensor whose values are away."""
 
-    def __init__(self, call: _Call, copy: Copy, tensor: Tensor) -> None:
-        self.call, self.copy = call, copy
+    def __init__(self, call: _Call, copy: Copy, tensor: Tensor, *, start: int) -> None:
+        self.call, self.copy, self.start = call, copy, start
         self.size, self.stride = tensor.size(), tensor.stride()
 
     def tensor(self) -> Tensor:
         self.call.fetch_with_next()
-        return view(self.copy.values(), self.size, self.stride)
+        return view(self.copy.values(), self.size, self.stride, self.start)
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""The memory of a tensor, from its first element to its last."""
+"""The memory of a tensor, from its first element to its last, or all that it is a part of."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ class Span:
 
     @staticmethod
     def of(tensor: Tensor) -> Span:
-        """Return the span of a tensor that is not empty."""
+        """Return the span of a tensor that is not empty.
+
+        Where there are gaps in it, others of the storage lie in them, such as gate and up of one matrix: it is all of
+        the storage then, unless that is more than twice as long, so that they go as one.
+        """
         length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-        storage = StorageWeakRef(tensor.untyped_storage())
-        return Span(storage, tensor._version, int(tensor.storage_offset()), length, tensor.dtype)
+        start, memory = int(tensor.storage_offset()), tensor.untyped_storage()
+        whole = memory.nbytes() // tensor.itemsize
+        if tensor.numel() < length and whole <= 2 * length:
+            start, length = 0, whole
+        return Span(StorageWeakRef(memory), tensor._version, start, length, tensor.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -37,9 +44,9 @@ class Span:
 
     def values(self, tensor: Tensor) -> Tensor:
         """Return the values of the span, ``(length,)``, of a tensor that lies there."""
-        return tensor.detach().as_strided((self.length,), (1,))
+        return tensor.detach().as_strided((self.length,), (1,), self.start)
 
 
-def view(values: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+def view(values: Tensor, size: Sequence[int], stride: Sequence[int], start: int) -> Tensor:
     """Return the tensor that lies in the values of its span: with its strides, kernels compute the same bits."""
-    return values.as_strided(size, stride, 0)
+    return values.as_strided(size, stride, start)
