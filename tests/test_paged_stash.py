@@ -17,6 +17,7 @@ import moefw
 from moefw.core.build import Shared
 from moefw.core.stages import ExpertBatch
 from moefw.core.static_rows import UNSAVED, StaticRows, computing_on
+from moefw.planner import ledger
 from moefw.plugins.memory.paged_stash import PagedStash
 from moefw.plugins.memory.paged_stash.order import CudaOrder, PlainOrder
 from moefw.plugins.memory.paged_stash.policy import StashPolicy
@@ -393,6 +394,23 @@ def test_the_pool_is_no_larger_than_the_valid_rows(precision: str, capsys: pytes
     assert len(pools) == 2
     assert valid <= sum(pools) <= 1.05 * valid
     assert live["kept"] - live["stashed"] >= 0.99 * 3 * valid
+
+
+@pytest.mark.parametrize("options", [{}, {"factor": 1.0}, {"factor": 9.0}], ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_ledger_counts_the_pages_that_there_are(precision: str, options: Mapping[str, Any]) -> None:
+    parts = {
+        "routing": {"use": "forced"},
+        "precision": PRECISIONS[precision],
+        "dispatch": {**BUDGET, "rank_capacity": 3.0},
+        "memory": [stash("experts", page_rows=8, **options)],
+    }
+    model, assembly, layout, shared = open_model(whole_model(1, parts=parts, plugins=(), sizes=BALANCED))
+    model(global_batch(assembly, layout, 0)[0])
+    found = ledger(assembly)
+    assert "paged-stash" not in " ".join(found.silent)
+    assert found.totals["stashed"] == sum(held.nbytes for held in stashes(shared)) > 0
+    shared.close()
 
 
 def test_an_overflow_is_seen_and_the_step_runs_again() -> None:

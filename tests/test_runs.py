@@ -200,7 +200,9 @@ def learn(overrides: list[str], cache: Path) -> list[float]:
     data = assembly.parts.data.prepare(cache)
     model = build_model(assembly, layout, torch.device("cpu"), shared)
     initialise(model, seed=assembly.spec.run.seed, std=model.init_std)
-    session = Session(assembly=assembly, device=torch.device("cpu"), layout=layout, data=data, model=model)
+    session = Session(
+        assembly=assembly, device=torch.device("cpu"), layout=layout, data=data, model=model, shared=shared
+    )
     trainer = Trainer(session, resume=False)
     found = [trainer._step(step)["loss"] for step in range(20)]
     shared.close()

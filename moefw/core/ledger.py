@@ -23,13 +23,15 @@ INT64: Final = 8
 class Tensor:
     """Memory that something is saved in. Within a layer, equal names are the same memory.
 
-    ``weights``: a copy of parameters. ``stands_for``: the tensor in whose place it is saved; where that one will be
+    ``weights``: a copy of parameters. ``row_bytes``: of each of its R rows, if it is a matrix of the rows of experts.
+    ``stands_for``: the tensor in whose place it is saved; where that one will be
     computed again, it is saved itself, and so costs nothing.
     """
 
     name: str
     nbytes: int
     weights: bool = False
+    row_bytes: int = 0
     stands_for: str | None = None
 
 
@@ -154,6 +156,11 @@ class Codes:
         blocks = -(-rows // self.block[0]) * -(-columns // self.block[1])
         return rows * columns * self.value_bits // 8 + blocks * self.scale_bytes
 
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of what there is of every single row."""
+        scales = -(-columns // self.block[1]) * self.scale_bytes if self.block[0] == 1 else 0
+        return columns * self.value_bits // 8 + scales
+
 
 @frozen(kw_only=True)
 class Formats:
@@ -176,14 +183,17 @@ class Formats:
         """Return what is saved of an input ``x`` (rows, columns) by the GEMM ``reader``."""
         if self.inputs is None:
             return (x,)
-        nbytes = self.inputs.nbytes(rows, columns)
-        return (Tensor(name=f"{x.name} as codes for {reader}", nbytes=nbytes, stands_for=x.name),)
+        return (self._codes(self.inputs, f"{x.name} as codes for {reader}", x, rows, columns),)
 
     def kept_activation(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
         """Return what is saved of the pre-activation ``x`` (rows, columns)."""
         if self.activations is None:
             return (x,)
-        return (Tensor(name=f"{x.name} as codes", nbytes=self.activations.nbytes(rows, columns), stands_for=x.name),)
+        return (self._codes(self.activations, f"{x.name} as codes", x, rows, columns),)
+
+    def _codes(self, codes: Codes, name: str, x: Tensor, rows: int, columns: int) -> Tensor:
+        row_bytes = codes.row_bytes(columns) if x.row_bytes else 0
+        return Tensor(name=name, nbytes=codes.nbytes(rows, columns), row_bytes=row_bytes, stands_for=x.name)
 
 
 BF16_FORMATS: Final = Formats(stream=2, gathered=2, copy=2)
@@ -209,6 +219,8 @@ class Extent:
     precision: Callable[[int, str], Formats] = field(eq=False)
     budget: int | None = None
     """The rows that a dispatcher brings, whatever routing sends."""
+    capacity: float = 1.0
+    """So many times the rows of even routing ``budget`` is, before it is rounded up to the alignment."""
 
     @property
     def all_tokens(self) -> int:
@@ -283,12 +295,16 @@ class Extent:
 
     def rows_given(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return what experts are given: ``rows`` (R, D), ``row weights`` (R) fp32, ``group ends`` (e) int32."""
-        stream = self.formats_of("moe.experts").stream
         return (
-            Tensor(name="rows", nbytes=self.rows * self.dims.model_dim * stream),
+            self.matrix("rows", self.dims.model_dim),
             Tensor(name="row weights", nbytes=self.rows * FP32),
             Tensor(name="group ends", nbytes=self.local_experts * INT32),
         )
+
+    def matrix(self, name: str, columns: int) -> Tensor:
+        """Return a matrix ``(R, columns)`` of the rows of experts, in the dtype of the residual stream."""
+        row_bytes = columns * self.formats_of("moe.experts").stream
+        return Tensor(name=name, nbytes=self.rows * row_bytes, row_bytes=row_bytes)
 
     def weight_copy(self, name: str, elements: int, module: str, side: str = "dense") -> tuple[Tensor, ...]:
         """Return the copy of a weight that backward reads, if there is one: none of those that FSDP gathers."""

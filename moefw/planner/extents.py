@@ -37,7 +37,8 @@ def ask(assembly: Assembly) -> Said:
         moe[number] = seen[key]
     alignment = next((layer.facts.get("row_alignment", 1) for layer in assembly.layers.values()), 1)
     budget = next((parts[1].rows for parts in moe.values()), None)
-    extent = evolve(extent, row_alignment=alignment, budget=budget)
+    capacity = next((layer.facts.get("budget") for layer in assembly.layers.values()), None) or 1.0
+    extent = evolve(extent, row_alignment=alignment, budget=budget, capacity=capacity)
     model = parts.model.memory(extent, moe)
     if model is None:
         silent[f"model: {parts.model.name}"] = None

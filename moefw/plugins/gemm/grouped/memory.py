@@ -5,7 +5,7 @@ Shapes: legend in :mod:`moefw.core.stages`; H = 2F.
 
 from __future__ import annotations
 
-from moefw.core.ledger import FP32, Extent, PartMemory, Region, Tensor, Weight
+from moefw.core.ledger import FP32, Extent, PartMemory, Region, Weight
 
 EXPERTS = "moe.experts"
 
@@ -20,7 +20,7 @@ def memory(extent: Extent) -> PartMemory:
     dims, formats = extent.dims, extent.formats_of(EXPERTS)
     d, f, e, r, b = dims.model_dim, dims.expert_dim // extent.etp, extent.local_experts, extent.rows, formats.stream
     rows, row_weights, ends = extent.rows_given()
-    h = Tensor(name="pre-activation", nbytes=r * 2 * f * b)
+    h = extent.matrix("pre-activation", 2 * f)
     w13 = extent.weight_copy("gate_up", e * 2 * f * d, EXPERTS, "experts")
     w2 = extent.weight_copy("down", e * f * d, EXPERTS, "experts")
     out, activation = r * d * b, r * f * b

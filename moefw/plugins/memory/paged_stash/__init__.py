@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from attrs import Attribute, field, frozen
 from attrs.validators import ge, gt
 
 import moefw
+from moefw.core.ledger import Extent, Fate, Tensor
 from moefw.core.plugin import MemoryPlugin
 from moefw.core.site import Site
 
-PAGE_ROWS = 64
-FACTOR = 1.1
+PAGE_ROWS: Final = 64
+FACTOR: Final = 1.1
+ROUNDING: Final = 1e-6
+"""So much of a page is no reason for a further one."""
 
 
 def _power_of_two(plugin: Any, attribute: Attribute[int], value: int) -> None:
@@ -52,6 +56,16 @@ class PagedStash(MemoryPlugin):
             fix="Use a dispatcher with such a budget (dispatch.rank_capacity, on_overflow: rerun), or leave it out.",
         )
         return [*regions, budget]
+
+    def fates(self, saved: Sequence[Tensor], extent: Extent) -> Sequence[Fate]:
+        """Of rows, so many pages as their pool has for them; everything else stays."""
+        pages = extent.rows / self.page_rows
+        share = min(1.0, self.factor / extent.capacity)
+        rows = math.ceil(share * pages - ROUNDING) * self.page_rows
+        return [
+            Fate(kept=tensor.nbytes - extent.rows * tensor.row_bytes, stashed=rows * tensor.row_bytes)
+            for tensor in saved
+        ]
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Return the policy of a layer, over the pool that all layers share."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, defaultdict, deque
-from typing import Final, final
+from typing import final
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from moefw.core.errors import RunError
+from moefw.plugins.memory.paged_stash import ROUNDING
 from moefw.plugins.memory.paged_stash.order import Order, open_order
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
-
-ROUNDING: Final = 1e-6
-"""So much of a page is no reason for a further one."""
 
 
 @frozen
