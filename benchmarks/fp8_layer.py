@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any, get_args
 
 import record
 import torch
 from attrs import asdict, frozen
+from timing import race
 from torch import Tensor
 
 import moefw
@@ -86,7 +85,8 @@ def measure(device: torch.device, shape: Shape, rounds: int, recipe: str = "fp8-
     wrong = [name for name, error in products.items() if error > ALLOWED["product"]]
     wrong += [name for name, error in errors.items() if error > ALLOWED_LAYER[recipe]]
     wrong += [name for name, error in errors.items() if error > ALLOWED["of_emulated"] * emulated[name]]
-    seconds = race({"bf16": Layer({"use": "bf16"}, device, shape), recipe: Layer(mine, device, shape)}, rounds)
+    layers = {"bf16": Layer({"use": "bf16"}, device, shape), recipe: Layer(mine, device, shape)}
+    seconds = race({name: layer.run for name, layer in layers.items()}, rounds, warm_up=WARM_UP)
     return {
         "recipe": recipe,
         "shape": asdict(shape),
@@ -192,27 +192,6 @@ def off(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, fl
 def relative(got: Tensor, wanted: Tensor) -> float:
     """Return the norm of the difference over the norm."""
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
-
-
-def race(layers: Mapping[str, Layer], rounds: int) -> dict[str, float]:
-    """Return the median time of each layer in seconds, rounds after warming up."""
-    taken: dict[str, list[float]] = {name: [] for name in layers}
-    for turn in range(WARM_UP + rounds):
-        for name in sorted(layers, reverse=turn % 2 == 1):
-            seconds = timed(layers[name].run)
-            if turn >= WARM_UP:
-                taken[name].append(seconds)
-    return {name: median(seconds) for name, seconds in taken.items()}
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Return how long it takes until the GPU is done."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
-    begun = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":

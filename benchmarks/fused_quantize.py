@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from statistics import median
 from typing import Any, get_args
 
 import record
 import torch
 from attrs import asdict, frozen
+from timing import race
 from torch import Tensor
 
 from moefw_kernels.permute import RowMap, arrange, gather
@@ -65,7 +64,7 @@ def measure(device: torch.device, shape: Shape, rounds: int) -> dict[str, Any]:
     rows = []
     for operation, scales, ways in cases(device, shape):
         differ = differing(*(ways[name]() for name in ("fused", "apart")))
-        ms = {name: 1e3 * seconds for name, seconds in race(ways, rounds).items()}
+        ms = {name: 1e3 * seconds for name, seconds in race(ways, rounds, warm_up=WARM_UP).items()}
         rows.append({"operation": operation, "scales": scales, "differ": differ, "ms": ms})
     return {"shape": asdict(shape), "rounds": rounds, "rows": rows}
 
@@ -104,27 +103,6 @@ def differing(mine: Quantized, right: Quantized) -> int:
     """Return how many bytes of codes and scales are not the same."""
     pairs = ((mine.codes, right.codes), (mine.scales, right.scales))
     return sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
-
-
-def race(ways: Mapping[str, Way], rounds: int) -> dict[str, float]:
-    """Return the median time of each way in seconds, rounds after warming up."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(WARM_UP + rounds):
-        for name in sorted(ways, reverse=turn % 2 == 1):
-            seconds = timed(ways[name])
-            if turn >= WARM_UP:
-                taken[name].append(seconds)
-    return {name: median(seconds) for name, seconds in taken.items()}
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Return how long it takes until the device is done."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
-    begun = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":

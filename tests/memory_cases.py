@@ -10,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moefw.core.assembly import Assembly
+from moefw.testing.fake_world import fake_assembly
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.memory_case import Observed, observed
 from moefw.testing.suites.runs import whole_model
@@ -69,3 +71,16 @@ class Allocations(TorchDispatchMode):
 def storages(tree: Any) -> dict[StorageWeakRef, int]:
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def qwen3_235b(num_layers: int) -> Assembly:
+    """A rank of 256, with so many of its layers."""
+    world, tp, seq_len = 256, 4, 4096
+    tree = {
+        "model": {"preset": "qwen3-235b-a22b", "num_layers": num_layers},
+        "precision": {"use": "bf16"},
+        "parallel": {"dense": {"tp": tp, "shard": "all"}, "experts": {"ep": 32, "shard": "all"}},
+        "train": {"micro_batch": 1, "seq_len": seq_len, "tokens_per_step": seq_len * world // tp},
+        "run": {"device": "cpu"},
+    }
+    return fake_assembly(tree, world)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from attrs import evolve, frozen
 from click.testing import CliRunner
+from memory_cases import qwen3_235b
 
 from moefw.commands.plan import plan
 from moefw.core.assembly import Assembly
@@ -185,18 +186,6 @@ def test_codes_are_saved_and_what_passes_is_not_counted(recipe: str, saved_activ
 
 def test_gradients_are_not_there_yet_in_a_single_micro_batch() -> None:
     check(fake_assembly({**SHARED_OUT, "train": {**TRAIN, "tokens_per_step": 2048}}, 8))
-
-
-def qwen3_235b(num_layers: int) -> Assembly:
-    world, tp, seq_len = 256, 4, 4096
-    tree = {
-        "model": {"preset": "qwen3-235b-a22b", "num_layers": num_layers},
-        "precision": {"use": "bf16"},
-        "parallel": {"dense": {"tp": tp, "shard": "all"}, "experts": {"ep": 32, "shard": "all"}},
-        "train": {"micro_batch": 1, "seq_len": seq_len, "tokens_per_step": seq_len * world // tp},
-        "run": RUN,
-    }
-    return fake_assembly(tree, world)
 
 
 def test_a_rank_of_256_with_some_layers_of_qwen3_235b_holds_what_the_ledger_says() -> None:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from memory_cases import qwen3_235b
 
 from moefw.core.errors import ContractError
 from moefw.testing.fake_world import fake_assembly
@@ -143,20 +144,8 @@ def test_a_world_that_is_not_there_is_refused() -> None:
         measure_here(fake_assembly(dict(SHARED_OUT), WORLD))
 
 
-def qwen3_235b(num_layers: int) -> Measured:
-    world, tp, seq_len = 256, 4, 4096
-    tree = {
-        "model": {"preset": "qwen3-235b-a22b", "num_layers": num_layers},
-        "precision": {"use": "bf16"},
-        "parallel": {"dense": {"tp": tp, "shard": "all"}, "experts": {"ep": 32, "shard": "all"}},
-        "train": {"micro_batch": 1, "seq_len": seq_len, "tokens_per_step": seq_len * world // tp},
-        "run": {"device": "cpu"},
-    }
-    return measure(fake_assembly(tree, world))
-
-
 def test_a_rank_of_256_with_qwen3_235b_is_measured() -> None:
-    shallow, deep = qwen3_235b(3), qwen3_235b(4)
+    shallow, deep = (measure(qwen3_235b(layers)) for layers in (3, 4))
     assert deep.by_region(1) == deep.by_region(2) == shallow.by_region(1)
     layers = 94 - deep_layers(deep)
     peak = deep.peak + layers * (deep.peak - shallow.peak)

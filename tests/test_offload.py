@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from memory_cases import PRECISIONS, Allocations, assert_same, model_trial, offload, recompute, run
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -403,39 +404,6 @@ def test_what_a_recomputed_region_is_given_waits_elsewhere() -> None:
     wanted = torch.autograd.grad(inner(x * 2).sum(), x)[0]
     assert x.grad is not None
     assert same_bits(x.grad, wanted)
-
-
-class FakeStream:
-    def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
-        self.name, self.log = name, log
-
-    def record_event(self) -> int:
-        event = len(self.log)
-        self.log.append(("record", self.name, event))
-        return event
-
-    def wait_event(self, event: int) -> None:
-        self.log.append(("wait", self.name, event))
-
-
-class FakeCuda:
-    """What streams and events would be asked to do, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[Any, ...]] = []
-        self._names = iter(("out", "back"))
-        self._compute = FakeStream("compute", self.log)
-
-    def Stream(self, device: torch.device) -> FakeStream:
-        return FakeStream(next(self._names), self.log)
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return self._compute
-
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.log.append(("copy", stream.name))
-        yield
 
 
 @pytest.fixture

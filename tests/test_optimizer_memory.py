@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attrs import frozen
+from fake_cuda import FakeCuda
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -307,47 +308,6 @@ def test_buckets_hold_all_rows_in_order_and_cut_where_vectors_are_full(elements:
             (origin,) = part.origins
             assert same_bits(origin.numbers(CPU), part.parameter)
             assert part.parameter.flatten()[0] % 64 == 0
-
-
-class FakeEvent:
-    def __init__(self, log: list[tuple[Any, ...]], stream: str, number: int) -> None:
-        self.log, self.stream, self.number = log, stream, number
-
-    def synchronize(self) -> None:
-        self.log.append(("host waits", self.number))
-
-
-class FakeStream:
-    def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
-        self.name, self.log = name, log
-
-    def record_event(self) -> FakeEvent:
-        event = FakeEvent(self.log, self.name, len(self.log))
-        self.log.append(("record", self.name, event.number))
-        return event
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(("wait", self.name, event.number))
-
-
-class FakeCuda:
-    """What streams and events would be asked to do, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[Any, ...]] = []
-        self._names = iter(("out", "back"))
-        self._compute = FakeStream("compute", self.log)
-
-    def Stream(self, device: torch.device) -> FakeStream:
-        return FakeStream(next(self._names), self.log)
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return self._compute
-
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.log.append(("copy", stream.name))
-        yield
 
 
 class Logging(OptimizerStates):

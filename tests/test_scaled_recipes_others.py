@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from attrs import frozen
+from codes_stay import dequantize_in_kernel_alone
 from scaled_mm_of_others import MX as BY_32
 from scaled_mm_of_others import NVFP4 as BY_16
 from scaled_mm_of_others import TENSOR, OtherGpus
@@ -31,8 +32,6 @@ from moefw.plugins.precision.quantized.swizzled_products import MXProducts, NVFP
 from moefw.plugins.precision.quantized.tensorwise import CurrentScales
 from moefw.plugins.precision.quantized.tensorwise_products import TensorwiseProducts
 from moefw.testing.trial import Outcome, Trial, solve
-from moefw_kernels.grouped_gemm import tensorwise_grouped_mm
-from moefw_kernels.quantize import Quantized
 
 RECIPES: Mapping[str, tuple[Encoder, Products]] = {
     "fp8-tensor": (CurrentScales(), TensorwiseProducts()),
@@ -55,21 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> OtherGpus:
 @pytest.fixture
 def codes_stay(gpu: OtherGpus, monkeypatch: pytest.MonkeyPatch) -> OtherGpus:
     """The same, and nothing is dequantized but in the reference of the grouped kernel."""
-    dequantize, inside = Quantized.dequantize, []
-
-    def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        inside.append(True)
-        try:
-            return tensorwise_grouped_mm(*args, **kwargs)
-        finally:
-            inside.pop()
-
-    def watched(codes: Quantized) -> Tensor:
-        assert inside, "an operand is dequantized"
-        return dequantize(codes)
-
-    monkeypatch.setattr(tensorwise_products, "tensorwise_grouped_mm", kernel)
-    monkeypatch.setattr(Quantized, "dequantize", watched)
+    dequantize_in_kernel_alone(monkeypatch, tensorwise_products, "tensorwise_grouped_mm")
     return gpu
 
 
