@@ -193,6 +193,7 @@ class ModelContext:
             dispatcher=dispatcher,
             experts=experts,
             shared_expert=shared_expert,
+            budgeted=context.facts.get("budget") is not None,
             first_expert=context.local_experts.start if context.precision.draws else None,
             region=context.region,
             movement=context.movement,

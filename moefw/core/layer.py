@@ -47,6 +47,7 @@ class MoELayer(nn.Module):
 
     ``phases`` run in a row in :meth:`forward`; a scheduler may run them one by one. ``first_expert`` is the number of
     this rank's first where the experts' recipe draws for rows, so that keys must reach them; None: it does not.
+    ``budgeted``: rows are of a static number, in steps that are not dropless.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class MoELayer(nn.Module):
         experts: nn.Module,
         shared_expert: nn.Module | None = None,
         first_expert: int | None = None,
+        budgeted: bool = False,
         region: Callable[[str, Phase], Phase] = lambda _, function: function,
         movement: Callable[[str, Phase, Phase], Phase] = lambda _, finish, __: finish,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared_expert = router, experts, shared_expert
-        self.dispatcher, self.first_expert = dispatcher, first_expert
+        self.dispatcher, self.first_expert, self.budgeted = dispatcher, first_expert, budgeted
         self._route = region("router", router.__call__)
         self._experts = region("experts", experts.__call__)
         self._shared = None if shared_expert is None else region("shared_experts", shared_expert.__call__)
@@ -93,10 +95,12 @@ class MoELayer(nn.Module):
         if self.first_expert is not None and carry.batch.keys_T is not None:
             keys_T, weights_TK = carry.batch.own(carry.batch.keys_T), carry.routing.weights_TK
             batch = with_keys(batch, receipt, keys_T, weights_TK, self.dispatcher, first_expert=self.first_expert)
-        rows = None if carry.batch.dropless else StaticRows(batch)
-        with computing_on(rows):
-            rows_RD = self._experts(batch)
-        carry.arrival = batch.stats if rows is None else rows.stats
+        rows = StaticRows(batch) if self.budgeted and not carry.batch.dropless else None
+        if rows is None:
+            rows_RD, carry.arrival = self._experts(batch), batch.stats
+        else:
+            with computing_on(rows):
+                rows_RD, carry.arrival = self._experts(batch), rows.stats
         carry.pending = self.dispatcher.start_combine(rows_RD, receipt)
 
     def collect(self, carry: Carry) -> None:

@@ -182,7 +182,7 @@ def _gathered(
     tensors: Sequence[Tensor], codec: Codec | None, rows: Permutation | None
 ) -> tuple[Sequence[Tensor], Permutation | None]:
     """Return the tensors with rows in the place of tokens, unless the codec packs these."""
-    if rows is None or isinstance(codec, PermutingCodec):
+    if rows is None or (codec is not None and isinstance(codec, PermutingCodec)):
         return tensors, rows
     return [rows.gather(tensors[0]), *tensors[1:]], None
 

@@ -97,6 +97,7 @@ class Routing:
     weights_TK: Tensor
     """fp32; 0 where a choice is dropped. Auxiliary losses hang on its gradient."""
     scores_TE: Tensor | None = None
+    """To look at: gradients reach the router by ``weights_TK``."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     """To be summed over the global batch: at least ``tokens_per_expert`` (E), fp32. Scalars become metrics."""
     aux_losses: Mapping[str, Tensor] = field(default_factory=dict)

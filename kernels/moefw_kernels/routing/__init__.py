@@ -1,5 +1,5 @@
-"""Arithmetic that routers share: counting choices, dropping those beyond a capacity, auxiliary losses."""
+"""Arithmetic that routers share: what is chosen, how often, what goes beyond a capacity, and auxiliary losses."""
 
-from moefw_kernels.routing.reference import count_choices, load_loss, switch_loss, within_capacity, z_loss
+from moefw_kernels.routing.reference import chosen, count_choices, load_loss, switch_loss, within_capacity, z_loss
 
-__all__ = ["count_choices", "load_loss", "switch_loss", "within_capacity", "z_loss"]
+__all__ = ["chosen", "count_choices", "load_loss", "switch_loss", "within_capacity", "z_loss"]

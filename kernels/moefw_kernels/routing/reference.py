@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def chosen(values_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    """Return ``values_TE.gather(1, ids_TK)``; for backward it saves the ids alone."""
+    out_TK: Tensor = _Chosen.apply(values_TE, ids_TK)  # type: ignore[no-untyped-call]
+    return out_TK
 
 
 def count_choices(ids_TK: Tensor, num_experts: int) -> Tensor:
@@ -76,3 +84,17 @@ def load_loss(shares_TE: Tensor, valid_T: Tensor, load_E: Tensor) -> Tensor:
 def z_loss(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
     """Return the sum over valid tokens of ``logsumexp(logits)^2`` (ST-MoE, arXiv 2202.08906 eq. 5)."""
     return (logits_TE.logsumexp(-1).square() * valid_T).sum()
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(ids_TK)
+        ctx.num_experts = values_TE.shape[1]
+        return values_TE.gather(1, ids_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None]:
+        (ids_TK,) = ctx.saved_tensors
+        return grad_TK.new_zeros(len(grad_TK), ctx.num_experts).scatter_add_(1, ids_TK, grad_TK), None

@@ -48,6 +48,10 @@ class TopK(RouterPlugin):
     jitter: float = field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
     dtype: Literal["fp32", "fp64"] = "fp32"
 
+    def renormalised(self, top_k: int) -> bool:
+        """Whether chosen scores that are no softmax are divided by their sum."""
+        return top_k > 1 if self.renormalise is None else self.renormalise
+
     def offers(self, site: Site) -> moefw.Offers:
         """Which tokens are looked at together; what comes from past global batches looks at one token at a time."""
         levels = {rule.level for rule in self.balance}

@@ -1,4 +1,4 @@
-"""What a top-k router takes: its logits or scores, the choices, and the chosen scores on their way to weights."""
+"""What a top-k router takes: the choices, the chosen scores on their way to weights, and what losses save."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from moefw.core.ledger import FP32, INT64, Extent, PartMemory, Region, Tensor, W
 if TYPE_CHECKING:
     from moefw.plugins.routers.topk import TopK
 
-LOGITS: Final = "logits"
+WEIGHTS: Final = "weights"
 SCORES: Final = "scores"
-PROBABILITIES: Final = "probabilities"
 COUNTED: Final = {"expert_bias", "aux_loss", "z_loss"}
 
 
@@ -29,8 +28,8 @@ def memory(options: TopK, extent: Extent) -> PartMemory | None:
     router = Region(
         name="router",
         given=(x,),
-        returns=("weights",),
-        saves=(x, *_tensors(_scores(options, extent) | _losses(options, extent)), ids),
+        returns=(WEIGHTS,),
+        saves=(x, *_tensors(_weights(options, extent) | _losses(options, extent)), ids),
         holds=(ids, counts),
         forward_bytes=2 * scores + _wide(extent),
         backward_bytes=2 * scores + 2 * _wide(extent) + x.nbytes,
@@ -44,16 +43,20 @@ def _tensors(sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
     return tuple(Tensor(name=name, nbytes=nbytes) for name, nbytes in sizes.items())
 
 
-def _scores(options: TopK, extent: Extent) -> dict[str, int]:
-    """Return what scores and weights save: gathering the chosen keeps what it gathers from."""
-    scores, chosen = extent.tokens * extent.dims.num_experts * FP32, extent.choices * FP32
-    if options.score == "softmax":
-        return {PROBABILITIES: scores} if options.pre_softmax else {LOGITS: scores, "softmax of chosen": chosen}
-    kept = {SCORES: scores}
-    if options.score == "sqrtsoftplus":
-        kept |= {LOGITS: scores, "softplus": scores}
-    renormalise = extent.dims.top_k > 1 if options.renormalise is None else options.renormalise
-    return kept | ({"chosen scores": chosen, "their sum": extent.tokens * FP32} if renormalise else {})
+def _weights(options: TopK, extent: Extent) -> dict[str, int]:
+    """Return what weights save: values of the chosen, unless their gradient reaches all experts."""
+    if options.pre_softmax:
+        return {SCORES: extent.tokens * extent.dims.num_experts * FP32}
+    shares = options.score != "softmax" and options.renormalised(extent.dims.top_k)
+    returned = options.scale == 1.0 and not shares
+    kept = _score(WEIGHTS if returned else "scores of the chosen", options, extent.choices * FP32)
+    return kept | ({"their sum": extent.tokens * FP32} if shares else {})
+
+
+def _score(name: str, options: TopK, each: int) -> dict[str, int]:
+    """Return what a score saves: its values, and for the root of softplus what it is the root of."""
+    before = ("logits", "softplus") if options.score == "sqrtsoftplus" else ()
+    return {name: each} | {f"{one} before {name}": each for one in before}
 
 
 def _losses(options: TopK, extent: Extent) -> dict[str, int]:
@@ -64,9 +67,10 @@ def _losses(options: TopK, extent: Extent) -> dict[str, int]:
         if rule.kind in ("aux_loss", "z_loss"):
             kept |= {"valid tokens": each, "scale of losses": FP32}
         if rule.kind == "z_loss":
-            kept |= {LOGITS: scores, "log-sum-exp of logits": each}
+            kept |= {"logits": scores, "log-sum-exp of logits": each}
         if rule.kind == "aux_loss":
-            kept |= {PROBABILITIES: scores} if options.score == "softmax" else {"sums of scores": 2 * each}
+            kept |= _score(SCORES, options, scores)
+            kept |= {} if options.score == "softmax" else {"sums of scores": 2 * each}
             kept |= _level(rule.option("over"), scores, extent)
     return kept
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -20,7 +21,14 @@ from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.topk.capacity import Limit
 from moefw.plugins.routers.topk.jitter import jittered
 from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses
-from moefw.plugins.routers.topk.scores import SCORES, Weigh, chosen_scores, share_of_chosen, softmax_of_chosen
+from moefw.plugins.routers.topk.scores import (
+    SCORES,
+    Weigh,
+    chosen_scores,
+    scores_of_chosen,
+    share_of_chosen,
+    softmax_of_chosen,
+)
 from moefw.plugins.routers.topk.selection import BelowQuantile, Best, Select, Stats, next_quantile
 from moefw_kernels.routing import count_choices
 
@@ -49,9 +57,7 @@ class TopKRouter(nn.Module, Router):
         self._score = SCORES[options.score]
         competing = options.score == "softmax" and not options.pre_softmax
         self._by_logits = competing or "quantile" in self.rules
-        renormalise = dims.top_k > 1 if options.renormalise is None else options.renormalise
-        shared = share_of_chosen if renormalise and options.score != "softmax" else chosen_scores
-        self._weigh: Weigh = softmax_of_chosen if competing else shared
+        self._weigh = _weigh(options, dims.top_k)
         groups = None if options.groups is None else (options.groups.count, options.groups.keep)
         quantile = "quantile" in self.rules
         self._select: Select = BelowQuantile(dims.top_k, dims.num_experts) if quantile else Best(dims.top_k, groups)
@@ -60,6 +66,7 @@ class TopKRouter(nn.Module, Router):
         self._losses = None
         if has_losses:
             self._losses = Losses(options.balance, dims, normalise=options.score != "softmax", group=group)
+        self._through_scores = has_losses or self._weigh is chosen_scores
         self._keep_state()
 
     def _keep_state(self) -> None:
@@ -84,7 +91,7 @@ class TopKRouter(nn.Module, Router):
         if self._jitter and self.training:
             x_TD = jittered(x_TD.to(self._dtype), batch, self._jitter, self._layer)
         logits_TE = wide_linear(x_TD, self.weight, self._dtype)
-        scores_TE = self._score(logits_TE)
+        scores_TE = self._score(logits_TE if self._through_scores else logits_TE.detach())
         bias_E = None if self._bias is None else getattr(self, self._bias)
         ids_TK, stats = self._select(logits_TE if self._by_logits else scores_TE, bias_E, mask_T)
         absent_TK = None if mask_T is None else ~mask_T.unsqueeze(-1)
@@ -92,7 +99,8 @@ class TopKRouter(nn.Module, Router):
             weights_TK = self._weigh(logits_TE, scores_TE, ids_TK)
         else:
             ids_TK, weights_TK, absent_TK = self._replay(logits_TE, scores_TE, ids_TK, absent_TK, batch)
-        weights_TK = weights_TK * self._scale
+        if self._scale != 1.0:
+            weights_TK = weights_TK * self._scale
         if self._fp64:
             weights_TK = weights_TK.float()
         if absent_TK is not None:
@@ -159,3 +167,10 @@ class TopKRouter(nn.Module, Router):
         if self._keeps_load:
             choices_E, seen_E = reduced[CHOICES], self.get_buffer(LOAD)
             seen_E.copy_(torch.where(choices_E.sum() > 0, choices_E / choices_E.mean().clamp_min(1e-9), seen_E))
+
+
+def _weigh(options: TopK, top_k: int) -> Weigh:
+    if options.score == "softmax":
+        return chosen_scores if options.pre_softmax else softmax_of_chosen
+    weigh = share_of_chosen if options.renormalised(top_k) else scores_of_chosen
+    return partial(weigh, SCORES[options.score])

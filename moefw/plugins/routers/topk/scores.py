@@ -1,7 +1,8 @@
-"""From logits to scores, and from the scores of the chosen experts to weights.
+"""From logits to scores, and from the logits of the chosen experts to weights.
 
 ``logits_TE`` and ``scores_TE`` are in the router's dtype; scores are non-negative and lie between 0 and 1 but for
-sqrtsoftplus.
+sqrtsoftplus. Weights start from the logits of the chosen where each score is of its own logit alone, so that nothing as
+wide as all experts waits for backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from moefw_kernels.routing import chosen
 
 LINEAR_ABOVE: Final = 40.0
 """Where softplus is taken to be its argument: log1p(exp(-40)) is below the last bit, in fp64 too."""
@@ -40,7 +43,9 @@ def sqrtsoftplus(logits_TE: Tensor) -> Tensor:
     return F.softplus(logits_TE, threshold=LINEAR_ABOVE).clamp_min(torch.finfo(logits_TE.dtype).tiny).sqrt()
 
 
-SCORES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+Score = Callable[[Tensor], Tensor]
+
+SCORES: Final[dict[str, Score]] = {
     "softmax": softmax,
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": sqrtsoftplus,
@@ -49,20 +54,29 @@ SCORES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 def softmax_of_chosen(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None) -> Tensor:
     """Return the softmax over the chosen logits."""
-    chosen_TK = logits_TE.gather(1, ids_TK)
+    chosen_TK = chosen(logits_TE, ids_TK)
     if absent_TK is not None:
         chosen_TK = chosen_TK.masked_fill(absent_TK, float("-inf"))
     return chosen_TK.softmax(-1)
 
 
 def chosen_scores(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None) -> Tensor:
-    """Return the chosen scores."""
-    return scores_TE.gather(1, ids_TK)
+    """Return the chosen scores, whose gradient reaches all experts."""
+    return chosen(scores_TE, ids_TK)
 
 
-def share_of_chosen(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None) -> Tensor:
-    """Return the chosen scores divided by their sum."""
-    weights_TK = scores_TE.gather(1, ids_TK)
+def scores_of_chosen(
+    score: Score, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None
+) -> Tensor:
+    """Return the scores of the chosen, each of its own logit alone."""
+    return score(chosen(logits_TE, ids_TK))
+
+
+def share_of_chosen(
+    score: Score, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None
+) -> Tensor:
+    """Return the scores of the chosen divided by their sum."""
+    weights_TK = score(chosen(logits_TE, ids_TK))
     if absent_TK is not None:
         weights_TK = weights_TK.masked_fill(absent_TK, 0.0)
     return weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
