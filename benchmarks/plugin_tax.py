@@ -24,6 +24,7 @@ from moefw.core.stages import Batch
 from moefw.plugins.gemm.grouped.experts import _In, _Out
 from moefw.testing.trial import Trial, build_layer
 from moefw_kernels.permute import gather, gather_sum, group_chunks, sort_slots
+from moefw_kernels.routing import chosen
 
 TOKENS, EXPERTS, TOP_K = 64, 16, 4
 TINY, USUAL = (16, 16), (512, 256)
@@ -108,10 +109,9 @@ class Inline(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return what the layer returns."""
         logits_TE = linear(x_TD.float(), self.router.float())
-        scores_TE = logits_TE.sigmoid()
-        ids_TK = scores_TE.topk(TOP_K).indices
-        weights_TK = scores_TE.gather(1, ids_TK)
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20) * 1.0
+        ids_TK = logits_TE.detach().sigmoid().topk(TOP_K).indices
+        weights_TK = chosen(logits_TE, ids_TK).sigmoid()
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         flat = ids_TK.flatten() + 1
         torch.zeros(EXPERTS + 1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))[1:]
         slots = sort_slots(ids_TK, EXPERTS)

@@ -154,10 +154,25 @@ def test_a_step_holds_what_the_ledger_says(world: str, policy: str) -> None:
     check(fake_assembly(with_policies(tree, *POLICIES[policy]), ranks))
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_a_router_saves_what_its_formula_says(score: str) -> None:
+SIGMOID: dict[str, Any] = {"score": "sigmoid"}
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 2.5},
+        {"pre_softmax": True},
+        SIGMOID,
+        {**SIGMOID, "renormalise": False},
+        {**SIGMOID, "renormalise": False, "scale": 2.5},
+        {"score": "sqrtsoftplus"},
+    ],
+    ids=str,
+)
+def test_a_router_saves_what_its_formula_says(options: dict[str, Any], balanced: bool) -> None:
     balance = [{"kind": "aux_loss", "over": "global_batch"}, {"kind": "aux_loss"}]
-    routing = {"use": "topk", "score": score, "balance": balance}
+    routing = {"use": "topk", **options, "balance": balance if balanced else []}
     check(fake_assembly({**ONCE_A_RANK, "routing": routing, "dispatch": {"use": "alltoall"}}, 4))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from moefw.core.ledger import INT64
+from moefw.core.ledger import INT32, INT64
 
 
 @frozen
@@ -17,7 +17,7 @@ class Indices:
 
 def sorted_choices(tokens: int, choices: int) -> Indices:
     """Of ``sort_slots`` where every choice becomes a row: order; token of each row, rows of each token."""
-    return Indices(saved=INT64 * tokens * choices, held=2 * INT64 * tokens * choices)
+    return Indices(saved=INT32 * tokens * choices, held=2 * INT32 * tokens * choices)
 
 
 def distinct_choices(tokens: int, choices: int, reached: int) -> Indices:
@@ -28,23 +28,21 @@ def distinct_choices(tokens: int, choices: int, reached: int) -> Indices:
     """
     rows = tokens * reached
     left_out = rows + tokens if reached < choices else 0
-    return Indices(saved=0, held=INT64 * (rows + tokens * choices + left_out))
+    return Indices(saved=0, held=INT32 * (rows + tokens * choices + left_out))
 
 
 def arrival(arrived: int, choices: int, valid: int, rows: int) -> Indices:
     """Of ``arrange``: so many rows arrive, each with ``choices``, of which ``valid`` are of experts here.
 
-    ``rows``: with padding. Autograd saves the choice of each row, or where there is no padding the order of all.
+    ``rows``: with padding. Autograd saves the choice of each row.
     """
     slots = arrived * choices
-    held = rows + slots + (rows - valid)
-    if valid < slots:
-        held += valid + arrived
-    return Indices(saved=INT64 * (rows if valid < rows else slots), held=INT64 * held)
+    left_out = valid + arrived if valid < slots else 0
+    return Indices(saved=INT32 * rows, held=INT32 * (rows + slots + left_out) + INT64 * (rows - valid))
 
 
 def regrouped(ranks: int, experts: int, valid: int, rows: int, parts: int) -> int:
     """Return the bytes of ``group_chunks``: chunks of so many ranks in groups of experts, each in ``parts``."""
     if valid == rows and (ranks == 1 or (experts == 1 and parts == 1)):
         return 0
-    return INT64 * (rows + valid + (rows - valid))
+    return INT32 * (rows + valid) + INT64 * (rows - valid)

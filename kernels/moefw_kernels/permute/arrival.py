@@ -74,7 +74,7 @@ def arrange(
     host: list[int] = counts.scatter_add_(0, experts, torch.ones_like(experts))[:num_experts].tolist()
     sizes = [padded(max(count, capacity), alignment) for count in host]
     ends = list(accumulate(sizes))
-    slots = slots[: sum(host)]
+    slots = slots[: sum(host)].int()
     places = _places(host, sizes, device)
     left_out = 0
     if budget is not None:
@@ -99,20 +99,20 @@ def arrange(
 
 def _places(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
     """Return where each row goes, rows lying in order of their groups."""
-    places = torch.arange(sum(counts), device=device)
+    places = torch.arange(sum(counts), dtype=torch.int32, device=device)
     if list(counts) == list(sizes):
         return places
     ahead = [0, *accumulate(size - count for count, size in zip(counts, sizes, strict=True))][:-1]
-    shift = torch.tensor(ahead, device=device).repeat_interleave(torch.tensor(counts, device=device))
+    shift = torch.tensor(ahead, dtype=torch.int32, device=device).repeat_interleave(torch.tensor(counts, device=device))
     return places + shift
 
 
 def _row_map(slots: Tensor, places: Tensor, total: int, num_rows: int, k: int) -> tuple[RowMap, Tensor]:
-    place_of_slot = torch.full((num_rows * k,), -1, dtype=torch.int64, device=slots.device)
+    place_of_slot = slots.new_full((num_rows * k,), -1)
     place_of_slot[slots] = places
     padding = None
     if len(slots) < total:
-        slot_R = torch.full((total,), -1, dtype=torch.int64, device=slots.device)
+        slot_R = slots.new_full((total,), -1)
         slot_R[places] = slots
         padding = (slot_R < 0).nonzero().squeeze(-1)
         slots = slot_R.clamp_min(0)

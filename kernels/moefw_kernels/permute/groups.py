@@ -58,7 +58,7 @@ def group_chunks(
     counts_e, offsets_e = _ends(counts, sizes, device)
     if sizes == tuple(counts) and (num_ranks == 1 or (num_experts == 1 and order is None)):
         return Groups(None, sizes, counts_e, offsets_e)
-    arrived = torch.arange(sum(counts), device=device).split([n for chunk in chunks for n in chunk])
+    arrived = torch.arange(sum(counts), dtype=torch.int32, device=device).split([n for chunk in chunks for n in chunk])
     ranks = order or range(num_ranks)
     token_N = torch.cat([arrived[rank * num_experts + expert] for expert in range(num_experts) for rank in ranks])
     return Groups(_filled(token_N, counts, sizes), sizes, counts_e, offsets_e)
@@ -67,15 +67,15 @@ def group_chunks(
 def _filled(token_N: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> RowMap:
     """Return the map of rows whose tokens are given group by group, each group filled up to its size."""
     taken = [n for count, size in zip(counts, sizes, strict=True) for n in (count, size - count)]
-    rows = torch.arange(sum(sizes), device=token_N.device).split(taken)
+    rows = torch.arange(sum(sizes), dtype=torch.int32, device=token_N.device).split(taken)
     row_N = torch.cat(rows[::2])
     row_T = torch.empty_like(token_N)
     row_T[token_N] = row_N
     if len(token_N) == sum(sizes):
         return row_map(token_N, row_T.unsqueeze(1))
-    token_R = torch.zeros(sum(sizes), dtype=torch.int64, device=token_N.device)
+    token_R = token_N.new_zeros(sum(sizes))
     token_R[row_N] = token_N
-    return row_map(token_R, row_T.unsqueeze(1), padding=torch.cat(rows[1::2]))
+    return row_map(token_R, row_T.unsqueeze(1), padding=torch.cat(rows[1::2]).long())
 
 
 def _ends(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def _ends(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """The choices of some tokens, sorted by expert: ``slot = token * K + k`` of each row, and the inverse."""
+    """The choices of some tokens, sorted by expert: ``slot = token * K + k`` of each row, int32, and the inverse."""
 
     slot_R: Tensor
     rows: RowMap
@@ -105,9 +105,9 @@ def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = No
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     counts = counts.scatter_add_(0, keys, torch.ones_like(keys))[:num_experts]
     num_rows = int(counts.sum()) if num_rows is None else num_rows
-    slot_R = order[:num_rows]
-    row_of_slot = torch.full((num_tokens * k,), -1, dtype=torch.int64, device=flat.device)
-    row_of_slot[slot_R] = torch.arange(num_rows, device=flat.device)
+    slot_R = order[:num_rows].int()
+    row_of_slot = slot_R.new_full((num_tokens * k,), -1)
+    row_of_slot[slot_R] = torch.arange(num_rows, dtype=torch.int32, device=flat.device)
     token_R = slot_R // k if k else slot_R
     rows = row_map(token_R, row_of_slot.view(num_tokens, k), dropped=num_rows < num_tokens * k)
     return Slots(slot_R, rows, counts)

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
-    """Which token each row comes from, and which rows each token has. Both int64, each the inverse of the other.
+    """Which token each row comes from, and which rows each token has. Both int32, each the inverse of the other.
 
-    ``padding`` lists the rows that come from no token (their ``token_R`` is 0), None if there are none. ``row_TK``
-    holds -1 for a dropped choice; then ``bags`` are the rows of all tokens in a row, and where each token's begin.
+    ``padding``, int64, lists the rows that come from no token (their ``token_R`` is 0), None if there are none.
+    ``row_TK`` holds -1 for a dropped choice; then ``bags`` are the rows of all tokens in a row, and where each token's
+    begin.
     """
 
     token_R: Tensor
@@ -37,8 +38,9 @@ def row_map(token_R: Tensor, row_TK: Tensor, *, padding: Tensor | None = None, d
     if not dropped:
         return RowMap(token_R, row_TK, padding, None)
     kept_TK = row_TK >= 0
-    counts_T = kept_TK.sum(1)
-    return RowMap(token_R, row_TK, padding, (row_TK[kept_TK], counts_T.cumsum(0) - counts_T))
+    counts_T = kept_TK.sum(1, dtype=torch.int32)
+    begin_T = counts_T.cumsum(0, dtype=torch.int32) - counts_T
+    return RowMap(token_R, row_TK, padding, (row_TK[kept_TK], begin_T))
 
 
 def gather(x_TD: Tensor, rows: RowMap) -> Tensor:

@@ -40,7 +40,7 @@ def _permute_kernel(
     tile = tl.load(x + t * x_stride + c, mask=(t < tokens) & (c < columns), other=0.0).to(tl.float32)
     code, scale = quantize_rows_tile(tile, largest, B, RULE)
     for k in range(K):
-        row = tl.load(rows_of_token + t * K + k, mask=t < tokens, other=-1)
+        row = tl.load(rows_of_token + t * K + k, mask=t < tokens, other=-1).to(tl.int64)
         _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride)
     if padding is not None:
         p = t - tokens
