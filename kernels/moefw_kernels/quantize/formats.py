@@ -45,28 +45,36 @@ def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
     where the number's distance to its lower neighbour, in units of that interval, exceeds the draw: unbiased, and
     never further than a neighbour. What exceeds the largest number, infinity included, becomes the largest number.
     """
-    nan = x.isnan()
     if draws is None and fmt is not E2M1:
-        nearest = x.float().clamp(-fmt.max, fmt.max).to(fmt.dtype)
-        return nearest.view(torch.uint8).masked_fill_(nan, fmt.nan_code)
-    magnitude = x.float().abs().clamp_(max=fmt.max).masked_fill_(nan, 0.0)
+        codes = x.float().clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+        sign_of_nan = (codes & 0x7F).add_(1).bitwise_and_(0x80)
+        return codes.bitwise_and_(sign_of_nan.bitwise_not_())
+    number = x.float().nan_to_num(nan=fmt.max, posinf=fmt.max, neginf=-fmt.max)
+    magnitude = number.abs().clamp_(max=fmt.max)
     exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp_(min=fmt.min_exponent)
     steps = magnitude.mul_(((127 + fmt.mantissa_bits - exponent) << 23).view(torch.float32))
     if draws is None:
-        rounded = steps.round()
+        rounded = steps.round_()
     else:
         lower = steps.floor()
-        rounded = lower + (steps - lower > draws)
-    codes = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + rounded.int()
-    codes |= x.signbit().int() << fmt.sign_bit
-    return codes.masked_fill_(nan, fmt.nan_code).to(torch.uint8)
+        rounded = lower.add_(steps.sub_(lower) > draws)
+    codes = (exponent.sub_(fmt.min_exponent) << fmt.mantissa_bits).add_(rounded.int())
+    codes |= (number.view(torch.int32) >> 31 & 1) << fmt.sign_bit
+    codes = codes.to(torch.uint8)
+    return codes if fmt is E2M1 else codes.masked_fill_(x.isnan(), fmt.nan_code)
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
-    """Return the number of each uint8 code in fp32, exact; the inverse of ``encode``."""
-    if fmt is not E2M1:
+    """Return the number of each uint8 code in fp32, exact; the inverse of ``encode``.
+
+    Looked up on a CPU, where torch's cast takes one number at a time.
+    """
+    if fmt is not E2M1 and codes.device.type != "cpu":
         return codes.view(fmt.dtype).float()
-    return torch.tensor(_E2M1_VALUES, device=codes.device)[codes.int()]
+    values = torch.tensor(_E2M1_VALUES, device=codes.device)
+    if fmt is not E2M1:
+        values = torch.arange(256, dtype=torch.uint8, device=codes.device).view(fmt.dtype).float()
+    return values.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ class Quantized:
     global_scale: Tensor | None = None
 
     def dequantize(self) -> Tensor:
-        """Return the tensor in fp32, ``shape``."""
+        """Return the tensor in fp32, ``shape``, contiguous along ``axis``."""
+        if self.axis == -2:
+            return self.mT.dequantize().mT
         scales = decode_e8m0(self.scales) if self.scales.dtype is torch.float8_e8m0fnu else self.scales.float()
         if self.global_scale is not None:
             scales = scales * above(self.global_scale, scales.ndim)
@@ -54,7 +56,7 @@ class Quantized:
             block=self.block and (self.block[1], self.block[0]),
             axis=-3 - self.axis,
             shape=(*self.shape[:-2], self.shape[-1], self.shape[-2]),
-            global_scale=_turned(self.global_scale, len(self.shape)),
+            global_scale=turned(self.global_scale, len(self.shape)),
         )
 
     def along(self, axis: int) -> Quantized:
@@ -95,5 +97,6 @@ def above(level: Tensor, ndim: int) -> Tensor:
     return level if level.ndim in (0, ndim) else level[..., None, None]
 
 
-def _turned(level: Tensor | None, ndim: int) -> Tensor | None:
+def turned(level: Tensor | None, ndim: int) -> Tensor | None:
+    """Return ``Quantized.global_scale`` of the transpose of a tensor with ``ndim`` dimensions."""
     return level.mT if level is not None and level.ndim == ndim else level

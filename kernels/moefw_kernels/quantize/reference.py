@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from moefw_kernels.quantize.formats import E2M1, Format, encode
 from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
-from moefw_kernels.quantize.quantized import Quantized, above, laid, spread
+from moefw_kernels.quantize.quantized import Quantized, above, laid, spread, turned
 from moefw_kernels.quantize.scales import Rounding, mx_scale, nvfp4_global_scale, nvfp4_scale, tensor_scale
 from moefw_kernels.random import uniform
 
@@ -79,10 +79,13 @@ def _quantized(
     global_scale: Tensor | None = None,
     draws: Tensor | None = None,
 ) -> Quantized:
-    axis = axis_of(block)
+    """Work along rows: what lies along columns is turned first."""
+    if axis_of(block) == -2:
+        given = (x.mT.contiguous(), multiplier.mT, scales.mT, block[::-1], fmt)
+        return _quantized(*given, turned(global_scale, x.ndim), None if draws is None else draws.mT).mT
     shape = tuple(x.shape)
     codes = encode(x.float() * spread(multiplier, block, shape), fmt, draws=draws)
-    return Quantized(laid(codes, fmt, axis), scales, fmt, block, axis, shape, global_scale)
+    return Quantized(laid(codes, fmt, -1), scales, fmt, block, -1, shape, global_scale)
 
 
 def axis_of(block: tuple[int, int]) -> int:

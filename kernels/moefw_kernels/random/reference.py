@@ -22,14 +22,14 @@ _SECOND: Final = _signed(0x94D049BB133111EB)
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """Shift right without the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
     """Return a bijective hash of each int64 of ``x``, same shape: neighbours in, unrelated bits out."""
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
+    x = _shifted(x, 30).bitwise_xor_(x).mul_(_FIRST)
+    x = _shifted(x, 27).bitwise_xor_(x).mul_(_SECOND)
+    return _shifted(x, 31).bitwise_xor_(x)
 
 
 def token_keys(seeds_B: Tensor, positions: int, *, salt: int) -> Tensor:
@@ -45,7 +45,7 @@ def token_keys(seeds_B: Tensor, positions: int, *, salt: int) -> Tensor:
 def uniform(keys_T: Tensor, count: int) -> Tensor:
     """Return ``(T, count)`` fp32 in [0, 1), multiples of 2^-24: the SplitMix64 stream of each key."""
     steps = torch.arange(1, count + 1, device=keys_T.device) * _GAMMA
-    return _shifted(mix(keys_T.unsqueeze(1) + steps), 40).float() * 2.0**-24
+    return _shifted(mix(keys_T.unsqueeze(1) + steps), 40).float().mul_(2.0**-24)
 
 
 def stream(key: int, places: Tensor) -> Tensor:
