@@ -37,9 +37,9 @@ class Quantized:
     global_scale: Tensor | None = None
 
     def dequantize(self) -> Tensor:
-        """Return the tensor in fp32, ``shape``, contiguous along ``axis``."""
+        """Return the tensor in fp32, ``shape``, contiguous."""
         if self.axis == -2:
-            return self.mT.dequantize().mT
+            return self.mT.dequantize().mT.clone(memory_format=torch.contiguous_format)
         scales = decode_e8m0(self.scales) if self.scales.dtype is torch.float8_e8m0fnu else self.scales.float()
         if self.global_scale is not None:
             scales = scales * above(self.global_scale, scales.ndim)
