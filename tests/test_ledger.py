@@ -24,6 +24,7 @@ from moefw.core.build import Shared, build_model
 from moefw.core.ledger import Extent, Fate, LayerMemory, Region, Tensor
 from moefw.core.plugin import DispatcherPlugin, MemoryPlugin
 from moefw.planner import Ledger, ledger
+from moefw.planner.extents import ask
 from moefw.planner.treated import treat
 from moefw.testing.fake_world import fake_assembly
 from moefw.testing.measured import Measured, measure
@@ -46,6 +47,8 @@ MODEL = {
     "expert_dim": 128,
 }
 TRAIN = {"micro_batch": 2, "seq_len": 256, "tokens_per_step": 4096}
+BRIEF = {**TRAIN, "tokens_per_step": 2048}
+"""One micro-batch where dp is 4."""
 RUN = {"device": "cpu"}
 SHARED_OUT: dict[str, Any] = {
     "model": {**MODEL, "num_layers": 3, "num_dense_layers": 1},
@@ -133,18 +136,33 @@ def by_region(saved: Mapping[str, int]) -> dict[str, int]:
     return {name: nbytes for name, nbytes in {**saved, **movement}.items() if nbytes and name != "layer"}
 
 
+def check_saved(found: Ledger, measured: Measured) -> None:
+    saved: Counter[str] = Counter()
+    for row in found.regions:
+        saved[row.region] += row.saved
+    assert by_region(saved) == pytest.approx(by_region(measured.by_region()), rel=SAVED, abs=512)
+    assert found.totals["saved"] == pytest.approx(measured.saved_bytes, rel=SAVED)
+
+
 def check(assembly: Assembly) -> None:
     measured = measure(assembly)
     found = predicted(measured, assembly)
     assert not found.silent
     check_held(found, measured)
-    saved: Counter[str] = Counter()
-    for row in found.regions:
-        saved[row.region] += row.saved
     if all(not plugin.runs_again or "layer" not in plugin.regions for plugin in assembly.parts.memory):
-        assert by_region(saved) == pytest.approx(by_region(measured.by_region()), rel=SAVED, abs=512)
+        check_saved(found, measured)
     assert found.totals["saved"] == pytest.approx(measured.saved_bytes, rel=SAVED)
     assert found.peak_bytes == pytest.approx(measured.peak, rel=PEAK), (found.peak, measured.peak_place)
+
+
+def check_quantized(tree: Mapping[str, Any], ranks: int) -> None:
+    """Hold what is held and saved against a step whose quantizing is not counted."""
+    assembly = fake_assembly(tree, ranks)
+    measured = measure(assembly)
+    found = predicted(measured, assembly)
+    check_held(found, measured)
+    check_saved(found, measured)
+    assert found.silent == (f"precision: {assembly.parts.precision.name}, of what passes while it quantizes",)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -176,27 +194,132 @@ def test_a_router_saves_what_its_formula_says(options: dict[str, Any], balanced:
     check(fake_assembly({**ONCE_A_RANK, "routing": routing, "dispatch": {"use": "alltoall"}}, 4))
 
 
+QUANTILE: dict[str, Any] = {"balance": [{"kind": "quantile"}]}
+LOSSES = [{"kind": "z_loss"}, {"kind": "aux_loss", "over": "sequence"}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": {"count": 4, "keep": 2}},
+        {"jitter": 0.1},
+        {"jitter": 0.1, "dtype": "fp64"},
+        {"dtype": "fp64"},
+        {"dtype": "fp64", **SIGMOID, "balance": LOSSES},
+        QUANTILE,
+        {"capacity": {"factor": 1.0}},
+        {"capacity": {"factor": 4.0}, "balance": LOSSES},
+        {"capacity": {"factor": 1.5, "pad": True}, **SIGMOID},
+    ],
+    ids=str,
+)
+def test_options_of_a_router_are_counted(options: dict[str, Any]) -> None:
+    routing = {"use": "topk", **options}
+    check(fake_assembly({**ONCE_A_RANK, "routing": routing, "dispatch": {"use": "alltoall"}, "train": BRIEF}, 4))
+
+
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+def test_groups_that_a_router_fills_have_as_many_rows_on_every_rank(dispatch: str) -> None:
+    routing = {"use": "topk", "capacity": {"factor": 1.5, "pad": True}}
+    check(fake_assembly({**IN_PARTS, "routing": routing, "dispatch": {"use": dispatch}, "train": BRIEF}, 8))
+
+
+def test_a_capacity_that_drops_from_even_routing_has_no_formula() -> None:
+    routing = {"use": "topk", "capacity": {"factor": 0.5}}
+    assert ledger(fake_assembly({**ONCE_A_RANK, "routing": routing}, 4)).silent == ("routing: topk",)
+
+
+@pytest.mark.parametrize(
+    ("options", "top_k", "precision"),
+    [
+        ({}, 4, "bf16"),
+        ({}, 1, "bf16"),
+        ({"z_loss": 0.1}, 4, "fp32"),
+        ({"z_loss": 0.1, "dtype": "fp64"}, 4, "bf16"),
+        ({"dtype": "fp64"}, 1, "fp32"),
+    ],
+    ids=str,
+)
+def test_sinkhorn_saves_the_scores_of_all_experts(options: dict[str, Any], top_k: int, precision: str) -> None:
+    parts = {"routing": {"use": "sinkhorn", **options}, "precision": {"use": precision}}
+    model = {**MODEL, "top_k": top_k}
+    check(fake_assembly({**ONCE_A_RANK, **parts, "model": model, "train": BRIEF}, 4))
+
+
+@pytest.mark.parametrize("policy", ["norms and dispatch", "inside"])
+def test_sinkhorn_under_policies(policy: str) -> None:
+    tree = {**ONCE_A_RANK, "routing": {"use": "sinkhorn", "z_loss": 0.1}, "train": BRIEF}
+    check(fake_assembly(with_policies(tree, *POLICIES[policy]), 4))
+
+
 def test_what_hybridep_keeps_is_counted() -> None:
     dispatch = {"use": "hybridep", "backend": "torch"}
     train = {**TRAIN, "tokens_per_step": 1024}
     check(fake_assembly({**ONCE_A_RANK, "dispatch": dispatch, "parallel": {}, "train": train}, 1))
 
 
+EMULATED: dict[str, Any] = {"backend": "emulate", "keep_bf16": ["layers.0.*"]}
+DELAYED = {"scaling": "delayed", "history": 4}
+
+
 @pytest.mark.parametrize("saved_activations", ["bf16", "fp8", "int8"])
 @pytest.mark.parametrize("recipe", ["fp8-blockwise", "mxfp8"])
 def test_codes_are_saved_and_what_passes_is_not_counted(recipe: str, saved_activations: str) -> None:
-    precision = {
-        "use": recipe,
-        "backend": "emulate",
-        "saved_activations": saved_activations,
-        "keep_bf16": ["layers.0.*"],
-    }
-    assembly = fake_assembly({**ONCE_A_RANK, "precision": precision}, 4)
-    measured = measure(assembly)
-    found = predicted(measured, assembly)
-    check_held(found, measured)
-    assert found.totals["saved"] == pytest.approx(measured.saved_bytes, rel=SAVED)
-    assert found.silent == (f"precision: {recipe}, of what passes while it quantizes",)
+    precision = {**EMULATED, "use": recipe, "saved_activations": saved_activations}
+    check_quantized({**ONCE_A_RANK, "precision": precision, "train": BRIEF}, 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"saved_activations": "fp8"}, {"saved_activations": "int8"}, {**DELAYED, "saved_activations": "fp8"}],
+    ids=str,
+)
+def test_a_scale_for_a_whole_tensor_is_one_for_each_row_where_experts_share_it(options: dict[str, Any]) -> None:
+    check_quantized({**ONCE_A_RANK, "precision": {**EMULATED, "use": "fp8-tensor", **options}, "train": BRIEF}, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": False, "hadamard": False}], ids=str)
+def test_of_four_bits_two_codes_share_a_byte_and_keys_are_saved_with_the_rows(options: dict[str, Any]) -> None:
+    precision = {"use": "nvfp4", "backend": "emulate", **options}
+    check_quantized({**ONCE_A_RANK, "model": {**MODEL, "num_layers": 3}, "precision": precision, "train": BRIEF}, 4)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [{"use": "mxfp8"}, {"use": "fp8-tensor", **DELAYED}, {"use": "nvfp4", "keep_bf16": []}],
+    ids=lambda precision: precision["use"],
+)
+def test_each_expert_of_a_loop_has_codes_and_scales_of_its_own(precision: dict[str, Any]) -> None:
+    """Beside a dense layer and a shared expert, whose keys are those of all tokens of tp."""
+    model = {**LOOPING["model"], "num_experts": 8, "num_dense_layers": 1}
+    sizes = {"model": model, "parallel": {"dense": {"tp": 2}, "experts": {"ep": 4}}}
+    train = {**BRIEF, "tokens_per_step": 1024}
+    check_quantized({**LOOPING, **sizes, "precision": {**precision, "backend": "emulate"}, "train": train}, 4)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "recipe"),
+    [("alltoall", "fp8-blockwise"), ("alltoall", "mxfp8"), ("allgather", "mxfp8"), ("deepep", "mxfp8")],
+)
+def test_packed_rows_do_not_change_what_is_saved(dispatch: str, recipe: str) -> None:
+    backend = {"backend": "torch"} if dispatch == "deepep" else {}
+    parts = {"precision": {**EMULATED, "use": recipe}, "dispatch": {"use": dispatch, "wire": "fp8", **backend}}
+    check_quantized({**ONCE_A_RANK, **parts, "train": BRIEF}, 4)
+
+
+def test_packed_rows_land_in_fewer_bytes() -> None:
+    """A row of 256 columns has two fp32 scales: 264 bytes, and in layers that are spared 512."""
+
+    def landed(layer: str) -> int:
+        precision = {**EMULATED, "use": "fp8-blockwise", "keep_bf16": [layer]}
+        tree = {**ONCE_A_RANK, "precision": precision, "dispatch": {"use": "alltoall", "wire": "fp8"}}
+        said = ask(fake_assembly(tree, 4))
+        assert said.model is not None
+        regions = said.model.layers[0].region.inside
+        return next(region.leaves_bytes for region in regions if region.name == "dispatch")
+
+    rows = 512 * MODEL["top_k"]
+    assert (landed("layers.1.*"), landed("layers.0.*")) == (rows * 264, rows * 512)
 
 
 def test_gradients_are_not_there_yet_in_a_single_micro_batch() -> None:

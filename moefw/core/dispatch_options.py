@@ -37,30 +37,35 @@ class SendsRows(DispatcherPlugin):
             return None
         return context.precision.codec(context.site.dims.model_dim)
 
+    def movement(self, extent: Extent, indices: Indices, *, arriving: int, returning: int) -> PartMemory:
+        """Return what a movement of rows takes: ``dispatch`` brings the experts' rows, ``combine`` takes them back.
 
-def movement(extent: Extent, indices: Indices, *, arriving: int, returning: int) -> PartMemory:
-    """Return what a movement of rows takes: ``dispatch`` brings the experts' rows, ``combine`` takes them back.
+        ``arriving`` rows (D), packed or not, land in a buffer that stays until combine is under way, ``returning`` rows
+        are sent back: each is also received once. Backward of combine has both, too.
+        """
+        x, (rows, row_weights, _) = extent.tokens_given(), extent.rows_given()
+        row, packed = x.nbytes // extent.tokens, self._packed(extent)
+        landed = arriving * (packed or row)
+        weights = Tensor(name="weights", nbytes=extent.choices * FP32)
+        dispatch = Region(
+            name="dispatch",
+            given=(x, weights),
+            returns=(rows.name, row_weights.name),
+            saves=(Tensor(name="choices", nbytes=indices.saved),),
+            holds=(Tensor(name="indices", nbytes=indices.held),),
+            moves_rows=True,
+            forward_bytes=landed + (arriving * row if packed else 0),
+            backward_bytes=rows.nbytes + arriving * row,
+            leaves_bytes=landed,
+        )
+        combine = Region(
+            name="combine",
+            forward_bytes=rows.nbytes + landed + returning * row,
+            backward_bytes=rows.nbytes + returning * row,
+        )
+        return PartMemory(regions=(dispatch, combine))
 
-    ``arriving`` rows (D) land in a buffer that stays until combine is under way, ``returning`` rows are sent back: each
-    is also received once. Backward of combine has both, too.
-    """
-    x, (rows, row_weights, _) = extent.tokens_given(), extent.rows_given()
-    row = x.nbytes // extent.tokens
-    weights = Tensor(name="weights", nbytes=extent.choices * FP32)
-    dispatch = Region(
-        name="dispatch",
-        given=(x, weights),
-        returns=(rows.name, row_weights.name),
-        saves=(Tensor(name="choices", nbytes=indices.saved),),
-        holds=(Tensor(name="indices", nbytes=indices.held),),
-        moves_rows=True,
-        forward_bytes=arriving * row,
-        backward_bytes=rows.nbytes + arriving * row,
-        leaves_bytes=arriving * row,
-    )
-    combine = Region(
-        name="combine",
-        forward_bytes=rows.nbytes + (arriving + returning) * row,
-        backward_bytes=rows.nbytes + returning * row,
-    )
-    return PartMemory(regions=(dispatch, combine))
+    def _packed(self, extent: Extent) -> int:
+        """Return the bytes of a packed row, an even number; 0: rows are not packed."""
+        codes = None if self.wire == "high" else extent.formats_of("moe.experts").packed
+        return 0 if codes is None else -(-codes.row_bytes(extent.dims.model_dim) // 2) * 2

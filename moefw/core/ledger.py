@@ -15,6 +15,7 @@ from attrs import evolve, field, frozen
 from moefw.core.site import Dims
 
 FP32: Final = 4
+FP64: Final = 8
 INT32: Final = 4
 INT64: Final = 8
 
@@ -97,13 +98,15 @@ class PartMemory:
     """What a router, a dispatcher or a GEMM takes in one layer.
 
     ``buffers``: bytes of its state. ``regions`` in the order in which they run. ``rows``: how many rows a dispatcher
-    brings, where that is not as many as even routing sends.
+    brings, where that is not as many as even routing sends. ``filled``: up to how many rows of one rank a router has
+    the group of each expert filled.
     """
 
     weights: tuple[Weight, ...] = ()
     buffers: int = 0
     regions: tuple[Region, ...] = ()
     rows: int | None = None
+    filled: int | None = None
 
 
 @frozen(kw_only=True)
@@ -145,21 +148,29 @@ class ModelMemory:
 
 @frozen(kw_only=True)
 class Codes:
-    """Values in few bits, with a scale for each block of rows and columns."""
+    """Values in few bits, with a scale for each block of rows and columns.
+
+    ``matrix_scale_bytes``: of a further scale, one for the matrix. Where experts share one matrix, there is one for
+    each row of blocks, as these belong to one expert each. Codes of less than a byte lie side by side down the rows of
+    a block, or else along them.
+    """
 
     value_bits: int
     block: tuple[int, int]
     scale_bytes: int
+    matrix_scale_bytes: int = 0
 
-    def nbytes(self, rows: int, columns: int) -> int:
-        """Return the bytes of codes and scales of a matrix."""
-        blocks = -(-rows // self.block[0]) * -(-columns // self.block[1])
-        return rows * columns * self.value_bits // 8 + blocks * self.scale_bytes
+    def nbytes(self, rows: int, columns: int, *, shared: bool = False) -> int:
+        """Return the bytes of codes and scales of a matrix, which experts share or not."""
+        down, across = -(-rows // self.block[0]), -(-columns // self.block[1])
+        scales = down * across * self.scale_bytes + (down if shared else 1) * self.matrix_scale_bytes
+        return -(-rows * columns * self.value_bits // 8) + scales
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of what there is of every single row."""
-        scales = -(-columns // self.block[1]) * self.scale_bytes if self.block[0] == 1 else 0
-        return columns * self.value_bits // 8 + scales
+        """Return the bytes of what there is of every single row of a matrix that experts share."""
+        scales = -(-columns // self.block[1]) * self.scale_bytes + self.matrix_scale_bytes if self.block[0] == 1 else 0
+        packed = self.value_bits < 8 and self.block[0] > 1
+        return (0 if packed else columns * self.value_bits // 8) + scales
 
 
 @frozen(kw_only=True)
@@ -168,8 +179,10 @@ class Formats:
 
     ``stream``: of the residual stream. ``gathered``: of a weight that FSDP gathers. ``copy``: of the copy of a weight
     that backward reads where FSDP does not gather it; 0: it reads the weight. ``inputs``: what wgrad reads of an input;
-    None: the input. ``activations``: what is kept of the experts' pre-activation; None: itself. ``passing_counted``:
-    whether operands cost nothing beside what the regions say.
+    None: the input. ``activations``: what is kept of the experts' pre-activation; None: itself. ``packed``: as what
+    rows travel that a dispatcher packs; None: as they are. ``passing_counted``: whether operands cost nothing beside
+    what the regions say. ``keyed``: whether backward draws from keys of rows. ``state``: bytes that a GEMM keeps from
+    step to step, for each expert that it multiplies for.
     """
 
     stream: int
@@ -177,23 +190,29 @@ class Formats:
     copy: int = 0
     inputs: Codes | None = None
     activations: Codes | None = None
+    packed: Codes | None = None
     passing_counted: bool = True
+    keyed: bool = False
+    state: int = 0
 
-    def kept_input(self, reader: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
-        """Return what is saved of an input ``x`` (rows, columns) by the GEMM ``reader``."""
+    def kept_input(
+        self, reader: str, x: Tensor, rows: int, columns: int, *, shared: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Return what the GEMM ``reader`` saves of an input ``x`` (rows, columns), which experts share or not."""
         if self.inputs is None:
             return (x,)
-        return (self._codes(self.inputs, f"{x.name} as codes for {reader}", x, rows, columns),)
+        return (self._codes(self.inputs, f"{x.name} as codes for {reader}", x, rows, columns, shared=shared),)
 
-    def kept_activation(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
-        """Return what is saved of the pre-activation ``x`` (rows, columns)."""
+    def kept_activation(self, x: Tensor, rows: int, columns: int, *, shared: bool = False) -> tuple[Tensor, ...]:
+        """Return what is saved of the pre-activation ``x`` (rows, columns), which experts share or not."""
         if self.activations is None:
             return (x,)
-        return (self._codes(self.activations, f"{x.name} as codes", x, rows, columns),)
+        return (self._codes(self.activations, f"{x.name} as codes", x, rows, columns, shared=shared),)
 
-    def _codes(self, codes: Codes, name: str, x: Tensor, rows: int, columns: int) -> Tensor:
+    def _codes(self, codes: Codes, name: str, x: Tensor, rows: int, columns: int, *, shared: bool) -> Tensor:
         row_bytes = codes.row_bytes(columns) if x.row_bytes else 0
-        return Tensor(name=name, nbytes=codes.nbytes(rows, columns), row_bytes=row_bytes, stands_for=x.name)
+        nbytes = codes.nbytes(rows, columns, shared=shared)
+        return Tensor(name=name, nbytes=nbytes, row_bytes=row_bytes, stands_for=x.name)
 
 
 BF16_FORMATS: Final = Formats(stream=2, gathered=2, copy=2)
@@ -221,6 +240,8 @@ class Extent:
     """The rows that a dispatcher brings, whatever routing sends."""
     capacity: float = 1.0
     """So many times the rows of even routing ``budget`` is, before it is rounded up to the alignment."""
+    filled: int | None = None
+    """Up to how many rows of one rank the group of each expert is filled, whatever routing sends."""
 
     @property
     def all_tokens(self) -> int:
@@ -264,8 +285,9 @@ class Extent:
 
     @property
     def group_rows(self) -> int:
-        """The rows of one expert, rounded up to the alignment."""
-        return self.aligned(-(-self.choices * self.ranks // self.dims.num_experts))
+        """The rows of one expert, filled up, and rounded up to the alignment."""
+        even = -(-self.choices * self.ranks // self.dims.num_experts)
+        return self.aligned(even if self.filled is None else self.filled * self.ranks)
 
     @property
     def valid_rows(self) -> int:
@@ -300,6 +322,11 @@ class Extent:
             Tensor(name="row weights", nbytes=self.rows * FP32),
             Tensor(name="group ends", nbytes=self.local_experts * INT32),
         )
+
+    def keys_given(self) -> tuple[Tensor, ...]:
+        """Return ``row keys`` (R) int64, if the recipe of the experts draws from them."""
+        keys = Tensor(name="row keys", nbytes=self.rows * INT64)
+        return (keys,) if self.formats_of("moe.experts").keyed else ()
 
     def matrix(self, name: str, columns: int) -> Tensor:
         """Return a matrix ``(R, columns)`` of the rows of experts, in the dtype of the residual stream."""

@@ -21,7 +21,7 @@ from moefw.core.ledger import (
     Tensor,
     Weight,
 )
-from moefw.models.attention_memory import attention
+from moefw.models.attention_memory import ATTENTION, attention
 from moefw.models.mlp_memory import mlp
 
 if TYPE_CHECKING:
@@ -73,11 +73,12 @@ def _layer(
     attn, attn_weights = attention(options, extent, first=first)
     norm = Weight(shape=(options.dim,), unit="root")
     inside = [_norm("attn_norm", entering, scale, "attention x"), attn, _norm("mlp_norm", between, scale, x.name)]
-    weights, buffers = [norm, norm, *attn_weights], 0
+    weights, states = [norm, norm, *attn_weights], 4 * extent.formats_of(ATTENTION).state
     if moe is None:
         region, own = mlp("dense_mlp", options.dense_dim, options, extent, module="mlp", unit="mlp")
         inside.append(region)
         weights += own
+        states += 3 * extent.formats_of("mlp").state
     else:
         shared: tuple[Region, ...] = ()
         if options.shared_expert_dim:
@@ -85,18 +86,20 @@ def _layer(
             region, own = mlp("shared_experts", size, options, extent, module="moe.shared_expert", unit=unit)
             shared = (region,)
             weights += own
+            states += 3 * extent.formats_of("moe.shared_expert").state
         inside += _moe(extent, moe, shared)
         weights += [weight for part in moe for weight in part.weights]
-        buffers = sum(part.buffers for part in moe)
+        states += sum(part.buffers for part in moe)
     region = Region(name="layer", given=(entering, *attn.given[1:]), inside=tuple(inside))
-    return LayerMemory(kind=kind, region=region, weights=tuple(weights), buffers=buffers)
+    return LayerMemory(kind=kind, region=region, weights=tuple(weights), buffers=states)
 
 
 def _moe(extent: Extent, parts: Sequence[PartMemory], shared: tuple[Region, ...]) -> list[Region]:
     """Return router, dispatch, shared expert, experts and combine in the order in which they run."""
     router, dispatcher, gemm = parts
     dispatch, combine = dispatcher.regions[:1], dispatcher.regions[1:]
-    experts = Region(name="experts", given=extent.rows_given(), inside=gemm.regions, unit="experts")
+    given = (*extent.rows_given(), *extent.keys_given())
+    experts = Region(name="experts", given=given, inside=gemm.regions, unit="experts")
     return [*router.regions, *shared, *dispatch, experts, *combine]
 
 
@@ -123,6 +126,8 @@ def _outside(options: Decoder, extent: Extent, vocabulary_elements: int) -> tupl
         "log softmax": tokens * vocabulary * FP32,
         "tokens, loss and its weight": INT64 + 2 * FP32,
     }
+    if _draws(options, extent):
+        saves["keys of tokens"] = tokens * INT64
     if extent.tp > 1:
         saves["ids and labels here, and masks"] = tokens * (2 * INT64 + 3)
         saves["tokens, loss and its weight"] = INT64 + FP32
@@ -130,6 +135,12 @@ def _outside(options: Decoder, extent: Extent, vocabulary_elements: int) -> tupl
     if options.tie_embeddings and formats.copy:
         copies = (Tensor(name="copy of head", nbytes=vocabulary_elements * formats.copy, weights=True),)
     return (*(Tensor(name=name, nbytes=nbytes) for name, nbytes in saves.items()), *copies)
+
+
+def _draws(options: Decoder, extent: Extent) -> bool:
+    """Return whether backward of a GEMM on tokens draws from their keys."""
+    modules = (ATTENTION, "mlp", "moe.shared_expert")
+    return any(extent.at(number).formats_of(module).keyed for number in range(options.num_layers) for module in modules)
 
 
 def _last(extent: Extent, stream: int, table: Weight) -> Moment:

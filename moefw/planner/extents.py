@@ -36,9 +36,9 @@ def ask(assembly: Assembly) -> Said:
             seen[key] = _moe_parts(assembly, here, silent)
         moe[number] = seen[key]
     alignment = next((layer.facts.get("row_alignment", 1) for layer in assembly.layers.values()), 1)
-    budget = next((parts[1].rows for parts in moe.values()), None)
+    filled, budget = next(((routing.filled, dispatch.rows) for routing, dispatch, _ in moe.values()), (None, None))
     capacity = next((layer.facts.get("budget") for layer in assembly.layers.values()), None) or 1.0
-    extent = evolve(extent, row_alignment=alignment, budget=budget, capacity=capacity)
+    extent = evolve(extent, row_alignment=alignment, budget=budget, capacity=capacity, filled=filled)
     model = parts.model.memory(extent, moe)
     if model is None:
         silent[f"model: {parts.model.name}"] = None
@@ -47,10 +47,12 @@ def ask(assembly: Assembly) -> Said:
 
 def _moe_parts(assembly: Assembly, extent: Extent, silent: dict[str, None]) -> list[PartMemory]:
     parts = assembly.parts
-    dispatch = parts.dispatch.memory(extent)
-    known = evolve(extent, budget=dispatch.rows) if dispatch else extent
+    routing = parts.routing.memory(extent)
+    routed = evolve(extent, filled=routing.filled) if routing else extent
+    dispatch = parts.dispatch.memory(routed)
+    known = evolve(routed, budget=dispatch.rows) if dispatch else routed
     said = {
-        f"routing: {parts.routing.name}": parts.routing.memory(extent),
+        f"routing: {parts.routing.name}": routing,
         f"dispatch: {parts.dispatch.name}": dispatch,
         f"gemm: {parts.gemm.name}": parts.gemm.memory(known),
     }

@@ -8,7 +8,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.dispatch_options import SendsRows, movement
+from moefw.core.dispatch_options import SendsRows
 from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.row_indices import arrival
@@ -40,13 +40,11 @@ class AllGather(SendsRows):
             *self.wire_needs(),
         ]
 
-    def memory(self, extent: Extent) -> PartMemory | None:
-        """Indices of all gathered choices. Nothing is known of packed rows."""
-        if self.wire != "high":
-            return None
+    def memory(self, extent: Extent) -> PartMemory:
+        """Indices of all gathered choices."""
         gathered = extent.tokens * extent.ranks
         indices = arrival(gathered, extent.dims.top_k, extent.valid_rows, extent.rows)
-        return movement(extent, indices, arriving=gathered, returning=gathered)
+        return self.movement(extent, indices, arriving=gathered, returning=gathered)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""

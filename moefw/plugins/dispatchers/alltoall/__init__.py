@@ -8,7 +8,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.dispatch_options import SendsRows, movement
+from moefw.core.dispatch_options import SendsRows
 from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.row_indices import Indices, regrouped, sorted_choices
@@ -37,14 +37,12 @@ class AllToAll(SendsRows):
         """An expert-parallel axis, and a recipe that packs rows if they are to be packed."""
         return [moefw.need("axis", "ep", reason="rows travel along the expert-parallel axis"), *self.wire_needs()]
 
-    def memory(self, extent: Extent) -> PartMemory | None:
-        """Indices of rows sent and of rows regrouped. Nothing is known of packed rows."""
-        if self.wire != "high":
-            return None
+    def memory(self, extent: Extent) -> PartMemory:
+        """Indices of rows sent and of rows regrouped."""
         sent = sorted_choices(extent.tokens, extent.dims.top_k)
         regroup = regrouped(extent.ranks, extent.local_experts, extent.valid_rows, extent.rows, extent.etp)
         indices = Indices(saved=sent.saved, held=sent.held + regroup)
-        return movement(extent, indices, arriving=extent.valid_rows, returning=extent.choices)
+        return self.movement(extent, indices, arriving=extent.valid_rows, returning=extent.choices)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""

@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
-from moefw.core.dispatch_options import SendsRows, movement
+from moefw.core.dispatch_options import SendsRows
 from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.row_indices import Indices, arrival, distinct_choices
@@ -59,8 +59,8 @@ class DeepEP(SendsRows):
         return [moefw.Problem(what, "Leave max_tokens out, or use backend: library.", "max_tokens")]
 
     def memory(self, extent: Extent) -> PartMemory | None:
-        """Indices of a row for each (token, rank). Nothing is known of the library, nor of packed rows."""
-        if self.wire != "high" or self.backend != "torch":
+        """Indices of a row for each (token, rank). Nothing is known of the library."""
+        if self.backend != "torch":
             return None
         choices = extent.dims.top_k * extent.etp
         reached = min(choices, extent.ranks)
@@ -68,7 +68,7 @@ class DeepEP(SendsRows):
         arrived = extent.tokens * reached
         landed = arrival(arrived, extent.dims.top_k, extent.valid_rows, extent.rows)
         indices = Indices(saved=sent.saved + landed.saved, held=sent.held + landed.held)
-        return movement(extent, indices, arriving=arrived, returning=arrived)
+        return self.movement(extent, indices, arriving=arrived, returning=arrived)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process. Raises PlanError where the library is missing or cannot carry it."""

@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
-from moefw.core.dispatch_options import SendsRows, movement
+from moefw.core.dispatch_options import SendsRows
 from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.row_indices import Indices, arrival, distinct_choices
@@ -78,8 +78,8 @@ class HybridEP(SendsRows):
         return [moefw.Problem(what, "Set rank_capacity, for example 1.5, or leave on_overflow out.", "on_overflow")]
 
     def memory(self, extent: Extent) -> PartMemory | None:
-        """Indices of a row for each (token, node) and (token, rank). Nothing is known of library and packed rows."""
-        if self.wire != "high" or self.backend != "torch":
+        """Indices of a row for each (token, node) and (token, rank). Nothing is known of the library."""
+        if self.backend != "torch":
             return None
         top_k, choices = extent.dims.top_k, extent.dims.top_k * extent.etp
         inside = min(extent.ranks_per_node, extent.ranks)
@@ -92,7 +92,7 @@ class HybridEP(SendsRows):
         indices = (*hops, arrival(landed * ranks, top_k, extent.valid_rows, extent.rows))
         total = Indices(saved=sum(one.saved for one in indices), held=sum(one.held for one in indices))
         known = evolve(extent, budget=rows)
-        return evolve(movement(known, total, arriving=landed * ranks, returning=landed * ranks), rows=rows)
+        return evolve(self.movement(known, total, arriving=landed * ranks, returning=landed * ranks), rows=rows)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""

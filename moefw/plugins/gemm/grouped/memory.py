@@ -20,6 +20,7 @@ def memory(extent: Extent) -> PartMemory:
     dims, formats = extent.dims, extent.formats_of(EXPERTS)
     d, f, e, r, b = dims.model_dim, dims.expert_dim // extent.etp, extent.local_experts, extent.rows, formats.stream
     rows, row_weights, ends = extent.rows_given()
+    about = (ends, *extent.keys_given())
     h = extent.matrix("pre-activation", 2 * f)
     w13 = extent.weight_copy("gate_up", e * 2 * f * d, EXPERTS, "experts")
     w2 = extent.weight_copy("down", e * f * d, EXPERTS, "experts")
@@ -27,23 +28,23 @@ def memory(extent: Extent) -> PartMemory:
     factors = r * f * (3 * b + 3 * FP32) if b < FP32 else r * f * 7 * b
     fc1 = Region(
         name="expert_fc1",
-        given=(rows, ends),
+        given=(rows, *about),
         returns=(h.name,),
-        saves=(*formats.kept_input("gate_up", rows, r, d), ends, *w13),
+        saves=(*formats.kept_input("gate_up", rows, r, d, shared=True), *about, *w13),
         weight_elements=e * 2 * f * d,
         backward_bytes=2 * activation + out + _gradient(extent, e * 2 * f * d),
     )
     fc2 = Region(
         name="expert_fc2",
-        given=(h, row_weights, ends),
-        saves=(*formats.kept_activation(h, r, 2 * f), row_weights, ends, *w2),
+        given=(h, row_weights, *about),
+        saves=(*formats.kept_activation(h, r, 2 * f, shared=True), row_weights, *about, *w2),
         forward_bytes=out + 2 * activation,
         weight_elements=e * f * d,
         backward_bytes=max(out + factors, out + 3 * activation + _gradient(extent, e * f * d)),
     )
     shapes = ((e, 2 * f, d), (e, d, f))
     weights = tuple(Weight(shape=shape, unit="experts", side="experts") for shape in shapes)
-    return PartMemory(weights=weights, regions=(fc1, fc2))
+    return PartMemory(weights=weights, buffers=2 * e * formats.state, regions=(fc1, fc2))
 
 
 def _gradient(extent: Extent, elements: int) -> int:

@@ -21,7 +21,8 @@ def memory(extent: Extent) -> PartMemory:
     out_of = Weight(shape=(d, f), unit="experts", side="experts")
     regions = tuple(region for expert in range(e) for region in _expert(extent, expert))
     outputs = Region(name="experts", forward_bytes=2 * extent.rows * d * b, backward_bytes=extent.rows * d * b)
-    return PartMemory(weights=(into,) * 2 * e + (out_of,) * e, regions=(*regions, outputs))
+    weights, state = (into,) * 2 * e + (out_of,) * e, 2 * e * extent.formats_of(EXPERTS).state
+    return PartMemory(weights=weights, buffers=state, regions=(*regions, outputs))
 
 
 def _expert(extent: Extent, expert: int) -> Iterator[Region]:
@@ -34,9 +35,9 @@ def _expert(extent: Extent, expert: int) -> Iterator[Region]:
     grads = (extent.rows + 2 * n) * d * b
     yield Region(
         name="expert_fc1",
-        given=(rows,),
+        given=(rows, *extent.keys_given()),
         returns=(h.name,),
-        saves=(*_input(extent, "gate_up", rows, n, d), joined),
+        saves=(*_input(extent, f"gate_up of {expert}", rows, n, d), *extent.keys_given(), joined),
         forward_bytes=(expert + 1) * n * d * b,
         backward_bytes=grads + n * 2 * f * b + 2 * f * d * b,
         weight_elements=2 * f * d,
@@ -51,8 +52,12 @@ def _expert(extent: Extent, expert: int) -> Iterator[Region]:
     )
     yield Region(
         name="expert_fc2",
-        given=(a,),
-        saves=(*_input(extent, "down", a, n, f), *extent.weight_copy(f"down of {expert}", f * d, EXPERTS, "experts")),
+        given=(a, *extent.keys_given()),
+        saves=(
+            *_input(extent, "down", a, n, f),
+            *extent.keys_given(),
+            *extent.weight_copy(f"down of {expert}", f * d, EXPERTS, "experts"),
+        ),
         forward_bytes=(expert + 1) * n * d * b,
         backward_bytes=grads + n * f * b + f * d * b,
         weight_elements=f * d,
@@ -61,7 +66,7 @@ def _expert(extent: Extent, expert: int) -> Iterator[Region]:
 
 def _input(extent: Extent, reader: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
     """Return what a GEMM saves of an input: its codes, one expert's, or the whole tensor that it lies in."""
-    return extent.formats_of(EXPERTS).kept_input(f"{reader} of {x.name}", x, rows, columns)
+    return extent.formats_of(EXPERTS).kept_input(reader, x, rows, columns)
 
 
 def _factors(extent: Extent, expert: int, h: Tensor, row_weights: Tensor) -> tuple[Tensor, ...]:

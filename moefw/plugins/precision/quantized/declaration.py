@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from attrs import frozen
 
 import moefw
-from moefw.core.ledger import BF16_FORMATS, Codes, Formats
+from moefw.core.ledger import BF16_FORMATS, FP32, Codes, Formats
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.gpus import Gpus
@@ -90,20 +90,26 @@ class QuantizedPlugin(LowPrecisionPlugin):
     fp8: those of the recipe; int8: integers in blocks of 128, which backward reads twice as exactly.
     """
 
-    scale_bytes: ClassVar[int | None] = None
-    """Of a block's scale; None: scales belong to no blocks of ``rows``."""
+    scale_bytes: ClassVar[int] = FP32
+    """Of the scale of a block of ``rows``."""
 
     saved_activations: Literal["bf16", "fp8", "int8"] = "bf16"
 
     def formats(self) -> Formats | None:
-        """Inputs are saved as codes in blocks of rows, weights as they are. None of Transformer Engine's."""
-        scale = self.scale_bytes
-        if self.backend == "te" or scale is None:
+        """Inputs are saved as codes, weights as they are. None of Transformer Engine's."""
+        if self.backend == "te":
             return None
-        blocks = ((self.rows, 1), (1, self.rows))
-        inputs, along = (Codes(value_bits=8, block=block, scale_bytes=scale) for block in blocks)
+        inputs, along = self.saved_codes()
         activations = {"bf16": None, "fp8": along, "int8": INTEGERS}[self.saved_activations]
-        return Formats(stream=2, inputs=inputs, activations=activations, passing_counted=False)
+        packed = along if "fp8" in self.wire else None
+        return Formats(stream=2, inputs=inputs, activations=activations, packed=packed, passing_counted=False)
+
+    def saved_codes(self) -> tuple[Codes, Codes]:
+        """Return what is saved of inputs, in blocks of rows, and of activations, in blocks along them."""
+        down, along = (
+            Codes(value_bits=8, block=block, scale_bytes=self.scale_bytes) for block in ((self.rows, 1), (1, self.rows))
+        )
+        return down, along
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Also a GEMM that has its activations saved by the recipe."""

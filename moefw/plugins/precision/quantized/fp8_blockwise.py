@@ -26,7 +26,6 @@ class FP8Blockwise(QuantizedPlugin):
 
     name: ClassVar[str] = "fp8-blockwise"
     rows: ClassVar[int] = 128
-    scale_bytes: ClassVar[int] = 4
     wire: ClassVar[tuple[str, ...]] = ("bf16", "fp8")
     gpus: ClassVar[Gpus] = BLOCKS_OF_128
 

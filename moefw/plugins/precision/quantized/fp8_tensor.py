@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import ge, optional
 
 import moefw
+from moefw.core.ledger import FP32, Codes, Formats
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
 from moefw.plugins.precision.quantized.gpus import TENSORS, Gpus
@@ -44,6 +45,22 @@ class FP8Tensor(QuantizedPlugin):
         fix = "Leave it out, or use scaling: delayed."
         return [moefw.Problem(f"{name} is no option of scaling: current.", fix, name) for name in given]
 
+    def formats(self) -> Formats | None:
+        """Delayed scaling keeps of each operand the scale, the largest magnitude and the history."""
+        formats = super().formats()
+        if formats is None or self.scaling == "current":
+            return formats
+        return evolve(formats, state=3 * (self._options()["history"] + 2) * FP32)
+
+    def saved_codes(self) -> tuple[Codes, Codes]:
+        """Return codes without blocks."""
+        codes = Codes(value_bits=8, block=(1, 1), scale_bytes=0, matrix_scale_bytes=FP32)
+        return codes, codes
+
+    def _options(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in DELAYED}
+        return {name: DELAYED[name] if value is None else value for name, value in given.items()}
+
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
         from moefw.plugins.precision.quantized.delayed import DelayedScales
@@ -54,9 +71,7 @@ class FP8Tensor(QuantizedPlugin):
         from moefw.plugins.precision.quantized.tensorwise import CurrentScales
         from moefw.plugins.precision.quantized.tensorwise_products import TensorwiseProducts
 
-        given = {name: getattr(self, name) for name in DELAYED}
-        options = {name: DELAYED[name] if value is None else value for name, value in given.items()}
-        encoder = CurrentScales() if self.scaling == "current" else DelayedScales(**options)
+        encoder = CurrentScales() if self.scaling == "current" else DelayedScales(**self._options())
         if self.backend == "torch":
             return scaled_recipe(
                 encoder, TensorwiseProducts(), device=context.device, activations=self.saved_activations

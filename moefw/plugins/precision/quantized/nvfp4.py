@@ -8,6 +8,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
+from moefw.core.ledger import FP32, Codes, Formats
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.declaration import LowPrecisionPlugin
 from moefw.plugins.precision.quantized.gpus import NVFP4 as GPUS_OF_NVFP4
@@ -54,6 +55,13 @@ class NVFP4(LowPrecisionPlugin):
             fix = "Use parts that offer row_keys, or stochastic_rounding: false."
             needs.append(moefw.need("row_keys", True, reason=reason, fix=fix, option="stochastic_rounding"))
         return needs
+
+    def formats(self) -> Formats | None:
+        """Inputs are saved as codes, weights as they are. None of Transformer Engine's."""
+        if self.backend == "te":
+            return None
+        inputs = Codes(value_bits=4, block=(self.rows, 1), scale_bytes=1, matrix_scale_bytes=FP32)
+        return Formats(stream=2, inputs=inputs, keyed=self.stochastic_rounding, passing_counted=False)
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""

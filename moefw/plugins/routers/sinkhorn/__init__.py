@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 import moefw
+from moefw.core.ledger import Extent, PartMemory
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Site
 
@@ -39,6 +40,12 @@ class Sinkhorn(RouterPlugin):
             return ()
         fix = f"Use model.top_k between 1 and {experts}."
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
+
+    def memory(self, extent: Extent) -> PartMemory:
+        """The weight; scores, choices and the loss."""
+        from moefw.plugins.routers.sinkhorn.memory import memory
+
+        return memory(self, extent)
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""

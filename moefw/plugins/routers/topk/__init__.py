@@ -102,7 +102,7 @@ class TopK(RouterPlugin):
             yield from check_capacity(self.balance)
 
     def memory(self, extent: Extent) -> PartMemory | None:
-        """The weight; scores, weights and losses. Nothing is known of capacity, groups, jitter, quantiles and fp64."""
+        """The weight; scores, weights and losses. Nothing is known of a capacity that drops from even routing."""
         from moefw.plugins.routers.topk.memory import memory
 
         return memory(self, extent)

@@ -2,55 +2,96 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
-from moefw.core.ledger import FP32, INT64, Extent, PartMemory, Region, Tensor, Weight
+from moefw.core.ledger import FP32, FP64, INT64, Extent, PartMemory, Region, Tensor, Weight
 
 if TYPE_CHECKING:
     from moefw.plugins.routers.topk import TopK
 
 WEIGHTS: Final = "weights"
 SCORES: Final = "scores"
-COUNTED: Final = {"expert_bias", "aux_loss", "z_loss"}
+STATES: Final = {"expert_bias", "quantile", "aux_loss over global_batch"}
+"""The rules with a number for each expert that lasts."""
 
 
 def memory(options: TopK, extent: Extent) -> PartMemory | None:
-    """Return weight, bias and the region ``router``; None with options whose memory nobody has counted."""
-    rules, levels = {rule.kind for rule in options.balance}, {rule.level for rule in options.balance}
-    plain = options.groups is None and options.capacity is None and not options.jitter and options.dtype == "fp32"
-    if not plain or not rules <= COUNTED:
+    """Return weight, state and the region ``router``; None where a capacity drops choices of even routing."""
+    dims, x, size = extent.dims, extent.tokens_given(), _size(options)
+    capacity = _capacity(options, extent)
+    if capacity is not None and capacity * dims.num_experts < extent.choices:
         return None
-    dims, x = extent.dims, extent.tokens_given()
-    scores = extent.tokens * dims.num_experts * FP32
-    ids = Tensor(name="chosen experts", nbytes=extent.choices * INT64)
+    scores = extent.tokens * dims.num_experts * size
+    ids = Tensor(name="chosen experts", nbytes=extent.tokens * _ranked(options, extent) * INT64)
+    limits = capacity is not None and capacity < extent.tokens
+    routed = Tensor(name="experts of what is kept", nbytes=extent.choices * INT64) if limits else ids
     counts = Tensor(name="tokens per expert", nbytes=(dims.num_experts + 1) * FP32)
+    dropped = {"dropped choices": extent.choices} if limits else {}
+    passing_forward, passing_backward = _passing(options, extent)
     router = Region(
         name="router",
         given=(x,),
         returns=(WEIGHTS,),
-        saves=(x, *_tensors(_weights(options, extent) | _losses(options, extent)), ids),
-        holds=(ids, counts),
-        forward_bytes=2 * scores + _wide(extent),
-        backward_bytes=2 * scores + 2 * _wide(extent) + x.nbytes,
+        saves=(
+            *_read(options, extent),
+            *_tensors(_weights(options, extent, limits=limits) | _losses(options, extent) | dropped),
+            ids,
+        ),
+        holds=(routed, counts),
+        forward_bytes=2 * scores + passing_forward,
+        backward_bytes=2 * scores + passing_backward + x.nbytes,
     )
-    buffers = dims.num_experts * FP32 * len({"expert_bias", "aux_loss over global_batch"} & levels)
     weight = Weight(shape=(dims.num_experts, dims.model_dim), unit="root")
-    return PartMemory(weights=(weight,), buffers=buffers, regions=(router,))
+    return PartMemory(
+        weights=(weight,),
+        buffers=dims.num_experts * FP32 * len(STATES & {rule.level for rule in options.balance}),
+        regions=(router,),
+        filled=capacity if options.capacity is not None and options.capacity.pad else None,
+    )
+
+
+def _size(options: TopK) -> int:
+    return {"fp32": FP32, "fp64": FP64}[options.dtype]
+
+
+def _ranked(options: TopK, extent: Extent) -> int:
+    """Return how many experts are ranked: a quantile looks at one more, and what it chooses is a view."""
+    return extent.dims.top_k + any(rule.kind == "quantile" for rule in options.balance)
+
+
+def _capacity(options: TopK, extent: Extent) -> int | None:
+    """Return how many choices of this rank an expert takes."""
+    if options.capacity is None:
+        return None
+    return math.ceil(Fraction(str(options.capacity.factor)) * extent.choices / extent.dims.num_experts)
+
+
+def _read(options: TopK, extent: Extent) -> tuple[Tensor, ...]:
+    """Return what the gating GEMM reads; with jitter a product in the router's dtype, which saves both factors too."""
+    if not options.jitter:
+        return (extent.tokens_given(),)
+    dims, size = extent.dims, _size(options)
+    wide = extent.tokens * dims.model_dim * size
+    copy = Tensor(name="copy of gate", nbytes=dims.num_experts * dims.model_dim * size, weights=True)
+    return (*_tensors({"jitter": wide, "x with jitter": wide}), *((copy,) if size > FP32 else ()))
 
 
 def _tensors(sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
     return tuple(Tensor(name=name, nbytes=nbytes) for name, nbytes in sizes.items())
 
 
-def _weights(options: TopK, extent: Extent) -> dict[str, int]:
+def _weights(options: TopK, extent: Extent, *, limits: bool) -> dict[str, int]:
     """Return what weights save: values of the chosen, unless their gradient reaches all experts."""
+    size = _size(options)
     if options.pre_softmax:
-        return {SCORES: extent.tokens * extent.dims.num_experts * FP32}
+        return {SCORES: extent.tokens * extent.dims.num_experts * size}
     shares = options.score != "softmax" and options.renormalised(extent.dims.top_k)
-    returned = options.scale == 1.0 and not shares
-    kept = _score(WEIGHTS if returned else "scores of the chosen", options, extent.choices * FP32)
-    return kept | ({"their sum": extent.tokens * FP32} if shares else {})
+    returned = options.scale == 1.0 and size == FP32 and not shares and not limits
+    kept = _score(WEIGHTS if returned else "scores of the chosen", options, extent.choices * size)
+    return kept | ({"their sum": extent.tokens * size} if shares else {})
 
 
 def _score(name: str, options: TopK, each: int) -> dict[str, int]:
@@ -61,11 +102,12 @@ def _score(name: str, options: TopK, each: int) -> dict[str, int]:
 
 def _losses(options: TopK, extent: Extent) -> dict[str, int]:
     """Return what the losses save: shares of experts, valid tokens, and for each level the tokens' rows and mass."""
-    scores, each = extent.tokens * extent.dims.num_experts * FP32, extent.tokens * FP32
+    size = _size(options)
+    scores, each = extent.tokens * extent.dims.num_experts * size, extent.tokens * size
     kept: dict[str, int] = {}
     for rule in options.balance:
         if rule.kind in ("aux_loss", "z_loss"):
-            kept |= {"valid tokens": each, "scale of losses": FP32}
+            kept |= {"valid tokens": each, "scale of losses": size}
         if rule.kind == "z_loss":
             kept |= {"logits": scores, "log-sum-exp of logits": each}
         if rule.kind == "aux_loss":
@@ -83,8 +125,9 @@ def _level(over: str, scores: int, extent: Extent) -> dict[str, int]:
     return {f"rows by {over}": extent.tokens * INT64, f"mass by {over}": scores, f"counts by {over}": counts}
 
 
-def _wide(extent: Extent) -> int:
-    """Return the bytes of the tokens in fp32, where they are not fp32 already."""
-    x = extent.tokens_given()
-    wide = extent.tokens * extent.dims.model_dim * FP32
-    return wide if x.nbytes < wide else 0
+def _passing(options: TopK, extent: Extent) -> tuple[int, int]:
+    """Return the bytes that pass forward and backward: the tokens in a wider dtype, and the bits of their jitter."""
+    x, size = extent.tokens_given(), _size(options)
+    elements = extent.tokens * extent.dims.model_dim
+    wide = elements * size if x.nbytes < elements * size else 0
+    return wide + (3 * elements * INT64 if options.jitter else 0), 2 * wide
