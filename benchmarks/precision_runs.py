@@ -138,7 +138,7 @@ def draw(runs: Runs, path: Path, steps: int) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel(
-        f"validation loss after {steps} steps, nats a byte; a dot a seed, a bar their mean, the line bf16's"
+        f"validation loss after {steps} steps, nats a byte\na dot a seed, a bar their mean, the line bf16's"
     )
     figure.savefig(path)
 

@@ -1,5 +1,50 @@
-"""SwiGLU with the routing weight folded in."""
+"""SwiGLU with the routing weight folded in, each way in one kernel on a GPU; see the README beside."""
 
-from moefw_kernels.swiglu.reference import weighted_swiglu, weighted_swiglu_backward
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.swiglu import reference
 
 __all__ = ["weighted_swiglu", "weighted_swiglu_backward"]
+
+
+def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
+    """Return ``a_RF = w * silu(g) * u`` in the dtype of ``h_RH`` (H = 2F: gate g, then up u); ``weights_R`` is fp32.
+
+    Differentiable. Where bf16 lies on a GPU and no gradient is to flow, one kernel gives the same bits.
+    """
+    if not _takes_kernel(h_RH, weights_R):
+        return reference.weighted_swiglu(h_RH, weights_R)
+    from moefw_kernels.swiglu import triton
+
+    return triton.weighted_swiglu(h_RH, weights_R)
+
+
+def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` computed again from ``h_RH``.
+
+    The first and the last are in the dtype of ``h_RH``. Where bf16 lies on a GPU, one kernel gives their bits, and the
+    gradient of the weights with the sum over F in another order, always the same.
+    """
+    if not _takes_kernel(h_RH, weights_R, grad_RF):
+        return reference.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    from moefw_kernels.swiglu import triton
+
+    return triton.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+
+
+def _takes_kernel(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
+    """Return whether all is as the kernels want it; a compiler, a subclass and autograd follow PyTorch's operations."""
+    given = (h_RH, weights_R, *grad_RF)
+    if not all(type(tensor) is Tensor and tensor.is_cuda for tensor in given) or torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return False
+    if h_RH.ndim != 2 or h_RH.shape[1] % 2 or weights_R.shape != h_RH.shape[:1]:
+        return False
+    if any(grad.shape != (len(h_RH), h_RH.shape[1] // 2) for grad in grad_RF):
+        return False
+    bf16 = all(tensor.dtype is torch.bfloat16 for tensor in (h_RH, *grad_RF))
+    return bf16 and weights_R.dtype is torch.float32

@@ -11,30 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from moefw_kernels.quantize import Quantized, Scales, empty_rows, row_block
 from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
+from moefw_kernels.swiglu.triton import as_bf16, silu
 
 _ROWS, _COLUMNS = 32, 128
-
-
-@triton.jit
-def _as_bf16(x):
-    """Round to nearest, ties to even, in integers: an interpreter's conversion truncates."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _silu(x, COMPILED: tl.constexpr):
-    """``x / (1 + exp(-x))`` with the exp of CUDA, as PyTorch has it; the interpreter has no other than NumPy's."""
-    if COMPILED:  # noqa: SIM108
-        power = libdevice.exp(-x)
-    else:
-        power = tl.exp(-x)
-    return tl.div_rn(x, 1.0 + power)
 
 
 @triton.jit
@@ -49,8 +31,8 @@ def _swiglu_kernel(
     inside = (r < rows) & (c < columns)
     gate = tl.load(h + r * h_stride + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h + r * h_stride + columns + c, mask=inside, other=0.0).to(tl.float32)
-    weight = _as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))
-    a = _as_bf16(_as_bf16(_as_bf16(_silu(gate, COMPILED)) * up) * weight)
+    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))
+    a = as_bf16(as_bf16(as_bf16(silu(gate, COMPILED)) * up) * weight)
     code, scale = quantize_rows_tile(a, largest, B, RULE)
     tl.store(codes + r * columns + c, code, mask=inside)
     blocks = tl.cdiv(columns, B)

@@ -1,0 +1,145 @@
+"""The kernels: each way reads what it is given once and writes what it returns, and nothing in between.
+
+Numbers are rounded to bf16 where the operations of PyTorch round them. Bits of bf16 are taken and put as integers: an
+interpreter's conversion reads subnormal numbers wrongly.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+_ROWS, _COLUMNS = 8, 128
+
+
+@triton.jit
+def as_bf16(x):
+    """Round to nearest, ties to even, in integers: an interpreter's conversion truncates."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _one_and_exp_of_minus(x, COMPILED: tl.constexpr):
+    """``1 + exp(-x)`` with the exp of CUDA, as PyTorch has it; the interpreter has no other than NumPy's."""
+    if COMPILED:  # noqa: SIM108
+        power = libdevice.exp(-x)
+    else:
+        power = tl.exp(-x)
+    return 1.0 + power
+
+
+@triton.jit
+def silu(x, COMPILED: tl.constexpr):
+    """``x / (1 + exp(-x))``."""
+    return tl.div_rn(x, _one_and_exp_of_minus(x, COMPILED))
+
+
+@triton.jit
+def _silu_slope(x, COMPILED: tl.constexpr):
+    """Return ``s = sigmoid(x)`` and ``1 + x * (1 - s)``: the slope is their product. PyTorch has the FMA, too."""
+    s = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), _one_and_exp_of_minus(x, COMPILED))
+    if COMPILED:  # noqa: SIM108
+        rest = tl.fma(x, 1.0 - s, 1.0)
+    else:
+        rest = 1.0 + x * (1.0 - s)
+    return s, rest
+
+
+@triton.jit
+def _load(at, inside):
+    """Return bf16 numbers in fp32, 0 outside."""
+    bits = tl.load(at, mask=inside, other=0.0).to(tl.int16, bitcast=True)
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store(at, x, inside):
+    """Store fp32 numbers that bf16 holds."""
+    bits = x.to(tl.int32, bitcast=True) >> 16
+    tl.store(at, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _forward_kernel(
+    h, weights, a, rows, columns, h_stride, R: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr
+):  # fmt: skip
+    """A program has a tile of ``a``."""
+    program = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(columns, C)
+    r = program // across * R + tl.arange(0, R).to(tl.int64)
+    c = (program % across * C + tl.arange(0, C).to(tl.int64))[None, :]
+    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))[:, None]
+    r_R1 = r[:, None]
+    inside = (r_R1 < rows) & (c < columns)
+    gate = _load(h + r_R1 * h_stride + c, inside)
+    up = _load(h + r_R1 * h_stride + columns + c, inside)
+    unweighted = as_bf16(as_bf16(silu(gate, COMPILED)) * up)
+    _store(a + r_R1 * columns + c, as_bf16(unweighted * weight), inside)
+
+
+@triton.jit
+def _backward_kernel(
+    grad, h, weights, grad_h, grad_weights, a, rows, columns, grad_stride, h_stride,
+    R: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """A program has R whole rows, so that their sums need no other; products of two bf16 numbers are exact in fp32."""
+    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R).to(tl.int64)
+    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))[:, None]
+    total = tl.zeros((R, C), tl.float32)
+    r_R1 = r[:, None]
+    for start in range(0, columns, C):
+        c = (start + tl.arange(0, C)).to(tl.int64)[None, :]
+        inside = (r_R1 < rows) & (c < columns)
+        dy = _load(grad + r_R1 * grad_stride + c, inside)
+        gate = _load(h + r_R1 * h_stride + c, inside)
+        up = _load(h + r_R1 * h_stride + columns + c, inside)
+        activated = as_bf16(silu(gate, COMPILED))
+        unweighted = as_bf16(activated * up)
+        total += dy * unweighted
+        weighted_dy = as_bf16(dy * weight)
+        s, rest = _silu_slope(gate, COMPILED)
+        to = grad_h + r_R1 * 2 * columns + c
+        _store(to, as_bf16(as_bf16(weighted_dy * up) * s * rest), inside)
+        _store(to + columns, as_bf16(weighted_dy * activated), inside)
+        _store(a + r_R1 * columns + c, as_bf16(unweighted * weight), inside)
+    tl.store(grad_weights + r, tl.sum(total, 1), mask=r < rows)
+
+
+def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
+    """As ``reference.weighted_swiglu``, of bf16."""
+    h_RH, weights_R = _along_rows(h_RH), weights_R.contiguous()
+    rows, columns = len(h_RH), h_RH.shape[1] // 2
+    a_RF = h_RH.new_empty(rows, columns)
+    if a_RF.numel():
+        _forward_kernel[(triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)](
+            h_RH, weights_R, a_RF, rows, columns, h_RH.stride(0),
+            _ROWS, _COLUMNS, not triton.knobs.runtime.interpret,
+        )  # fmt: skip
+    return a_RF
+
+
+def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``reference.weighted_swiglu_backward``, of bf16."""
+    grad_RF, h_RH, weights_R = _along_rows(grad_RF), _along_rows(h_RH), weights_R.contiguous()
+    rows, columns = grad_RF.shape
+    grad_h, a_RF = h_RH.new_empty(rows, 2 * columns), h_RH.new_empty(rows, columns)
+    grad_weights = h_RH.new_empty(rows, dtype=torch.float32)
+    if rows:
+        _backward_kernel[(triton.cdiv(rows, _ROWS),)](
+            grad_RF, h_RH, weights_R, grad_h, grad_weights, a_RF,
+            rows, columns, grad_RF.stride(0), h_RH.stride(0),
+            _ROWS, _COLUMNS, not triton.knobs.runtime.interpret,
+        )  # fmt: skip
+    return grad_h, grad_weights, a_RF
+
+
+def _along_rows(x_RC: Tensor) -> Tensor:
+    """Return ``x`` with numbers of a row side by side; rows may lie apart."""
+    return x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
