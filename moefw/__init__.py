@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from moefw.core.layer import MoELayer
     from moefw.core.movement import Pending
     from moefw.core.optimizer_states import OptimizerStates, StatePart
-    from moefw.core.product import linear
+    from moefw.core.product import SharedInput, linear
     from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, LayerStats, Receipt, Routing
 
 __version__ = "0.1.0"
@@ -67,8 +67,8 @@ _NEED_TORCH = {
     "BuildContext": "build",
     "ModelContext": "build",
     "MoELayer": "layer",
-    "linear": "product",
     "Pending": "movement",
+    **dict.fromkeys(("SharedInput", "linear"), "product"),
     **dict.fromkeys(("OptimizerStates", "StatePart"), "optimizer_states"),
     **dict.fromkeys(("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Receipt", "Routing"), "stages"),
 }
@@ -135,6 +135,7 @@ __all__ = [
     "RunError",
     "SchedulePlugin",
     "Shard",
+    "SharedInput",
     "Site",
     "SpecError",
     "State",

@@ -33,6 +33,8 @@ from moefw.training.treated_optimizer import build_optimizer
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 SAVED, PEAK = 0.01, 0.03
 """How far a prediction may be off."""
+KEY_BYTES = 8
+"""The key of a token, from which nvfp4 draws."""
 
 MODEL = {
     "vocab_size": 512,
@@ -136,11 +138,12 @@ def by_region(saved: Mapping[str, int]) -> dict[str, int]:
     return {name: nbytes for name, nbytes in {**saved, **movement}.items() if nbytes and name != "layer"}
 
 
-def check_saved(found: Ledger, measured: Measured) -> None:
+def check_saved(found: Ledger, measured: Measured, *, roaming: int = 512) -> None:
+    """``roaming``: bytes that count where they are first saved, or where they are made."""
     saved: Counter[str] = Counter()
     for row in found.regions:
         saved[row.region] += row.saved
-    assert by_region(saved) == pytest.approx(by_region(measured.by_region()), rel=SAVED, abs=512)
+    assert by_region(saved) == pytest.approx(by_region(measured.by_region()), rel=SAVED, abs=roaming)
     assert found.totals["saved"] == pytest.approx(measured.saved_bytes, rel=SAVED)
 
 
@@ -161,7 +164,8 @@ def check_quantized(tree: Mapping[str, Any], ranks: int) -> None:
     measured = measure(assembly)
     found = predicted(measured, assembly)
     check_held(found, measured)
-    check_saved(found, measured)
+    train = tree["train"]
+    check_saved(found, measured, roaming=max(512, train["micro_batch"] * train["seq_len"] * KEY_BYTES))
     assert found.silent == (f"precision: {assembly.parts.precision.name}, of what passes while it quantizes",)
 
 

@@ -13,11 +13,14 @@ import pytest
 import torch
 from quantized_oracle import FORMATS, Format, InFP32, OneBatch, product, product_backward, quantized_truth, solve_many
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import moefw
 from moefw.core.contracts import Precision
+from moefw.core.product import SharedInput
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import open_context
+from moefw.testing.suites.watch import same_bits
 from moefw.testing.trial import DISPATCHERS, Outcome, Trial, assert_matches, solve
 
 GEMMS = ("loop", "grouped")
@@ -92,6 +95,25 @@ ROUNDS = ("across", "down", "weight_across", "weight_down", "grad")
 
 def in_fp64(rounds: Any) -> Any:
     return rounds and (lambda x: rounds(x).double())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gemms_that_read_one_input_quantize_and_save_it_once_and_give_the_same_bits(name: str) -> None:
+    precision, seen = recipe(FORMATS[name]), set()
+    generator = torch.Generator().manual_seed(0)
+    x, first, second = (torch.randn(shape, generator=generator) for shape in ((160, 96), (72, 96), (40, 96)))
+    apart, together = ([tensor.clone().requires_grad_() for tensor in (x, first, second)] for _ in range(2))
+    outs = [moefw.linear(apart[0], weight, precision) for weight in apart[1:]]
+    with saved_tensors_hooks(lambda tensor: seen.add(tensor.data_ptr()) or tensor, lambda tensor: tensor):
+        shared = SharedInput()
+        once = [moefw.linear(together[0], weight, precision, shared=shared) for weight in together[1:]]
+    parts = len(precision.keep(x, None, role="input", during="wgrad").tensors)
+    assert len(seen) == parts + 2, "the codes of x, and two weights"
+    for mine, right in zip(once, outs, strict=True):
+        assert same_bits(mine, right)
+        mine.sum().backward(retain_graph=True)
+        right.sum().backward(retain_graph=True)
+    assert all(same_bits(a.grad, b.grad) for a, b in zip(apart, together, strict=True))
 
 
 def test_the_formats_round_differently_along_each_axis() -> None:

@@ -259,6 +259,8 @@ class Precision(ABC):
     """Whether backward needs operands of its own. If not, operands are tensors, and autograd takes those of forward."""
     draws: bool = False
     """Whether gradients are rounded at random where ``Rows.keys_R`` are given."""
+    shares_inputs: bool = False
+    """Whether recipes that ``at`` gives out make the same of an input, and of what is kept of it."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Return the recipe for a module or a GEMM inside: what it draws or remembers there is its own.

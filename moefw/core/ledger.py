@@ -7,7 +7,7 @@ regions and adds up. Legend of shapes: :mod:`moefw.core.stages`. Routing is even
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from attrs import evolve, field, frozen
@@ -179,16 +179,18 @@ class Formats:
 
     ``stream``: of the residual stream. ``gathered``: of a weight that FSDP gathers. ``copy``: of the copy of a weight
     that backward reads where FSDP does not gather it; 0: it reads the weight. ``inputs``: what wgrad reads of an input;
-    None: the input. ``activations``: what is kept of the experts' pre-activation; None: itself. ``packed``: as what
-    rows travel that a dispatcher packs; None: as they are. ``passing_counted``: whether operands cost nothing beside
-    what the regions say. ``keyed``: whether backward draws from keys of rows. ``state``: bytes that a GEMM keeps from
-    step to step, for each expert that it multiplies for.
+    None: the input. ``shares_inputs``: whether GEMMs that read one input keep it once. ``activations``: what is kept of
+    the experts' pre-activation; None: itself. ``packed``: as what rows travel that a dispatcher packs; None: as they
+    are. ``passing_counted``: whether operands cost nothing beside what the regions say. ``keyed``: whether backward
+    draws from keys of rows. ``state``: bytes that a GEMM keeps from step to step, for each expert that it multiplies
+    for.
     """
 
     stream: int
     gathered: int = FP32
     copy: int = 0
     inputs: Codes | None = None
+    shares_inputs: bool = True
     activations: Codes | None = None
     packed: Codes | None = None
     passing_counted: bool = True
@@ -202,6 +204,11 @@ class Formats:
         if self.inputs is None:
             return (x,)
         return (self._codes(self.inputs, f"{x.name} as codes for {reader}", x, rows, columns, shared=shared),)
+
+    def kept_inputs(self, readers: Sequence[str], x: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
+        """Return what ``readers``, one after the other, save of an input that they all read."""
+        apart = readers[:1] if self.shares_inputs else readers
+        return tuple(kept for reader in apart for kept in self.kept_input(reader, x, rows, columns))
 
     def kept_activation(self, x: Tensor, rows: int, columns: int, *, shared: bool = False) -> tuple[Tensor, ...]:
         """Return what is saved of the pre-activation ``x`` (rows, columns), which experts share or not."""

@@ -15,13 +15,43 @@ from moefw.core.contracts import Kept, Precision, Rows
 from moefw.core.dropped import output_of
 
 
-def linear(x: Tensor, weight: Tensor, precision: Precision, rows: Rows | None = None) -> Tensor:
-    """Return ``x W^T`` in the dtype of ``x``; x ``(..., I)``, weight ``(O, I)``, ``rows`` about the flattened ones."""
+class SharedInput:
+    """What the first of several GEMMs has made of the input that they all read: quantized once, and saved once."""
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        self._made: tuple[Any, Kept] | None = None
+
+    def made_of(self, x: Tensor, precision: Precision, rows: Rows) -> tuple[Any, Kept]:
+        """Return the operand of fprop, and what to save for wgrad."""
+        if self._made is not None:
+            return self._made
+        operand = precision.quantize(x, role="input", during="fprop", rows=rows)
+        made = operand, keep_input(x, operand, precision, rows)
+        if precision.shares_inputs:
+            self._made = made
+        return made
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    precision: Precision,
+    rows: Rows | None = None,
+    *,
+    shared: SharedInput | None = None,
+) -> Tensor:
+    """Return ``x W^T`` in the dtype of ``x``; x ``(..., I)``, weight ``(O, I)``, ``rows`` about the flattened ones.
+
+    GEMMs of one ``Precision.at`` that read the same ``x`` may be given one ``shared``.
+    """
     if not precision.by_pass:
         operand = precision.quantize(x, role="input", during="fprop")
         return F.linear(operand, precision.quantize(weight, role="weight", during="fprop"))
     about = Rows() if rows is None else rows
-    given = (x.reshape(-1, x.shape[-1]), weight, precision, about.ends_e, about.keys_R, about.sizes)
+    shared = SharedInput() if shared is None else shared
+    given = (x.reshape(-1, x.shape[-1]), weight, precision, about.ends_e, about.keys_R, about.sizes, shared)
     out: Tensor = _Linear.apply(*given)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], len(weight))
 
@@ -75,11 +105,10 @@ class _Linear(torch.autograd.Function):
         ends_e: Tensor | None,
         keys_R: Tensor | None,
         sizes: tuple[int, ...] | None,
+        shared: SharedInput,
     ) -> Tensor:
-        rows = Rows(ends_e, keys_R, sizes)
-        operand = precision.quantize(x, role="input", during="fprop", rows=rows)
+        operand, kept = shared.made_of(x, precision, Rows(ends_e, keys_R, sizes))
         out: Tensor = operand @ precision.quantize(weight, role="weight", during="fprop").mT
-        kept = keep_input(x, operand, precision, rows)
         ctx.save_for_backward(weight, ends_e, keys_R, *kept.tensors)
         ctx.precision, ctx.operand, ctx.dtype, ctx.sizes = precision, kept.operand, x.dtype, sizes
         return out.to(x.dtype)
@@ -96,7 +125,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             operand = precision.quantize(grad, role="grad", during="wgrad", rows=rows)
             grad_weight = (operand.mT @ ctx.operand(tensors)).to(weight.dtype)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 class _WideLinear(torch.autograd.Function):

@@ -48,7 +48,7 @@ def attention(options: Decoder, extent: Extent, *, first: bool) -> tuple[Region,
     given = Tensor(name="attention x", nbytes=extent.tokens * options.dim * b)
     q, k, v = _heads(g * d * b, heads)
     out = Tensor(name="attention out", nbytes=q.nbytes)
-    reads = tuple(tensor for name in "qkv" for tensor in formats.kept_input(f"{name}_proj", x, g, options.dim))
+    reads = formats.kept_inputs([f"{name}_proj" for name in "qkv"], x, g, options.dim)
     sizes = {"q_proj": heads.queries * d, "k_proj": heads.keys * d, "v_proj": heads.keys * d}
     copies = tuple(
         copy for name, size in sizes.items() for copy in extent.weight_copy(name, size * options.dim, ATTENTION)

@@ -21,7 +21,7 @@ def mlp(
     gate, silu, up, product = (
         Tensor(name=f"{part} of {name}", nbytes=tokens * size * b) for part in ("gate", "silu", "up", "product")
     )
-    reads = tuple(kept for reader in ("gate", "up") for kept in formats.kept_input(f"{name} {reader}", x, tokens, d))
+    reads = formats.kept_inputs([f"{name} {reader}" for reader in ("gate", "up")], x, tokens, d)
     into = tuple(
         copy for part in ("gate", "up", "down") for copy in extent.weight_copy(f"{name} {part}", size * d, module)
     )

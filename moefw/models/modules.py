@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefw.core.contracts import Canonical, Named, Precision, Rows, Shard
-from moefw.core.product import linear
+from moefw.core.product import SharedInput, linear
 from moefw.core.stages import Batch
 from moefw.models.tensor_parallel import TensorParallel
 from moefw_kernels.rmsnorm import rms_norm
@@ -37,10 +37,10 @@ class Linear(nn.Module, Named):
         shape = (out_dim, in_dim)
         self.weight = nn.Parameter(torch.empty(shard.shape(shape) if shard else shape))
 
-    def forward(self, x: Tensor, rows: Rows | None = None) -> Tensor:
+    def forward(self, x: Tensor, rows: Rows | None = None, shared: SharedInput | None = None) -> Tensor:
         """Return ``(..., out_dim)``, or this rank's part of it; with ``in_dim`` in parts, a partial sum."""
         weight = self.weight if self.rows is None else self.weight[self.rows]
-        return linear(x, weight, self.precision, rows)
+        return linear(x, weight, self.precision, rows, shared=shared)
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (out_dim, in_dim)."""
@@ -75,8 +75,9 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         """Return ``(t, D)`` for this rank's part of the tokens of ``batch``."""
-        x_TD, rows = self.tp.gather(x_tD), batch.rows
-        return self.tp.reduce(self.down_proj(F.silu(self.gate_proj(x_TD, rows)) * self.up_proj(x_TD, rows), rows))
+        x_TD, rows, shared = self.tp.gather(x_tD), batch.rows, SharedInput()
+        gate_TF, up_TF = self.gate_proj(x_TD, rows, shared), self.up_proj(x_TD, rows, shared)
+        return self.tp.reduce(self.down_proj(F.silu(gate_TF) * up_TF, rows))
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:

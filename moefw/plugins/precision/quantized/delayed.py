@@ -25,6 +25,8 @@ Algorithm = Literal["max", "most_recent"]
 class DelayedScales(Encoder):
     """Gives each GEMM scales of its own. ``history``: how many steps are remembered."""
 
+    shares_inputs = False
+
     def __init__(self, *, history: int, margin: int, algorithm: Algorithm) -> None:
         self._history, self._margin, self._algorithm = history, margin, algorithm
 
@@ -47,6 +49,7 @@ class GemmScales(nn.Module, Encoder, Meter):
     Buffers, fp32: ``scale`` (g, 3), ``history`` (g, 3, H) with the last step first, ``largest`` (g, 3) of this step.
     """
 
+    shares_inputs = False
     scale: Tensor
     history: Tensor
 

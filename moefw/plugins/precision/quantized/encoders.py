@@ -16,13 +16,15 @@ from moefw_kernels.quantize import Quantized, Scales, quantize_fp8, quantize_mxf
 
 
 class Encoder(ABC):
-    """Makes codes and scales of an operand. ``draws``: rounding is random, from the keys of rows.
+    """Makes codes and scales of an operand. ``draws``: rounding is random, from the keys of rows. ``shares_inputs``: as
+    that of a precision.
 
     ``row_scales``: an input in fprop is ``quantize_rows`` with these, which a kernel does while it computes the input;
     None where it is not, as a scale for a whole tensor takes a pass of its own.
     """
 
     draws: bool = False
+    shares_inputs: bool = True
     row_scales: Scales | None = None
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:

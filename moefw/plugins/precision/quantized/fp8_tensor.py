@@ -50,7 +50,7 @@ class FP8Tensor(QuantizedPlugin):
         formats = super().formats()
         if formats is None or self.scaling == "current":
             return formats
-        return evolve(formats, state=3 * (self._options()["history"] + 2) * FP32)
+        return evolve(formats, shares_inputs=False, state=3 * (self._options()["history"] + 2) * FP32)
 
     def saved_codes(self) -> tuple[Codes, Codes]:
         """Return codes without blocks."""

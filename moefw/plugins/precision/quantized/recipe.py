@@ -32,7 +32,8 @@ class LowPrecisionRecipe(nn.Module, Precision):
 
     def __init__(self, encoder: Encoder, *, activations: Activations) -> None:
         super().__init__()
-        self.encoder, self._activations, self.draws = encoder, activations, encoder.draws
+        self.encoder, self._activations = encoder, activations
+        self.draws, self.shares_inputs = encoder.draws, encoder.shares_inputs
 
     def codec(self, dim: int) -> Codec | None:
         """Return what packs rows in the blocks of fprop, if the format can."""
