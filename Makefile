@@ -3,23 +3,26 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 SPEC   ?= examples/quickstart.yaml
+CONSTRAINTS ?= constraints.txt
 
-.PHONY: help setup train test test-layouts test-third-party lint format clean
+.PHONY: help setup train test test-oldest test-gpu test-layouts test-third-party lint format clean
 
 help:
 	@echo "make train   set up and train $(SPEC) (ARGS='train.steps=20' overrides)"
 	@echo "make test    set up and run all tests"
+	@echo "make test-oldest  the same with the oldest PyTorch that is supported"
+	@echo "make test-gpu  what awaits a GPU: kernels against their references, layers against fp32, times"
 	@echo "make test-layouts  train under every layout of tests/layouts.yaml and write docs/layouts.md"
 	@echo "make test-third-party  install a plugin from a wheel into a fresh environment, certify it, train with it"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the sources"
 	@echo "make clean   remove the virtual environment and caches"
 
-$(BIN)/.ready: pyproject.toml constraints.txt
+$(BIN)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
 	  || { echo "error: moefw needs Python 3.11 or 3.12; try make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 setup: $(BIN)/.ready
@@ -29,6 +32,12 @@ train: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+test-gpu: setup
+	$(BIN)/python benchmarks/on_gpu.py
 
 test-layouts: setup
 	$(BIN)/python scripts/layout_table.py

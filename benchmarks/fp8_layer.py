@@ -22,12 +22,12 @@ from torch import Tensor
 
 import moefw
 from moefw.core.build import ModelContext, Shared
+from moefw.core.compute.product import grouped_mm
 from moefw.core.contracts import Pass, Precision, Role, Rows
 from moefw.core.naming import canonical_parameters, initialise
-from moefw.core.product import grouped_mm
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.source import Marks, read_yaml
+from moefw.core.spec.source import Marks, read_yaml
 from moefw.core.stages import Batch
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, MXFP8, NVFP4, TENSORS, Gpus
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from moefw.core.casts import FP32Recipe
+from moefw.core.compute.casts import FP32Recipe
 from moefw.core.stages import Batch
 from moefw.plugins.gemm.grouped.experts import _In, _Out
 from moefw.testing.trial import Trial, build_layer

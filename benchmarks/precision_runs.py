@@ -125,21 +125,23 @@ def summarise(runs: Runs, goal: float | None) -> list[dict[str, Any]]:
 
 
 def draw(runs: Runs, path: Path, steps: int) -> None:
-    """Draw a dot for each run, a row for each recipe."""
+    """Draw a dot for each run, a row for each recipe: its loss against bf16 with the same seed, or bf16's own mean."""
     names: Sequence[str] = list(dict.fromkeys(name for name, _ in runs))
+    usual = mean(run["eval_loss"] for (name, _), run in runs.items() if name == BF16)
     figure = Figure(figsize=(8, 1.2 + 0.42 * len(names)), dpi=150, layout="constrained")
     axes = figure.subplots()
-    axes.axvline(mean(run["eval_loss"] for (name, _), run in runs.items() if name == BF16), color="#8a919c", zorder=1)
+    axes.axvline(0.0, color="#8a919c", zorder=1)
     for row, name in enumerate(names):
-        losses = [run["eval_loss"] for (other, _), run in runs.items() if other == name]
-        axes.plot(losses, [row] * len(losses), "o", color="#2a6fb0", alpha=0.75)
-        axes.plot([mean(losses)], [row], "|", color="#22272e", markersize=16)
-    axes.set_yticks(range(len(names)), names)
+        mine = {seed: run["eval_loss"] for (other, seed), run in runs.items() if other == name}
+        against = {seed: usual if name == BF16 else runs[BF16, seed]["eval_loss"] for seed in mine}
+        above = [100 * (mine[seed] / against[seed] - 1) for seed in mine]
+        axes.plot(above, [row] * len(above), "o", color="#2a6fb0", alpha=0.75)
+        axes.plot([mean(above)], [row], "|", color="#22272e", markersize=16)
+    axes.set_yticks(range(len(names)), ["bf16, around its mean" if name == BF16 else name for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel(
-        f"validation loss after {steps} steps, nats a byte\na dot a seed, a bar their mean, the line bf16's"
-    )
+    loss = f"validation loss after {steps} steps, % above bf16 with the same seed"
+    axes.set_xlabel(f"{loss}\na dot a seed, a bar their mean")
     figure.savefig(path)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
 
 
 def write(name: str, measured: dict[str, Any]) -> Path:
@@ -25,12 +26,10 @@ def write(name: str, measured: dict[str, Any]) -> Path:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, and whether files differ from it, results apart."""
+    """Return the commit that is checked out, and whether files differ from it, results apart; empty outside of one."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, cwd=RESULTS, check=True
-        ).stdout.strip()
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=HERE).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude){RESULTS}")
     return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")

@@ -166,7 +166,9 @@ def peer(shape: dict[str, int], layer: nn.Module, x_TD: Tensor) -> Callable[[], 
 def held(way: Callable[[], Tensor]) -> int:
     """Return the bytes that are held between forward and backward, beside the input."""
     with Alive() as alive:
-        graph = way().grad_fn
+        out = way()
+    graph = out.sum()  # holds what backward needs, and not the output
+    del out
     nbytes = alive.nbytes()
     del graph
     return nbytes

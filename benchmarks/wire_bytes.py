@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import Shared
-from moefw.core.traffic import Link, Movement, Sent, Traffic
+from moefw.core.communication.traffic import Link, Movement, Sent, Traffic
 from moefw.testing.counting import CountingGroup
 from moefw.testing.minima import Scheme, distinct, inside
 from moefw.testing.threads import thread_world

@@ -36,7 +36,7 @@ from moefw.core.errors import (
 )
 from moefw.core.facts import ANY, Need, Offers, need, offers
 from moefw.core.hooks import API_VERSION, hookimpl
-from moefw.core.meshes import Mesh, MeshPlan
+from moefw.core.parallel.meshes import Mesh, MeshPlan
 from moefw.core.plugin import (
     DataSourcePlugin,
     DispatcherPlugin,
@@ -55,10 +55,10 @@ from moefw.core.site import Dims, Machine, Site
 
 if TYPE_CHECKING:
     from moefw.core.build import BuildContext, ModelContext
+    from moefw.core.communication.movement import Pending
+    from moefw.core.compute.product import SharedInput, linear
     from moefw.core.layer import MoELayer
-    from moefw.core.movement import Pending
-    from moefw.core.optimizer_states import OptimizerStates, StatePart
-    from moefw.core.product import SharedInput, linear
+    from moefw.core.memory.optimizer_states import OptimizerStates, StatePart
     from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, LayerStats, Receipt, Routing
 
 __version__ = "0.1.0"
@@ -67,9 +67,9 @@ _NEED_TORCH = {
     "BuildContext": "build",
     "ModelContext": "build",
     "MoELayer": "layer",
-    "Pending": "movement",
-    **dict.fromkeys(("SharedInput", "linear"), "product"),
-    **dict.fromkeys(("OptimizerStates", "StatePart"), "optimizer_states"),
+    "Pending": "communication.movement",
+    **dict.fromkeys(("SharedInput", "linear"), "compute.product"),
+    **dict.fromkeys(("OptimizerStates", "StatePart"), "memory.optimizer_states"),
     **dict.fromkeys(("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Receipt", "Routing"), "stages"),
 }
 

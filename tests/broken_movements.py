@@ -8,7 +8,7 @@ import torch.distributed as dist
 from broken_dispatchers import Arriving, Returning, ScaledGradient, Wrapper, WrongOrder, breaks, changed
 
 import moefw
-from moefw.core.traffic import Sent, Traffic
+from moefw.core.communication.traffic import Sent, Traffic
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 
 # Gradients.

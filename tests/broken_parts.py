@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import moefw
 from moefw.core.contracts import Side
 from moefw.core.layer import MoELayer
-from moefw.core.meshes import Mesh, MeshPlan
-from moefw.core.opened_layout import OpenedLayout
+from moefw.core.parallel.meshes import Mesh, MeshPlan
+from moefw.core.parallel.opened_layout import OpenedLayout
 from moefw.core.plugin import MemoryPlugin
 from moefw.core.stages import Routing
 from moefw.plugins.parallel.folded import Folded

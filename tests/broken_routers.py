@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 import moefw
-from moefw.core.aux_loss import attach
+from moefw.core.compute.aux_loss import attach
 from moefw.core.contracts import State
 from moefw.core.plugin import RouterPlugin
 from moefw.core.stages import Batch, Routing

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefw.core.communication.traffic import Traffic
 from moefw.core.contracts import Dispatcher
 from moefw.core.errors import MoefwError
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.source import Marks, read_yaml
-from moefw.core.traffic import Traffic
+from moefw.core.spec.source import Marks, read_yaml
 from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
 from moefw.testing.trial import DEFAULTS, Outcome, Trial, build_layer, routed, solve

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from moefw.core.meshes import DENSE, EXPERT, MeshPlan
+from moefw.core.parallel.meshes import DENSE, EXPERT, MeshPlan
 from moefw.core.plugin import LayoutPlugin
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import DenseMesh, ExpertMesh, Folded

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from moefw.core.registry import Registry
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.source import Marks, read_yaml
+from moefw.core.spec.source import Marks, read_yaml
 from moefw.plugins.dispatchers.alltoall import AllToAll
 from moefw.testing.announce import with_plugins
 from moefw.testing.combinations import Combination, Sections, combinations, usable_here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -16,10 +15,11 @@ import torch
 from quantized_oracle import FORMATS
 from test_quantize_kernels import awkward, same
 from torch import Tensor
+from triton_compiled import assembled, compiled
 
 from moefw.core.build import Shared
+from moefw.core.communication.movement import finish, start, stay
 from moefw.core.contracts import Precision, Rows
-from moefw.core.movement import finish, start, stay
 from moefw.core.stages import Routing
 from moefw.plugins.precision.quantized import recipe as recipe_module
 from moefw.plugins.precision.quantized import wire
@@ -178,11 +178,8 @@ KERNELS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def compiled(package: str, scales: Scales) -> tuple[str, str]:
-    """Return the PTX for Hopper, where sizes divide by 16, and what ptxas says of it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+def for_hopper(package: str, scales: Scales) -> tuple[str, str]:
+    """Return the PTX, and what the assembler says of it."""
     from moefw_kernels.quantize.triton import ROW_RULES
 
     module = importlib.import_module(f"moefw_kernels.{package}.triton")
@@ -190,27 +187,16 @@ def compiled(package: str, scales: Scales) -> tuple[str, str]:
     kernel = getattr(module, name)
     constants = {"C": module._COLUMNS, "B": row_block(scales), "RULE": ROW_RULES[scales]}
     constants |= {"R": module._ROWS, "COMPILED": True} if "R" in kernel.arg_names else {"T": module._TOKENS}
-    names = [argument for argument in kernel.arg_names if argument not in constants]
     scale = "*u8" if scales == "e8m0" else "*fp32"
-    kinds = dict(zip(names, types.format(scale=scale).split(), strict=True)) | dict.fromkeys(constants, "constexpr")
-    place = kernel.arg_names.index
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature={argument: kinds[argument] for argument in kernel.arg_names},
-        constexprs={(place(argument),): value for argument, value in constants.items()},
-        attrs={(place(argument),): [["tt.divisibility", 16]] for argument in aligned.split()},
-    )
-    code = str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    command = [assembler, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "/dev/stdin"]
-    return code, subprocess.run(command, input=code, capture_output=True, text=True, check=True).stderr
+    code = str(compiled(kernel, types.format(scale=scale), aligned, constants)["ptx"])
+    return code, assembled(code)
 
 
 @pytest.mark.parametrize("scales", ["power_of_two", "e8m0"])
 @pytest.mark.parametrize("package", KERNELS)
 def test_a_kernel_compiles_for_hopper(compiler: ProcessPoolExecutor, package: str, scales: Scales) -> None:
-    code, assembled = compiler.submit(compiled, package, scales).result()
-    assert "0 bytes spill stores, 0 bytes spill loads" in assembled
+    code, said = compiler.submit(for_hopper, package, scales).result()
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert "ld.global.v" in code, "loads are wide"
     assert "div.full" not in code
     assert code.count(".approx") == code.count("ex2.approx.ftz.f32"), "the exp of CUDA has no other approximation"

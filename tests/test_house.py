@@ -47,6 +47,12 @@ def test_the_core_knows_no_plugin_by_name() -> None:
         assert not strings & names, f"{path} names {strings & names}"
 
 
+def test_a_spec_is_read_by_a_room_that_needs_nothing_of_the_core_but_its_errors() -> None:
+    for path in sources("moefw/core/spec"):
+        for name in imports(path):
+            assert not name.startswith("moefw.") or name.startswith(("moefw.core.errors.", "moefw.core.spec."))
+
+
 def test_a_plugin_imports_no_other_plugin() -> None:
     for path in sources("moefw/plugins"):
         own = ".".join(path.relative_to(ROOT).parts[:4])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefw.core.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
 from moefw.testing.trial import DISPATCHERS
@@ -17,6 +18,7 @@ VARIANTS = [
     *itertools.product((1, 2, 4), ("alltoall",), ("loop",)),
 ]
 STEPS = 20
+FIRST = [-0.041986, -0.007812, -0.114613]
 
 
 def run(
@@ -42,6 +44,15 @@ def merged(runs: list[Run], when: str) -> dict[str, torch.Tensor]:
 def alone(pool: RankPool) -> Run:
     """One rank, the readable GEMM: what all others are held against."""
     return run(pool, 1, "allgather", "loop")[0]
+
+
+def test_initial_weights_are_the_same_in_every_pytorch() -> None:
+    """Of 4,096 numbers some lie beyond three deviations and are drawn again."""
+    linear = torch.nn.Linear(64, 64, bias=False)
+    initialise(linear, seed=0, std=lambda _: 0.5)
+    assert linear.weight[0, :3].tolist() == pytest.approx(FIRST, abs=1e-6)
+    assert linear.weight.abs().max().item() == pytest.approx(1.4866, rel=1e-4)
+    assert linear.weight.std().item() == pytest.approx(0.4890, rel=1e-4)
 
 
 @pytest.mark.parametrize(("world", "dispatch", "gemm"), VARIANTS)

@@ -19,11 +19,11 @@ from layout_cases import (
 
 from moefw.cli import cli
 from moefw.core.errors import PlanError, Problem
-from moefw.core.meshes import MeshPlan
+from moefw.core.parallel.meshes import MeshPlan
 from moefw.core.plugin import LayoutPlugin
 from moefw.core.site import Dims, Machine, Site
-from moefw.core.source import Marks
-from moefw.core.structure import structure
+from moefw.core.spec.source import Marks
+from moefw.core.spec.structure import structure
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import DenseMesh, Folded
 

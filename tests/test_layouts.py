@@ -25,7 +25,7 @@ from layout_cases import (
 
 from moefw.core.contracts import Side
 from moefw.core.errors import PlanError
-from moefw.core.meshes import COPIES, DENSE, EXPERT, Mesh, MeshPlan
+from moefw.core.parallel.meshes import COPIES, DENSE, EXPERT, Mesh, MeshPlan
 from moefw.core.plugin import LayoutPlugin
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import Folded

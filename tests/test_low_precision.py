@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import moefw
+from moefw.core.compute.product import SharedInput
 from moefw.core.contracts import Precision
-from moefw.core.product import SharedInput
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import open_context
 from moefw.testing.suites.watch import same_bits
@@ -105,7 +105,7 @@ def test_gemms_that_read_one_input_quantize_and_save_it_once_and_give_the_same_b
     apart, together = ([tensor.clone().requires_grad_() for tensor in (x, first, second)] for _ in range(2))
     outs = [moefw.linear(apart[0], weight, precision) for weight in apart[1:]]
     with saved_tensors_hooks(lambda tensor: seen.add(tensor.data_ptr()) or tensor, lambda tensor: tensor):
-        shared = SharedInput()
+        shared = SharedInput(together[0])
         once = [moefw.linear(together[0], weight, precision, shared=shared) for weight in together[1:]]
     parts = len(precision.keep(x, None, role="input", during="wgrad").tensors)
     assert len(seen) == parts + 2, "the codes of x, and two weights"
@@ -114,6 +114,8 @@ def test_gemms_that_read_one_input_quantize_and_save_it_once_and_give_the_same_b
         mine.sum().backward(retain_graph=True)
         right.sum().backward(retain_graph=True)
     assert all(same_bits(a.grad, b.grad) for a, b in zip(apart, together, strict=True))
+    with pytest.raises(moefw.ContractError, match="reads another tensor"):
+        moefw.linear(apart[0], apart[1], precision, shared=shared)
 
 
 def test_the_formats_round_differently_along_each_axis() -> None:

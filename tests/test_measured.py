@@ -139,6 +139,16 @@ def test_ranks_hold_what_they_are_measured_to_hold_without_the_others(pool: Rank
         assert found.peak == pytest.approx(truth.peak, rel=0.01)
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_rows_that_travel_in_two_hops_are_measured_without_the_other_ranks(ranks_per_node: int) -> None:
+    layout = {"experts": {"ep": 4}, "ranks_per_node": ranks_per_node}
+    one_hop, two_hops = (
+        measure(fake_assembly(spec(dispatch={"use": name, "backend": "torch"}, parallel=layout), WORLD), rank=1)
+        for name in ("deepep", "hybridep")
+    )
+    assert of_experts(two_hops, 1) == of_experts(one_hop, 1) > 0
+
+
 def test_a_world_that_is_not_there_is_refused() -> None:
     with pytest.raises(ContractError, match="laid out over 4 ranks, and here are 1"):
         measure_here(fake_assembly(dict(SHARED_OUT), WORLD))

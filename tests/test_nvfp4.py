@@ -21,9 +21,9 @@ from test_low_precision_models import MODULES, quantized_modules
 from torch import Tensor
 
 import moefw
+from moefw.core.compute.product import linear
 from moefw.core.contracts import Precision, Rows
 from moefw.core.errors import PlanError, SpecError
-from moefw.core.product import linear
 from moefw.plugins.dispatchers.alltoall import AllToAll
 from moefw.testing.suites.runs import open_context, train, whole_model
 from moefw.testing.trial import Trial

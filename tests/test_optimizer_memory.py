@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import moefw
+from moefw.core.memory.optimizer_states import OptimizerStates, StatePart, buckets, local_rows, origins
 from moefw.core.naming import by_parameter, canonical_parameters
-from moefw.core.optimizer_states import OptimizerStates, StatePart, buckets, local_rows, origins
-from moefw.core.pieces import local
+from moefw.core.parallel.pieces import local
 from moefw.plugins.memory.offload import OptimizerOffload
 from moefw.plugins.memory.offload.host import STATES, host_memory
 from moefw.plugins.memory.offload.states import HostStates

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton_compiled import compiled
 
 from moefw_kernels import paged_copy
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, reference, store, take
@@ -137,21 +138,10 @@ def tables_as_the_reference(sizes: tuple[int, int, int]) -> None:
         assert torch.equal(mine.counters, right.counters)
 
 
-def compiled(name: str, types: str, constants: dict[str, Any]) -> str:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+def ptx(name: str, types: str, constants: dict[str, Any]) -> str:
     from moefw_kernels.paged_copy import triton as ours
 
-    kernel = getattr(ours, name)
-    names = [argument for argument in kernel.arg_names if argument not in constants]
-    kinds = dict(zip(names, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature={argument: kinds[argument] for argument in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(argument),): value for argument, value in constants.items()},
-    )
-    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+    return str(compiled(getattr(ours, name), types, "", constants)["ptx"])
 
 
 BLOCK = {"BLOCK": 1024}
@@ -172,7 +162,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_compiles_for_hopper(compiler: ProcessPoolExecutor, kernel: str) -> None:
-    assert ".target sm_90" in compiler.submit(compiled, *KERNELS[kernel]).result()
+    assert ".target sm_90" in compiler.submit(ptx, *KERNELS[kernel]).result()
 
 
 @pytest.mark.parametrize(

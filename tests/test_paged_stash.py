@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import moefw
 from moefw.core.build import Shared
+from moefw.core.memory.static_rows import UNSAVED, StaticRows, computing_on
 from moefw.core.stages import ExpertBatch
-from moefw.core.static_rows import UNSAVED, StaticRows, computing_on
 from moefw.planner import ledger
 from moefw.plugins.memory.paged_stash import PagedStash
 from moefw.plugins.memory.paged_stash.order import CudaOrder, PlainOrder

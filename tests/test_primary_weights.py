@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moefw.core.compute.product import linear
 from moefw.core.contracts import Pass
 from moefw.core.errors import ContractError, MoefwError, PlanError
 from moefw.core.naming import by_parameter, canonical_parameters
-from moefw.core.pieces import local
-from moefw.core.primary_weights import GatheredWeight, Master
-from moefw.core.product import linear
+from moefw.core.parallel.pieces import local
+from moefw.core.parallel.primary_weights import GatheredWeight, Master
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized import encoders
 from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProducts

@@ -5,6 +5,7 @@ An access out of bounds ends an interpreting process, so kernels run in processe
 
 from __future__ import annotations
 
+import importlib
 import struct
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton_compiled import compiled
 
 from moefw_kernels import quantize as package
 from moefw_kernels.quantize import E4M3, E5M2, Format, Quantized, reference
@@ -187,19 +189,9 @@ def test_tensors_on_a_gpu_go_to_the_kernels(interpreter: ProcessPoolExecutor) ->
     interpreter.submit(tensors_on_a_gpu_go_to_the_kernels).result()
 
 
-def compiled(package_name: str, name: str, types: str, constants: dict[str, Any]) -> str:
-    import importlib
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+def ptx(package_name: str, name: str, types: str, constants: dict[str, Any]) -> str:
     kernel = getattr(importlib.import_module(f"moefw_kernels.{package_name}.triton"), name)
-    names = [argument for argument in kernel.arg_names if argument not in constants]
-    signature = dict.fromkeys(constants, "constexpr") | dict(zip(names, types.split(), strict=True))
-    signature = {argument: signature[argument] for argument in kernel.arg_names}
-    places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
-    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=places)
-    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+    return str(compiled(kernel, types, "", constants)["ptx"])
 
 
 TOP = struct.unpack("i", struct.pack("f", 448.0))[0]
@@ -223,7 +215,7 @@ E4M3_CONSTANTS = {"TOP": 448.0, "M": 3, "LEAST": -6, "MAX": TOP}
 def test_a_kernel_compiles_for_hopper_to_arithmetic_that_rounds_as_ieee_does(
     compiler: ProcessPoolExecutor, package_name: str, name: str, types: str, constants: dict[str, Any]
 ) -> None:
-    code = compiler.submit(compiled, package_name, name, types, constants).result()
+    code = compiler.submit(ptx, package_name, name, types, constants).result()
     assert ".f32" in code
     for approximate in (".ftz", ".approx", "div.full"):
         assert approximate not in code

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.dropped import drops
 from moefw.core.errors import ContractError, PlanError
 from moefw.core.layer import MoELayer
+from moefw.core.memory.dropped import drops
 from moefw.plugins.memory.recompute.policy import RecomputePolicy
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model

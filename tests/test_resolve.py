@@ -23,7 +23,7 @@ from moefw.core.plugin import DispatcherPlugin, LayoutPlugin, ModelPlugin
 from moefw.core.registry import Registry
 from moefw.core.resolve import MAX_LAYERS, assemble, assemble_tree
 from moefw.core.site import Machine, Site
-from moefw.core.source import Marks, read_yaml
+from moefw.core.spec.source import Marks, read_yaml
 
 REGISTRY = Registry()
 DEFAULTS = specs.defaults()

@@ -10,7 +10,7 @@ from moefw.core.build import Shared, build_model
 from moefw.core.naming import canonical_parameters, initialise, routers
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Dims, Machine, Site
-from moefw.core.source import Marks, read_yaml
+from moefw.core.spec.source import Marks, read_yaml
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk import Balance, TopK
 from moefw.plugins.routers.topk.router import TopKRouter

@@ -11,7 +11,7 @@ from moefw.core.assembly import Assembly
 from moefw.core.errors import MoefwError
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.source import Marks, read_yaml
+from moefw.core.spec.source import Marks, read_yaml
 
 SIZES = {"num_experts": 8, "top_k": 2}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import moefw
-from moefw.commands.fp8_products import SIZE, _products
+from moefw.commands.doctor.fp8_products import SIZE, _products
 from moefw.core.contracts import Pass, Role, Rows
 from moefw.core.site import Machine, Site
 from moefw.plugins.precision.quantized import MXFP8, NVFP4, FP8Tensor, tensorwise_products

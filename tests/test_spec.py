@@ -31,9 +31,9 @@ from moefw.core.errors import MoefwError, PluginError, Problem, SpecError
 from moefw.core.registry import Registry
 from moefw.core.resolve import assemble
 from moefw.core.site import Machine
-from moefw.core.source import MAX_BYTES, UNREAD, Marks, dotted, key_path, read_spec_file, read_yaml, scalar
-from moefw.core.spec import with_defaults
-from moefw.core.structure import plain, structure
+from moefw.core.spec.sections import with_defaults
+from moefw.core.spec.source import MAX_BYTES, UNREAD, Marks, dotted, key_path, read_spec_file, read_yaml, scalar
+from moefw.core.spec.structure import plain, structure
 
 REGISTRY = Registry()
 DEFAULTS = specs.defaults()

@@ -6,10 +6,8 @@ Kernels run in processes of their own, as those of ``test_fused_quantize.py``.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from test_quantize_kernels import INF, NAN, awkward
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from triton_compiled import assembled, compiled
 
 from moefw_kernels.swiglu import reference, weighted_swiglu, weighted_swiglu_backward
 
@@ -286,35 +285,20 @@ KERNELS: dict[str, tuple[str, str]] = {
 }
 
 
-def compiled(name: str) -> tuple[str, str, str]:
-    """Return Triton's own code and the PTX for Hopper, where sizes divide by 16, and what ptxas says of it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+def for_hopper(name: str) -> tuple[str, str, str]:
+    """Return Triton's own code, the PTX, and what the assembler says of it."""
     from moefw_kernels.swiglu import triton as module
 
-    kernel = getattr(module, name)
     types, aligned = KERNELS[name]
     constants = {"R": module._ROWS, "C": module._COLUMNS, "COMPILED": True}
-    names = [argument for argument in kernel.arg_names if argument not in constants]
-    place = kernel.arg_names.index
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature=dict(zip(names, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr"),
-        constexprs={(place(argument),): value for argument, value in constants.items()},
-        attrs={(place(argument),): [["tt.divisibility", 16]] for argument in aligned.split()},
-    )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    command = [assembler, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "/dev/stdin"]
-    said = subprocess.run(command, input=made["ptx"], capture_output=True, text=True, check=True).stderr
-    return str(made["ttir"]), str(made["ptx"]), said
+    made = compiled(getattr(module, name), types, aligned, constants)
+    return str(made["ttir"]), str(made["ptx"]), assembled(made["ptx"])
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_for_hopper(compiler: ProcessPoolExecutor, name: str) -> None:
-    triton_code, code, assembled = compiler.submit(compiled, name).result()
-    assert "0 bytes spill stores, 0 bytes spill loads" in assembled
+    triton_code, code, said = compiler.submit(for_hopper, name).result()
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
     widths = {width for kind in ("ld", "st") for width in re.findall(rf"{kind}\.global\.(\S+)", code)}
     assert widths == {"v4.b32", "b32"}, "numbers of a row move by 16 bytes, what there is one of a row by 4"
     assert "div.full" not in code

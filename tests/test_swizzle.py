@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from triton_compiled import compiled
 
 from moefw_kernels.swizzle import reference, swizzle
 
@@ -99,29 +100,18 @@ def test_the_kernel_of_groups(interpreter: ProcessPoolExecutor, sizes: Sequence[
         interpreter.submit(kernel_as_the_reference, scales if axis == -2 else scales.T, ends_of(sizes), axis).result()
 
 
-def compiled(of_groups: bool, along_rows: bool) -> str:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+def ptx(of_groups: bool, along_rows: bool) -> str:
     from moefw_kernels.swizzle.triton import _swizzle_kernel
 
     constants = {"G": 8, "ALONG_ROWS": along_rows, **({} if of_groups else {"ends": None})}
-    kinds = dict(zip(_swizzle_kernel.arg_names, "*u8 *u8 *i32 i32 i32 i32 i32 i32 i32".split()))
-    kinds |= dict.fromkeys(constants, "constexpr")
-    place = _swizzle_kernel.arg_names.index
-    source = triton.compiler.ASTSource(
-        fn=_swizzle_kernel,
-        signature={name: kinds[name] for name in _swizzle_kernel.arg_names},
-        constexprs={(place(name),): value for name, value in constants.items()},
-        attrs={(place("out"),): [["tt.divisibility", 16]]},
-    )
-    return str(triton.compile(source, target=GPUTarget("cuda", 100, 32)).asm["ptx"])
+    types = f"*u8 *u8 {'*i32 ' if of_groups else ''}i32 i32 i32 i32 i32 i32"
+    return str(compiled(_swizzle_kernel, types, "out", constants, capability=100)["ptx"])
 
 
 @pytest.mark.parametrize(("of_groups", "along_rows"), [(False, True), (True, True), (True, False)])
 def test_the_kernel_compiles_for_blackwell(compiler: ProcessPoolExecutor, of_groups: bool, along_rows: bool) -> None:
     """Four bytes of a thread lie together, and are written at once."""
-    assert "st.global.b32" in compiler.submit(compiled, of_groups, along_rows).result()
+    assert "st.global.b32" in compiler.submit(ptx, of_groups, along_rows).result()
 
 
 def test_what_cannot_be_swizzled_is_named() -> None:

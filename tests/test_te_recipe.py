@@ -18,9 +18,9 @@ from outcomes import assert_near
 from torch import Tensor
 
 import moefw
+from moefw.core.compute.product import grouped_mm
 from moefw.core.contracts import Pass, Precision, Role, Rows
 from moefw.core.errors import ContractError
-from moefw.core.product import grouped_mm
 from moefw.core.site import Machine, Site
 from moefw.plugins.precision.quantized import MXFP8
 from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moefw.core.meshes import Mesh, MeshPlan
-from moefw.core.opened_layout import OpenedLayout
+from moefw.core.parallel.meshes import Mesh, MeshPlan
+from moefw.core.parallel.opened_layout import OpenedLayout
 from moefw.core.stages import Batch
 from moefw.models.embedding import Embedding, cross_entropy
 from moefw.models.tensor_parallel import TensorParallel

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import Shared
+from moefw.core.communication.traffic import Movement, Sent, Traffic
 from moefw.core.contracts import Dispatcher
 from moefw.core.errors import ContractError
 from moefw.core.registry import Registry
 from moefw.core.stages import Routing
-from moefw.core.traffic import Movement, Sent, Traffic
 from moefw.testing.counting import CountingGroup
 from moefw.testing.minima import Scheme, distinct, inside
 from moefw.testing.pool import RankPool

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import Shared
+from moefw.core.communication.movement import Codec
+from moefw.core.communication.traffic import Traffic
 from moefw.core.errors import PlanError
-from moefw.core.movement import Codec
-from moefw.core.traffic import Traffic
 from moefw.testing.counting import CountingGroup
 from moefw.testing.minima import Scheme
 from moefw.testing.pool import RankPool

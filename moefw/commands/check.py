@@ -8,7 +8,7 @@ import click
 
 from moefw.commands import specs
 from moefw.core.errors import MoefwError
-from moefw.core.structure import plain
+from moefw.core.spec.structure import plain
 
 
 @click.command()

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moefw.core.registry import Registry
-from moefw.core.structure import plain
+from moefw.core.spec.structure import plain
 from moefw.testing.matrix import Matrix, Refusal, survey
 from moefw.testing.variants import Variant
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from moefw.commands import specs
 from moefw.core.errors import MoefwError
-from moefw.core.structure import plain
+from moefw.core.spec.structure import plain
 from moefw.planner import Ledger, RegionTotals, ledger
 
 GIB, MIB = 2**30, 2**20
@@ -61,7 +61,7 @@ def show(found: Ledger) -> None:
         click.echo()
         _print(console, sheet)
     for name in found.silent:
-        click.echo(f"not counted: {name} does not say what it takes")
+        click.echo(f"not counted, as it does not say what it takes: {name}")
 
 
 def unit_for(peak_bytes: int) -> tuple[int, str]:

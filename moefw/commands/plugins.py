@@ -17,7 +17,7 @@ from moefw.core.errors import Problem
 from moefw.core.plugin import Plugin
 from moefw.core.registry import Part, Registry
 from moefw.core.site import Dims, Site, this_machine
-from moefw.core.structure import plain
+from moefw.core.spec.structure import plain
 
 HEADINGS = ("hook point", "name", "distribution", "usable here", "what it is")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from moefw.core.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.core.resolve import assemble
-from moefw.core.source import Marks, Tree, read_yaml
+from moefw.core.spec.source import Marks, Tree, read_yaml
 
 DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
 

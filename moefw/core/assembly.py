@@ -22,8 +22,8 @@ from moefw.core.plugin import (
     SchedulePlugin,
 )
 from moefw.core.site import Site
-from moefw.core.spec import Spec
-from moefw.core.structure import plain
+from moefw.core.spec.sections import Spec
+from moefw.core.spec.structure import plain
 
 if TYPE_CHECKING:
     from moefw.core.contracts import LayoutPlan

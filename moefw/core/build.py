@@ -11,14 +11,14 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.assembly import Assembly
 from moefw.core.contracts import Layout, MemoryPolicy, Precision, Shard, Side
-from moefw.core.dropped import drops
-from moefw.core.expert_group import ExpertGroup
 from moefw.core.layer import MoELayer
+from moefw.core.memory.dropped import drops
 from moefw.core.naming import expert_parameters
+from moefw.core.parallel.expert_group import ExpertGroup
 from moefw.core.site import Site
 
 if TYPE_CHECKING:
-    from moefw.core.sharding import Sharding
+    from moefw.core.parallel.sharding import Sharding
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -212,6 +212,6 @@ def _sharding(layout: Layout) -> Sharding | None:
     sides: tuple[Side, Side] = ("dense", "experts")
     if all(len(layout.plan.copies(layout.rank, side)[0]) == 1 for side in sides):
         return None
-    from moefw.core.sharding import Sharding
+    from moefw.core.parallel.sharding import Sharding
 
     return Sharding(layout)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Parameter
 
-    from moefw.core.movement import Codec, Pending
-    from moefw.core.optimizer_states import OptimizerStates
-    from moefw.core.primary_weights import WeightCodec
+    from moefw.core.communication.movement import Codec, Pending
+    from moefw.core.communication.traffic import Traffic
+    from moefw.core.memory.optimizer_states import OptimizerStates
+    from moefw.core.parallel.primary_weights import WeightCodec
     from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, Receipt, Routing
-    from moefw.core.traffic import Traffic
 
 Role = Literal["input", "weight", "grad"]
 Pass = Literal["fprop", "dgrad", "wgrad"]
@@ -294,7 +294,7 @@ class Precision(ABC):
     def weight_codec(self) -> WeightCodec | None:
         """Return as what weights are gathered where they are shared out; None: in ``weight_dtype``.
 
-        ``quantize`` and ``keep`` then get a :class:`moefw.core.primary_weights.GatheredWeight`.
+        ``quantize`` and ``keep`` then get a :class:`moefw.core.parallel.primary_weights.GatheredWeight`.
         """
         return None
 
@@ -313,7 +313,7 @@ class Precision(ABC):
 class MemoryPolicy(ABC):
     """What happens to what a region saves for backward.
 
-    Hooks on saved tensors do not stack: those of a policy ask :func:`moefw.core.dropped.stand_in` first.
+    Hooks on saved tensors do not stack: those of a policy ask :func:`moefw.core.memory.dropped.stand_in` first.
     """
 
     drops_outputs: ClassVar[bool] = False

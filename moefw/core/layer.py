@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moefw.core.communication.movement import Pending
+from moefw.core.compute.row_keys import with_keys
 from moefw.core.contracts import Dispatcher
-from moefw.core.movement import Pending
-from moefw.core.row_keys import with_keys
+from moefw.core.memory.static_rows import StaticRows, computing_on
 from moefw.core.stages import Batch, ExpertBatch, LayerStats, Receipt, Routing
-from moefw.core.static_rows import StaticRows, computing_on
 
 Phase = Callable[..., Any]
 

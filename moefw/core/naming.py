@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Canonical, ExpertGemm, Meter, Named, Router, Shard, Side, Stateful
-from moefw.core.pieces import all_of
+from moefw.core.parallel.pieces import all_of
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
@@ -118,7 +118,13 @@ def _draw(piece: Canonical, target: Tensor, seed: int, deviation: float | None) 
         return
     key = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
-    drawn = torch.zeros(piece.shard.whole(target.shape) if piece.shard else target.shape)
-    if deviation:
-        nn.init.trunc_normal_(drawn, std=deviation, a=-3 * deviation, b=3 * deviation, generator=generator)
+    drawn = _cut_normal(piece.shard.whole(target.shape) if piece.shard else target.shape, deviation, generator)
     target.copy_(piece.shard.of(drawn) if piece.shard else drawn)
+
+
+def _cut_normal(shape: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
+    """Draw, and draw again what lies beyond three deviations: the same in every PyTorch, unlike ``trunc_normal_``."""
+    drawn = torch.empty(shape).normal_(0.0, deviation, generator=generator)
+    while (beyond := drawn.abs() > 3 * deviation).any():
+        drawn = torch.where(beyond, torch.empty(shape).normal_(0.0, deviation, generator=generator), drawn)
+    return drawn

@@ -10,7 +10,7 @@ from attrs.validators import ge, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import Need, Offers, offers
-from moefw.core.ledger import Extent, Fate, Formats, ModelMemory, PartMemory, StateRest, Tensor
+from moefw.core.memory.ledger import Extent, Fate, Formats, ModelMemory, PartMemory, StateRest, Tensor
 from moefw.core.site import Dims, Machine, Site
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class LayoutPlugin(Plugin):
 
     def build(self, plan: LayoutPlan, device: str) -> Layout:
         """Return ``plan`` on this rank of an initialised world."""
-        from moefw.core.opened_layout import OpenedLayout
+        from moefw.core.parallel.opened_layout import OpenedLayout
 
         return OpenedLayout(plan, device, self.ranks_per_node)
 

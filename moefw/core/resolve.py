@@ -16,9 +16,9 @@ from moefw.core.facts import ANY, FACTS, Need, Offers, match, offers, silence
 from moefw.core.plugin import ModelPlugin, Plugin
 from moefw.core.registry import Registry
 from moefw.core.site import Dims, Machine, Site, this_machine
-from moefw.core.source import UNREAD, KeyPath, Marks, Tree, key_path, read_spec_file
-from moefw.core.spec import RESERVED, Choice, Spec, TrainSpec, choices, with_defaults
-from moefw.core.structure import structure
+from moefw.core.spec.sections import RESERVED, Choice, Spec, TrainSpec, choices, with_defaults
+from moefw.core.spec.source import UNREAD, KeyPath, Marks, Tree, key_path, read_spec_file
+from moefw.core.spec.structure import structure
 
 MAX_LAYERS = 1000
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefw.core.product import SharedInput
+from moefw.core.compute.product import SharedInput
 from moefw.core.stages import Batch
 from moefw.models.modules import Linear, RMSNorm, apply_rope
 from moefw.models.tensor_parallel import TensorParallel
@@ -59,7 +59,8 @@ class Attention(nn.Module):
 
     def _qkv(self, x_tD: Tensor, rope: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``(B, heads, S, head_dim)``, and keys and values of fewer heads."""
-        x_TD, rows, shared, shape = self.tp.gather(x_tD), batch.rows, SharedInput(), batch.ids_BS.shape
+        x_TD, rows, shape = self.tp.gather(x_tD), batch.rows, batch.ids_BS.shape
+        shared = SharedInput(x_TD)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x_TD, rows, shared).view(*shape, -1, self.head_dim) for project in projections)
         if self.q_norm is not None and self.k_norm is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from moefw.core.ledger import FP32, Extent, Region, Tensor, Weight
+from moefw.core.memory.ledger import FP32, Extent, Region, Tensor, Weight
 
 if TYPE_CHECKING:
     from moefw.models.decoder import Decoder

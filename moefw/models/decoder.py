@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 import moefw
-from moefw.core.ledger import Extent, ModelMemory, PartMemory
+from moefw.core.memory.ledger import Extent, ModelMemory, PartMemory
 from moefw.core.plugin import ModelPlugin
 from moefw.core.site import Dims, Site
 from moefw.models.presets import PRESETS

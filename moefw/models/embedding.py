@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefw.core.communication.gather import all_gather
 from moefw.core.contracts import Canonical, Named
-from moefw.core.gather import all_gather
 from moefw.models.tensor_parallel import TensorParallel
 
 IGNORED = -100

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moefw.core.ledger import (
+from moefw.core.memory.ledger import (
     FP32,
     INT64,
     Extent,

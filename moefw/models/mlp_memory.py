@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moefw.core.ledger import FP32, Extent, Region, Tensor, Weight
+from moefw.core.memory.ledger import FP32, Extent, Region, Tensor, Weight
 
 if TYPE_CHECKING:
     from moefw.models.decoder import Decoder

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefw.core.compute.product import SharedInput, linear
 from moefw.core.contracts import Canonical, Named, Precision, Rows, Shard
-from moefw.core.product import SharedInput, linear
 from moefw.core.stages import Batch
 from moefw.models.tensor_parallel import TensorParallel
 from moefw_kernels.rmsnorm import rms_norm
@@ -75,7 +75,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         """Return ``(t, D)`` for this rank's part of the tokens of ``batch``."""
-        x_TD, rows, shared = self.tp.gather(x_tD), batch.rows, SharedInput()
+        x_TD, rows = self.tp.gather(x_tD), batch.rows
+        shared = SharedInput(x_TD)
         gate_TF, up_TF = self.gate_proj(x_TD, rows, shared), self.up_proj(x_TD, rows, shared)
         return self.tp.reduce(self.down_proj(F.silu(gate_TF) * up_TF, rows))
 

@@ -10,9 +10,9 @@ from typing import final
 
 from torch import Tensor
 
+from moefw.core.communication.gather import gather, reduce
+from moefw.core.communication.movement import finish
 from moefw.core.contracts import Layout, Shard
-from moefw.core.gather import gather, reduce
-from moefw.core.movement import finish
 
 
 @final

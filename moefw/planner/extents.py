@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import evolve, frozen
 
 from moefw.core.assembly import Assembly
-from moefw.core.ledger import Extent, Formats, ModelMemory, PartMemory
+from moefw.core.memory.ledger import Extent, Formats, ModelMemory, PartMemory
 
 
 @frozen(kw_only=True)
@@ -25,7 +25,7 @@ def ask(assembly: Assembly) -> Said:
     if formats is None or high is None:
         return Said(extent=None, model=None, silent=(f"precision: {parts.precision.name}",))
     if not (formats.passing_counted and high.passing_counted):
-        silent[f"precision: {parts.precision.name}, of what passes while it quantizes"] = None
+        silent[f"precision: {parts.precision.name}, while it quantizes"] = None
     extent = _extent(assembly, formats, high)
     moe: dict[int, list[PartMemory]] = {}
     seen: dict[tuple[Formats, int], list[PartMemory]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import asdict, evolve, frozen
 
 from moefw.core.assembly import Assembly
-from moefw.core.ledger import FP32, Extent, ModelMemory
+from moefw.core.memory.ledger import FP32, Extent, ModelMemory
 from moefw.planner.extents import ask
 from moefw.planner.regions import WEIGHTS, RegionTotals, by_region, summed
 from moefw.planner.static import Held, held, silent_policies

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from moefw.core.assembly import Assembly
 from moefw.core.facts import ANY
-from moefw.core.ledger import FP32, INT64, Extent, ModelMemory, StateRest, Weight
+from moefw.core.memory.ledger import FP32, INT64, Extent, ModelMemory, StateRest, Weight
 from moefw.core.plugin import OPTIMIZER, MemoryPlugin, OptimizerMemoryPlugin
 
 

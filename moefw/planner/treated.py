@@ -8,7 +8,7 @@ from typing import final
 
 from attrs import frozen
 
-from moefw.core.ledger import Extent, Fate, LayerMemory, Region, Tensor
+from moefw.core.memory.ledger import Extent, Fate, LayerMemory, Region, Tensor
 from moefw.core.plugin import MemoryPlugin
 
 

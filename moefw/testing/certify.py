@@ -15,7 +15,7 @@ from attrs import frozen
 from moefw.core.errors import MoefwError, PluginError, SpecError, closest, nearest
 from moefw.core.plugin import OptimizerMemoryPlugin, Plugin
 from moefw.core.registry import Registry
-from moefw.core.source import Marks, read_yaml
+from moefw.core.spec.source import Marks, read_yaml
 
 
 @frozen

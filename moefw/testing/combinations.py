@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from moefw.core.facts import ANY
 from moefw.core.plugin import Plugin
 from moefw.core.registry import Registry
-from moefw.core.source import Tree
+from moefw.core.spec.source import Tree
 from moefw.testing.announce import with_plugins
 from moefw.testing.fit import Fit
 from moefw.testing.variants import SECTIONS, Variant, of_part, variants

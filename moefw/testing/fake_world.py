@@ -22,10 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moefw.core.assembly import Assembly
 from moefw.core.build import Shared, build_model
 from moefw.core.naming import by_parameter, expert_parameters
-from moefw.core.pieces import local
+from moefw.core.parallel.pieces import local
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.source import Marks, Tree, read_yaml
+from moefw.core.spec.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch
 from moefw.testing.trial import DEFAULTS
 from moefw.training.gradients import split_axis

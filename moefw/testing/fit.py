@@ -17,8 +17,8 @@ from moefw.core.plugin import Plugin
 from moefw.core.registry import Registry
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Dims, Machine, Site
-from moefw.core.source import Marks, Tree, read_yaml
-from moefw.core.structure import structure
+from moefw.core.spec.source import Marks, Tree, read_yaml
+from moefw.core.spec.structure import structure
 from moefw.testing.variants import SECTIONS, Variant
 
 DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from moefw.core.errors import Problem
-from moefw.core.source import Marks, read_yaml
+from moefw.core.spec.source import Marks, read_yaml
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
 from moefw.testing.trial import DISPATCHERS

@@ -14,10 +14,10 @@ from torch import Tensor
 from moefw.core.build import Shared, build_model
 from moefw.core.contracts import Layout
 from moefw.core.naming import by_parameter, initialise, joined, state_tensors
-from moefw.core.pieces import whole
+from moefw.core.parallel.pieces import whole
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.source import Marks, Tree, read_yaml
+from moefw.core.spec.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch
 from moefw.testing.trial import DEFAULTS
 from moefw.training.engine import Engine, StepResult

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,11 +20,11 @@ from moefw.core.build import ModelContext, Shared
 from moefw.core.contracts import Canonical, Layout
 from moefw.core.layer import MoELayer
 from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, initialise
-from moefw.core.pieces import is_shared_out, whole
+from moefw.core.parallel.pieces import is_shared_out, whole
 from moefw.core.plugin import Plugin
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.source import Marks, Tree, read_yaml
+from moefw.core.spec.source import Marks, Tree, read_yaml
 from moefw.core.stages import Batch, ExpertBatch, Routing
 from moefw.models.modules import SwiGLU
 from moefw.models.row_keys import SALT
@@ -175,7 +176,8 @@ def build_layer(trial: Trial) -> tuple[MoELayer, Shared]:
     expert = SwiGLU(trial.dim, trial.expert_dim, precision, _not_split(layout)) if trial.shared else None
     layer = context.moe_layer(0, shared_expert=expert)
     layer.forward = context.at(0).layer(layer.forward)  # type: ignore[method-assign]
-    initialise(layer, seed=trial.seed, std=lambda _: 0.3)
+    std = min(0.3, 4.8 / math.sqrt(trial.dim))  # scores of wide rows must not saturate: their choices would be ties
+    initialise(layer, seed=trial.seed, std=lambda _: std)
     _skew(layer.router, trial)
     return layer, shared
 

@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin, Plugin
 from moefw.core.registry import GROUP, Part, Registry
-from moefw.core.spec import Spec
+from moefw.core.spec.sections import Spec
 from moefw.testing.built_in import BUILT_IN
 
 SECTIONS: Final[Mapping[str, str]] = {

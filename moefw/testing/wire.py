@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import BuildContext, Shared
+from moefw.core.communication.traffic import Traffic
 from moefw.core.contracts import Dispatcher, Layout
 from moefw.core.stages import Routing
-from moefw.core.traffic import Traffic
 from moefw.testing.counting import CountingGroup
 from moefw.testing.trial import Trial
 

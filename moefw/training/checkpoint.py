@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moefw.core.contracts import Canonical, Layout
 from moefw.core.errors import CheckpointError
 from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, joined, state_tensors, states
-from moefw.core.pieces import all_of, whole
+from moefw.core.parallel.pieces import all_of, whole
 from moefw.training.folder import MANIFEST, checkpoint_dirs
 from moefw.training.gradients import copied_over, split_axis
 from moefw.training.meters import HOLDERS

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
+from moefw.core.memory.static_rows import UNSAVED
 from moefw.core.naming import routers
 from moefw.core.stages import Batch, LayerStats
-from moefw.core.static_rows import UNSAVED
 from moefw.training.gradients import STAGE, Gradients
 from moefw.training.meters import Meters
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefw.core.contracts import Canonical, Layout, Side
-from moefw.core.meshes import COPIES
 from moefw.core.naming import by_parameter, expert_parameters
-from moefw.core.pieces import local
+from moefw.core.parallel.meshes import COPIES
+from moefw.core.parallel.pieces import local
 
 STAGE = ("dp", "cp", "tp")
 """The axes of all ranks that have the same layers."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 from rich.console import Console
 
-from moefw.core.pieces import local
+from moefw.core.parallel.pieces import local
 from moefw.training.clock import StepClock, render
 from moefw.training.evaluation import zlib_bits_per_byte
 from moefw.training.generate import generate

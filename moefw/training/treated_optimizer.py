@@ -13,9 +13,9 @@ from moefw.core.build import BuildContext, Shared
 from moefw.core.contracts import Canonical, Layout, OptimizerPolicy
 from moefw.core.errors import ContractError
 from moefw.core.facts import ANY
+from moefw.core.memory.optimizer_states import OptimizerStates, StatePart, local_rows, origins
 from moefw.core.naming import by_parameter
-from moefw.core.optimizer_states import OptimizerStates, StatePart, local_rows, origins
-from moefw.core.pieces import local, shared_out_like
+from moefw.core.parallel.pieces import local, shared_out_like
 from moefw.core.plugin import OPTIMIZER, MemoryPlugin
 
 STEP = "step"

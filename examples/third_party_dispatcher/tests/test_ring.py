@@ -10,7 +10,7 @@ from moefw_ring import Ring
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import Shared
-from moefw.core.traffic import Traffic
+from moefw.core.communication.traffic import Traffic
 from moefw.testing import DispatcherSuite
 from moefw.testing.counting import CountingGroup
 from moefw.testing.threads import thread_world

@@ -47,7 +47,7 @@ def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
     """
     if draws is None and fmt is not E2M1:
         codes = x.float().clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
-        sign_of_nan = (codes & 0x7F).add_(1).bitwise_and_(0x80)
+        sign_of_nan = (codes & fmt.nan_code).add_(1).bitwise_and_(0x80)  # all ones but the sign: one more carries there
         return codes.bitwise_and_(sign_of_nan.bitwise_not_())
     number = x.float().nan_to_num(nan=fmt.max, posinf=fmt.max, neginf=-fmt.max)
     magnitude = number.abs().clamp_(max=fmt.max)
@@ -69,11 +69,12 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
     Looked up on a CPU, where torch's cast takes one number at a time.
     """
-    if fmt is not E2M1 and codes.device.type != "cpu":
+    if fmt is E2M1:
+        values = torch.tensor(_E2M1_VALUES, device=codes.device)
+    elif codes.device.type == "cpu":
+        values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
+    else:
         return codes.view(fmt.dtype).float()
-    values = torch.tensor(_E2M1_VALUES, device=codes.device)
-    if fmt is not E2M1:
-        values = torch.arange(256, dtype=torch.uint8, device=codes.device).view(fmt.dtype).float()
     return values.index_select(0, codes.flatten().int()).view(codes.shape)
 
 

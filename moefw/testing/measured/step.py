@@ -12,13 +12,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moefw.core.assembly import Assembly
 from moefw.core.build import Shared, build_model
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.naming import initialise
-from moefw.core.pieces import local
+from moefw.core.parallel.pieces import local
 from moefw.core.stages import Batch
 from moefw.plugins.memory.offload.pool import Pool
 from moefw.testing.measured.even import EvenChoice
@@ -70,8 +71,9 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
 
 @contextmanager
 def _parts_known(recorder: Recorder) -> Iterator[None]:
-    """Tell gathered parameters, and memory that is not the device's, from the rest."""
+    """Tell gathered parameters, and memory that is not the device's, from the rest; shapes are no memory."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     def gathering(function: Any) -> Any:
         def gathers(*args: Any, **kwargs: Any) -> Any:
@@ -87,8 +89,13 @@ def _parts_known(recorder: Recorder) -> Iterator[None]:
         with recorder.off_device():
             return taking(pool, nbytes)
 
-    taking = Pool.take
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return shaping(*args, **kwargs)
+
+    taking, shaping = Pool.take, ShardingPropagator._propagate_tensor_meta_non_cached
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ShardingPropagator, shaping.__name__, unseen))
         for name in ("unshard", "wait_for_unshard"):
             function = gathering(getattr(FSDPParamGroup, name))
             stack.enter_context(mock.patch.object(FSDPParamGroup, name, function))

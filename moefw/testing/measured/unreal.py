@@ -145,7 +145,8 @@ def _all_to_all(args: Any) -> None:
     group = ProcessGroup.unbox(boxed)
     parts = sent.split(list(sent_splits) or len(sent) // group.size())
     for place in output.split(list(received_splits) or len(output) // group.size()):
-        place.copy_(parts[group.rank()])
+        if len(place):
+            place.copy_(parts[group.rank()])
 
 
 def _all_reduce(args: Any) -> None:

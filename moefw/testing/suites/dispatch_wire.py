@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from moefw.core.traffic import Sent
+from moefw.core.communication.traffic import Sent
 from moefw.testing.suites import dispatch_judge as judge
 from moefw.testing.suites.dispatch_case import Case, unequal
 from moefw.testing.suites.dispatch_run import DispatcherRunner

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moefw.core.assembly import Assembly
 from moefw.core.contracts import Canonical
-from moefw.core.dropped import drops, inside, output_of
+from moefw.core.memory.dropped import drops, inside, output_of
 from moefw.core.naming import initialise
 from moefw.core.stages import ExpertBatch
 from moefw.testing.suites.runs import open_context, row_alignment

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from moefw.core.contracts import LayoutPlan, Side
 from moefw.core.errors import PlanError, Problem
-from moefw.core.meshes import COPIES
-from moefw.core.source import Marks
-from moefw.core.structure import structure
+from moefw.core.parallel.meshes import COPIES
+from moefw.core.spec.source import Marks
+from moefw.core.spec.structure import structure
 from moefw.testing.suites.base import Suite
 
 MAX_RANKS, MAX_SECONDS = 4096, 1.0

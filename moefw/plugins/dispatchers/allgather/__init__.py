@@ -8,10 +8,10 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.dispatch_options import SendsRows
-from moefw.core.ledger import Extent, PartMemory
+from moefw.core.communication.dispatch_options import SendsRows
+from moefw.core.communication.row_indices import arrival
+from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
-from moefw.core.row_indices import arrival
 from moefw.core.site import Site
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefw.core.communication.gather import all_gather, gather, reduce
+from moefw.core.communication.movement import Codec, Pending, finish
+from moefw.core.communication.traffic import Traffic, traffic_of
 from moefw.core.contracts import Dispatcher
-from moefw.core.expert_group import ExpertGroup
-from moefw.core.gather import all_gather, gather, reduce
-from moefw.core.movement import Codec, Pending, finish
+from moefw.core.parallel.expert_group import ExpertGroup
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
-from moefw.core.traffic import Traffic, traffic_of
 from moefw_kernels.permute import Arrival, arrange
 
 LENGTH_BYTES, ID_BYTES, WEIGHT_BYTES = 16, 4, 4

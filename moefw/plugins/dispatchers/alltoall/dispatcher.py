@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefw.core.communication.exchange import Splits, exchange, exchange_now
+from moefw.core.communication.movement import Codec, Pending, finish
+from moefw.core.communication.traffic import Traffic, traffic_of
 from moefw.core.contracts import Dispatcher
-from moefw.core.exchange import Splits, exchange, exchange_now
-from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Codec, Pending, finish
+from moefw.core.parallel.expert_group import ExpertGroup
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
-from moefw.core.traffic import Traffic, traffic_of
 from moefw.plugins.dispatchers.alltoall.parts import Parts
 from moefw_kernels.permute import Groups, Slots, gather_sum, group_chunks, sort_slots
 

@@ -8,9 +8,9 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.exchange import Splits, exchange
-from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Codec, finish
+from moefw.core.communication.exchange import Splits, exchange
+from moefw.core.communication.movement import Codec, finish
+from moefw.core.parallel.expert_group import ExpertGroup
 
 
 @frozen

@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Work
+from moefw.core.communication.movement import Work
+from moefw.core.parallel.expert_group import ExpertGroup
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.wire import Arrived, EventWork, Moved, Wire
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moefw
+from moefw.core.communication.movement import Pending, finish, start
+from moefw.core.communication.traffic import Traffic, traffic_of
 from moefw.core.contracts import Dispatcher
-from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Pending, finish, start
+from moefw.core.parallel.expert_group import ExpertGroup
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
-from moefw.core.traffic import Traffic, traffic_of
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.probe import open_wire
 from moefw.plugins.dispatchers.deepep.torch_backend import COUNT_BYTES, ID_BYTES, WEIGHT_BYTES, TorchDeepEP

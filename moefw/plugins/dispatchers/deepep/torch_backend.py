@@ -12,12 +12,12 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moefw.core.communication.exchange import Splits, exchange, exchange_now
+from moefw.core.communication.movement import Codec, Pending, finish
+from moefw.core.communication.traffic import Traffic, traffic_of
 from moefw.core.contracts import Dispatcher
-from moefw.core.exchange import Splits, exchange, exchange_now
-from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Codec, Pending, finish
+from moefw.core.parallel.expert_group import ExpertGroup
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
-from moefw.core.traffic import Traffic, traffic_of
 from moefw_kernels.permute import Arrival, RowMap, arrange, distinct, gather_sum, sort_slots
 
 ID_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 16

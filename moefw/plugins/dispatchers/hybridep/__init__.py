@@ -10,10 +10,10 @@ from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
-from moefw.core.dispatch_options import SendsRows
-from moefw.core.ledger import Extent, PartMemory
+from moefw.core.communication.dispatch_options import SendsRows
+from moefw.core.communication.row_indices import Indices, arrival, distinct_choices
+from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
-from moefw.core.row_indices import Indices, arrival, distinct_choices
 from moefw.core.site import Site
 from moefw.plugins.dispatchers.hybridep.limits import Shape, library_needs, limits
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node, uneven_nodes

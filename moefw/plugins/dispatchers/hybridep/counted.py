@@ -1,4 +1,4 @@
-"""What a hierarchical dispatch sends, counted from everybody's routing: the library does not tell."""
+"""What a hierarchical dispatch sends, counted: the library does not tell."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moefw.core.expert_group import ExpertGroup
+from moefw.core.parallel.expert_group import ExpertGroup
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
-from moefw.plugins.dispatchers.hybridep.torch_backend import ID_BYTES, INT_BYTES
 
+INT_BYTES, ID_BYTES, WEIGHT_BYTES = 8, 4, 4
 Hop = tuple[Sequence[int], Sequence[int]]
 """Rows sent to, and received from, each rank."""
 
@@ -35,7 +35,11 @@ def both_hops(reached_PTP: Tensor, experts: ExpertGroup) -> list[Hop]:
 
 def told_beforehand(experts: ExpertGroup, hops: Sequence[Hop], top_k: int) -> list[int]:
     """Return the bytes of counts and expert ids that each rank is told to plan the hops."""
-    nodes, here = experts.nodes, experts.nodes[experts.rank]
+    each, num_nodes = ranks_per_node(experts.nodes), len(set(experts.nodes))
+    place, node = experts.rank % each, experts.rank // each
     ids = ID_BYTES * top_k
-    counts = [3 * INT_BYTES + INT_BYTES * len(set(nodes)) * (node == here) for node in nodes]
+    counts = [
+        INT_BYTES * (3 * (peer % each == place) + (num_nodes + 2) * (peer // each == node))
+        for peer in range(experts.size)
+    ]
     return [count + ids * sum(sent[peer] for sent, _ in hops) for peer, count in enumerate(counts)]

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.exchange import Splits, exchange, exchange_now
-from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Codec, Pending
+from moefw.core.communication.exchange import Splits, exchange, exchange_now
+from moefw.core.communication.movement import Codec, Pending
+from moefw.core.parallel.expert_group import ExpertGroup
 from moefw_kernels.permute import RowMap, distinct, gather_sum, sort_slots
+
+Lines = list[list[int]]
+"""Of each of some ranks, a line of numbers of rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,26 +44,27 @@ class Hop:
         return gather_sum(rows_ND, self.rows)
 
 
-def between_nodes(
-    experts: ExpertGroup, node_size: int, ids_TK: Tensor, facts: tuple[int, int]
-) -> tuple[Hop, list[tuple[int, int]]]:
-    """Return the hop to the nodes, over ranks of one place (``rank % node_size``), and the ``facts`` of every rank."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What ranks tell along both hops: the sum of their capacities of an expert, and their largest number of tokens."""
+
+    capacity: int
+    longest: int
+
+
+def between_nodes(experts: ExpertGroup, node_size: int, ids_TK: Tensor, own: Told) -> tuple[Hop, Told]:
+    """Return the hop to the nodes, over ranks of one place (``rank % node_size``), and what all of these tell."""
     owners = experts.owners(ids_TK)
     slots = sort_slots(distinct(owners.div(node_size, rounding_mode="floor")), experts.size // node_size)
-    ones, place = [1] * experts.size, experts.rank % node_size
-    offered_P3 = torch.tensor(facts, device=ids_TK.device).expand(experts.size, 2)
-    rows_P = torch.zeros(experts.size, dtype=torch.int64, device=ids_TK.device)
-    rows_P[place::node_size] = slots.counts
-    offered_P3 = torch.cat([rows_P.unsqueeze(1), offered_P3], 1)
-    asked_P3 = exchange_now(offered_P3, ones, ones, experts.group)
-    sent, received = torch.stack([rows_P, asked_P3[:, 0]]).tolist()
-    return Hop(slots.rows, sent, received), [(capacity, length) for _, capacity, length in asked_P3.tolist()]
+    place = slice(experts.rank % node_size, None, node_size)
+    rows, told = _exchange_counts(experts, place, slots.counts.unsqueeze(1), own)
+    return Hop(slots.rows, *_splits(experts, place, rows)), told
 
 
 def inside_the_node(
-    experts: ExpertGroup, node_size: int, landed_NK: Tensor, landed_from: Sequence[int]
-) -> tuple[Hop, Tensor]:
-    """Return the hop to the ranks of this node, and the rank that each row which arrives came from at first.
+    experts: ExpertGroup, node_size: int, landed_NK: Tensor, landed_from: Sequence[int], heard: Told
+) -> tuple[Hop, Tensor, Told]:
+    """Return the hop to the ranks of this node, the rank that each arriving row came from at first, and what all tell.
 
     Rows landed in order (source node, token), ``landed_from[rank]`` from each rank.
     """
@@ -72,11 +76,29 @@ def inside_the_node(
     towards_R = torch.arange(node_size, device=device).repeat_interleave(slots.counts)
     pairs_R = towards_R * num_nodes + source_N[slots.rows.token_R]
     offered_GM = torch.bincount(pairs_R, minlength=node_size * num_nodes).view(node_size, num_nodes)
-    near = [int(first <= rank < first + node_size) for rank in range(experts.size)]
-    asked_GM = exchange_now(offered_GM, near, near, experts.group)
-    sent, received = [0] * experts.size, [0] * experts.size
     node = slice(first, first + node_size)
-    sent[node], received[node] = torch.stack([offered_GM.sum(1), asked_GM.sum(1)]).tolist()
+    rows, told = _exchange_counts(experts, node, offered_GM, heard)
     places = torch.arange(node_size, device=device).unsqueeze(1)
     origin_GM = torch.arange(num_nodes, device=device) * node_size + places
-    return Hop(slots.rows, sent, received), origin_GM.flatten().repeat_interleave(asked_GM.flatten())
+    asked_GM = torch.tensor(rows[1], device=device)
+    sources_N = origin_GM.flatten().repeat_interleave(asked_GM.flatten())
+    return Hop(slots.rows, *_splits(experts, node, rows)), sources_N, told
+
+
+def _exchange_counts(experts: ExpertGroup, peers: slice, counts: Tensor, own: Told) -> tuple[list[Lines], Told]:
+    """Exchange a line of counts with each of some ranks; return lines offered and asked for, and what all tell."""
+    along = [0] * experts.size
+    along[peers] = [1] * len(counts)
+    offered = torch.cat([counts, counts.new_tensor([[own.capacity, own.longest]]).expand(len(counts), 2)], 1)
+    asked = exchange_now(offered, along, along, experts.group)
+    both = torch.stack([offered, asked]).tolist()
+    told = Told(capacity=sum(line[-2] for line in both[1]), longest=max(line[-1] for line in both[1]))
+    return [[line[:-2] for line in lines] for lines in both], told
+
+
+def _splits(experts: ExpertGroup, peers: slice, both: Sequence[Lines]) -> Lines:
+    """Return the rows to and from each rank of the group, of lines for some of them."""
+    splits = [[0] * experts.size for _ in both]
+    for of_ranks, lines in zip(splits, both, strict=True):
+        of_ranks[peers] = [sum(line) for line in lines]
+    return splits

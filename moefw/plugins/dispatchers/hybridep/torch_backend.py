@@ -14,17 +14,16 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moefw.core.communication.exchange import exchange, exchange_now
+from moefw.core.communication.movement import Codec, Pending, finish
+from moefw.core.communication.traffic import Traffic, traffic_of
 from moefw.core.contracts import Dispatcher
-from moefw.core.exchange import exchange, exchange_now
-from moefw.core.expert_group import ExpertGroup
-from moefw.core.movement import Codec, Pending, finish
+from moefw.core.parallel.expert_group import ExpertGroup
 from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
-from moefw.core.traffic import Traffic, traffic_of
-from moefw.plugins.dispatchers.hybridep.hops import Hop, between_nodes, inside_the_node
+from moefw.plugins.dispatchers.hybridep.counted import WEIGHT_BYTES, told_beforehand
+from moefw.plugins.dispatchers.hybridep.hops import Hop, Told, between_nodes, inside_the_node
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
 from moefw_kernels.permute import Arrival, arrange
-
-INT_BYTES, ID_BYTES, WEIGHT_BYTES = 8, 4, 4
 
 
 @dataclass(slots=True, eq=False)
@@ -60,17 +59,17 @@ class TorchHybridEP(Dispatcher):
     ) -> DispatchPlan:
         """Find the nodes and ranks that each token must reach, hop by hop. ``counts`` saves nothing here."""
         experts, ids_TK = self.experts, routing.expert_ids_TK
-        facts = (routing.capacity or 0, len(ids_TK))
-        network, told = between_nodes(experts, self.node_size, ids_TK, facts)
+        own = Told(capacity=routing.capacity or 0, longest=len(ids_TK))
+        network, told = between_nodes(experts, self.node_size, ids_TK, own)
         landed_NK = self._forward_ids(ids_TK, network)
-        node, sources = inside_the_node(experts, self.node_size, landed_NK, network.received)
+        node, sources, told = inside_the_node(experts, self.node_size, landed_NK, network.received, told)
         arrived_NK = self._forward_ids(landed_NK, node).long()
-        budget = None if dropless else self._budget(ids_TK.shape[1], max(length for _, length in told))
+        budget = None if dropless else self._budget(ids_TK.shape[1], told.longest)
         arrival = arrange(
             arrived_NK - experts.first_expert,
             experts.local_experts,
             alignment=self.row_alignment,
-            capacity=sum(capacity for capacity, _ in told),
+            capacity=told.capacity,
             budget=budget,
             source_N=sources,
         )
@@ -122,20 +121,12 @@ class TorchHybridEP(Dispatcher):
     def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
         """Count the distinct (token, node) pairs, and inside nodes the distinct (token, rank) pairs."""
         way: _Way = receipt.plan.detail
-        rank, nodes = self.experts.rank, self.experts.nodes
         hops = [(hop.sent, hop.received) for hop in (way.network, way.node)]
-        per_node = INT_BYTES * len(set(nodes))
-        told = [
-            3 * INT_BYTES
-            + per_node * (node == nodes[rank])
-            + ID_BYTES * way.top_k * sum(sent[peer] for sent, _ in hops)
-            for peer, node in enumerate(nodes)
-        ]
         return traffic_of(
-            rank,
+            self.experts.rank,
             hops,
             row_bytes=row_bytes,
             weight_bytes=WEIGHT_BYTES * way.top_k,
-            told=told,
+            told=told_beforehand(self.experts, hops, way.top_k),
             codec=self.codec,
         )

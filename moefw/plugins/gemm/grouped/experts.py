@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moefw.core.compute.product import grouped_mm, keep_activation, keep_input
 from moefw.core.contracts import Canonical, ExpertGemm, Kept, Precision, Rows
-from moefw.core.product import grouped_mm, keep_activation, keep_input
 from moefw.core.stages import ExpertBatch
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 

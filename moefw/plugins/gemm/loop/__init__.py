@@ -8,7 +8,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.ledger import Extent, PartMemory
+from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moefw.core.compute.product import keep_activation, linear
 from moefw.core.contracts import Canonical, ExpertGemm, Precision, Rows
-from moefw.core.product import keep_activation, linear
 from moefw.core.stages import ExpertBatch
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moefw.core.ledger import Extent, PartMemory, Region, Tensor, Weight
+from moefw.core.memory.ledger import Extent, PartMemory, Region, Tensor, Weight
 
 EXPERTS = "moe.experts"
 

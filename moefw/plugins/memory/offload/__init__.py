@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge, le, min_len, optional
 
 import moefw
-from moefw.core.ledger import Extent, Fate, StateRest, Tensor
+from moefw.core.memory.ledger import Extent, Fate, StateRest, Tensor
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
 from moefw.core.site import Site
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.dropped import StandIn, in_backward, stand_in, stay, unpack
+from moefw.core.memory.dropped import StandIn, in_backward, stand_in, stay, unpack
 from moefw.plugins.memory.offload.pool import Copy, Pool
 from moefw.plugins.memory.offload.span import Span, view
 

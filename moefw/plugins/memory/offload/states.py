@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from moefw.core.optimizer_states import OptimizerStates
+from moefw.core.memory.optimizer_states import OptimizerStates
 from moefw.plugins.memory.offload.pool import Allocate
 from moefw.plugins.memory.offload.streams import Transfers
 

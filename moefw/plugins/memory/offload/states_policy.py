@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, final
 
 from moefw.core.contracts import OptimizerPolicy
-from moefw.core.optimizer_states import OptimizerStates
+from moefw.core.memory.optimizer_states import OptimizerStates
 from moefw.plugins.memory.offload.pool import Allocate
 from moefw.plugins.memory.offload.states import HostStates
 from moefw.plugins.memory.offload.states_streamed import StreamedStates

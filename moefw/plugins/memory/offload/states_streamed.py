@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moefw.core.optimizer_states import StatePart, buckets
+from moefw.core.memory.optimizer_states import StatePart, buckets
 from moefw.plugins.memory.offload.states import HostStates, Slot, slots
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
-from moefw.core.optimizer_states import OptimizerStates, StatePart, buckets
+from moefw.core.memory.optimizer_states import OptimizerStates, StatePart, buckets
 from moefw.plugins.memory.offload.pool import Allocate
 from moefw.plugins.memory.offload.states import HostStates, Slot, slots
 from moefw.plugins.memory.offload.streams import Transfers

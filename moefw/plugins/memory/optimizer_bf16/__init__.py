@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from attrs import evolve, frozen
 
 import moefw
-from moefw.core.ledger import StateRest
+from moefw.core.memory.ledger import StateRest
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
 
 

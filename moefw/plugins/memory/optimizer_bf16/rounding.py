@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from moefw.core.optimizer_states import StatePart
+from moefw.core.memory.optimizer_states import StatePart
 from moefw_kernels.random import stream
 
 DROPPED_BITS: Final = 16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.contracts import OptimizerPolicy
-from moefw.core.optimizer_states import OptimizerStates, StatePart, buckets
+from moefw.core.memory.optimizer_states import OptimizerStates, StatePart, buckets
 from moefw.plugins.memory.optimizer_bf16.rounding import DROPPED_BITS, WORDS, draws, rounded
 
 ELEMENTS = 1 << 24

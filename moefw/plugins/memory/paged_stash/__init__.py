@@ -10,7 +10,7 @@ from attrs import Attribute, field, frozen
 from attrs.validators import ge, gt
 
 import moefw
-from moefw.core.ledger import Extent, Fate, Tensor
+from moefw.core.memory.ledger import Extent, Fate, Tensor
 from moefw.core.plugin import MemoryPlugin
 from moefw.core.site import Site
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moefw.core.dropped import output_of
+from moefw.core.memory.dropped import output_of
 
 
 @final
@@ -23,12 +23,12 @@ class Arguments:
         self._differentiable = [tensor.requires_grad for tensor in tensors]
         self._outputs = [output_of(tensor) for tensor in tensors]
         self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._node = _Save.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
+        self._saving: Tensor = _Save.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return them, without the graph that they came from. What could be computed again then, can be now."""
         leaves = list(self._others)
-        saved = self._node.saved_tensors
+        saved: Sequence[Tensor] = self._saving.grad_fn.saved_tensors  # type: ignore[union-attr]
         for at, tensor, wanted, output in zip(self._places, saved, self._differentiable, self._outputs, strict=True):
             leaves[at] = tensor.detach().requires_grad_(wanted)
             if output is not None:
@@ -38,7 +38,7 @@ class Arguments:
 
 
 class _Save(torch.autograd.Function):
-    """A node beside the graph; it has no backward, so what it saves is there as long as the node is."""
+    """A node beside the graph; it has no backward, so what it saves is there as long as its result is."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:

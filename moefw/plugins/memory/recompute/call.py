@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from moefw.core.dropped import Output, current, inside, stay
 from moefw.core.errors import ContractError
+from moefw.core.memory.dropped import Output, current, inside, stay
 from moefw.plugins.memory.recompute.arguments import Arguments
 
 

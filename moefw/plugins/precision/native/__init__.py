@@ -7,7 +7,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.ledger import BF16_FORMATS, Formats
+from moefw.core.memory.ledger import BF16_FORMATS, Formats
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
 
@@ -20,7 +20,7 @@ class _Native(PrecisionPlugin):
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return the recipe."""
-        from moefw.core.casts import BF16Recipe, FP32Recipe
+        from moefw.core.compute.casts import BF16Recipe, FP32Recipe
 
         return FP32Recipe() if self.name == "fp32" else BF16Recipe()
 

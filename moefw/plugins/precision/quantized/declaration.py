@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from attrs import frozen
 
 import moefw
-from moefw.core.ledger import BF16_FORMATS, FP32, Codes, Formats
+from moefw.core.memory.ledger import BF16_FORMATS, FP32, Codes, Formats
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.gpus import Gpus
@@ -70,7 +70,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
 
     def high(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return bf16."""
-        from moefw.core.casts import BF16Recipe
+        from moefw.core.compute.casts import BF16Recipe
 
         return BF16Recipe()
 

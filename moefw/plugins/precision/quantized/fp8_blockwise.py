@@ -9,7 +9,7 @@ from attrs import frozen
 
 import moefw
 from moefw.core.contracts import Side
-from moefw.core.ledger import Formats
+from moefw.core.memory.ledger import Formats
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, Gpus

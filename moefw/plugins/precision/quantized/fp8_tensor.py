@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge, optional
 
 import moefw
-from moefw.core.ledger import FP32, Codes, Formats
+from moefw.core.memory.ledger import FP32, Codes, Formats
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
 from moefw.plugins.precision.quantized.gpus import TENSORS, Gpus

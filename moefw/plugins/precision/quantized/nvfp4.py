@@ -8,7 +8,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.ledger import FP32, Codes, Formats
+from moefw.core.memory.ledger import FP32, Codes, Formats
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.declaration import LowPrecisionPlugin
 from moefw.plugins.precision.quantized.gpus import NVFP4 as GPUS_OF_NVFP4

@@ -12,7 +12,7 @@ from typing import Final, final
 from torch import Tensor
 
 from moefw.core.errors import PlanError
-from moefw.core.primary_weights import GatheredWeight, WeightCodec
+from moefw.core.parallel.primary_weights import GatheredWeight, WeightCodec
 from moefw_kernels.quantize import E4M3, Quantized, quantize_fp8
 
 BLOCK: Final = (128, 128)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.ledger import FP32, INT64, Extent, PartMemory, Region, Tensor, Weight
+from moefw.core.memory.ledger import FP32, INT64, Extent, PartMemory, Region, Tensor, Weight
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Site
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
+from moefw.core.compute.product import wide_linear
 from moefw.core.contracts import Router
-from moefw.core.product import wide_linear
 from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
 from moefw_kernels.routing import count_choices

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 import moefw
-from moefw.core.ledger import Extent, PartMemory
+from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Site
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from moefw.core.ledger import FP32, FP64, INT64, Extent, PartMemory, Region, Tensor, Weight
+from moefw.core.memory.ledger import FP32, FP64, INT64, Extent, PartMemory, Region, Tensor, Weight
 
 if TYPE_CHECKING:
     from moefw.plugins.routers.sinkhorn import Sinkhorn

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
-from moefw.core.ledger import FP32, FP64, INT64, Extent, PartMemory, Region, Tensor, Weight
+from moefw.core.memory.ledger import FP32, FP64, INT64, Extent, PartMemory, Region, Tensor, Weight
 
 if TYPE_CHECKING:
     from moefw.plugins.routers.topk import TopK

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moefw.core.aux_loss import attach
+from moefw.core.compute.aux_loss import attach
+from moefw.core.compute.product import wide_linear
 from moefw.core.contracts import Router, State
-from moefw.core.product import wide_linear
 from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.topk.capacity import Limit

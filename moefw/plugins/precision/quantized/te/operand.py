@@ -67,7 +67,7 @@ class TEOperand:
         mine, theirs = self.form, other.form
         if mine.sizes is not None:
             what = "rows in groups have scales of their own, and are multiplied as one matrix."
-            raise ContractError(what, "Multiply them with moefw.core.product.grouped_mm.")
+            raise ContractError(what, "Multiply them with moefw.core.compute.product.grouped_mm.")
         (left,), (right,) = self.matrices, other.matrices
         product: Tensor = mine.te.gemm(
             right,

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Literal
 from attrs import frozen
 
 import moefw
-from moefw.core.ledger import FP32, Extent, PartMemory, Region, Tensor
+from moefw.core.communication.row_indices import Indices
+from moefw.core.memory.ledger import FP32, Extent, PartMemory, Region, Tensor
 from moefw.core.plugin import DispatcherPlugin
-from moefw.core.row_indices import Indices
 
 if TYPE_CHECKING:
-    from moefw.core.movement import Codec
+    from moefw.core.communication.movement import Codec
 
 
 @frozen(kw_only=True)

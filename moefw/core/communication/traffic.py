@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from moefw.core.movement import Codec
+    from moefw.core.communication.movement import Codec
 
 Movement = Literal["plan", "dispatch", "combine", "combine_backward", "dispatch_backward"]
 Link = Literal["node", "network"]

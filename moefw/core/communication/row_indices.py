@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from moefw.core.ledger import INT32, INT64
+from moefw.core.memory.ledger import INT32, INT64
 
 
 @frozen

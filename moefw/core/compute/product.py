@@ -12,15 +12,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moefw.core.contracts import Kept, Precision, Rows
-from moefw.core.dropped import output_of
+from moefw.core.errors import ContractError
+from moefw.core.memory.dropped import output_of
 
 
 class SharedInput:
-    """What the first of several GEMMs has made of the input that they all read: quantized once, and saved once."""
+    """What the first of several GEMMs has made of the input ``x`` they all read: quantized once, saved once."""
 
-    __slots__ = ("_made",)
+    __slots__ = ("_made", "x")
 
-    def __init__(self) -> None:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
         self._made: tuple[Any, Kept] | None = None
 
     def made_of(self, x: Tensor, precision: Precision, rows: Rows) -> tuple[Any, Kept]:
@@ -44,13 +46,17 @@ def linear(
 ) -> Tensor:
     """Return ``x W^T`` in the dtype of ``x``; x ``(..., I)``, weight ``(O, I)``, ``rows`` about the flattened ones.
 
-    GEMMs of one ``Precision.at`` that read the same ``x`` may be given one ``shared``.
+    GEMMs of one ``Precision.at`` that read the same ``x`` may be given one ``shared``. Raises ContractError if that is
+    of another tensor.
     """
     if not precision.by_pass:
         operand = precision.quantize(x, role="input", during="fprop")
         return F.linear(operand, precision.quantize(weight, role="weight", during="fprop"))
     about = Rows() if rows is None else rows
-    shared = SharedInput() if shared is None else shared
+    shared = SharedInput(x) if shared is None else shared
+    if shared.x is not x:
+        what = "a GEMM reads another tensor than the one whose operand it is to share."
+        raise ContractError(what, "Make one SharedInput for each input, of the very tensor that GEMMs are given.")
     given = (x.reshape(-1, x.shape[-1]), weight, precision, about.ends_e, about.keys_R, about.sizes, shared)
     out: Tensor = _Linear.apply(*given)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], len(weight))

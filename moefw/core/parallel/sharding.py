@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from moefw.core.contracts import Layout, Side
-from moefw.core.primary_weights import Master, WeightCodec
+from moefw.core.parallel.primary_weights import Master, WeightCodec
 
 M = TypeVar("M", bound=nn.Module)
 

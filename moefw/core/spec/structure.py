@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 import attrs
 
 from moefw.core.errors import PluginError, Problem, closest, nearest, show
-from moefw.core.source import UNREAD, KeyPath, Marks, scalar
+from moefw.core.spec.source import UNREAD, KeyPath, Marks, scalar
 
 T = TypeVar("T")
 

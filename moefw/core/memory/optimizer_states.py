@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefw.core.contracts import Canonical
 from moefw.core.errors import ContractError
-from moefw.core.pieces import local, stored
+from moefw.core.parallel.pieces import local, stored
 
 CUT_ELEMENTS = 64
 """Rows are cut where so many elements are full: kernels on CPUs round what fills no vector another way."""

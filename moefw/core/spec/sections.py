@@ -10,7 +10,7 @@ from attrs import Factory, field, frozen
 from attrs.validators import ge, gt, optional
 
 from moefw.core.errors import Problem, show
-from moefw.core.source import UNREAD, KeyPath, Marks, Tree
+from moefw.core.spec.source import UNREAD, KeyPath, Marks, Tree
 
 RESERVED = ("use", "preset")
 

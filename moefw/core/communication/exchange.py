@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.movement import Codec, Launch, Pending, Permutation, Work, start, stay
+from moefw.core.communication.movement import Codec, Launch, Pending, Permutation, Work, start, stay
 
 Splits = Sequence[int]
 """Rows to or from each rank of a group."""

@@ -1,0 +1,80 @@
+"""``moefw doctor``: what of this machine and its libraries works, found out by really using it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import click
+from attrs import asdict
+from rich.console import Console
+from rich.table import Table
+
+from moefw.commands.doctor.capability import Capability
+from moefw.commands.doctor.children import ask
+from moefw.commands.doctor.machine import inspect_machine
+from moefw.commands.doctor.probes import GROUPS, PROBES
+
+TIMEOUT_S = 20.0
+WORKERS = 2
+NEEDED = ("python", "torch", "gloo", "grouped_mm", "safetensors")
+"""What training cannot do without."""
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=TIMEOUT_S, show_default=True, help="Seconds in all.")
+def doctor(as_json: bool, timeout: float) -> None:
+    """Tell what is available here, what is installed but unusable and why, and how to install what is missing.
+
+    Exits with 1 if something is not available that training needs.
+    """
+    with Console(stderr=True).status("trying what is installed"):
+        found = examine(timeout_s=timeout)
+    stops = [item.name for item in found if item.name in NEEDED and item.state != "available"]
+    if as_json:
+        click.echo(json.dumps({"can_train": not stops, "capabilities": [asdict(item) for item in found]}, indent=2))
+    else:
+        _print(found)
+        click.echo(f"Training cannot run here: see {', '.join(stops)}." if stops else "Training can run here.")
+    click.get_current_context().exit(1 if stops else 0)
+
+
+def examine(*, timeout_s: float) -> list[Capability]:
+    """Try everything, within about ``timeout_s`` seconds in all."""
+    deadline = time.monotonic() + timeout_s
+    found = inspect_machine()
+    absent = [name for name, probe in PROBES.items() if importlib.util.find_spec(probe.package) is None]
+    found += [Capability(name, "missing", fix=PROBES[name].fix) for name in absent]
+    groups = [[name for name in group if name not in absent] for group in GROUPS]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for answers in pool.map(lambda group: ask(group, deadline=deadline), groups):
+            found += answers
+    order = ["python", *PROBES]
+    return sorted(found, key=lambda item: order.index(item.name) if item.name in order else len(order))
+
+
+def _print(found: Sequence[Capability]) -> None:
+    console = Console(markup=False, highlight=False)
+    if console.is_terminal:
+        table = Table("capability", "state", "version", "detail")
+        styles = {"available": "green", "unusable": "red", "missing": "yellow"}
+        for item in found:
+            table.add_row(item.name, item.state, item.version, "\n".join(_lines(item)), style=styles[item.state])
+        console.print(table)
+        return
+    names, versions = (max(map(len, column)) for column in zip(*((item.name, item.version) for item in found)))
+    for item in found:
+        head = f"{item.state:<9}  {item.name:<{names}}  {item.version:<{versions}}  "
+        first, *more = _lines(item)
+        click.echo(f"{head}{first}".rstrip())
+        for line in more:
+            click.echo(" " * len(head) + line)
+
+
+def _lines(item: Capability) -> list[str]:
+    lines = [item.detail, f"-> {item.fix}" if item.fix else ""]
+    return [line for line in lines if line] or [""]

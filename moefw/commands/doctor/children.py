@@ -1,0 +1,81 @@
+"""Probes run in children, because a broken CUDA library may take the interpreter down."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from attrs import asdict
+
+from moefw.commands.doctor.capability import Capability, ProbeError
+from moefw.commands.doctor.probes import PROBES
+
+
+def ask(names: Sequence[str], *, deadline: float) -> list[Capability]:
+    """Run probes in one child, and those that are left in a new one when it dies of the probe that it is at."""
+    answers: list[Capability] = []
+    pending = list(names)
+    # What this process can import, the child can; -P keeps -m from putting the working directory first.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    while pending:
+        left_s = max(deadline - time.monotonic(), 0.0)
+        command, fix = [sys.executable, "-P", "-m", __package__, *pending], ""
+        try:
+            child = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s
+            )
+            output, why = child.stdout, _death(child)
+        except subprocess.TimeoutExpired as late:
+            why = f"no answer within {left_s:.0f} s" if left_s else "no time was left to try it"
+            output, fix = late.stdout or b"", "Try a longer --timeout."
+        lines = output.splitlines()
+        answers += [Capability(**json.loads(line)) for line in lines]
+        del pending[: len(lines)]
+        if pending:
+            answers.append(_unusable(pending.pop(0), why, fix))
+    return answers
+
+
+def _death(child: subprocess.CompletedProcess[bytes]) -> str:
+    if child.returncode < 0:
+        return f"it kills the interpreter ({signal.Signals(-child.returncode).name})"
+    last = child.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    return " ".join([f"it ends the interpreter with exit code {child.returncode}", *last])
+
+
+def answer(names: Iterable[str]) -> None:
+    """Be the child: write one JSON line a probe to stdout, and nothing else that a library may print."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in names:
+        print(json.dumps(asdict(_try(name))), file=out, flush=True)
+    os._exit(0)
+
+
+def _try(name: str) -> Capability:
+    probe = PROBES[name]
+    try:
+        found, detail = probe.run()
+    except ProbeError as error:
+        if error.missing:
+            return Capability(name, "missing", detail=str(error), fix=probe.fix)
+        return _unusable(name, str(error))
+    except (Exception, SystemExit) as error:
+        sentence = re.split(r"\n|(?<=\.)\s", str(error).strip())[0]
+        return _unusable(name, f"{type(error).__name__}: {sentence[:200]}")
+    return Capability(name, "available", found, detail)
+
+
+def _unusable(name: str, why: str, fix: str = "") -> Capability:
+    try:
+        found = version(PROBES[name].distribution)
+    except PackageNotFoundError:
+        found = ""
+    return Capability(name, "unusable", found, why, fix or PROBES[name].fix)

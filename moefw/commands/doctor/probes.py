@@ -1,0 +1,208 @@
+"""Each library, tried: what the doctor runs in a child."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from attrs import frozen
+
+from moefw.commands.doctor.capability import ProbeError
+from moefw.commands.doctor.fp8_products import fp8_products
+
+
+def _torch() -> tuple[str, str]:
+    import torch
+
+    build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    named = [f"{device.name} (compute capability {device.major}.{device.minor})" for device in devices]
+    return str(torch.__version__), f"{build}; {', '.join(named) or 'no GPU'}; {torch.get_num_threads()} threads"
+
+
+def _cpu_bf16() -> tuple[str, str]:
+    import torch
+
+    a, b = torch.randn(32, 32), torch.randn(32, 32)
+    if not torch.allclose((a.bfloat16() @ b.bfloat16()).float(), a @ b, rtol=0.1, atol=0.5):
+        raise ProbeError("a product of two bf16 matrices is wrong")
+    info = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").is_file() else []
+    found = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in info]
+    instructions = f"the CPU has {', '.join(found)}" if found else "the CPU has no AMX or AVX512_BF16, so it is slow"
+    return "", f"{torch.backends.cpu.get_cpu_capability()} kernels; {instructions}"
+
+
+def _gloo() -> tuple[str, str]:
+    from torch import distributed
+
+    if not distributed.is_gloo_available():
+        raise ProbeError("this torch is built without it", missing=True)
+    return "", _all_reduce("gloo", "cpu")
+
+
+def _nccl() -> tuple[str, str]:
+    import torch
+    from torch import distributed
+
+    if not distributed.is_nccl_available():
+        raise ProbeError("this torch is built without it", missing=True)
+    if not torch.cuda.is_available():
+        raise ProbeError("it moves data between GPUs, and torch sees none")
+    found = torch.cuda.nccl.version()
+    return ".".join(map(str, found)), _all_reduce("nccl", "cuda")
+
+
+def _all_reduce(backend: str, device: str) -> str:
+    import torch
+    from torch import distributed
+
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    ones = torch.ones(4, device=device)
+    distributed.all_reduce(ones)
+    total = ones.sum().item()
+    distributed.destroy_process_group()
+    if total != 4:
+        raise ProbeError("an all-reduce in a world of one changes the values")
+    return "an all-reduce in a world of one works"
+
+
+def _grouped_mm() -> tuple[str, str]:
+    import torch
+
+    cases = [("cpu", "bfloat16"), ("cpu", "float32")]
+    if torch.cuda.is_available():
+        cases += [("cuda", "bfloat16"), ("cuda", "float32")]
+    troubles = {f"{dtype} on {device}": _grouped_mm_trouble(device, getattr(torch, dtype)) for device, dtype in cases}
+    detail = "; ".join(f"{case} {f'fails: {trouble}' if trouble else 'works'}" for case, trouble in troubles.items())
+    for device in {device for device, _ in cases}:
+        if all(trouble for case, trouble in troubles.items() if case.endswith(device)):
+            raise ProbeError(detail)
+    return "", detail
+
+
+def _grouped_mm_trouble(device: str, dtype: object) -> str:
+    import torch
+    from torch.nn.functional import grouped_mm
+
+    rows = torch.randn(24, 16, device=device).to(dtype)  # type: ignore[call-overload]
+    weights = torch.randn(2, 16, 16, device=device).to(dtype)  # type: ignore[call-overload]
+    ends = torch.tensor([8, 24], device=device, dtype=torch.int32)
+    wanted = torch.cat([rows[:8].float() @ weights[0].float(), rows[8:].float() @ weights[1].float()])
+    try:
+        found = grouped_mm(rows, weights, offs=ends).float()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0][:120]
+    return "" if torch.allclose(found, wanted, rtol=0.1, atol=0.5) else "wrong values"
+
+
+def _triton() -> tuple[str, str]:
+    import triton
+    from triton.runtime import driver
+
+    try:
+        target = driver.active.get_current_target()
+    except RuntimeError:
+        return triton.__version__, "no GPU driver; interpreter only: TRITON_INTERPRET=1"
+    return triton.__version__, f"compiles for {target.backend} {target.arch}"
+
+
+def _transformer_engine() -> tuple[str, str]:
+    importlib.import_module("transformer_engine.pytorch")
+    import torch
+
+    from moefw.plugins.precision.quantized.te.machine import RECIPES
+
+    found = version("transformer-engine")
+    if not torch.cuda.is_available():
+        return found, "its compiled parts import; it computes on a GPU, and torch sees none"
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    names = [name for name, gpus in RECIPES.items() if capability in gpus.capabilities]
+    return found, f"backend: te on compute capability {capability}: {', '.join(names) or 'no recipe'}"
+
+
+def _deep_ep() -> tuple[str, str]:
+    deep_ep = importlib.import_module("deep_ep")
+    buffers = [name for name in ("Buffer", "ElasticBuffer", "EPBuffer") if hasattr(deep_ep, name)]
+    if not buffers:
+        raise ProbeError("what is installed as deep_ep has none of DeepEP's buffers")
+    return str(getattr(deep_ep, "__version__", "")), f"has {', '.join(buffers)}"
+
+
+def _tensorboard() -> tuple[str, str]:
+    import tensorboard
+    from torch.utils.tensorboard import SummaryWriter
+
+    with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
+        writer.add_scalar("loss", 1.0, 0)
+    return tensorboard.__version__, ""
+
+
+def _matplotlib() -> tuple[str, str]:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    FigureCanvasAgg(Figure(figsize=(1, 1))).print_png(io.BytesIO())  # type: ignore[no-untyped-call]
+    return matplotlib.__version__, ""
+
+
+def _tokenizers() -> tuple[str, str]:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    if tokenizer.encode("b").ids != [1]:
+        raise ProbeError("it encodes a word wrongly")
+    return tokenizers.__version__, ""
+
+
+def _safetensors() -> tuple[str, str]:
+    import safetensors
+    import torch
+    from safetensors.torch import load, save
+
+    tensor = torch.arange(5)
+    if not load(save({"x": tensor}))["x"].equal(tensor):
+        raise ProbeError("a tensor comes back changed")
+    return safetensors.__version__, ""
+
+
+@frozen
+class Probe:
+    """What to run for a capability: it returns version and detail, or raises. ``package`` is the import name."""
+
+    run: Callable[[], tuple[str, str]]
+    package: str
+    distribution: str
+    fix: str
+
+
+_OTHER_TORCH = "pip install 'torch>=2.11'"
+_CUDA_TORCH = "On a machine with GPUs, a CUDA build: pip install --force-reinstall 'torch>=2.11'"
+_TE = "pip install --no-build-isolation 'moefw[te]'"
+PROBES: Mapping[str, Probe] = {
+    "torch": Probe(_torch, "torch", "torch", _OTHER_TORCH),
+    "gloo": Probe(_gloo, "torch", "torch", _OTHER_TORCH),
+    "nccl": Probe(_nccl, "torch", "torch", _CUDA_TORCH),
+    "bf16 on this CPU": Probe(_cpu_bf16, "torch", "torch", _OTHER_TORCH),
+    "grouped_mm": Probe(_grouped_mm, "torch", "torch", _OTHER_TORCH),
+    "fp8 products": Probe(fp8_products, "torch", "torch", _OTHER_TORCH),
+    "triton": Probe(_triton, "triton", "triton", "On Linux: pip install triton"),
+    "transformer-engine": Probe(_transformer_engine, "transformer_engine", "transformer-engine", _TE),
+    "deep_ep": Probe(_deep_ep, "deep_ep", "sgl-deep-ep", "pip install 'moefw[deepep]'"),
+    "tensorboard": Probe(_tensorboard, "tensorboard", "tensorboard", "pip install tensorboard"),
+    "matplotlib": Probe(_matplotlib, "matplotlib", "matplotlib", "pip install matplotlib"),
+    "tokenizers": Probe(_tokenizers, "tokenizers", "tokenizers", "pip install tokenizers"),
+    "safetensors": Probe(_safetensors, "safetensors", "safetensors", "pip install safetensors"),
+}
+GROUPS = (
+    ("torch", "gloo", "grouped_mm", "safetensors", "bf16 on this CPU", "fp8 products", "tensorboard", "triton", "nccl"),
+    ("transformer-engine",),
+    ("deep_ep",),
+    ("tokenizers", "matplotlib"),
+)
+"""Probes that share a child, as to import torch takes seconds; what training needs comes first, so it has the time."""
