@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SPEC   ?= examples/quickstart.yaml
 CONSTRAINTS ?= constraints.txt
+JOBS   ?= 2
 
 .PHONY: help setup train test test-oldest test-gpu test-layouts test-third-party lint format clean
 
 help:
 	@echo "make train   set up and train $(SPEC) (ARGS='train.steps=20' overrides)"
-	@echo "make test    set up and run all tests"
+	@echo "make test    set up and run all tests, JOBS=$(JOBS) files at a time"
 	@echo "make test-oldest  the same with the oldest PyTorch that is supported"
 	@echo "make test-gpu  what awaits a GPU: kernels against their references, layers against fp32, times"
 	@echo "make test-layouts  train under every layout of tests/layouts.yaml and write docs/layouts.md"
@@ -31,7 +32,7 @@ train: setup
 	$(BIN)/moefw train $(SPEC) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt

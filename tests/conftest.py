@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -46,3 +47,9 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton compiles kernels."""
     with ProcessPoolExecutor(1, get_context("spawn"), begin, ("0",)) as process:
         yield process
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with nothing in it."""
+    monkeypatch.chdir(tmp_path)

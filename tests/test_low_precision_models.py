@@ -284,7 +284,7 @@ def test_gemms_of_attention_mlps_and_experts_quantize_their_fp32_weights_and_not
         (["layers.2.moe.shared_expert"], {"layers.2.moe.shared_expert"}),
         (["*"], MODULES),
     ],
-    ids=str,
+    ids=lambda names: " ".join(sorted(names)),
 )
 def test_modules_that_keep_bf16_names_do_not_quantize(keep: list[str], spared: set[str]) -> None:
     assert quantized_modules(keep)[0] == MODULES - spared
