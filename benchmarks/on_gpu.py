@@ -29,7 +29,7 @@ KERNELS = ("quantize_kernels", "swiglu_kernels", "fused_quantize", "grouped_gemm
 QUICKSTART = ("-m", "moefw", "train", "examples/quickstart.yaml", "parallel={}", "run.device=cuda", "train.steps=200")
 OFFLOAD = "memory=[{use: offload, regions: [experts, attention], min_bytes: 1}]"
 PARTS: Mapping[str, Sequence[str]] = {
-    "kernels": ("-m", "pytest", "-q", *(f"tests/test_{name}.py" for name in KERNELS)),
+    "kernels": ("-m", "pytest", "-q", *(f"tests/kernels/test_{name}.py" for name in KERNELS)),
     "fp8-blockwise": (LAYER,),
     "fp8-tensor": (LAYER, "--recipe", "fp8-tensor"),
     "mxfp8": (LAYER, "--recipe", "mxfp8"),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from triton_process import begin
 
 from moefw.testing.pool import RankPool
+from triton_process import begin
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)

@@ -1,0 +1,323 @@
+"""Over the product of all plugins: what is accepted equals the oracle, what is refused says which parts and why."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+from hypothesis import HealthCheck, Phase, given, settings
+
+from combination_parts import Again, Crashing, Exact, Faulty, Forgetful, Hashed, Puzzling, Sulky
+from moefw.core.registry import Registry
+from moefw.core.resolve import assemble_tree
+from moefw.core.site import Machine
+from moefw.core.spec.source import Marks, read_yaml
+from moefw.plugins.dispatchers.alltoall import AllToAll
+from moefw.testing.announce import with_plugins
+from moefw.testing.combinations import Combination, Sections, combinations, usable_here
+from moefw.testing.covering import all_pairs, fitting_pairs, met, pairs
+from moefw.testing.fit import DEFAULTS, Fit, named
+from moefw.testing.matrix import survey
+from moefw.testing.pool import RankPool
+from moefw.testing.suites.combination import CombinationSuite
+from moefw.testing.variants import OURS, Variant, variants
+from moefw.testing.verify import CombinationError, verify, verify_all
+
+MUST_ACCEPT = read_yaml((Path(__file__).parents[1] / "must_accept.yaml").read_text(), Marks("must_accept.yaml"), [])
+GUIDE = (Path(__file__).parents[2] / "docs" / "combinations.md").read_text()
+CHUNKS = 8
+Product = Mapping[str, Sequence[Any]]
+
+
+def products() -> list[Product]:
+    found: Any = MUST_ACCEPT["must_accept"]
+    return list(found)
+
+
+def must_accept(combination: Combination) -> bool:
+    spec = combination.spec()
+    plain = {"routing": {"use": "topk", "score": "softmax"}, "memory": [], "precision": {"use": "fp32"}}
+    return any(
+        all(spec[section] in product.get(section, [default]) for section, default in plain.items())
+        and all(spec[section] in product[section] for section in ("dispatch", "gemm", "parallel"))
+        for product in products()
+    )
+
+
+@pytest.fixture(scope="module")
+def here() -> tuple[Sections, Fit]:
+    return usable_here(registry=Registry())
+
+
+@pytest.fixture(scope="module")
+def covering(here: tuple[Sections, Fit]) -> list[Combination]:
+    return pairs(fit=here[1])
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_two_parts_that_are_accepted_together_equal_the_oracle(
+    pool: RankPool, covering: list[Combination], chunk: int
+) -> None:
+    verdicts = verify_all(covering[chunk::CHUNKS], pool, must_accept=must_accept)
+    assert all(verdict.accepted for verdict in verdicts)
+
+
+def test_the_covering_set_holds_every_pair_that_fits_and_hardly_more(
+    here: tuple[Sections, Fit], covering: list[Combination]
+) -> None:
+    sections, fit = here
+    wanted = set(fitting_pairs(sections, fit))
+    assert len(wanted) > 900
+    assert wanted == set().union(*(met(combination.parts) for combination in covering))
+    largest = sorted(map(len, sections.values()))[-2:]
+    assert len(covering) <= 1.2 * largest[0] * largest[1]
+    assert [c.yaml() for c in covering[:20]] == [c.yaml() for c in pairs(fit=fit)[:20]]
+
+
+def test_the_covering_set_tries_empty_unequal_masked_skewed_and_aligned(covering: list[Combination]) -> None:
+    assert any(0 in c.tokens for c in covering)
+    assert any(len(set(c.tokens)) > 1 for c in covering)
+    assert {(c.skew, c.masked) for c in covering} == set(itertools.product(("even", "one", "starved"), (False, True)))
+    assert {c.row_alignment for c in covering} == {1, 4}
+
+
+@settings(max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(combination=combinations())
+def test_whatever_is_drawn_equals_the_oracle_or_says_why_not(pool: RankPool, combination: Combination) -> None:
+    verify(combination, pool, must_accept=must_accept)
+
+
+def refused_pairs(fit: Fit) -> Iterator[tuple[Variant, Variant]]:
+    for one, other in all_pairs(fit.sections):
+        if fit.company(one, other) is None:
+            yield one, other
+
+
+def test_every_two_parts_that_are_refused_are_both_named_with_the_reason(here: tuple[Sections, Fit]) -> None:
+    _, fit = here
+    refused = list(refused_pairs(fit))
+    assert refused
+    for one, other in refused:
+        problem = fit.reason(one, other)
+        assert named(problem, (one, other)) == [one, other], problem
+        assert problem.fix, f"what should a user do about this? {problem}"
+
+
+def test_a_part_that_nothing_goes_with_is_named_with_its_limit() -> None:
+    registry = Registry()
+    fit = Fit(variants(registry), registry=registry, model={"num_layers": 1})
+    alone = [one for ways in fit.sections.values() for one in ways if fit.company(one) is None]
+    assert alone
+    for variant in alone:
+        problem = fit.reason(variant)
+        assert named(problem, [variant]) == [variant], problem
+        assert problem.fix, problem
+
+
+def test_a_refusal_is_told_of_a_drawn_combination(pool: RankPool, here: tuple[Sections, Fit]) -> None:
+    """Whose other parts go with each of the two."""
+    sections, fit = here
+    for one, other in refused_pairs(fit):
+        others = {section: ways for section, ways in sections.items() if section not in (one.section, other.section)}
+        fitting = {
+            section: [way for way in ways if fit.company(way, one) and fit.company(way, other)]
+            for section, ways in others.items()
+        }
+        if not all(fitting.values()):
+            continue  # each goes with some of a third section, and none of it with both
+        parts = {section: ways[0] for section, ways in fitting.items()}
+        parts |= {one.section: one, other.section: other}
+        verdict = verify(Combination(parts=parts, tokens=(3,) * parts["parallel"].world), pool)
+        assert not verdict.accepted
+        assert any(len(named(problem, (one, other))) == 2 for problem in verdict.problems)
+
+
+def test_a_refusal_of_what_must_be_accepted_fails(pool: RankPool, here: tuple[Sections, Fit]) -> None:
+    one, other = next(refused_pairs(here[1]))
+    refused = plain_spec(here)
+    refused = evolve(refused, parts={**refused.parts, one.section: one, other.section: other})
+    refused = evolve(refused, tokens=(3,) * refused.parts["parallel"].world)
+    with pytest.raises(CombinationError, match="this must be accepted, and is refused"):
+        verify(refused, pool, must_accept=lambda _: True)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "words"), [(Sulky, "names neither two parts nor a part and its limit"), (Faulty, "a plugin is broken")]
+)
+def test_a_refusal_that_explains_nothing_fails(
+    pool: RankPool, here: tuple[Sections, Fit], plugin: type[AllToAll], words: str
+) -> None:
+    alone = Variant(section="dispatch", label=plugin.name, choice={"use": plugin.name})
+    plain = plain_spec(here, plugins=(plugin,))
+    with pytest.raises(CombinationError, match=words):
+        verify(evolve(plain, parts={**plain.parts, "dispatch": alone}), pool)
+
+
+def specs() -> Iterator[dict[str, Any]]:
+    for product in products():
+        for choices in itertools.product(*product.values()):
+            yield dict(zip(product, choices, strict=True))
+
+
+def test_what_must_be_accepted_is() -> None:
+    registry, problems = Registry(), []
+    defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), problems)
+    model = {"num_layers": 1, "num_experts": 8, "shared_expert_dim": 256}
+    asked = list(specs())
+    assert len(asked) > 500
+    for spec in asked:
+        train = {"tokens_per_step": 64, "micro_batch": 1, "seq_len": 16}
+        tree = {"model": model, "train": train, **spec}
+        assemble_tree(tree, Marks(str(spec)), defaults=defaults, registry=registry, machine=Machine(device="cpu"))
+
+
+@pytest.mark.parametrize("section", ["dispatch", "gemm", "precision"])
+def test_no_plugin_of_ours_is_left_out_of_what_must_be_accepted(here: tuple[Sections, Fit], section: str) -> None:
+    promised = {choice["use"] for product in products() for choice in product.get(section, ())}
+    assert {name for one in here[0][section] if one.distribution == OURS for name in one.names} == promised
+
+
+def test_the_share_refused_does_not_grow(capsys: pytest.CaptureFixture[str]) -> None:
+    found = survey(Registry())
+    with capsys.disabled():
+        print(f"\n{found.summary()}", file=sys.stderr)
+    at_most: Any = MUST_ACCEPT["refused_at_most"]
+    assert found.share_refused <= at_most, "a larger share needs an ADR and a new number in must_accept.yaml"
+    assert at_most - found.share_refused < 0.002, "less is refused: lower the number in must_accept.yaml"
+
+
+def plain_spec(here: tuple[Sections, Fit], **given: Any) -> Combination:
+    parts = {section: ways[0] for section, ways in here[0].items()}
+    return Combination(parts=parts, **{"tokens": (5,), **given})
+
+
+def changed(combination: Combination, section: str, **change: Any) -> Combination:
+    parts = {**combination.parts, section: evolve(combination.parts[section], **change)}
+    return evolve(combination, parts=parts)
+
+
+def test_a_layer_that_differs_from_the_oracle_is_told_with_its_spec(pool: RankPool, here: tuple[Sections, Fit]) -> None:
+    combination = plain_spec(here)
+    verify(combination, pool)
+    for section, change in (
+        ("routing", {"words": {"score": "softmax", "scale": 1.01}}),
+        ("routing", {"words": {"score": "softmax", "z_coeff": 0.1}}),
+        ("dispatch", {"budget": 0.3}),
+        ("precision", {"rtol": 1e-9}),
+    ):
+        with pytest.raises(CombinationError, match="differs from the oracle") as caught:
+            verify(changed(combination, section, **change), pool)
+        assert combination.yaml() in str(caught.value)
+
+
+def test_the_spec_of_a_failure_can_be_pasted_and_checked(
+    here: tuple[Sections, Fit], covering: list[Combination], tmp_path: Path
+) -> None:
+    from moefw.commands import specs as reader
+
+    for combination in covering[::20]:
+        path = tmp_path / "this.yaml"
+        path.write_text(combination.yaml())
+        (world,) = re.findall(r"--world (\d+)", combination.yaml())
+        assembly = reader.read(str(path), [], int(world))
+        assert assembly.layout.world == len(combination.tokens)
+        assert assembly.parts == combination.trial().resolve().parts
+
+
+def test_a_broken_plugin_shrinks_to_the_smallest_spec_that_shows_it(pool: RankPool) -> None:
+    """Its combine forgets the first of three tokens or more: one rank, three tokens, and defaults for the rest."""
+    sections, _ = usable_here(registry=with_plugins((Forgetful,)), plugin=Forgetful)
+
+    @settings(
+        max_examples=20,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    @given(combination=combinations(sections, (Forgetful,)))
+    def search(combination: Combination) -> None:
+        verify(combination, pool)
+
+    with pytest.raises(CombinationError) as caught:
+        search()
+    found = caught.value.combination
+    assert "out differs from the oracle" in str(caught.value)
+    (shown,) = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
+    assert shown in str(caught.value), "docs/combinations.md shows another spec"
+    assert (found.tokens, found.skew, found.masked, found.row_alignment) == ((3,), "even", False, 1)
+    assert {section: way.label for section, way in found.parts.items()} == {
+        "routing": "topk softmax",
+        "dispatch": "forgetful",
+        "gemm": "grouped",
+        "precision": "fp32",
+        "memory": "none",
+        "parallel": "folded one rank",
+    }
+
+
+def test_ranks_that_fail_are_told_with_the_spec_and_the_others_are_verified(
+    pool: RankPool, here: tuple[Sections, Fit]
+) -> None:
+    sections, _ = usable_here(registry=with_plugins((Crashing,)), plugin=Crashing)
+    parts = {section: ways[0] for section, ways in sections.items()}
+    sound = Combination(parts=parts, tokens=(2,), plugins=(Crashing,))
+    verify_all([sound, evolve(sound, seed=1)], pool)
+    with pytest.raises(CombinationError, match="nobody told me about empty ranks") as caught:
+        verify_all([sound, evolve(sound, tokens=(0,)), evolve(sound, seed=1)], pool)
+    assert "tokens of each rank: 0" in str(caught.value)
+
+
+def test_a_layer_behind_a_foreign_router_is_held_against_its_own_routing(pool: RankPool) -> None:
+    _, fit = usable_here(registry=with_plugins((Hashed,)), plugin=Hashed)
+    assert [one.label for one in fit.sections["routing"]] == ["hashed gate plain", "hashed gate squared"]
+    found = pairs(plugins=(Hashed,), only=Hashed, fit=fit)
+    assert len(found) <= 1.2 * 2 * max(map(len, fit.sections.values()))
+    assert all(verdict.accepted for verdict in verify_all(found, pool))
+
+
+def test_a_foreign_router_hides_no_broken_dispatcher(pool: RankPool, here: tuple[Sections, Fit]) -> None:
+    both = (Forgetful, Hashed)
+    routing, _ = usable_here(registry=with_plugins(both), plugin=Hashed)
+    dispatch, _ = usable_here(registry=with_plugins(both), plugin=Forgetful)
+    parts = {section: ways[0] for section, ways in here[0].items()}
+    parts |= {"routing": routing["routing"][0], "dispatch": dispatch["dispatch"][0]}
+    with pytest.raises(CombinationError, match="differs from the oracle"):
+        verify(Combination(parts=parts, tokens=(4,), plugins=both), pool)
+
+
+def test_a_third_party_memory_policy_is_tried_on_every_region() -> None:
+    sections, _ = usable_here(registry=with_plugins((Again,)), plugin=Again)
+    assert {one.regions for one in sections["memory"]} == {("router",), ("experts",), ("shared_experts",), ("moe_act",)}
+
+
+def test_options_that_nobody_can_guess_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="puzzling has options without a default"):
+        usable_here(registry=with_plugins((Puzzling,)), plugin=Puzzling)
+
+
+class TestAgain(CombinationSuite):
+    plugin = Again
+    options = {"regions": ["router", "experts"]}
+
+
+class TestHashed(CombinationSuite):
+    plugin = Hashed
+    options = {"gate": "squared"}
+    parts = {"dispatch": {"use": "deepep", "backend": "torch"}}
+
+
+@pytest.mark.parametrize(("plugin", "options"), [(Exact, {}), (Puzzling, {"depth": 3})])
+def test_a_plugin_that_goes_with_nothing_fails_the_suite_with_the_reason(plugin: type, options: dict[str, Any]) -> None:
+    suite = type("Lonely", (CombinationSuite,), {"plugin": plugin, "options": options})()
+    with pytest.raises(AssertionError, match=f"no spec that holds {plugin.name} is accepted") as caught:
+        suite.fit()
+    assert plugin.name in str(caught.value).partition("accepted:")[2]

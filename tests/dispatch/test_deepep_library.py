@@ -1,0 +1,296 @@
+"""The DeepEP adapters, over a fake that moves rows through gloo, against the torch backend and the dense oracle."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moefw
+from deep_ep_ranks import (
+    in_flight,
+    left_on_the_dispatcher,
+    received,
+    redispatched,
+    refusal,
+    refused,
+    rows_outlive_the_layer,
+    solved,
+    torch_fills_memory,
+)
+from moefw.plugins.dispatchers.deepep.limits import BUFFER_RANKS, Shape, buffer_limits, elastic_limits, limits
+from moefw.plugins.dispatchers.deepep.probe import choose, library
+from moefw.testing.oracle import Rule
+from moefw.testing.pool import RankPool
+from moefw.testing.trial import Trial, assert_matches, truth
+
+FAKES = str(Path(__file__).parents[1] / "fakes")
+BF16 = 4e-2
+INTERFACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "Buffer": (16, {}),
+    "ElasticBuffer": (8192 + 256, {"max_tokens": 16}),
+}
+"""A model dim that the interface alone carries, and its options: V1 takes no rows wider than 8176."""
+EVENTS = ("EventOverlap.__init__", "EventOverlap.current_stream_wait")
+WORLDS = {
+    "two ranks, unequal": ((5, 3), 2, 1),
+    "four ranks, one empty": ((4, 0, 7, 2), 4, 1),
+    "two groups": ((4, 1, 0, 3), 2, 1),
+    "experts in two parts": ((3, 5, 0, 2), 2, 2),
+    "experts whole": ((5, 3), 1, 1),
+    "one rank": ((7,), 1, 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(FAKES)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "deep_ep"]:
+        del sys.modules[name]
+
+
+def case(world: str, interface: str = "Buffer", **more: Any) -> Trial:
+    tokens, ep, etp = WORLDS[world]
+    parts = {
+        "dispatch": {"use": "deepep", "backend": "torch"},
+        "precision": {"use": "bf16"},
+        "gemm": {"use": "loop"},
+        "routing": {"use": "topk", "score": "sigmoid"},
+        "parallel": {"experts": {"ep": ep, "etp": etp}},
+    }
+    return Trial(**{"tokens": tokens, "dim": INTERFACES[interface][0], "parts": parts, **more})
+
+
+def test_the_fake_has_the_signatures_of_the_real_library() -> None:
+    import deep_ep
+    from deep_ep.signatures import differences
+
+    kinds = (deep_ep.Buffer, deep_ep.ElasticBuffer, deep_ep.EventOverlap, deep_ep.HybridEPBuffer)
+    assert [line for kind in kinds for line in differences(kind)] == []
+
+
+def test_a_call_that_the_real_signature_does_not_take_fails() -> None:
+    import deep_ep
+
+    with pytest.raises(TypeError, match="alignment"):
+        deep_ep.Buffer.dispatch(object(), torch.zeros(1), alignment=16)
+
+
+def test_the_rank_counts_are_those_of_the_real_library() -> None:
+    from deep_ep.signatures import SNAPSHOT
+
+    assert list(BUFFER_RANKS) == SNAPSHOT["ranks"]["get_dispatch_config"] == SNAPSHOT["ranks"]["get_combine_config"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_outputs_and_gradients_equal_the_oracle(pool: RankPool, interface: str, world: str) -> None:
+    for seed, skew in enumerate(("even", "one", "starved")):
+        trial = case(world, interface, skew=skew, seed=seed, masked=seed == 1, shared=True, row_alignment=1 + 3 * seed)
+        if interface == "ElasticBuffer" and seed:
+            continue
+        outcomes = pool.run(solved, trial.world, trial, INTERFACES[interface][1])
+        assert_matches(outcomes, truth(trial, Rule(top_k=2)), rtol=BF16)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_the_same_rows_arrive_as_over_the_torch_backend(pool: RankPool, interface: str, world: str) -> None:
+    trial = case(world, interface, num_experts=8, top_k=3, row_alignment=4)
+    ours = pool.run(received, trial.world, trial, INTERFACES[interface][1])
+    theirs = pool.run(received, trial.world, trial, None)
+    for mine, wanted in zip(ours, theirs):
+        for name in ("rows", "weights"):
+            assert torch.equal(mine[name], wanted[name]), name
+        for name in ("counts", "offsets", "sizes", "traffic"):
+            assert mine[name] == wanted[name], name
+        assert torch.allclose(mine["out"], wanted["out"], rtol=2e-2)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_groups_are_padded_to_the_capacity_of_the_router(pool: RankPool, world: str) -> None:
+    trial = case(world, row_alignment=4)
+    routing = {**trial.parts["routing"], "capacity": {"factor": 1.0, "pad": True}}
+    trial = Trial(**{**trial.__dict__, "parts": {**trial.parts, "routing": routing}})
+    ours, theirs = (pool.run(received, trial.world, trial, options) for options in ({}, None))
+    for mine, wanted in zip(ours, theirs):
+        assert torch.equal(mine["rows"], wanted["rows"])
+        assert torch.equal(mine["weights"], wanted["weights"])
+        assert mine["sizes"] == wanted["sizes"]
+        assert len(set(mine["sizes"])) == 1
+
+
+@pytest.mark.parametrize("world", ["two ranks, unequal", "four ranks, one empty", "experts in two parts"])
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_redispatch_moves_other_values_along_the_handle(pool: RankPool, interface: str, world: str) -> None:
+    trial = case(world, interface)
+    etp = WORLDS[world][2]
+    for again in pool.run(redispatched, trial.world, trial, INTERFACES[interface][1]):
+        assert again.same_rows
+        assert again.same_weights
+        dispatches = [given for name, given in again.calls if name.endswith(".dispatch")]
+        assert dispatches
+        for given in dispatches:
+            assert "handle" in given
+            assert "topk_idx" not in given
+        moves = {name for name, _ in again.calls if not name.endswith("_config")}
+        assert moves == {f"{interface}.dispatch", f"{interface}.combine", *EVENTS}
+        chosen = again.grads["ids"] >= 0
+        assert torch.equal(again.grads["x"], torch.full_like(again.grads["x"], 2.0 * etp))
+        assert torch.equal(again.grads["weights"], 3.0 * etp * chosen)
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_two_micro_batches_in_flight_do_not_disturb_each_other(pool: RankPool, interface: str) -> None:
+    trial = case("four ranks, one empty", interface)
+    assert pool.run(in_flight, 4, trial, INTERFACES[interface][1]) == [True] * 4
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_nothing_stays_on_the_dispatcher(pool: RankPool, interface: str) -> None:
+    trial = case("two ranks, unequal", interface)
+    assert pool.run(left_on_the_dispatcher, 2, trial, INTERFACES[interface][1]) == [[], []]
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_no_row_outlives_its_movement(pool: RankPool, interface: str) -> None:
+    trial = case("two ranks, unequal", interface)
+    assert pool.run(rows_outlive_the_layer, 2, trial, INTERFACES[interface][1]) == [[False] * 3] * 2
+
+
+def shape(**more: int) -> Shape:
+    return Shape(**{"model_dim": 4096, "top_k": 8, "num_experts": 256, "ranks": 8, **more})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model_dim": 4104}, "multiple of 16, not 4104"),
+        ({"model_dim": 8192}, "at most 8176, not 8192"),
+        ({"top_k": 33}, "at most 32, not 33"),
+        ({"num_experts": 2048}, "at most 128 experts, not 256"),
+        ({"ranks": 6}, "2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160 ranks, not 6"),
+        ({"ranks": 16, "model_dim": 4112}, "multiple of 256, not 4112"),
+        ({"ranks": 16, "model_dim": 8192}, "16376 bytes between nodes, not 16464"),
+        ({"ranks": 16, "num_experts": 2048}, "at most 64 experts, not 128"),
+        ({"ranks": 96, "num_experts": 960, "top_k": 10}, "at most 8 nodes; top-10 over 12"),
+    ],
+)
+def test_what_buffer_cannot_do_is_said_with_the_limit(given: dict[str, int], said: str) -> None:
+    (found,) = buffer_limits(shape(**given))
+    assert said in found
+    (problem,) = limits(shape(**given))
+    assert said in problem.what
+    assert "backend: torch" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("given", "max_tokens", "said"),
+    [
+        ({"model_dim": 4112}, 64, "multiple of 256, not 4112"),
+        ({"top_k": 33}, 64, "at most 32, not 33"),
+        ({"ranks": 2048, "num_experts": 2048}, 64, "at most 1024 ranks, not 2048"),
+        ({"ranks": 256, "num_experts": 4096}, 64, "at most 2048 experts, not 4096"),
+        ({"ranks": 4, "num_experts": 2048}, 64, "at most 256 experts, not 512"),
+        ({}, None, "set max_tokens"),
+    ],
+)
+def test_what_elastic_buffer_cannot_do_is_said_with_the_limit(
+    given: dict[str, int], max_tokens: int | None, said: str
+) -> None:
+    (found,) = elastic_limits(shape(**given), max_tokens=max_tokens)
+    assert said in found
+
+
+def test_what_one_of_the_two_buffers_carries_is_no_problem() -> None:
+    assert limits(shape()) == []
+    assert limits(shape(model_dim=8192)) != []
+    assert limits(shape(model_dim=8192), max_tokens=4096) == []
+    assert limits(shape(ranks=1)) == []
+
+
+def test_parts_of_experts_count_as_choices() -> None:
+    dims = moefw.Dims(model_dim=4096, expert_dim=64, num_experts=64, top_k=12)
+    assert Shape.of(dims, ep=4, etp=4) == Shape(model_dim=4096, top_k=48, num_experts=256, ranks=16)
+    assert "not 48" in limits(Shape.of(dims, ep=4, etp=4))[0].what
+
+
+def test_the_buffer_is_chosen_by_what_the_module_has() -> None:
+    import deep_ep
+
+    assert choose(deep_ep, shape(), max_tokens=4096) == "Buffer"
+    assert choose(deep_ep, shape(model_dim=8192), max_tokens=4096) == "ElasticBuffer"
+    assert choose(deep_ep, shape(ranks=256), max_tokens=4096) == "ElasticBuffer"
+    only_new = SimpleNamespace(ElasticBuffer=deep_ep.ElasticBuffer)
+    assert choose(only_new, shape(), max_tokens=4096) == "ElasticBuffer"
+    only_old = SimpleNamespace(Buffer=deep_ep.Buffer)
+    with pytest.raises(moefw.PlanError, match=r"at most 8176, not 8192.*lacks ElasticBuffer"):
+        choose(only_old, shape(model_dim=8192), max_tokens=4096)
+    with pytest.raises(moefw.PlanError, match=r"lacks Buffer.*set max_tokens"):
+        choose(only_new, shape(), max_tokens=None)
+
+
+def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    with pytest.raises(moefw.PlanError, match=r"cannot import deep_ep.*pip install 'moefw\[deepep\]'.*sgl-deep-ep"):
+        library()
+
+
+class Cluster(moefw.Machine):
+    """A GPU machine with every package."""
+
+    def has_package(self, name: str) -> bool:
+        return True
+
+
+def test_the_spec_is_refused_where_library_or_gpu_are_missing() -> None:
+    sys.path.remove(FAKES)
+    trial = case("two ranks, unequal")
+    said = refused(trial, moefw.Machine(device="cpu"))
+    assert "package deep_ep" in said
+    assert "pip install 'moefw[deepep]' (the distribution sgl-deep-ep)" in said
+    assert "device cuda" in said
+    said = refused(trial, moefw.Machine(device="cuda"))
+    assert "package deep_ep" in said
+    assert "device cuda" not in said
+    assert refused(trial, Cluster(device="cuda")) == ""
+
+
+def test_the_spec_is_refused_with_the_limit_of_the_library() -> None:
+    cluster = Cluster(device="cuda")
+    trial = case("two ranks, unequal", dim=8192)
+    said = refused(trial, cluster)
+    assert said.startswith("PlanError")
+    assert "trial dispatch.backend" in said
+    assert "at most 8176, not 8192" in said
+    assert "set max_tokens" in said
+    assert refused(trial, cluster, max_tokens=64) == ""
+    fp32 = Trial(**{**trial.__dict__, "dim": 16, "parts": {**trial.parts, "precision": {"use": "fp32"}}})
+    assert "bf16 rows on the wire" in refused(fp32, cluster)
+    assert "backend: torch has none" in refused(trial, cluster, backend="torch", max_tokens=64)
+
+
+def test_a_row_dtype_that_the_library_cannot_add_up_is_refused(pool: RankPool) -> None:
+    trial = case("two ranks, unequal")
+    trial = Trial(**{**trial.__dict__, "parts": {**trial.parts, "precision": {"use": "fp32"}}})
+    for said in pool.run(refusal, 2, trial, {}):
+        assert "bf16 rows; these are torch.float32" in said
+
+
+def test_memory_that_torch_fills_is_refused_with_the_setting_to_change(pool: RankPool) -> None:
+    for said in pool.run(refusal, 2, case("two ranks, unequal"), {}, torch_fills_memory):
+        assert said.startswith("PlanError")
+        assert "fill_uninitialized_memory = False" in said
+
+
+def test_more_tokens_than_the_elastic_buffer_was_made_for_are_refused(pool: RankPool) -> None:
+    trial = case("two ranks, unequal", "ElasticBuffer", tokens=(5, 5))
+    for said in pool.run(refusal, 2, trial, {"max_tokens": 4}):
+        assert "sends 5 tokens" in said
+        assert "max_tokens: 4" in said

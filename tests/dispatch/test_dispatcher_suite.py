@@ -1,0 +1,187 @@
+"""The dispatcher suite passes what is right and finds what is wrong, and says it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from broken_dispatchers import BROKEN, Broken
+from broken_movements import ON_REAL_RANKS
+from moefw.core.registry import Registry
+from moefw.plugins.dispatchers.allgather import AllGather
+from moefw.plugins.dispatchers.alltoall import AllToAll
+from moefw.plugins.dispatchers.deepep import DeepEP
+from moefw.plugins.dispatchers.hybridep import HybridEP
+from moefw.testing import DispatcherSuite
+from moefw.testing.pool import RankPool
+from moefw.testing.suites.base import Profile
+from moefw.testing.trial import DISPATCHERS
+
+ON_THREADS = [
+    name for name, each in BROKEN.items() if not each.check.startswith("test_the_layer") and "RealRanks" not in name
+]
+
+
+def suite(broken: Broken, pool: RankPool | None, worlds: Sequence[int]) -> DispatcherSuite:
+    made = type("TestBroken", (DispatcherSuite,), {"plugin": broken.plugin})()
+    made.pool, made.profile = pool, Profile(worlds=tuple(worlds), examples=4)
+    return made
+
+
+def said(check) -> str:
+    """Return what a check fails with; empty if it passes or skips."""
+    try:
+        check()
+    except pytest.skip.Exception:
+        return ""
+    except pytest.fail.Exception as failure:
+        return str(failure)
+    return ""
+
+
+@pytest.mark.parametrize("name", ON_THREADS)
+def test_what_is_broken_is_found_and_named(name: str) -> None:
+    broken = BROKEN[name]
+    held = suite(broken, None, broken.worlds)
+    message = said(getattr(held, broken.check))
+    assert broken.words in message, message or "nothing was found"
+    assert message.startswith(broken.plugin.name)
+
+
+@pytest.mark.parametrize("name", [name for name in BROKEN if name not in ON_THREADS])
+def test_what_is_broken_among_processes_is_found_and_named(pool: RankPool, name: str) -> None:
+    broken = BROKEN[name]
+    held = suite(broken, pool, broken.worlds)
+    type(held).job_s = 8.0 if broken.words == "the ranks hang" else 20.0
+    message = said(getattr(held, broken.check))
+    assert broken.words in message, message or "nothing was found"
+
+
+def test_a_dispatcher_that_cannot_run_on_threads_is_held_on_real_ranks(pool: RankPool) -> None:
+    held = suite(ON_REAL_RANKS, pool, (2,))
+    assert not held.on_threads
+    for check in (
+        held.test_rows_come_in_order_of_expert_source_rank_and_token,
+        held.test_gradients_of_tokens_and_weights_are_the_true_ones,
+        held.test_every_rank_makes_the_same_collectives,
+        held.test_no_buffer_is_read_before_its_collective_is_awaited,
+        held.test_movements_are_under_way_between_start_and_finish,
+        held.test_the_bytes_it_reports_are_those_that_leave_the_rank,
+        held.test_redispatch_exchanges_no_metadata,
+        held.test_two_dispatchers_do_not_disturb_each_other,
+        held.test_two_movements_in_flight_do_not_disturb_each_other,
+    ):
+        check()
+
+
+def test_a_plugin_that_no_other_process_can_import_is_told_so(pool: RankPool) -> None:
+    class Hidden(AllToAll):
+        name = "hidden"
+
+    held = type("TestHidden", (DispatcherSuite,), {"plugin": frozen(Hidden)})()
+    held.pool, held.profile = pool, Profile(worlds=(2,), examples=1)
+    assert "declare it at the top of a module" in said(held.test_the_layer_equals_the_oracle_in_bf16)
+
+
+def every_check(held: DispatcherSuite) -> Iterator[tuple[str, str]]:
+    """Run all checks; yield those that fail with what they say."""
+    for name in (name for name in dir(held) if name.startswith("test_")):
+        message = said(getattr(held, name))
+        if message:
+            yield name, message
+
+
+@pytest.fixture(autouse=True)
+def the_same_examples_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No draw decides what is caught."""
+    monkeypatch.setenv("CI", "true")
+
+
+FULL = list(BROKEN) if os.environ.get("MOEFW_EVERY_BROKEN") else ["WrongForTopOne", "WrongAmongProcesses", "KeepsAPlan"]
+"""Whom a whole run is tried on: with MOEFW_EVERY_BROKEN=1 all of them, some minutes."""
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_whole_run_finds_it_too(pool: RankPool, name: str) -> None:
+    broken = BROKEN[name]
+    found = dict(every_check(suite(broken, pool, broken.worlds)))
+    assert broken.words in found.get(broken.check, ""), found
+
+
+class TestAllToAll(DispatcherSuite):
+    plugin = AllToAll
+
+
+class TestAllGather(DispatcherSuite):
+    plugin = AllGather
+
+
+class TestDeepEP(DispatcherSuite):
+    plugin = DeepEP
+    options = {"backend": "torch"}
+
+
+class TestHybridEP(DispatcherSuite):
+    plugin = HybridEP
+    options = {"backend": "torch"}
+
+
+def test_every_installed_dispatcher_is_certified_here() -> None:
+    registry = Registry()
+    assert registry.load_all() == []
+    ours = {part.name for part in registry.parts() if part.hook == "moefw_dispatchers" and part.distribution == "moefw"}
+    certified = {each.plugin.name for each in (TestAllToAll, TestAllGather, TestDeepEP, TestHybridEP)}
+    assert ours == certified == set(DISPATCHERS)
+
+
+def test_a_static_budget_passes_what_concerns_it() -> None:
+    options = {"backend": "torch", "rank_capacity": 0.6, "on_overflow": "drop"}
+    held = type("TestStatic", (DispatcherSuite,), {"plugin": HybridEP, "options": options})()
+    held.profile = Profile(worlds=(1, 2, 4), examples=4)
+    held.test_a_static_budget_holds_whatever_the_routing()
+    held.test_rows_come_in_order_of_expert_source_rank_and_token()
+    held.test_padding_and_undefined_rows_are_never_read()
+
+
+# The command line: an empty folder, no test file.
+
+
+def certify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_an_installed_dispatcher_is_certified_in_an_empty_folder(tmp_path: Path) -> None:
+    options = ("--moefw-dispatcher", "deepep", "--moefw-options", "{backend: torch}")
+    done = certify(tmp_path, *options, "-v", "-k", "order or bytes or static")
+    assert done.returncode == 0, done.stdout
+    assert "moefw::TestDeepep::test_rows_come_in_order_of_expert_source_rank_and_token PASSED" in done.stdout
+    assert "4 passed, 1 skipped" in done.stdout or "3 passed, 1 skipped" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--moefw-dispatcher", "altoall"], "Did you mean 'alltoall'?"),
+        (["--moefw-dispatcher", "topk"], "one of the routers. Installed here: allgather, alltoall, deepep, hybridep"),
+        (["--moefw-dispatcher", "deepep"], "Pass --moefw-options '{backend: torch}'"),
+        (["--moefw-dispatcher", "deepep", "--moefw-options", "{backend: nccl}"], "'nccl' is not one of the choices"),
+        (["--moefw-dispatcher", "deepep", "--moefw-options", "{bakend: torch}"], "Did you mean 'backend'?"),
+        (["--moefw-options", "{backend: torch}"], "exactly one of"),
+        (["--moefw-profile", "hard"], "use one of quick, ci, nightly"),
+    ],
+)
+def test_what_cannot_be_certified_is_a_usage_error_with_one_message(
+    tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    done = certify(tmp_path, *arguments)
+    assert done.returncode == 4
+    assert words in done.stderr
+    assert done.stderr.strip().count("\n") == 0

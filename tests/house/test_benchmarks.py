@@ -1,0 +1,41 @@
+"""Benchmarks are no tests, but they must run: what nobody runs breaks unseen."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from moefw.commands.check import check
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_the_layer_written_by_hand_computes_what_the_plugins_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The race of the plugin tax holds one against the other, bit for bit, before it begins."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    plugin_tax = importlib.import_module("plugin_tax")
+    seconds = plugin_tax.race(16, 16, rounds=1)
+    assert {name: len(each) for name, each in seconds.items()} == {"built": 1, "inline": 1, "inline again": 1}
+
+
+def test_dropped_rows_leave_the_tokens_and_the_pre_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The race of saved bytes holds its ways against each other, and counts what each of them leaves alive."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    saved_bytes = importlib.import_module("saved_bytes")
+    shape = {"tokens": 256, "dim": 512, "expert_dim": 256, "experts": 8, "top_k": 4}
+    held = {row["mode"]: row["of_minimum"] for row in saved_bytes.measure(shape, rounds=1)}
+    rows = 2 * 256 * 4 * 512 / (2 * 256 * 512 + 4 * 256 * 4 * 256)
+    assert held["recompute dispatch and router"] < held["recompute dispatch"] < held["keep"] < held[saved_bytes.PEER]
+    assert held["recompute dispatch and router"] < 1.02
+    assert held["keep"] - held["recompute dispatch"] == pytest.approx(rows, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart, offload"])
+def test_what_trains_on_a_gpu_has_a_sound_spec(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    _, _, _, *spec_and_overrides = importlib.import_module("on_gpu").PARTS[name]
+    monkeypatch.chdir(BENCHMARKS.parent)
+    assert CliRunner().invoke(check, spec_and_overrides).exit_code == 0

@@ -1,0 +1,116 @@
+"""The guides are true: every block of code is written or run as a reader would, and says what is shown."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?( append)?\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+@dataclass
+class Reader:
+    """Somebody who follows a guide in an empty folder. Installing writes metadata beside it, as pip would elsewhere."""
+
+    folder: Path
+    site: Path
+    written: dict[str, str] = field(default_factory=dict)
+
+    def follow(self, guide: str) -> None:
+        blocks = BLOCK.findall(guide)
+        assert len(blocks) == guide.count("\n```") // 2, "a block that is not understood"
+        for _, title, _, text in (block for block in blocks if block[1] and block[0] == "yaml"):
+            self.written[title] = text
+        for language, title, append, text in blocks:
+            if language == "console":
+                self.run(text)
+            elif title:
+                path = self.folder / title
+                path.write_text((path.read_text() + "\n" if append else "") + text)
+            else:
+                assert language == "text" or self.shows(text), f"no file says so:\n{text}"
+
+    def shows(self, text: str) -> bool:
+        """Whether a file of the package holds what an excerpt shows."""
+        return any(text in path.read_text() for path in self.folder.rglob("*.*") if path.is_file())
+
+    def run(self, console: str) -> None:
+        for command, shown in commands(console):
+            words = shlex.split(command)
+            if words[0] == "cd":
+                self.folder = self.folder / words[1]
+                for title, text in self.written.items():
+                    (self.folder / title).write_text(text)
+            elif words[:2] == ["pip", "install"]:
+                self.install()
+            else:
+                self.expect(command, shown)
+
+    def expect(self, command: str, shown: list[str]) -> None:
+        exit_code = 0
+        if shown and (found := re.fullmatch(r"\(exit (\d)\)", shown[-1])):
+            exit_code, shown = int(found[1]), shown[:-1]
+        path = os.pathsep.join(map(str, (Path(sys.executable).parent, os.environ["PATH"])))
+        env = {**os.environ, "PATH": path, "PYTHONPATH": str(self.site), "PYTEST_ADDOPTS": "-q -p no:cacheprovider"}
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self.folder, env=env, capture_output=True, text=True, timeout=280
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == exit_code, f"{command}\n{said}"
+        lines = iter(said.splitlines())
+        for line in shown:
+            pattern = line.replace("[", "[[]").replace("...", "*")
+            assert line == "..." or any(fnmatch.fnmatchcase(said, pattern) for said in lines), f"{line}\n{said}"
+
+    def install(self) -> None:
+        project = tomllib.loads((self.folder / "pyproject.toml").read_text())["project"]
+        info = self.site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir(parents=True)
+        head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        (info / "METADATA").write_text(head)
+        entries = "".join(f"{name} = {module}\n" for name, module in project["entry-points"]["moefw"].items())
+        (info / "entry_points.txt").write_text(f"[moefw]\n{entries}")
+        for package in self.folder.glob("moefw_*"):
+            (self.site / package.name).symlink_to(package)
+
+
+def commands(console: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each command with the lines that are shown below it."""
+    command, shown = "", []
+    for line in console.splitlines():
+        if line.startswith("$ "):
+            if command:
+                yield command, shown
+            command, shown = line[2:], []
+        else:
+            shown.append(line)
+    yield command, shown
+
+
+@pytest.mark.parametrize("guide", sorted(GUIDES.glob("write-*.md")), ids=lambda path: path.stem)
+def test_a_guide_leads_from_an_empty_folder_to_a_certified_plugin(guide: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    reader = Reader(tmp_path / "work", tmp_path / "site")
+    reader.follow(guide.read_text())
+    (package,) = (tmp_path / "work").iterdir()
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--config", str(GUIDES.parent.parent / "pyproject.toml"), "."]
+        done = subprocess.run(ruff, cwd=package, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_a_guide_links_to_what_is_there() -> None:
+    for guide in GUIDES.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", guide.read_text()):
+            assert (GUIDES / target).exists(), f"{guide.name} links to {target}"

@@ -1,0 +1,130 @@
+"""The house keeps its rooms apart, and nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import ast
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def sources(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found
+    return found
+
+
+def test_the_core_imports_nothing_that_stands_on_it() -> None:
+    for path in sources("moefw/core"):
+        for name in imports(path):
+            assert not name.startswith(
+                ("moefw.plugins", "moefw.models", "moefw.training", "moefw.testing", "moefw.planner", "moefw_kernels")
+            ), f"{path} imports {name}"
+
+
+def test_the_core_knows_no_plugin_by_name() -> None:
+    names = {entry.name for entry in entry_points(group="moefw") if entry.dist and entry.dist.name == "moefw"}
+    assert len(names) >= 15
+    for path in sources("moefw/core"):
+        strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not strings & names, f"{path} names {strings & names}"
+
+
+def test_a_spec_is_read_by_a_room_that_needs_nothing_of_the_core_but_its_errors() -> None:
+    for path in sources("moefw/core/spec"):
+        for name in imports(path):
+            assert not name.startswith("moefw.") or name.startswith(("moefw.core.errors.", "moefw.core.spec."))
+
+
+def test_a_plugin_imports_no_other_plugin() -> None:
+    for path in sources("moefw/plugins"):
+        own = ".".join(path.relative_to(ROOT).parts[:4])
+        for name in imports(path):
+            if name.startswith("moefw.plugins."):
+                assert name.startswith(own), f"{path} imports {name}"
+            assert not name.startswith(("moefw.models", "moefw.training", "moefw.testing")), f"{path} imports {name}"
+
+
+def test_files_stay_small() -> None:
+    for folder in ("moefw", "kernels"):
+        for path in sources(folder):
+            assert len(path.read_text().splitlines()) <= 420, f"{path} holds more than one idea"
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_declarations_import_no_torch() -> None:
+    code = "import sys, moefw; from moefw.core.registry import Registry; r = Registry(); p = r.load_all(); print(p, len(r.parts()))"
+    found = python(f"{code}; assert 'torch' not in sys.modules")
+    assert found.startswith("[] ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", str(QUICKSTART)],
+        ["plugins"],
+        ["matrix"],
+        ["schema"],
+        ["--help"],
+        ["train", "--help"],
+        ["plan", str(QUICKSTART)],
+    ],
+)
+def test_commands_that_only_look_import_no_torch(arguments: list[str]) -> None:
+    code = f"""
+import sys, moefw.cli
+try: moefw.cli.main({arguments!r})
+except SystemExit as done: assert not done.code, done.code
+assert 'torch' not in sys.modules
+"""
+    assert python(code)
+
+
+def test_help_answers_at_once() -> None:
+    def cpu_seconds() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    def least(command: list[str]) -> float:
+        spent = []
+        for _ in range(3):
+            before = cpu_seconds()
+            subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+            spent.append(cpu_seconds() - before)
+        return min(spent)
+
+    assert least([sys.executable, "-m", "moefw", "--help"]) < 0.3
+
+
+def test_transformers_still_finds_its_kernels_package_beside_our_folder() -> None:
+    assert python("import transformers; print(transformers.__version__)")
+
+
+def test_the_public_names_are_all_there() -> None:
+    import moefw
+
+    assert sorted(moefw.__all__) == sorted(set(moefw.__all__))
+    for name in moefw.__all__:
+        assert getattr(moefw, name) is not None

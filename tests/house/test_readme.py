@@ -1,0 +1,63 @@
+"""What the README shows works."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from moefw.cli import COMMANDS, cli
+from moefw.commands import specs
+from moefw.core.errors import MoefwError
+from moefw.core.registry import Registry
+from moefw.core.resolve import assemble
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_first_spec_is_sound(tmp_path: Path) -> None:
+    (text,) = blocks("yaml")
+    path = tmp_path / "first.yaml"
+    path.write_text(text)
+    assembly = assemble(path, defaults=specs.defaults())
+    assert assembly.layout.world == 2
+    assert set(assembly.layers) == {0, 1, 2}
+
+
+def test_the_mistake_is_told_as_shown(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"^error: (.*)$", README, flags=re.MULTILINE)
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {preset: qwen3-moe-tiny}")
+    with pytest.raises(MoefwError) as caught:
+        assemble(path, ["dispatch.use=altoall"], defaults=specs.defaults())
+    assert str(caught.value) == shown
+
+
+def test_the_plugin_of_20_lines_registers_and_is_chosen_by_a_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = blocks("python")
+    module = types.ModuleType("moefw_ring")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(code, "README.md", "exec", dont_inherit=True), module.__dict__)
+    registry = Registry(extra=[module])
+    path = tmp_path / "ring.yaml"
+    path.write_text(
+        "model: {preset: qwen3-moe-tiny}\ndispatch: {use: ring, both_ways: false}\nparallel: {experts: {ep: 2}}"
+    )
+    assembly = assemble(path, defaults=specs.defaults(), registry=registry)
+    assert assembly.parts.dispatch.both_ways is False
+
+
+def test_every_command_has_a_row_and_help() -> None:
+    for command in COMMANDS:
+        assert f"`moefw {command} " in README or f"`moefw {command}`" in README
+        assert CliRunner().invoke(cli, [command, "--help"]).exit_code == 0

@@ -1,0 +1,271 @@
+"""The grouped GEMMs on FP8: the reference against formulas, the kernels against it in Triton's interpreter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefw_kernels.grouped_gemm import blockwise_grouped_mm, reference, tensorwise_grouped_mm
+from moefw_kernels.quantize import E5M2, Quantized, quantize_fp8, quantize_tensor
+from triton_compiled import assembled, compiled
+
+GROUPS = [(128, 0, 5, 300, 1), (7,), (0, 0), (0, 131, 0), (1, 1, 2, 3, 5, 7, 11, 13, 17)]
+BLOCKS = [(128, 0, 256), (0, 0), (0, 384, 0), (128,)]
+SIXTEENS = [(16, 0, 144, 256), (0, 0), (0, 112, 0), (128,)]
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Values whose blocks have scales of their own, along both axes."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (torch.randint(-6, 7, (size,), generator=generator).float().exp2() for size in shape[-2:])
+    return torch.randn(shape, generator=generator) * rows.unsqueeze(1) * columns
+
+
+def ends_of(sizes: Sequence[int]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def rows_by_weights(sizes: Sequence[int], *, backward: bool) -> tuple[Quantized, Quantized]:
+    """Rows of 384 values, seven of them NaN past the last group, by weights that lie as in fprop or as in dgrad."""
+    x = drawn(sum(sizes) + 7, 384, seed=1)
+    x[sum(sizes) :] = torch.nan
+    if backward:
+        weights = quantize_fp8(drawn(len(sizes), 384, 256, seed=2), block=(128, 128)).along(-2)
+    else:
+        weights = quantize_fp8(drawn(len(sizes), 256, 384, seed=2), block=(128, 128)).mT
+    return quantize_fp8(x, block=(1, 128), power_of_two=False), weights
+
+
+def over_rows(sizes: Sequence[int]) -> tuple[Quantized, Quantized]:
+    """A block of NaN past the last group."""
+    grad, x = drawn(sum(sizes) + 128, 256, seed=3), drawn(sum(sizes) + 128, 384, seed=4)
+    grad[sum(sizes) :], x[sum(sizes) :] = torch.nan, torch.nan
+    return quantize_fp8(grad, block=(128, 1)).mT, quantize_fp8(x, block=(128, 1), power_of_two=False)
+
+
+def gradients(x: Tensor, ends: Tensor) -> Quantized:
+    """E5M2 without subnormal numbers, which Triton's interpreter multiplies wrongly."""
+    found = quantize_tensor(x, fmt=E5M2, ends_e=ends)
+    codes = found.codes.view(torch.uint8)
+    return replace(found, codes=codes.masked_fill(codes & 0x7C == 0, 0).view(torch.float8_e5m2))
+
+
+def tensorwise_rows_by_weights(sizes: Sequence[int], *, backward: bool) -> tuple[Quantized, Quantized]:
+    """As above, with a scale for each group, gradients in E5M2."""
+    x = drawn(sum(sizes) + 7, 384, seed=1)
+    x[sum(sizes) :] = torch.nan
+    ends = ends_of(sizes)
+    if backward:
+        return gradients(x, ends), quantize_tensor(drawn(len(sizes), 384, 256, seed=2)).along(-2)
+    return quantize_tensor(x, ends_e=ends), quantize_tensor(drawn(len(sizes), 256, 384, seed=2)).mT
+
+
+def tensorwise_over_rows(sizes: Sequence[int]) -> tuple[Quantized, Quantized]:
+    grad, x = drawn(sum(sizes) + 16, 256, seed=3), drawn(sum(sizes) + 16, 384, seed=4)
+    grad[sum(sizes) :], x[sum(sizes) :] = torch.nan, torch.nan
+    ends = ends_of(sizes)
+    return gradients(grad, ends).along(-2).mT, quantize_tensor(x, ends_e=ends).along(-2)
+
+
+def close(mine: Tensor, right: Tensor) -> None:
+    """To what fp32 sums in another order may differ by, of the largest value of a row and of a column."""
+    assert mine.shape == right.shape
+    assert mine.dtype == right.dtype
+    assert mine.isfinite().all()
+    if right.numel():
+        down, across = (right.float().abs().amax(axis, keepdim=True).clamp(min=1e-30) for axis in (-2, -1))
+        error = ((mine.float() - right.float()).abs() / torch.minimum(down, across)).max().item()
+        assert error <= (2**-7 if right.dtype is torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+@pytest.mark.parametrize("backward", [False, True], ids=["fprop", "dgrad"])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blockwise", "tensorwise"])
+def test_the_reference_multiplies_each_groups_rows_by_its_weights(
+    sizes: Sequence[int], backward: bool, blocks: bool
+) -> None:
+    x, weights = (rows_by_weights if blocks else tensorwise_rows_by_weights)(sizes, backward=backward)
+    ends, count = ends_of(sizes), sum(sizes)
+    multiply = blockwise_grouped_mm if blocks else tensorwise_grouped_mm
+    found = multiply(x, weights, ends, out_dtype=torch.float32)
+    wanted = torch.cat(
+        [rows @ w for rows, w in zip(x.dequantize()[:count].double().split(list(sizes)), weights.dequantize().double())]
+    )
+    assert found.shape == (count + 7, 256)
+    close(found[:count], wanted.float())
+
+
+OVER_ROWS = [*((sizes, True) for sizes in BLOCKS), *((sizes, False) for sizes in SIXTEENS)]
+
+
+@pytest.mark.parametrize(("sizes", "blocks"), OVER_ROWS, ids=str)
+def test_the_reference_sums_over_each_groups_rows(sizes: Sequence[int], blocks: bool) -> None:
+    grad, x = (over_rows if blocks else tensorwise_over_rows)(sizes)
+    multiply = blockwise_grouped_mm if blocks else tensorwise_grouped_mm
+    found = multiply(grad, x, ends_of(sizes), out_dtype=torch.float32)
+    count = sum(sizes)
+    parts = (both.dequantize().double()[..., :count] for both in (grad, x.mT))
+    lefts, rights = (part.split(list(sizes), -1) for part in parts)
+    close(found, torch.stack([left @ right.T for left, right in zip(lefts, rights)]).float())
+
+
+def test_it_is_what_torch_multiplies_in_groups() -> None:
+    sizes = (128, 0, 256)
+    (x, weights), ends = rows_by_weights(sizes, backward=False), ends_of(sizes)
+    found = blockwise_grouped_mm(x, weights, ends, out_dtype=torch.float32)[: sum(sizes)]
+    close(found, F.grouped_mm(x.dequantize(), weights.dequantize(), offs=ends)[: sum(sizes)])
+
+
+def kernel_as_the_reference(sizes: Sequence[int], pair: tuple[Quantized, Quantized], dtype: torch.dtype) -> None:
+    from moefw_kernels.grouped_gemm import triton
+
+    ends = ends_of(sizes)
+    kernel = triton.blockwise_grouped_mm if pair[0].block else triton.tensorwise_grouped_mm
+    mine, right = (each(*pair, ends, dtype) for each in (kernel, reference.grouped_mm))
+    assert mine.shape == right.shape
+    count = sum(sizes) if mine.ndim == 2 else len(mine)
+    close(mine[:count], right[:count])
+
+
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+@pytest.mark.parametrize("backward", [False, True], ids=["fprop", "dgrad"])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blockwise", "tensorwise"])
+def test_the_kernel_of_rows_by_weights(
+    interpreter: ProcessPoolExecutor, sizes: Sequence[int], backward: bool, blocks: bool
+) -> None:
+    pair = (rows_by_weights if blocks else tensorwise_rows_by_weights)(sizes, backward=backward)
+    for dtype in (torch.float32, torch.bfloat16):
+        interpreter.submit(kernel_as_the_reference, sizes, pair, dtype).result()
+
+
+@pytest.mark.parametrize(("sizes", "blocks"), OVER_ROWS, ids=str)
+def test_the_kernel_that_sums_over_rows(interpreter: ProcessPoolExecutor, sizes: Sequence[int], blocks: bool) -> None:
+    pair = (over_rows if blocks else tensorwise_over_rows)(sizes)
+    for dtype in (torch.float32, torch.bfloat16):
+        interpreter.submit(kernel_as_the_reference, sizes, pair, dtype).result()
+
+
+def each_tile_gives_the_same_product() -> None:
+    from moefw_kernels.grouped_gemm import triton
+
+    sizes = (128, 0, 256)
+    ends = ends_of(sizes)
+    for tuned, pair in (
+        (triton._rows_by_weights, rows_by_weights(sizes, backward=False)),
+        (triton._weight_gradient, over_rows(sizes)),
+    ):
+        found = []
+        for m, n, *_ in triton._TILES:
+            tuned.configs[0].kwargs.update(BM=m, BN=n)
+            found.append(triton.blockwise_grouped_mm(*pair, ends, torch.float32)[: sum(sizes)])
+        for other in found:
+            close(other, found[0])
+
+
+def test_each_tile_gives_the_same_product(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(each_tile_gives_the_same_product).result()
+
+
+def refusals() -> Iterator[tuple[Quantized, Quantized, Tensor, str]]:
+    sizes = (128, 128)
+    (x, weights), ends = rows_by_weights(sizes, backward=False), ends_of(sizes)
+    grad, rows = over_rows(sizes)
+    yield x.mT, weights, ends, r"\(128, 1\) by e4m3 in blocks of \(128, 128\): give float8 in blocks of \(1, 128\) by"
+    yield x, weights.mT, ends, r"cannot multiply \(263, 384\) by \(2, 256, 384\): give \(R, I\) by \(e, I, O\)"
+    small = quantize_fp8(drawn(2, 384, 96, seed=5), block=(128, 128)).along(-2)
+    yield x, small, ends, "with I and O multiples of 128"
+    yield x, weights.along(-1), ends, "lay them along the axis that is summed over, as Quantized.along does"
+    yield x, weights, ends.long(), r"ends are torch.int64 \(2,\): give one torch.int32"
+    yield x, weights, ends[:1], r"ends are torch.int32 \(1,\): give one torch.int32 for each group, \(2,\)"
+    yield grad, rows.mT, ends, r"give float8 in blocks of \(1, 128\) by \(128, 1\)"
+
+
+@pytest.mark.parametrize("case", range(7))
+def test_what_cannot_be_multiplied_is_named(case: int) -> None:
+    a, b, ends, message = list(refusals())[case]
+    with pytest.raises(ValueError, match=message):
+        blockwise_grouped_mm(a, b, ends)
+
+
+def tensorwise_refusals() -> Iterator[tuple[Quantized, Quantized, Tensor, str]]:
+    sizes = (128, 128)
+    (x, weights), ends = tensorwise_rows_by_weights(sizes, backward=False), ends_of(sizes)
+    grad, rows = tensorwise_over_rows(sizes)
+    yield *rows_by_weights(sizes, backward=False), ends, r"give float8 with scales \(263, 1\) by \(2, 1, 1\), without"
+    yield quantize_tensor(torch.ones(263, 384)), weights, ends, r"e4m3 with scales \(\) by e4m3 with scales \(2, 1, 1\)"
+    yield grad, rows.mT, ends, r"give float8 with scales \(1, 272\) by \(384, 1\)"
+    yield x, weights.along(-1), ends, "lay them along the axis that is summed over"
+    yield grad, rows, ends.long(), "ends are torch.int64"
+
+
+@pytest.mark.parametrize("case", range(5))
+def test_what_has_no_scale_for_each_group_is_named(case: int) -> None:
+    a, b, ends, message = list(tensorwise_refusals())[case]
+    with pytest.raises(ValueError, match=message):
+        tensorwise_grouped_mm(a, b, ends)
+
+
+def for_hopper(name: str, types: str, aligned: str, blocks: bool, tile: tuple[int, int, int, int]) -> tuple[str, str]:
+    """Return the PTX, and what the assembler says of it."""
+    code = ptx(name, types, aligned, blocks, tile, 90)
+    return code, assembled(code)
+
+
+def ptx(name: str, types: str, aligned: str, blocks: bool, tile: tuple[int, int, int, int], capability: int) -> str:
+    """Return the PTX of a kernel; sizes divide by 16, as they do."""
+    from moefw_kernels.grouped_gemm import triton as ours
+
+    kernel, (m, n, warps, stages) = getattr(ours, name), tile
+    constants = {"BLOCKS": blocks, "BM": m, "BN": n, **({"G": 8} if "G" in kernel.arg_names else {})}
+    options = {"num_warps": warps, "num_stages": stages}
+    return str(compiled(kernel, types, aligned, constants, capability=capability, **options)["ptx"])
+
+
+POINTERS = "a a_scales b b_scales ends out"
+ROWS = ("_rows_kernel", "*bf16" + " i32" * 8, f"{POINTERS} N K")
+GRADIENT = ("_weight_gradient_kernel", "*fp32" + " i32" * 7, f"{POINTERS} M N K")
+KERNELS = {
+    "blockwise rows": (*ROWS, True, "e4m3"),
+    "blockwise gradient": (*GRADIENT, True, "e4m3"),
+    "tensorwise fprop": (*ROWS, False, "e4m3"),
+    "tensorwise dgrad": (*ROWS, False, "e5m2"),
+    "tensorwise gradient": (*GRADIENT, False, "e5m2"),
+}
+
+
+A_FEW_BYTES = 16
+"""Four registers of 255, of a tile of 128 x 128, in Triton 3.6; none in 3.7."""
+
+
+@pytest.mark.parametrize("tile", range(4))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_compiles_to_the_tensor_cores_of_hopper(compiler: ProcessPoolExecutor, kernel: str, tile: int) -> None:
+    from moefw_kernels.grouped_gemm.triton import _TILES
+
+    name, types, aligned, blocks, fmt = KERNELS[kernel]
+    a = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[fmt]
+    types = f"{a} *fp32 *fp8e4nv *fp32 *i32 {types}"
+    code, said = compiler.submit(for_hopper, name, types, aligned, blocks, _TILES[tile]).result()
+    assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.{fmt}\.e4m3", code)
+    assert "cp.async.cg.shared.global" in code, "loads of codes are wide and run ahead"
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert spilled
+    assert max(map(int, spilled.groups())) <= A_FEW_BYTES
+
+
+@pytest.mark.parametrize(("capability", "product"), [(89, "mma.sync.aligned.m16n8k32"), (100, "tcgen05.mma")])
+def test_one_scale_for_each_group_compiles_for_ada_and_blackwell(
+    compiler: ProcessPoolExecutor, capability: int, product: str
+) -> None:
+    from moefw_kernels.grouped_gemm.triton import _TILES
+
+    name, types, aligned, blocks, _ = KERNELS["tensorwise dgrad"]
+    types = f"*fp8e5 *fp32 *fp8e4nv *fp32 *i32 {types}"
+    assert product in compiler.submit(ptx, name, types, aligned, blocks, _TILES[0], capability).result()

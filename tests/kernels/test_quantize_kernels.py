@@ -1,0 +1,221 @@
+"""The Triton kernels equal the reference bit for bit, in the interpreter, and compile for a GPU that is not here.
+
+An access out of bounds ends an interpreting process, so kernels run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefw_kernels import quantize as package
+from moefw_kernels.quantize import E4M3, E5M2, Format, Quantized, reference
+from moefw_kernels.random import token_keys, uniform
+from triton_compiled import compiled
+
+INF, NAN = float("inf"), float("nan")
+Size = tuple[int, ...]
+
+
+def awkward(size: Size, dtype: torch.dtype) -> Tensor:
+    """Rows, and columns beside them, with something of their own: zeros, infinity, NaN, what is huge or tiny.
+
+    No subnormal bf16 numbers, which the interpreter of Triton 3.7 reads wrongly.
+    """
+    generator = torch.Generator().manual_seed(sum(size))
+    x = torch.randn(size, generator=generator) * torch.randn(*size[:-1], 1, generator=generator).mul(3).exp()
+    rows, columns = size[-2:]
+    largest = torch.finfo(dtype).max
+    for row, change in enumerate((0.0, -0.0, 1e-36 if dtype is torch.bfloat16 else 1e-40, 1e-36)):
+        if rows > 4 * row + 3:
+            x[..., 4 * row, :] *= change
+    if rows > 24 and columns > 20:
+        x[..., 24, 3], x[..., 23, 20], x[..., 22, 18], x[..., 21, 0], x[..., 20, 2] = INF, -INF, NAN, largest, -NAN
+    x = x.to(dtype)
+    return x.masked_fill(x.abs() < 2**-126, 0) if dtype is torch.bfloat16 else x
+
+
+def same(mine: Quantized, truth: Quantized) -> None:
+    for name in ("fmt", "block", "axis", "shape"):
+        assert getattr(mine, name) == getattr(truth, name), name
+    for name in ("codes", "scales", "global_scale"):
+        left, right = getattr(mine, name), getattr(truth, name)
+        if right is not None:
+            assert left.dtype == right.dtype
+            assert left.shape == right.shape
+            word = torch.uint8 if left.element_size() == 1 else torch.int32
+            assert torch.equal(left.view(word), right.view(word)), name
+    assert mine.codes.stride(mine.axis) == 1
+
+
+SIZES = [(1, 1), (3, 17), (131, 67), (2, 29, 130), (0, 5), (4, 0), (2, 1, 7, 40)]
+
+
+def quantized_as_the_reference(name: str, sizes: list[Size], dtype: torch.dtype, options: tuple[Any, ...]) -> None:
+    from moefw_kernels.quantize import triton
+
+    for size in sizes:
+        x = awkward(size, dtype)
+        for view in (x, x[..., ::2, ::3].mT):
+            same(getattr(triton, name)(view, *options), getattr(reference, name)(view, *options))
+
+
+def both_as_the_reference(name: str, block: int, sizes: list[Size], options: tuple[Any, ...]) -> None:
+    from moefw_kernels.quantize import triton
+
+    for size in sizes:
+        x = awkward(size, torch.bfloat16)
+        for view in (x, x.mT):
+            row, column = getattr(triton, f"{name}_both")(view, *options)
+            same(row, getattr(reference, name)(view, (1, block), *options))
+            same(column, getattr(reference, name)(view, (block, 1), *options))
+
+
+def nvfp4_as_the_reference(block: tuple[int, int], dtype: torch.dtype, sizes: list[Size], keyed: bool) -> None:
+    from moefw_kernels.quantize import triton
+
+    for size in sizes:
+        x = awkward(size, dtype)
+        for view in (x, x[..., ::2, ::3].mT):
+            seeds = torch.arange(view.shape[:-1].numel())
+            keys = token_keys(seeds, 1, salt=3).view(view.shape[:-1]) if keyed else None
+            finite = view.float().nan_to_num(0, 0, 0)
+            largest = finite.abs().amax() if view.numel() else torch.zeros(())
+            odd = [torch.tensor(number) for number in (3.7, 0.0, INF, NAN)] if size == sizes[0] else []
+            each = [finite.abs().amax((-2, -1))] if view.ndim > 2 else []
+            each += [finite.abs().amax(1)[:: block[0]].unsqueeze(1)] if view.ndim == 2 and view.numel() else []
+            for level in (largest, *odd, *each):
+                mine = triton.quantize_nvfp4(view, block, level, keys)
+                same(mine, reference.quantize_nvfp4(view, block, level, keys))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
+def test_fp8_blocks(interpreter: ProcessPoolExecutor, block: Size, power_of_two: bool, fmt: Format) -> None:
+    dtype = torch.float32 if power_of_two else torch.float16
+    interpreter.submit(quantized_as_the_reference, "quantize_fp8", SIZES, dtype, (block, fmt, power_of_two)).result()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize("block", [(1, 32), (32, 1), (32, 32)])
+def test_mxfp8_blocks(interpreter: ProcessPoolExecutor, block: Size, rounding: str, fmt: Format) -> None:
+    options = (block, fmt, rounding)
+    interpreter.submit(quantized_as_the_reference, "quantize_mxfp8", SIZES, torch.float32, options).result()
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "option"),
+    [("quantize_fp8", 128, True), ("quantize_fp8", 128, False), ("quantize_mxfp8", 32, "rceil")],
+)
+def test_both_orientations_in_one_read(interpreter: ProcessPoolExecutor, name: str, block: int, option: Any) -> None:
+    interpreter.submit(both_as_the_reference, name, block, SIZES, (E4M3, option)).result()
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
+def test_nvfp4_blocks(interpreter: ProcessPoolExecutor, block: Size, keyed: bool) -> None:
+    sizes = [(29, 67), (1, 1), (3, 17), (2, 17, 19), (0, 5), (4, 0)]
+    interpreter.submit(nvfp4_as_the_reference, block, torch.bfloat16, sizes, keyed).result()
+
+
+def a_draw_that_equals_the_fraction_stays_below() -> None:
+    from moefw_kernels.quantize import triton
+
+    keys = token_keys(torch.tensor([5]), 20, salt=1)
+    x = uniform(keys, 64) / 2  # in units of E2M1's least step, 0.5, its own draw
+    x[:, ::16] = 6.0
+    found = triton.quantize_nvfp4(x, (1, 16), torch.tensor(2688.0), keys)
+    assert torch.equal(found.dequantize(), x.where(x == 6.0, 0.0))
+
+
+def test_a_draw_that_equals_the_fraction_stays_below(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(a_draw_that_equals_the_fraction_stays_below).result()
+
+
+def casts_as_the_reference(fmt: Format) -> None:
+    """All bf16 numbers and what lies beside them, in blocks whose scale is one: the cast itself, on every grid point."""
+    from moefw_kernels.quantize import triton
+
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
+    x = torch.cat([x, *(torch.nextafter(x, torch.full_like(x, bound)) for bound in (INF, -INF))])
+    x = x[x.abs() <= fmt.max]
+    x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
+    x = torch.cat([x, torch.full((len(x), 1), fmt.max)], 1)
+    assert (reference.quantize_fp8(x, (1, 128), fmt, True).scales == 1).all()
+    same(triton.quantize_fp8(x, (1, 128), fmt, True), reference.quantize_fp8(x, (1, 128), fmt, True))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_the_cast_of_every_bf16_number_and_its_neighbours(interpreter: ProcessPoolExecutor, fmt: Format) -> None:
+    interpreter.submit(casts_as_the_reference, fmt).result()
+
+
+def transformed_as_the_reference(dtype: torch.dtype) -> None:
+    from moefw_kernels.hadamard import reference as truth
+    from moefw_kernels.hadamard import triton
+
+    signs = torch.tensor(truth.SIGNS).float()
+    for size in ((1, 16), (3, 48), (2, 37, 96), (0, 16), (4, 0), (2, 3, 5, 32)):
+        x = awkward(size, dtype)
+        for view in (x, torch.cat([x, x], -2)[..., ::2, :], x.mT.contiguous().mT):
+            mine, right = triton.hadamard(view, signs), truth.hadamard(view)
+            assert mine.dtype == dtype
+            assert mine.shape == right.shape
+            torch.testing.assert_close(mine, right, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_hadamard_transform(interpreter: ProcessPoolExecutor, dtype: torch.dtype) -> None:
+    interpreter.submit(transformed_as_the_reference, dtype).result()
+
+
+def tensors_on_a_gpu_go_to_the_kernels() -> None:
+    from moefw_kernels.quantize import triton
+
+    assert package._encoders(SimpleNamespace(is_cuda=True)) is triton  # type: ignore[arg-type]
+    assert package._encoders(SimpleNamespace(is_cuda=False)) is reference  # type: ignore[arg-type]
+
+
+def test_tensors_on_a_gpu_go_to_the_kernels(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(tensors_on_a_gpu_go_to_the_kernels).result()
+
+
+def ptx(package_name: str, name: str, types: str, constants: dict[str, Any]) -> str:
+    kernel = getattr(importlib.import_module(f"moefw_kernels.{package_name}.triton"), name)
+    return str(compiled(kernel, types, "", constants)["ptx"])
+
+
+TOP = struct.unpack("i", struct.pack("f", 448.0))[0]
+E4M3_CONSTANTS = {"TOP": 448.0, "M": 3, "LEAST": -6, "MAX": TOP}
+
+
+@pytest.mark.parametrize(
+    ("package_name", "name", "types", "constants"),
+    [
+        ("quantize", "_blocks_kernel", "*bf16 *u8 *u8 *u8 *u8 i32 i32 i64 i32 i32 fp32",
+         {"B": 32, "T": 64, "SQUARE": False, "BOTH": True, "RULE": 2, **E4M3_CONSTANTS}),
+        ("quantize", "_blocks_kernel", "*bf16 *u8 *fp32 i32 i32 i64 i32 i32 fp32",
+         {"column_codes": None, "column_scales": None, "B": 32, "T": 32, "SQUARE": True, "BOTH": False, "RULE": 1,
+          **E4M3_CONSTANTS}),
+        ("quantize", "_nvfp4_kernel", "*bf16 *fp32 *fp32 *i64 *u8 *u8 i32 i32 i64 i32 i32 i32 i32 i32",
+         {"R": 16, "C": 64, "SQUARE": False, "KEYED": True, "TRANSPOSED": True}),
+        ("hadamard", "_hadamard_kernel", "*bf16 *i16 *fp32 i32 i32 i32 i64 i32 i32", {"G": 64, "AS_BITS": True}),
+    ],
+    ids=["mxfp8 both", "fp8 square", "nvfp4 stochastic", "hadamard"],
+)  # fmt: skip
+def test_a_kernel_compiles_for_hopper_to_arithmetic_that_rounds_as_ieee_does(
+    compiler: ProcessPoolExecutor, package_name: str, name: str, types: str, constants: dict[str, Any]
+) -> None:
+    code = compiler.submit(ptx, package_name, name, types, constants).result()
+    assert ".f32" in code
+    for approximate in (".ftz", ".approx", "div.full"):
+        assert approximate not in code

@@ -1,0 +1,307 @@
+"""The activation of the experts in one kernel each way: the bits of PyTorch's operations, and a sum that is as good.
+
+Kernels run in processes of their own, as those of ``test_fused_quantize.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from test_quantize_kernels import INF, NAN, awkward
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from moefw_kernels.swiglu import reference, weighted_swiglu, weighted_swiglu_backward
+from triton_compiled import assembled, compiled
+
+SIZES = [(1, 1), (3, 17), (8, 128), (37, 130), (29, 257), (7, 389), (0, 5), (4, 0), (0, 0)]
+
+
+def given(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A gradient, gate and up, and weights: zeros, infinities, NaN, what is huge or tiny, and what bf16 does not hold."""
+    generator = torch.Generator().manual_seed(rows)
+    weights_R = torch.rand(rows, generator=generator)
+    weights_R[::5] = 0.0
+    if rows > 28:
+        weights_R[26], weights_R[27], weights_R[28] = INF, NAN, 1e-40
+    grad_RF = awkward((rows, columns), torch.bfloat16).flip(0, 1)
+    return grad_RF, awkward((rows, 2 * columns), torch.bfloat16), weights_R
+
+
+def views(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The same as it lies, with rows apart, with columns apart, and one number for all."""
+    yield grad_RF, h_RH, weights_R
+    yield torch.cat([grad_RF] * 2, 1)[:, : grad_RF.shape[1]], torch.cat([h_RH] * 2, 1)[:, h_RH.shape[1] :], weights_R
+    yield grad_RF.mT.contiguous().mT, h_RH.mT.contiguous().mT, torch.stack([weights_R] * 2, 1)[:, 0]
+    yield torch.tensor(0.37).bfloat16().expand_as(grad_RF), h_RH, torch.tensor(0.3).expand_as(weights_R)
+
+
+def same(mine: Tensor, right: Tensor) -> None:
+    """Hold all bits, but for those of NaN."""
+    assert (mine.dtype, mine.shape) == (right.dtype, right.shape)
+    assert torch.equal(mine.isnan(), right.isnan())
+    word = {2: torch.int16, 4: torch.int32}[mine.element_size()]
+    assert torch.equal(*(each.nan_to_num(nan=0.0, posinf=INF, neginf=-INF).view(word) for each in (mine, right)))
+
+
+def as_good_a_sum(found_R: Tensor, grad_RF: Tensor, h_RH: Tensor, overflown_R: Tensor) -> None:
+    """Hold the gradient of the weights against the exact sum of products, each of which fp32 holds.
+
+    A number goes through ceil(F / C) - 1 sums of its column of the tile, then through fewer than min(F, C) of columns;
+    each rounds with 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). Where fp32
+    may overflow, what it gives is ``overflown_R``.
+    """
+    from moefw_kernels.swiglu import triton
+
+    tile, columns = triton._COLUMNS, grad_RF.shape[1]
+    gate, up = h_RH.chunk(2, -1)
+    terms = grad_RF.double() * (F.silu(gate) * up).double()
+    rounding = max(-(-columns // tile) - 1 + min(columns, tile) - 1, 0) * 2.0**-24
+    exact, magnitude = terms.sum(1), terms.abs().sum(1)
+    allowed = magnitude * rounding / (1 - rounding) + columns * 2.0**-149
+    bounded = magnitude < torch.finfo(torch.float32).max
+    assert (found_R.dtype, found_R.shape) == (torch.float32, exact.shape)
+    assert ((found_R.double() - exact).abs() <= allowed)[bounded].all()
+    same(found_R[~bounded], overflown_R[~bounded])
+
+
+def hold_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> None:
+    from moefw_kernels.swiglu import triton
+
+    grad_h, grad_weights, a_RF = triton.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    wanted_h, wanted_weights, wanted_a = reference.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    same(grad_h, wanted_h)
+    same(a_RF, wanted_a)
+    as_good_a_sum(grad_weights, grad_RF, h_RH, wanted_weights)
+
+
+def forward_kernel(size: tuple[int, int]) -> None:
+    from moefw_kernels.swiglu import triton
+
+    for _, h_RH, weights_R in views(*given(*size)):
+        same(triton.weighted_swiglu(h_RH, weights_R), reference.weighted_swiglu(h_RH, weights_R))
+
+
+def backward_kernel(size: tuple[int, int]) -> None:
+    for each in views(*given(*size)):
+        hold_backward(*each)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_kernel_forward(interpreter: ProcessPoolExecutor, size: tuple[int, int]) -> None:
+    interpreter.submit(forward_kernel, size).result()
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_kernel_backward(interpreter: ProcessPoolExecutor, size: tuple[int, int]) -> None:
+    interpreter.submit(backward_kernel, size).result()
+
+
+def all_bf16_numbers() -> Tensor:
+    """(256, 256), subnormal ones too."""
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(256, 256)
+
+
+def every_gate(forward: bool) -> None:
+    from moefw_kernels.swiglu import triton
+
+    gate, one = all_bf16_numbers(), torch.ones(256, 256).bfloat16()
+    h_RH, weights_R = torch.cat([gate, one], 1), torch.ones(256)
+    if forward:
+        same(triton.weighted_swiglu(h_RH, weights_R), F.silu(gate))
+    else:
+        hold_backward(one, h_RH, weights_R)
+        generator = torch.Generator().manual_seed(0)
+        grad_RF, up = torch.randn(2, 256, 256, generator=generator).bfloat16()
+        hold_backward(grad_RF, torch.cat([gate, up], 1), torch.rand(256, generator=generator))
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+def test_every_bf16_number_is_a_gate(interpreter: ProcessPoolExecutor, forward: bool) -> None:
+    interpreter.submit(every_gate, forward).result()
+
+
+def every_up_and_gradient() -> None:
+    from moefw_kernels.swiglu import triton
+
+    numbers, one = all_bf16_numbers(), torch.full((256, 256), 1.375).bfloat16()
+    weights_R = torch.rand(256, generator=torch.Generator().manual_seed(0))
+    h_RH = torch.cat([one, numbers], 1)
+    same(triton.weighted_swiglu(h_RH, weights_R), reference.weighted_swiglu(h_RH, weights_R))
+    hold_backward(one, h_RH, weights_R)
+    hold_backward(numbers, torch.cat([one, one], 1), weights_R)
+
+
+def test_every_bf16_number_is_an_up_and_a_gradient(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(every_up_and_gradient).result()
+
+
+def rows_alone() -> None:
+    from moefw_kernels.swiglu import triton
+
+    generator = torch.Generator().manual_seed(0)
+    grad_RF, gate, up = torch.randn(3, 11, 389, generator=generator).bfloat16()
+    h_RH, weights_R = torch.cat([gate, up], 1), torch.rand(11, generator=generator)
+    together = triton.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    for first in (1, 7):
+        alone = triton.weighted_swiglu_backward(grad_RF[first:], h_RH[first:], weights_R[first:])
+        for mine, right in zip(alone, together, strict=True):
+            same(mine, right[first:])
+
+
+def test_a_row_has_the_same_bits_wherever_it_lies(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(rows_alone).result()
+
+
+class Calls(list[str]):
+    """Which of both is called, in place of the kernels."""
+
+    def forward(self, h_RH: Tensor, weights_R: Tensor) -> Tensor:
+        self.append("kernel")
+        return reference.weighted_swiglu(h_RH, weights_R)
+
+    def backward(self, grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, ...]:
+        self.append("kernel")
+        return reference.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """All tensors say that they lie on a GPU."""
+    from moefw_kernels.swiglu import triton
+
+    found = Calls()
+    monkeypatch.setattr(triton, "weighted_swiglu", found.forward)
+    monkeypatch.setattr(triton, "weighted_swiglu_backward", found.backward)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    return found
+
+
+def plain() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ones(3, 4).bfloat16(), torch.ones(3, 8).bfloat16(), torch.ones(3)
+
+
+def test_bf16_on_a_gpu_takes_the_kernel_each_way(calls: Calls) -> None:
+    grad_RF, h_RH, weights_R = plain()
+    weighted_swiglu(h_RH, weights_R)
+    weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    assert calls == ["kernel"] * 2
+    with torch.no_grad():
+        weighted_swiglu(h_RH.requires_grad_(), weights_R.requires_grad_())
+        weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    assert calls == ["kernel"] * 4
+
+
+def test_a_gradient_flows_through_operations_of_pytorch(calls: Calls) -> None:
+    grad_RF, h_RH, weights_R = plain()
+    weighted_swiglu(h_RH.requires_grad_(), weights_R).sum().backward()
+    assert h_RH.grad is not None
+    weighted_swiglu(h_RH.detach(), weights_R.requires_grad_()).sum().backward()
+    assert weights_R.grad is not None
+    with pytest.raises(RuntimeError, match="out="):
+        weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    assert calls == []
+
+
+class Subclass(Tensor):
+    """A tensor that a collective, or a mesh, may have made."""
+
+
+OTHERS: dict[str, Any] = {
+    "fp32": lambda grad_RF, h_RH, weights_R: (grad_RF.float(), h_RH.float(), weights_R),
+    "fp64": lambda grad_RF, h_RH, weights_R: (grad_RF.double(), h_RH.double(), weights_R.double()),
+    "fp16": lambda grad_RF, h_RH, weights_R: (grad_RF.half(), h_RH.half(), weights_R),
+    "weights in bf16": lambda grad_RF, h_RH, weights_R: (grad_RF, h_RH, weights_R.bfloat16()),
+    "three axes": lambda grad_RF, h_RH, weights_R: (grad_RF[None, :2], h_RH[None, :2], weights_R[:1]),
+    "one axis": lambda grad_RF, h_RH, weights_R: (grad_RF[0], h_RH[0], weights_R[0]),
+    "a subclass": lambda grad_RF, h_RH, weights_R: (grad_RF, h_RH.as_subclass(Subclass), weights_R),
+    "weights of a subclass": lambda grad_RF, h_RH, weights_R: (grad_RF, h_RH, weights_R.as_subclass(Subclass)),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_all_else_takes_operations_of_pytorch(calls: Calls, other: str) -> None:
+    grad_RF, h_RH, weights_R = OTHERS[other](*plain())
+    assert weighted_swiglu(h_RH, weights_R).dtype is h_RH.dtype
+    weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    assert calls == []
+
+
+def test_a_gradient_of_another_dtype_or_of_a_subclass_takes_operations_of_pytorch(calls: Calls) -> None:
+    grad_RF, h_RH, weights_R = plain()
+    weighted_swiglu_backward(grad_RF.float(), h_RH, weights_R)
+    weighted_swiglu_backward(grad_RF.as_subclass(Subclass), h_RH, weights_R)
+    assert calls == []
+
+
+def test_what_does_not_fit_is_refused_by_operations_of_pytorch(calls: Calls) -> None:
+    grad_RF, h_RH, weights_R = plain()
+    with pytest.raises(RuntimeError):
+        weighted_swiglu(h_RH[:, 1:], weights_R)
+    with pytest.raises(RuntimeError):
+        weighted_swiglu(h_RH, weights_R[1:])
+    with pytest.raises(RuntimeError):
+        weighted_swiglu_backward(grad_RF[:, 1:], h_RH, weights_R)
+    assert calls == []
+
+
+def test_a_compiler_sees_operations_of_pytorch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    grad_RF, h_RH, weights_R = plain()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    weighted_swiglu(h_RH, weights_R)
+    weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    assert calls == []
+
+
+def test_a_tensor_that_is_not_there_takes_operations_of_pytorch(calls: Calls) -> None:
+    with FakeTensorMode():
+        grad_RF, h_RH, weights_R = plain()
+        assert h_RH.is_cuda
+        assert weighted_swiglu(h_RH, weights_R).shape == (3, 4)
+        assert weighted_swiglu_backward(grad_RF, h_RH, weights_R)[0].shape == (3, 8)
+    assert calls == []
+
+
+def test_a_tensor_on_the_cpu_takes_operations_of_pytorch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    grad_RF, h_RH, weights_R = plain()
+    monkeypatch.setattr(Tensor, "is_cuda", False)
+    weighted_swiglu(h_RH, weights_R)
+    weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    assert calls == []
+
+
+KERNELS: dict[str, tuple[str, str]] = {
+    "_forward_kernel": ("*bf16 *fp32 *bf16 i32 i32 i32", "h a columns h_stride"),
+    "_backward_kernel": (
+        "*bf16 *bf16 *fp32 *bf16 *fp32 *bf16 i32 i32 i32 i32",
+        "grad h grad_h a columns grad_stride h_stride",
+    ),
+}
+
+
+def for_hopper(name: str) -> tuple[str, str, str]:
+    """Return Triton's own code, the PTX, and what the assembler says of it."""
+    from moefw_kernels.swiglu import triton as module
+
+    types, aligned = KERNELS[name]
+    constants = {"R": module._ROWS, "C": module._COLUMNS, "COMPILED": True}
+    made = compiled(getattr(module, name), types, aligned, constants)
+    return str(made["ttir"]), str(made["ptx"]), assembled(made["ptx"])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_for_hopper(compiler: ProcessPoolExecutor, name: str) -> None:
+    triton_code, code, said = compiler.submit(for_hopper, name).result()
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+    widths = {width for kind in ("ld", "st") for width in re.findall(rf"{kind}\.global\.(\S+)", code)}
+    assert widths == {"v4.b32", "b32"}, "numbers of a row move by 16 bytes, what there is one of a row by 4"
+    assert "div.full" not in code
+    assert code.count(".approx") == code.count("ex2.approx.ftz.f32"), "the exp of CUDA has no other approximation"
+    assert "atom" not in code
+    assert not re.search(r"arith\.muli .*i32", triton_code), "what is multiplied for an address is 64 bits wide"

@@ -1,0 +1,29 @@
+"""A handful of the layouts of layouts.yaml; `make test-layouts` runs them all and writes docs/layouts.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moefw.testing.layouts import LayoutTable, Row
+from moefw.testing.pool import RankPool
+
+PATH = Path(__file__).parents[1] / "layouts.yaml"
+ROWS = LayoutTable(PATH, RankPool()).rows
+
+
+@pytest.fixture(scope="module")
+def table(pool: RankPool) -> LayoutTable:
+    return LayoutTable(PATH, pool)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.quick], ids=str)
+def test_a_layout_trains_as_one_rank_does(table: LayoutTable, row: Row) -> None:
+    found = table.deviation(row)
+    assert found.alike, found
+
+
+def test_the_table_has_layouts_of_every_size() -> None:
+    assert len(ROWS) >= 16
+    assert {row.ranks for row in ROWS} >= {2, 4, 8, 16}

@@ -1,0 +1,302 @@
+"""``nvfp4``: what each of its parts is for, on what random rounding depends, what stays in bf16, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from attrs import frozen
+from test_low_precision_models import MODULES, quantized_modules
+from torch import Tensor
+
+import broken_gemms
+import moefw
+from moefw.core.compute.product import linear
+from moefw.core.contracts import Precision, Rows
+from moefw.core.errors import PlanError, SpecError
+from moefw.plugins.dispatchers.alltoall import AllToAll
+from moefw.testing.suites.runs import open_context, train, whole_model
+from moefw.testing.trial import Trial
+from moefw_kernels.quantize import quantize_nvfp4
+from moefw_kernels.random import token_keys
+from nvfp4_oracle import turn
+from quantized_oracle import FORMATS
+
+CHOICE: Mapping[str, Any] = FORMATS["nvfp4"].choice
+PLAIN = {**CHOICE, "stochastic_rounding": False}
+
+
+def recipe(layer: int = 0, **options: Any) -> Precision:
+    """Return the recipe of a GEMM."""
+    trial = Trial(parts={"precision": {**CHOICE, **options}})
+    context, assembly = open_context(trial)
+    context.site = context.site.at(layer)
+    return assembly.parts.precision.build(context).at("attention").at("q_proj", groups=1)
+
+
+def exact_blocks(rows: int) -> Tensor:
+    """Rows whose blocks have scales that nothing rounds: each begins with the largest number of all."""
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).clamp(-5.9, 5.9)
+    x[:, ::16] = 6.0
+    return x
+
+
+def keys(rows: int, step: int = 0) -> Rows:
+    return Rows(keys_R=token_keys(torch.tensor([step]), rows, salt=0))
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def test_random_rounding_has_no_bias_and_rounding_to_nearest_keeps_its_own() -> None:
+    """The mean over N steps nears the truth as 1 / sqrt(N)."""
+    x, rounds = exact_blocks(64), recipe()
+    nearest = rounds.quantize(x, role="grad", during="dgrad")
+    draws = [rounds.quantize(x, role="grad", during="dgrad", rows=keys(64, step)) for step in range(256)]
+    single = error(draws[0], x)
+    for count in (4, 16, 64, 256):
+        assert error(torch.stack(draws[:count]).mean(0), x) == pytest.approx(single / count**0.5, rel=0.1)
+    assert error(nearest, x) < single < 2 * error(nearest, x)
+    assert error(torch.stack(draws).mean(0), x) < error(nearest, x) / 5
+
+
+def test_random_rounding_of_turned_rows_has_no_bias_either() -> None:
+    """Rows that fill up the last sixteen draw anew at every step, too."""
+    x, rounds = torch.randn(21, 64, generator=torch.Generator().manual_seed(0)), recipe()
+    draws = [rounds.quantize(x, role="grad", during="wgrad", rows=keys(21, step)) for step in range(64)]
+    wanted = turn(x)
+    assert draws[0].shape == wanted.shape == (32, 64)
+    mean = torch.stack(draws).mean(0)
+    for part in (slice(0, 16), slice(16, 21), slice(21, 32)):
+        assert error(mean[part], wanted[part]) < error(draws[0][part], wanted[part]) / 4
+
+
+VARIATIONS: Mapping[str, dict[str, Any]] = {
+    "the same": {},
+    "another step": {"step": 1},
+    "another layer": {"layer": 1},
+    "another GEMM": {"gemm": "k_proj"},
+    "another module": {"module": "mlp"},
+    "another pass": {"during": "wgrad"},
+}
+
+
+def drawn(*, step: int = 0, layer: int = 0, module: str = "attention", gemm: str = "q_proj", during: Any = "dgrad"):
+    """Return which numbers of rows are rounded up: the numbers lie in the middle between two codes."""
+    context, assembly = open_context(Trial(parts={"precision": {**CHOICE, "hadamard": False}}))
+    context.site = context.site.at(layer)
+    one = assembly.parts.precision.build(context).at(module).at(gemm, groups=1)
+    x = torch.full((512, 64), 2.5)
+    x[::16], x[:, ::16] = 6.0, 6.0
+    found = one.quantize(x, role="grad", during=during, rows=keys(512, step))
+    return found[x == 2.5] > 2.5
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_each_layer_gemm_pass_and_step_draws_on_its_own(variation: str) -> None:
+    base, other = drawn(), drawn(**VARIATIONS[variation])
+    alike = (base == other).float().mean().item()
+    assert base.float().mean().item() == pytest.approx(0.5, abs=0.02)
+    assert alike == (1.0 if variation == "the same" else pytest.approx(0.5, abs=0.02))
+
+
+@pytest.mark.parametrize("during", ["fprop", "wgrad"])
+def test_only_gradients_are_rounded_at_random(during: Any) -> None:
+    x, rounds = exact_blocks(64), recipe()
+    for role in ("input", "weight") if during == "fprop" else ("input",):
+        first, second = (rounds.quantize(x, role=role, during=during, rows=keys(64, step)) for step in (0, 1))
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": False}], ids=str)
+def test_gradients_without_keys_round_to_nearest(options: dict[str, Any]) -> None:
+    x, rows = exact_blocks(64), keys(64) if options else None
+    found = recipe(**options).quantize(x, role="grad", during="dgrad", rows=rows)
+    assert torch.equal(found, quantize_nvfp4(x).dequantize())
+
+
+def weight_gradient(x: Tensor, grad: Tensor, hadamard: bool) -> Tensor:
+    weight = torch.zeros(grad.shape[1], x.shape[1], requires_grad=True)
+    linear(x, weight, recipe(stochastic_rounding=False, hadamard=hadamard)).backward(grad)
+    assert weight.grad is not None
+    return weight.grad
+
+
+def test_the_transform_keeps_the_tokens_beside_one_that_stands_out() -> None:
+    """One token in 16 is 64 times as large and has no gradient: beside it the others are rounded away.
+
+    The transform keeps the size of their gradient, at the price of noise: it does not lower the error's norm.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(2048, 128, generator=generator), torch.randn(2048, 64, generator=generator)
+    x[::16] *= 64.0
+    grad[::16] = 0.0
+    wanted = grad.T @ x
+    turned, plain = (weight_gradient(x, grad, hadamard) for hadamard in (True, False))
+    gains = [float((found * wanted).sum() / wanted.square().sum()) for found in (turned, plain)]
+    assert gains[0] == pytest.approx(1.0, abs=0.1)
+    assert gains[1] < 0.6
+    assert error(turned, wanted) > error(plain, wanted)
+
+
+def test_the_transform_cancels_in_the_product() -> None:
+    """Where rows of a linear layer are no multiple of 16, too."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(37, 32, generator=generator), torch.randn(37, 48, generator=generator)
+    wanted = grad.T @ x
+    torch.testing.assert_close(turn(grad).T @ turn(x), wanted, rtol=1e-5, atol=1e-5)
+    assert error(weight_gradient(x, grad, hadamard=True), wanted) < 0.2
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (4, 40, 72)], ids=str)
+def test_square_blocks_of_weights_serve_forward_and_backward_alike(shape: tuple[int, ...]) -> None:
+    """The same numbers, bit for bit; rows of 16 along each product's sum are not."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for square in (True, False):
+        rounds = recipe(square_weights=square)
+        forward, backward = (rounds.quantize(weight, role="weight", during=during) for during in ("fprop", "dgrad"))
+        transposed = rounds.quantize(weight.mT.contiguous(), role="weight", during="fprop").mT
+        assert torch.equal(forward, backward) == square
+        assert torch.equal(forward, transposed) == square
+
+
+def test_each_expert_has_a_scale_of_its_own_above() -> None:
+    """Rows and matrices of one expert do not change what another's become."""
+    x, ends = torch.randn(48, 32), torch.tensor([16, 48], dtype=torch.int32)
+    weights, rounds = torch.randn(2, 32, 32), recipe()
+    for role, during in (("input", "fprop"), ("input", "wgrad"), ("grad", "dgrad"), ("grad", "wgrad")):
+        rows = Rows(ends_e=ends)
+        before = rounds.quantize(x, role=role, during=during, rows=rows)
+        louder = torch.cat([x[:16], 1000.0 * x[16:]])
+        after = rounds.quantize(louder, role=role, during=during, rows=rows)
+        assert torch.equal(before[:16], after[:16])
+    before = rounds.quantize(weights, role="weight", during="fprop")
+    weights[1] *= 1000.0
+    assert torch.equal(before[0], rounds.quantize(weights, role="weight", during="fprop")[0])
+
+
+def test_what_is_kept_holds_on_to_no_scale() -> None:
+    """Codes, scales and the scales above are all saved by autograd, and nowhere else."""
+    x, rounds = torch.randn(32, 48), recipe()
+    kept = rounds.keep(x, None, role="input", during="wgrad", rows=Rows(ends_e=torch.tensor([16, 32])))
+    codes, scales, above = kept.tensors
+    wanted = rounds.quantize(x, role="input", during="wgrad", rows=Rows(ends_e=torch.tensor([16, 32])))
+    assert torch.equal(kept.operand([codes, scales, above]), wanted)
+    assert torch.equal(kept.operand([codes, scales, 2 * above]), 2 * wanted)
+
+
+def test_the_first_and_the_last_layer_stay_in_bf16() -> None:
+    chosen = {key: value for key, value in CHOICE.items() if key != "keep_bf16"}
+    kept = moefw_keep(chosen)
+    assert kept == ("layers.0.*", "layers.-1.*")
+    names = {name for name in MODULES if name.startswith("layers.1.")}
+    assert quantized_modules(list(kept), name="nvfp4")[0] == names
+    assert quantized_modules(["layers.-2.*"], name="mxfp8")[0] == MODULES - names
+
+
+def moefw_keep(precision: Mapping[str, Any]) -> tuple[str, ...]:
+    kept: Any = Trial(parts={"precision": dict(precision)}).resolve().parts.precision
+    found: tuple[str, ...] = kept.keep_bf16
+    return found
+
+
+@frozen
+class KeylessGemm(broken_gemms.Plain):
+    """Multiplies by pass, and hands no keys to the recipe."""
+
+    name: ClassVar[str] = "keyless-gemm"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return {**super().offers(site), "by_pass": True}
+
+
+@frozen
+class KeylessDispatcher(AllToAll):
+    """Says that it brings no keys."""
+
+    name: ClassVar[str] = "keyless-dispatcher"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return {**super().offers(site), "row_keys": False}
+
+
+@pytest.mark.parametrize(("section", "plugin"), [("gemm", KeylessGemm), ("dispatch", KeylessDispatcher)])
+def test_what_brings_no_keys_is_refused_where_gradients_are_rounded_at_random(section: str, plugin: Any) -> None:
+    parts = {"precision": dict(CHOICE), section: {"use": plugin.name}}
+    with pytest.raises(PlanError) as caught:
+        Trial(parts=parts, plugins=(plugin,)).resolve()
+    (problem,) = caught.value.problems
+    assert "nvfp4 needs a key with each row" in problem.what
+    assert f"{plugin.name} offers no" in problem.what
+    assert "stochastic_rounding: false" in problem.fix
+    assert problem.where.endswith("precision.stochastic_rounding")
+    Trial(parts={**parts, "precision": dict(PLAIN)}, plugins=(plugin,)).resolve()
+
+
+@pytest.mark.parametrize(("option", "value"), [("backend", "cutlass"), ("saved_activations", "fp8"), ("hadamard", 16)])
+def test_an_option_that_is_not_there_is_refused(option: str, value: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        Trial(parts={"precision": {**CHOICE, option: value}}).resolve()
+    assert option in str(caught.value)
+
+
+def test_a_block_that_is_computed_again_draws_the_same() -> None:
+    """Attention, dispatch and experts, keys included: no bit of two steps changes."""
+    memory = ([], [{"use": "recompute", "regions": ["layer"]}])
+    plain, again = (
+        train(whole_model(1, parts={"precision": dict(CHOICE), "memory": one}, plugins=()), 2) for one in memory
+    )
+    assert [result.loss for result in plain.results] == [result.loss for result in again.results]
+    assert all(torch.equal(value, again.last[name]) for name, value in plain.last.items())
+
+
+SPEC = """\
+model: {dim: 32, num_layers: 3, num_heads: 2, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 32}
+precision: {use: nvfp4, backend: emulate}
+data: {use: text, path: %s}
+train: {steps: 8, tokens_per_step: 64, micro_batch: 1, seq_len: 32, lr: 3.0e-3, checkpoint_every: 4, eval_every: 0}
+run: {dir: %s, seed: 1, device: cpu}
+"""
+
+
+def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn depends on the step, not on how many draws there were before."""
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("the quick brown fox jumps over a lazy dog " * 400)
+    spec, run = tmp_path / "spec.yaml", tmp_path / "run"
+    spec.write_text(SPEC % (text, run))
+    trained(spec)
+    wanted, checkpoint = losses(run), parameters(run, 8)
+    assert len(checkpoint) == 1
+    shutil.rmtree(run / "checkpoints" / "step-8")
+    assert "continuing after step 4" in trained(spec, "--resume")
+    assert losses(run) == wanted
+    assert parameters(run, 8) == checkpoint
+
+
+def trained(*arguments: object) -> str:
+    command = [sys.executable, "-m", "moefw", "train", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def parameters(run: Path, step: int) -> dict[str, bytes]:
+    folder = run / "checkpoints" / f"step-{step}"
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}

@@ -1,0 +1,497 @@
+"""``backend: te``: over a fake of Transformer Engine's interface, operands and layers are those of ``emulate``."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from attrs import frozen
+from torch import Tensor
+
+import moefw
+from moefw.core.compute.product import grouped_mm
+from moefw.core.contracts import Pass, Precision, Role, Rows
+from moefw.core.errors import ContractError
+from moefw.core.site import Machine, Site
+from moefw.plugins.precision.quantized import MXFP8
+from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
+from moefw.plugins.precision.quantized.fp8_tensor import FP8Tensor
+from moefw.plugins.precision.quantized.gpus import Gpus
+from moefw.plugins.precision.quantized.nvfp4 import NVFP4
+from moefw.plugins.precision.quantized.te import library
+from moefw.testing.trial import Outcome, Trial, solve
+from outcomes import assert_near
+
+FAKES = str(Path(__file__).parents[1] / "fakes")
+PLUGINS = {"fp8-blockwise": FP8Blockwise, "mxfp8": MXFP8, "fp8-tensor": FP8Tensor, "nvfp4": NVFP4}
+EXACT = {"stochastic_rounding": False, "keep_bf16": ()}
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "blockwise": ("fp8-blockwise", {}),
+    "blockwise, exact scales": ("fp8-blockwise", {"scales": "fp32"}),
+    "mxfp8": ("mxfp8", {}),
+    "current": ("fp8-tensor", {}),
+    "delayed": ("fp8-tensor", {"scaling": "delayed", "history": 3}),
+    "nvfp4": ("nvfp4", EXACT),
+    "nvfp4, plain": ("nvfp4", {**EXACT, "hadamard": False, "square_weights": False}),
+}
+"""Those that draw nothing: everything that follows is determined."""
+OPERANDS: list[tuple[Role, Pass]] = [
+    ("input", "fprop"), ("weight", "fprop"), ("grad", "dgrad"), ("weight", "dgrad"), ("grad", "wgrad"), ("input", "wgrad"),
+]  # fmt: skip
+LAYOUTS = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
+ENDS = (128, 128, 512, 640)
+SIZES = (128, 0, 384, 128)
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Transformer Engine and a GPU that nobody has."""
+    monkeypatch.syspath_prepend(FAKES)
+    fake = importlib.import_module("fake_te")
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(library, "version", lambda name: "2.20.2")
+    monkeypatch.setattr(Gpus, "require", lambda gpus, device: None)
+    fake.CALLS.clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield fake
+    torch.set_num_threads(threads)
+    fake.HOPPER[0] = True
+
+
+def recipe(name: str, backend: str) -> Precision:
+    use, options = RECIPES[name]
+    context: Any = SimpleNamespace(device=torch.device("cpu"), site=SimpleNamespace(layer=3))
+    return PLUGINS[use](backend=backend, **options).build(context)
+
+
+def at_a_gemm(name: str, backend: str, groups: int) -> Precision:
+    """Delayed scales are not 1, so that they show."""
+    made = recipe(name, backend).at("gate_up", groups=groups)
+    if name == "delayed":
+        scales: Any = made.encoder  # type: ignore[attr-defined]
+        scales.scale.copy_(torch.arange(1, 1 + scales.scale.numel()).view_as(scales.scale) * 0.7)
+    return made
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Values whose blocks have scales of their own, along both axes."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (torch.randint(-6, 7, (size,), generator=generator).float().exp2() for size in shape[-2:])
+    return (torch.randn(shape, generator=generator) * rows.unsqueeze(1) * columns).bfloat16()
+
+
+def in_groups() -> Rows:
+    return Rows(ends_e=torch.tensor(ENDS, dtype=torch.int32), sizes=SIZES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("role", "during"), OPERANDS)
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "blackwell"])
+def test_operands_are_those_of_emulation_bit_for_bit(
+    te: Any, name: str, role: Role, during: Pass, hopper: bool
+) -> None:
+    te.HOPPER[0] = hopper
+    x = drawn(256, 384, seed=1)
+    wanted = at_a_gemm(name, "emulate", 1).quantize(x, role=role, during=during)
+    operand: Any = at_a_gemm(name, "te", 1).quantize(x, role=role, during=during)
+    assert (operand.form.shape, operand.mT.form.shape) == ((256, 384), (384, 256))
+    assert operand.form.dtype is (torch.float32 if during == "wgrad" else torch.bfloat16)
+    (matrix,) = operand.matrices
+    sums_over_rows = during == "wgrad" or (role, during) == ("weight", "dgrad")
+    assert torch.equal(matrix.matrix("columnwise" if sums_over_rows else "rowwise"), wanted)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("role", "during"), [pair for pair in OPERANDS if pair[0] != "weight"])
+def test_groups_of_rows_are_those_of_emulation(te: Any, name: str, role: Role, during: Pass) -> None:
+    """Past the last group lie rows that nobody reads; one group is empty."""
+    x = torch.cat([drawn(ENDS[-1], 256, seed=1), torch.full((5, 256), torch.nan, dtype=torch.bfloat16)])
+    rows = in_groups()
+    padded = torch.cat([x, x[:11] * 0]) if during == "wgrad" else x
+    wanted = at_a_gemm(name, "emulate", 4).quantize(padded, role=role, during=during, rows=rows)[: ENDS[-1]]
+    operand: Any = at_a_gemm(name, "te", 4).quantize(x, role=role, during=during, rows=rows)
+    usage = "columnwise" if during == "wgrad" else "rowwise"
+    found = [matrix.matrix(usage) for matrix in operand.matrices]
+    assert tuple(map(len, found)) == SIZES
+    assert torch.equal(torch.cat(found), wanted)
+    assert [call for call, _ in te.CALLS].count("split_quantize") == 1
+
+
+def products(precision: Precision, sizes: tuple[int, int, int]) -> list[Tensor]:
+    """Return what a linear layer computes: y, dx, dW."""
+    t, i, o = sizes
+    x, weight = drawn(t, i, seed=1).requires_grad_(), drawn(o, i, seed=2).float().requires_grad_()
+    out = moefw.linear(x, weight, precision)
+    out.backward(drawn(t, o, seed=3))
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [out.detach(), x.grad, weight.grad]
+
+
+def error(mine: Tensor, right: Tensor) -> float:
+    """Return the largest difference, of the largest value in its row or column."""
+    assert (mine.shape, mine.dtype) == (right.shape, right.dtype)
+    if not right.numel():
+        return 0.0
+    down, across = (right.float().abs().amax(axis, keepdim=True).clamp(min=1e-30) for axis in (-2, -1))
+    return float(((mine.float() - right.float()).abs() / torch.minimum(down, across)).max())
+
+
+@pytest.mark.parametrize("sizes", [(256, 384, 128), (130, 257, 129), (1, 96, 72), (0, 256, 128)], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.usefixtures("te")
+def test_a_linear_layer_computes_what_emulation_computes(name: str, sizes: tuple[int, int, int]) -> None:
+    """Sums of fp32 in another order: a last bit of bf16 where products are bf16."""
+    wanted = products(at_a_gemm(name, "emulate", 1), sizes)
+    for found, right, allowed in zip(products(at_a_gemm(name, "te", 1), sizes), wanted, (2**-7, 2**-7, 1e-5)):
+        assert error(found, right) <= allowed
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_pass_has_its_layout_and_the_dtype_of_its_product(te: Any, name: str) -> None:
+    products(at_a_gemm(name, "te", 1), (256, 128, 384))
+    calls = [given for call, given in te.CALLS if call == "general_gemm"]
+    assert [call["layout"] for call in calls] == [*LAYOUTS.values()]
+    assert [call["out_dtype"] for call in calls] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    split = [call["use_split_accumulator"] for call in calls]
+    assert split == [name.startswith("blockwise"), True, True]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_grouped_products_are_those_of_emulation(te: Any, name: str) -> None:
+    emulated, mine = (at_a_gemm(name, backend, 4) for backend in ("emulate", "te"))
+    rows, weight = in_groups(), drawn(4, 96, 160, seed=2).float()
+    x, grad = drawn(ENDS[-1] + 3, 160, seed=1), drawn(ENDS[-1] + 3, 96, seed=3)
+    assert rows.ends_e is not None
+
+    def three(one: Precision) -> list[Tensor]:
+        def quantize(tensor: Tensor, role: Role, during: Pass) -> Any:
+            about = None if role == "weight" else rows
+            used = tensor[: ENDS[-1]] if during == "wgrad" else tensor
+            return one.quantize(used, role=role, during=during, rows=about)
+
+        fprop = grouped_mm(quantize(x, "input", "fprop"), quantize(weight, "weight", "fprop").mT, rows.ends_e)
+        dgrad = grouped_mm(quantize(grad, "grad", "dgrad"), quantize(weight, "weight", "dgrad"), rows.ends_e)
+        wgrad = grouped_mm(quantize(grad, "grad", "wgrad").mT, quantize(x, "input", "wgrad"), rows.ends_e)
+        return [fprop[: ENDS[-1]], dgrad[: ENDS[-1]], wgrad]
+
+    for found, right, allowed in zip(three(mine), three(emulated), (2**-7, 2**-7, 1e-5), strict=True):
+        assert error(found, right.to(found.dtype)) <= allowed
+    calls = [given for call, given in te.CALLS if call == "general_grouped_gemm"]
+    assert [call["layout"] for call in calls] == [*LAYOUTS.values()]
+    assert [call["single_output"] for call in calls] == [True, True, False]
+    assert all(call["m_splits"] == [*SIZES] for call in calls)
+
+
+def test_an_expert_without_rows_has_a_gradient_of_zeros(te: Any) -> None:
+    one = at_a_gemm("mxfp8", "te", 4)
+    grad, x = (
+        one.quantize(drawn(640, 64, seed=1), role=role, during="wgrad", rows=in_groups()) for role in ("grad", "input")
+    )  # type: ignore[arg-type]
+    product = grad.mT.grouped_mm(x, in_groups().ends_e)
+    assert not product[1].any()
+    assert product[0].any()
+    assert te.CALLS
+
+
+def test_rows_of_no_group_come_out_as_zeros(te: Any) -> None:
+    one = at_a_gemm("mxfp8", "te", 4)
+    weight = one.quantize(drawn(4, 64, 64, seed=2), role="weight", during="fprop")
+    x = one.quantize(drawn(700, 64, seed=1), role="input", during="fprop", rows=in_groups())
+    product = x.grouped_mm(weight.mT, in_groups().ends_e)
+    assert product.shape == (700, 64)
+    assert not product[640:].any()
+    assert te.CALLS
+
+
+@pytest.mark.usefixtures("te")
+def test_groups_whose_sizes_nobody_knows_are_refused() -> None:
+    one, rows = at_a_gemm("mxfp8", "te", 4), Rows(ends_e=in_groups().ends_e)
+    with pytest.raises(ContractError, match=r"nobody told it their sizes on the host.*ExpertBatch.counts_host"):
+        one.quantize(drawn(640, 64, seed=1), role="input", during="fprop", rows=rows)
+
+
+@pytest.mark.usefixtures("te")
+def test_groups_are_not_multiplied_as_one_matrix() -> None:
+    one = at_a_gemm("current", "te", 4)
+    x = one.quantize(drawn(640, 64, seed=1), role="input", during="fprop", rows=in_groups())
+    with pytest.raises(ContractError, match="scales of their own"):
+        x @ x.mT
+
+
+@pytest.mark.usefixtures("te")
+def test_delayed_scaling_without_a_gemm_is_refused() -> None:
+    with pytest.raises(ContractError, match="without a name multiplies under delayed scaling"):
+        recipe("delayed", "te").quantize(drawn(16, 16, seed=1), role="input", during="fprop")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.usefixtures("te")
+def test_the_magnitudes_that_delayed_scaling_remembers_are_those_of_emulation(training: bool) -> None:
+    seen = []
+    for backend in ("emulate", "te"):
+        one: Any = at_a_gemm("delayed", backend, 4).train(training)  # type: ignore[attr-defined]
+        for role, during in OPERANDS:
+            if role != "weight":
+                one.quantize(drawn(640, 64, seed=1), role=role, during=during, rows=in_groups())
+        one.quantize(drawn(4, 64, 32, seed=2), role="weight", during="fprop")
+        seen.append(one.encoder.largest)
+    assert torch.equal(*seen)
+    assert bool(seen[0].any()) == training
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("rows", [None, in_groups()], ids=["one matrix", "groups"])
+@pytest.mark.usefixtures("te")
+def test_what_is_kept_makes_the_operand_of_backward(name: str, rows: Rows | None) -> None:
+    one, x = at_a_gemm(name, "te", 1 if rows is None else 4), drawn(640, 160, seed=1)
+    wanted = one.quantize(x, role="input", during="wgrad", rows=rows)
+    kept = one.keep(x, None, role="input", during="wgrad", rows=rows)
+    bits = 4 if "nvfp4" in name else 8
+    codes = 640 * (160 + -160 % wanted.form.multiple) * bits // 8
+    assert sum(tensor.nbytes for tensor in kept.tensors) <= 1.3 * codes
+    found = kept.operand(kept.tensors)
+    assert found.form.shape == wanted.form.shape
+    for mine, right in zip(found.matrices, wanted.matrices, strict=True):
+        assert torch.equal(mine.matrix("columnwise"), right.matrix("columnwise"))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
+def test_what_makes_an_operand_holds_on_to_no_codes(te: Any, name: str) -> None:
+    x = drawn(128, 128, seed=1)
+    kept = at_a_gemm(name, "te", 1).keep(x, None, role="input", during="wgrad")
+    held, operand = [weakref.ref(tensor) for tensor in (x, *kept.tensors)], kept.operand
+    del x, kept
+    te.CALLS.clear()
+    gc.collect()
+    assert {tensor() for tensor in held} == {None}
+    assert operand is not None
+
+
+@pytest.mark.parametrize("hadamard", [True, False])
+@pytest.mark.parametrize("draws", [True, False])
+def test_nvfp4_is_set_up_as_the_recipe_of_the_library(te: Any, draws: bool, hadamard: bool) -> None:
+    context: Any = SimpleNamespace(device=torch.device("cpu"), site=SimpleNamespace(layer=3))
+    one = NVFP4(backend="te", stochastic_rounding=draws, hadamard=hadamard).build(context)
+    assert not one.draws, "it asks nobody for keys"
+    for role, during in OPERANDS:
+        te.CALLS.clear()
+        one.quantize(drawn(128, 128, seed=1), role=role, during=during)
+        given = next(given for call, given in te.CALLS if call == "NVFP4Quantizer")
+        assert given["stochastic_rounding"] == (draws and role == "grad")
+        assert given["with_rht"] == (hadamard and role != "weight")
+        assert given["with_2d_quantization"] == (role == "weight")
+
+
+def run(recipe: str, backend: str, parts: Mapping[str, Any] | None = None, **given: Any) -> Outcome:
+    """One MoE layer, forward and backward, as bf16 flows through it."""
+    use, options = RECIPES[recipe]
+    declared = PLUGINS[use]
+    if backend == "te":
+        declared = HERE[use]
+    precision = {"use": declared.name, "backend": backend, **options}
+    alignment = 128 if use in ("fp8-blockwise", "nvfp4") else declared.rows
+    plugins = (declared,) if backend == "te" else ()
+    return solve(
+        Trial(
+            parts={"precision": precision, **(parts or {})}, plugins=plugins, row_alignment=alignment, top_k=3, **given
+        )
+    )
+
+
+def here(plugin: type[Any]) -> type[Any]:
+    """Return the plugin without what it needs of the machine."""
+
+    @frozen(kw_only=True)
+    class Here(plugin):
+        name: ClassVar[str] = f"{plugin.name}-here"
+
+        def needs(self, site: Site) -> Sequence[moefw.Need]:
+            machine = ("device", "capability", "package")
+            return [need for need in super().needs(site) if need.fact not in machine]
+
+    return Here
+
+
+HERE = {use: here(plugin) for use, plugin in PLUGINS.items()}
+LAYERS: dict[str, dict[str, Any]] = {
+    "whole blocks": {"tokens": (40,), "dim": 128, "expert_dim": 128, "shared": True},
+    "experts without rows, tokens masked": {"tokens": (6,), "dim": 128, "expert_dim": 128, "num_experts": 8, "masked": True},
+    "sizes that are no blocks": {"tokens": (40,), "dim": 96, "expert_dim": 72, "shared": True, "skew": "one"},
+    "a budget of rows": {
+        "tokens": (40,), "dim": 128, "expert_dim": 128,
+        "parts": {"dispatch": {"use": "hybridep", "backend": "torch", "rank_capacity": 2.0, "on_overflow": "drop"}},
+    },
+    "no token": {"tokens": (0,), "dim": 128, "expert_dim": 128},
+    "recomputed": {
+        "tokens": (20,), "dim": 128, "expert_dim": 128,
+        "parts": {"memory": [{"use": "recompute", "regions": ["experts"]}]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "gemm"),
+    [
+        *((name, "whole blocks", "grouped") for name in RECIPES),
+        *(("mxfp8", layer, "grouped") for layer in LAYERS if layer != "whole blocks"),
+        *((name, "sizes that are no blocks", "loop") for name in ("mxfp8", "delayed")),
+    ],
+)
+def test_a_layer_computes_what_emulation_computes(te: Any, name: str, layer: str, gemm: str) -> None:
+    """Both round rows to bf16 in the same places; sums in another order round a few of them to the neighbour."""
+    case = {**LAYERS[layer], "parts": {"gemm": {"use": gemm}, **LAYERS[layer].get("parts", {})}}
+    wanted, got = run(name, "emulate", **case), run(name, "te", **case)
+    grouped = {call for call, _ in te.CALLS} >= {"general_grouped_gemm"}
+    assert grouped == (gemm == "grouped")
+    assert torch.equal(got.tokens_per_expert, wanted.tokens_per_expert)
+    assert_near(got, wanted, rtol=5e-3)
+
+
+def said(machine: Machine, use: str = "mxfp8", **parts: Any) -> str:
+    """What is said of a spec on a machine; nothing if it is sound."""
+    given = {"precision": {"use": use, "backend": "te"}, **parts}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moefw.testing.trial.Machine", lambda device: machine)
+        try:
+            Trial(parts=given).resolve()
+        except moefw.PlanError as refusal:
+            return str(refusal)
+    return ""
+
+
+@frozen(kw_only=True)
+class Cluster(Machine):
+    """A machine with every package."""
+
+    def has_package(self, name: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("use", PLUGINS)
+def test_the_wheel_without_the_compiled_part_is_refused_with_what_to_install(use: str) -> None:
+    found = said(Machine(device="cuda"), use)
+    assert f"precision.backend: {use} needs package transformer_engine.transformer_engine_torch" in found
+    assert "Run: pip install --no-build-isolation 'moefw[te]', or use backend: emulate." in found
+
+
+def test_the_compiled_part_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "some_engine"
+    (package / "wheel_lib").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert Machine().has_package("some_engine")
+    assert not Machine().has_package("some_engine.some_engine_torch")
+    (package / "wheel_lib" / "some_engine_torch.cpython-311-x86_64-linux-gnu.so").touch()
+    assert Machine().has_package("some_engine.some_engine_torch")
+    assert not Machine().has_package("no_engine.some_engine_torch")
+    assert "some_engine" not in sys.modules
+
+
+CAPABILITIES = {
+    "fp8-blockwise": {"8.0": False, "8.9": False, "9.0": True, "10.0": True, "12.0": False},
+    "mxfp8": {"9.0": False, "10.0": True, "12.0": False},
+    "fp8-tensor": {"8.0": False, "8.9": True, "9.0": True, "10.0": True},
+    "nvfp4": {"9.0": False, "10.0": True},
+}
+
+
+@pytest.mark.parametrize(("use", "capability"), [(use, one) for use, known in CAPABILITIES.items() for one in known])
+def test_a_gpu_that_cannot_multiply_is_refused_with_what_it_has(use: str, capability: str) -> None:
+    found = said(Cluster(device="cuda", capability=capability), use)
+    if CAPABILITIES[use][capability]:
+        assert found == ""
+    else:
+        assert f"precision.backend: {use} needs compute capability" in found
+        assert f"this machine offers {capability}. Use backend: emulate." in found
+
+
+def test_exact_scales_of_blocks_need_hopper() -> None:
+    exact = {"precision": {"use": "fp8-blockwise", "backend": "te", "scales": "fp32"}}
+    assert said(Cluster(device="cuda", capability="9.0"), **exact) == ""
+    assert "needs compute capability 9.0" in said(Cluster(device="cuda", capability="10.0"), **exact)
+
+
+def test_a_machine_without_a_gpu_is_refused() -> None:
+    found = said(Cluster(device="cpu"))
+    assert "precision.backend: mxfp8 needs device cuda: Transformer Engine multiplies MXFP8 on GPUs" in found
+    assert said(Cluster(device="cuda")) == "", "a laptop may ask what a cluster would say"
+
+
+def test_a_dispatcher_whose_host_learns_no_counts_is_refused() -> None:
+    budget = {"use": "hybridep", "backend": "library", "rank_capacity": 1.5, "on_overflow": "drop", "max_tokens": 64}
+    found = said(Cluster(device="cuda", capability="10.0"), dispatch=budget)
+    assert "mxfp8 needs counts on the host: Transformer Engine's grouped GEMM takes the sizes" in found
+
+
+def test_rows_that_are_drawn_by_the_library_need_no_keys_and_are_not_the_same_in_two_runs() -> None:
+    site: Any = None
+    drawn, plain = NVFP4(backend="te"), NVFP4(backend="te", stochastic_rounding=False)
+    assert not drawn.offers(site)["deterministic"]
+    assert plain.offers(site)["deterministic"]
+    for plugin in (drawn, plain):
+        assert "row_keys" not in {need.fact for need in plugin.needs(site)}
+        assert {need.value for need in plugin.needs(site) if need.fact == "row_alignment"} == {16, 128}
+
+
+def test_a_recipe_is_built_only_after_the_gpu_was_asked() -> None:
+    with pytest.raises(moefw.PlanError, match=r"backend: te needs compute capability 10.0 or 10.3; this device is cpu"):
+        recipe("mxfp8", "te")
+
+
+@pytest.mark.parametrize(("found", "allowed"), [("2.17.1", False), ("2.18.0", True), ("2.20.2+cu13", True), ("3.0.0", False)])  # fmt: skip
+@pytest.mark.usefixtures("te")
+def test_another_version_is_refused_with_the_one_that_is_wanted(
+    found: str, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "version", lambda name: found)
+    if allowed:
+        library.load()
+        return
+    wanted = rf"from 2.18 to below 3; {found} is installed. Run: pip install .*transformer-engine\[pytorch\]>=2.18,<3"
+    with pytest.raises(moefw.PlanError, match=wanted):
+        library.load()
+
+
+def test_a_library_that_does_not_load_is_refused_with_its_own_words(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)
+    with pytest.raises(moefw.PlanError, match=r"backend: te cannot use transformer_engine: .*transformer_engine_torch"):
+        library.load()
+    monkeypatch.undo()
+    with pytest.raises(moefw.PlanError, match=r"moefw\[te\]"):
+        library.load()
+    assert te
+
+
+def test_a_call_that_does_not_bind_to_a_release_fails(te: Any) -> None:
+    loaded = library.load()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'layouts'"):
+        loaded.gemm(None, None, layouts="TN")
+    with pytest.raises(TypeError, match="missing a required argument: 'quantization_params'"):
+        loaded.grouped_gemm([], [], [])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'with_2d_quantization'"):
+        loaded.quantizers["MXFP8Quantizer"](0, with_2d_quantization=True)
+    with pytest.raises(TypeError, match="the library itself calls it with"):
+        loaded.split_quantize(torch.zeros(0), [], quantizer_list=[])
+    assert te
+
+
+def test_every_release_has_what_is_imported_and_saved(te: Any) -> None:
+    assert [one["source"]["version"] for one in te.SNAPSHOTS] == ["2.18.0", "2.20.2"]
+    for one in te.SNAPSHOTS:
+        assert {"DType", *library.QUANTIZERS} <= {*one["exports"]}
+        assert {"kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1"} <= {*one["dtypes"]}
+        assert {"internal", "optimize_for_gemm"} <= {*one["quantizer"]["fields"]}
+        for storage in one["storages"].values():
+            taken = {parameter["name"] for parameter in storage["__new__"]}
+            assert {*storage["metadata"]} <= taken

@@ -1,0 +1,342 @@
+"""More dispatchers that are broken on purpose: gradients, inputs, the wire, declarations and layouts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import broken_dispatchers
+import moefw
+from broken_dispatchers import Arriving, Returning, ScaledGradient, Wrapper, WrongOrder, breaks, changed
+from moefw.core.communication.traffic import Sent, Traffic
+from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
+
+# Gradients.
+
+
+@breaks("the gradient of the routing weights is lost", "weights_alone_and_tokens_alone_get_their_gradients")
+class LosesTheGradientOfWeights(Wrapper):
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        return super().start_dispatch(x_TD, weights_TK.detach(), plan)
+
+
+@breaks("the gradient of token", "gradients_of_tokens_and_weights_are_the_true_ones", worlds=(2,))
+class LosesGradientsOfOtherRanks(Arriving):
+    def arrived(self, batch):
+        half = len(batch.rows_RD) // 2
+
+        def factor(grad):
+            return (torch.arange(len(grad)) < half).to(grad.dtype).unsqueeze(1)
+
+        return changed(batch, rows_RD=ScaledGradient.apply(batch.rows_RD, factor))
+
+
+@breaks("rows of expert", "rows_get_the_gradients_of_their_tokens_outputs")
+class ScalesTheGradientOfRows(Wrapper):
+    def start_combine(self, rows_RD, receipt):
+        return super().start_combine(ScaledGradient.apply(rows_RD, lambda grad: 0.5), receipt)
+
+
+@breaks("under torch.no_grad a tensor", "without_gradients_nothing_is_saved_and_nothing_changes")
+class RecordsUnderNoGrad(Wrapper):
+    @torch.enable_grad()
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        return super().start_dispatch(x_TD, weights_TK, plan)
+
+    @torch.enable_grad()
+    def finish_dispatch(self, pending):
+        return super().finish_dispatch(pending)
+
+
+@breaks("under torch.no_grad", "without_gradients_nothing_is_saved_and_nothing_changes")
+class WrongInEvaluation(Returning):
+    def returned(self, out_TD, pending):
+        return out_TD if torch.is_grad_enabled() else out_TD * 2
+
+
+# Inputs.
+
+
+@breaks("was changed in place", "inputs_are_left_as_they_are")
+class ChangesTokensInPlace(Wrapper):
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        pending = super().start_dispatch(x_TD, weights_TK, plan)
+        x_TD.data.mul_(2)
+        return pending
+
+
+@breaks("views and contiguous tensors", "inputs_may_be_views")
+class ReadsMemoryInARow(Wrapper):
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        as_if = torch.as_strided(x_TD.detach(), x_TD.shape, (x_TD.shape[1], 1)) if x_TD.stride(0) == 1 else x_TD
+        return super().start_dispatch(as_if + (x_TD - x_TD.detach()), weights_TK, plan)
+
+
+# The wire.
+
+
+@breaks("do not make the same collectives", "every_rank_makes_the_same_collectives", worlds=(2,))
+class AnotherOrderOnOneRank(Wrapper):
+    def plan(self, routing, **given):
+        group = self.experts.group
+        if group is None:
+            return super().plan(routing, **given)
+        if self.experts.rank == 1:
+            dist.all_reduce(torch.zeros(1), group=group)
+            return super().plan(routing, **given)
+        plan = super().plan(routing, **given)
+        dist.all_reduce(torch.zeros(1), group=group)
+        return plan
+
+
+@breaks("do not make the same collectives", "every_rank_makes_the_same_collectives", worlds=(2,))
+class EmptyRanksStayAway(Wrapper):
+    def plan(self, routing, **given):
+        if self.experts.group is not None and (routing.expert_ids_TK >= 0).any():
+            dist.all_reduce(torch.zeros(1), group=self.experts.group)
+        return super().plan(routing, **given)
+
+
+@breaks("the ranks hang", "the_layer_equals_the_oracle", worlds=(2,))
+class HangsAmongProcesses(Wrapper):
+    def plan(self, routing, **given):
+        if dist.is_initialized() and self.experts.group is not None and self.experts.rank == 0:
+            dist.all_reduce(torch.zeros(1), group=self.experts.group)
+        return super().plan(routing, **given)
+
+
+@breaks("the ranks disagree about what they send", "every_rank_makes_the_same_collectives", worlds=(2,))
+class SendsAnotherDtypeOnOneRank(Wrapper):
+    def plan(self, routing, **given):
+        if self.experts.group is not None:
+            values = torch.zeros(self.experts.size, dtype=(torch.int32, torch.int64)[self.experts.rank % 2])
+            dist.all_to_all_single(torch.empty_like(values)[:0], values[:0], [0, 0], [0, 0], group=self.experts.group)
+        return super().plan(routing, **given)
+
+
+@breaks("a buffer is read before", "no_buffer_is_read_before_its_collective_is_awaited", worlds=(2,))
+class ReadsTooEarly(Wrapper):
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        pending = super().start_dispatch(x_TD, weights_TK, plan)
+        plan.detail.told += 0
+        self.peek = pending.buffers[0].detach().sum() * 0
+        return pending
+
+    def finish_dispatch(self, pending):
+        batch, receipt = super().finish_dispatch(pending)
+        return changed(batch, rows_RD=batch.rows_RD + self.peek), receipt
+
+
+@breaks("is overwritten before it was awaited", "no_buffer_is_read_before_its_collective_is_awaited", worlds=(2,))
+class OverwritesWhatItSends(Wrapper):
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        pending = super().start_dispatch(x_TD, weights_TK, plan)
+        if pending.flight is not None:
+            pending.flight.under_way[0][0].data.zero_()
+        return pending
+
+
+@breaks("it waits, so nothing overlaps", "movements_are_under_way_between_start_and_finish", worlds=(2,))
+class WaitsInStart(Wrapper):
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        return super().finish_dispatch(super().start_dispatch(x_TD, weights_TK, plan))
+
+    def finish_dispatch(self, pending):
+        return pending
+
+
+@breaks("finish's backward does not start the dual", "movements_are_under_way_between_start_and_finish", worlds=(2,))
+class MovesInOneNode(Wrapper):
+    def start_combine(self, rows_RD, receipt):
+        pending = super().start_combine(rows_RD.detach(), receipt)
+        return (pending, rows_RD, receipt)
+
+    def finish_combine(self, pending):
+        flying, rows_RD, receipt = pending
+        out_TD = super().finish_combine(flying)
+        return OneNode.apply(rows_RD, out_TD, lambda rows: super(MovesInOneNode, self).start_combine(rows, receipt),
+                             super().finish_combine)  # fmt: skip
+
+
+class OneNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RD, out_TD, start, finish):
+        ctx.way = start, finish, rows_RD.shape
+        return out_TD.detach()
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        start, finish, shape = ctx.way
+        with torch.enable_grad():
+            rows_RD = torch.zeros(shape, dtype=grad_TD.dtype, requires_grad=True)
+            out_TD = finish(start(rows_RD))
+        return torch.autograd.grad(out_TD, rows_RD, grad_TD)[0], None, None, None
+
+
+@breaks("exchanges metadata again", "redispatch_exchanges_no_metadata", worlds=(2,))
+class RedispatchPlansAgain(Wrapper):
+    def plan(self, routing, **given):
+        plan = super().plan(routing, **given)
+        plan.detail.told = [plan.detail.told, routing]
+        return plan
+
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        return super().start_dispatch(x_TD, weights_TK, plan)
+
+    def start_redispatch(self, x_TD, weights_TK, receipt):
+        return self.start_dispatch(x_TD, weights_TK, super().plan(receipt.plan.detail.told[1]))
+
+
+@breaks("is not a dispatch of them", "redispatch_moves_other_values_along_the_same_way")
+class RedispatchForgetsWeights(Wrapper):
+    def start_redispatch(self, x_TD, weights_TK, receipt):
+        return self.start_dispatch(x_TD, weights_TK.detach(), receipt.plan)
+
+
+@breaks("traffic is not what was sent", "the_bytes_it_reports_are_those_that_leave_the_rank", worlds=(2,))
+class MisreportsBytes(Wrapper):
+    def traffic(self, receipt, *, row_bytes):
+        true = super().traffic(receipt, row_bytes=row_bytes)
+        sent = dict(true.sent)
+        sent["combine"] = [Sent(payload=each.payload // 2) for each in sent["combine"]]
+        return Traffic(true.rank, sent)
+
+
+@breaks("traffic is not what was sent", "the_bytes_it_reports_are_those_that_leave_the_rank", worlds=(2,))
+class ReportsNothing(Wrapper):
+    def traffic(self, receipt, *, row_bytes):
+        true = super().traffic(receipt, row_bytes=row_bytes)
+        return Traffic(true.rank, {name: [Sent()] * len(peers) for name, peers in true.sent.items()})
+
+
+# Declarations and layouts.
+
+ASKED = [0]
+
+
+def _fickle(self, site):
+    ASKED[0] += 1
+    return moefw.offers(row_alignment=moefw.ANY, rows=("ragged",), counts=("host",), two_in_flight=ASKED[0] % 2 == 0)
+
+
+class Fickle(Wrapper):
+    plugin_offers = _fickle
+
+
+breaks("returns something else when it is asked again", "it_can_be_built_and_its_declaration_is_pure")(Fickle)
+
+
+@breaks("dropless is ignored", "a_static_budget_holds_whatever_the_routing", offers={"rows": ("static",)})
+class IgnoresDropless(Wrapper):
+    def built(self):
+        return TorchHybridEP(self.experts, row_alignment=self.row_alignment, rank_capacity=0.5, drops=True)
+
+    def plan(self, routing, *, counts=None, dropless=False):
+        return self.inner.plan(routing)
+
+
+@breaks("stats say that 0 were left out", "a_static_budget_holds_whatever_the_routing", offers={"rows": ("static",)})
+class SaysNothingOfOverflow(Arriving):
+    def built(self):
+        return TorchHybridEP(self.experts, row_alignment=self.row_alignment, rank_capacity=0.5, drops=True)
+
+    def arrived(self, batch):
+        return changed(batch, stats={})
+
+
+@breaks("there are [", "a_static_budget_holds_whatever_the_routing", offers={"rows": ("static",)})
+class FalselyStatic(Wrapper):
+    pass
+
+
+@breaks("differs from the oracle", "the_layer_equals_the_oracle_with_copies_of_experts", worlds=(2, 4))
+class WrongInASecondExpertGroup(Returning):
+    def returned(self, out_TD, pending):
+        return out_TD * 2 if dist.is_initialized() and dist.get_rank() >= self.experts.size else out_TD
+
+
+@breaks("differs from the oracle", "the_layer_equals_the_oracle", worlds=(2,))
+class WrongAmongProcesses(Returning):
+    def returned(self, out_TD, pending):
+        return out_TD * 1.1 if dist.is_initialized() else out_TD
+
+
+@breaks("refuses every world", "it_can_be_built_and_its_declaration_is_pure")
+class RefusesEverything(Wrapper):
+    pass
+
+
+broken_dispatchers.BROKEN["RefusesEverything"].plugin.needs = lambda self, site: [
+    moefw.need("axis", "nowhere", reason="it runs over an axis that no layout has")
+]
+
+
+@breaks("torch.get_rng_state() changed", "nothing_on_the_dispatcher_changes_between_calls")
+class DrawsRandomNumbers(Wrapper):
+    def plan(self, routing, **given):
+        torch.rand(1)
+        return super().plan(routing, **given)
+
+
+@breaks("not moved bit for bit", "rows_are_moved_bit_for_bit_whatever_they_hold")
+class MendsNaN(Wrapper):
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        return super().start_dispatch(x_TD.nan_to_num(), weights_TK, plan)
+
+
+@breaks("counts_e is", "counts_offsets_and_host_counts_are_those_of_the_routing")
+class TakesZeroRowsForPadding(Arriving):
+    def arrived(self, batch):
+        start, counts = 0, []
+        for count, end in zip(batch.counts_e.tolist(), batch.offsets_e.tolist(), strict=True):
+            counts.append(int((batch.rows_RD[start : start + count] != 0).any(1).sum()))
+            start = end
+        return changed(batch, counts_e=torch.tensor(counts, dtype=torch.int32))
+
+
+@breaks("when another movement is in flight", "two_movements_in_flight_do_not_disturb_each_other")
+class ReturnsItsOwnBuffer(Returning):
+    def __init__(self, *given) -> None:
+        super().__init__(*given)
+        self.buffer = torch.empty(0)
+
+    def returned(self, out_TD, pending):
+        if self.buffer.shape[1:] != out_TD.shape[1:] or len(self.buffer) < len(out_TD):
+            self.buffer = torch.empty(64, *out_TD.shape[1:], dtype=out_TD.dtype)
+        place = self.buffer[: len(out_TD)]
+        place.copy_(out_TD.detach())
+        return _As.apply(out_TD, place)
+
+
+class _As(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out_TD, place):
+        return place.data
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class RealRanks(Wrapper):
+    """Nothing is wrong with it, but it asks ``torch.distributed`` for its rank: it cannot run on threads."""
+
+    def plan(self, routing, **given):
+        if self.experts.group is not None:
+            assert dist.get_rank(self.experts.group) == self.experts.rank
+        return super().plan(routing, **given)
+
+
+@breaks("came in the order", "rows_come_in_order_of_expert_source_rank_and_token", worlds=(2,))
+class WrongOrderOnRealRanks(RealRanks, WrongOrder):
+    pass
+
+
+@breaks("raises", "rows_come_in_order_of_expert_source_rank_and_token", worlds=(2,))
+class FailsOnRealRanks(RealRanks):
+    def start_combine(self, rows_RD, receipt):
+        raise ZeroDivisionError("on purpose")
+
+
+breaks("", "rows_come_in_order_of_expert_source_rank_and_token")(RealRanks)
+ON_REAL_RANKS = broken_dispatchers.BROKEN.pop("RealRanks")

@@ -1,0 +1,288 @@
+"""Whole runs through the command line: training, SIGKILL and --resume, what the user sees, and bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefw.commands import specs
+from moefw.core.build import Shared, build_model
+from moefw.core.naming import initialise
+from moefw.testing.pool import RankPool
+from moefw.testing.trial import DISPATCHERS
+from moefw.training.session import Session
+from moefw.training.trainer import Trainer
+
+SPEC = """\
+model: {dim: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, num_experts: 8, top_k: 2, expert_dim: 32}
+routing: {use: topk, score: sigmoid, balance: [{kind: expert_bias}]}
+parallel: %s
+data: {use: text, path: %s}
+train: {steps: 14, tokens_per_step: 512, micro_batch: 2, seq_len: 64, lr: 3.0e-3, checkpoint_every: 5, eval_every: 7, eval_tokens: 2048}
+run: {dir: %s, seed: 1, device: cpu}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory):
+    os.environ["MOEFW_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    del os.environ["MOEFW_CACHE"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    words = "the quick brown fox jumps over a lazy dog while expert routers learn to share tokens fairly".split()
+    chance = random.Random(0)
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(" ".join(chance.choice(words) for _ in range(1500)))
+    return folder
+
+
+SPLIT = "{dense: {dp: 2, tp: 2, shard: all}, experts: {ep: 2, shard: all}}"
+"""Four ranks that split everything: attention, experts, and what would be copies."""
+
+
+def spec(folder: Path, text: Path, layout: int | str, name: str = "run") -> Path:
+    """Write a spec; a number is that of expert-parallel ranks."""
+    path = folder / f"{name}.yaml"
+    parallel = layout if isinstance(layout, str) else f"{{experts: {{ep: {layout}}}}}"
+    path.write_text(SPEC % (parallel, text, folder / name))
+    return path
+
+
+def moefw(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moefw", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records] == sorted({record["step"] for record in records})
+    return {record["step"]: record["loss"] for record in records}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, str]:
+    """A finished run on two ranks: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = moefw("train", spec(folder, text, 2))
+    return folder / "run", done.stdout
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The folder of a finished run on four ranks that split everything."""
+    folder = tmp_path_factory.mktemp("split")
+    moefw("train", spec(folder, text, SPLIT))
+    return folder / "run"
+
+
+def test_a_run_leaves_metrics_plots_a_sample_and_checkpoints(trained: tuple[Path, str]) -> None:
+    run, printed = trained
+    assert list(losses(run)) == list(range(1, 15))
+    assert losses(run)[14] < losses(run)[1]
+    assert {path.name for path in run.iterdir()} >= {"spec.yaml", "metrics.jsonl", "tensorboard", "plots", "sample.txt"}
+    assert {path.name for path in (run / "plots").iterdir()} == {"loss.png", "expert_load.png"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-10", "step-14"}
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(record["grad_norm"]) and record["tokens_per_s"] > 0 for record in records)
+    assert records[6]["eval_bits_per_byte"] > records[13]["eval_bits_per_byte"] > 0
+    for word in ("forward", "backward", "zlib", "bits", "balance"):
+        assert word in printed
+
+
+def test_eval_of_the_run_gives_the_loss_that_training_saw(trained: tuple[Path, str]) -> None:
+    run, _ = trained
+    found = json.loads(moefw("eval", run, "--json").stdout)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["step"] == 14
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
+
+
+def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(trained: tuple[Path, str]) -> None:
+    run, _ = trained
+    first, second = (
+        moefw("generate", run, "--prompt", "the quick", "--tokens", 20, "--seed", 5).stdout for _ in range(2)
+    )
+    assert first == second
+    assert first.startswith("the quick")
+
+
+@pytest.mark.parametrize("layout", [2, SPLIT])
+def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(
+    tmp_path: Path, text: Path, trained: tuple[Path, str], split: Path, layout: int | str
+) -> None:
+    whole = split if layout == SPLIT else trained[0]
+    broken = spec(tmp_path, text, layout, "broken")
+    command = [sys.executable, "-m", "moefw", "train", str(broken)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "broken" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 7, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = moefw("train", broken, "--resume")
+    assert "continuing after step" in done.stdout
+    assert losses(tmp_path / "broken") == losses(whole)
+
+
+def wait_until(true, process: subprocess.Popen[bytes], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "the run did not get that far"
+        assert process.poll() is None, "the run ended before it was killed"
+        time.sleep(0.002)
+
+
+def test_one_killed_rank_ends_the_run_with_one_message(tmp_path: Path, text: Path) -> None:
+    path = spec(tmp_path, text, 2)
+    command = [sys.executable, "-m", "moefw", "train", str(path), "train.steps=100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
+    (victim, *_) = (pid for pid in children(process.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in errors
+    assert "Traceback" not in errors
+    assert not children(process.pid)
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            if f"PPid:\t{parent}\n" in status.read_text():
+                found.append(int(status.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("before", "layout"), [("trained", "{experts: {etp: 2}}"), ("split", "{}")])
+def test_resume_may_change_the_layout(
+    tmp_path: Path, text: Path, trained: tuple[Path, str], split: Path, before: str, layout: str
+) -> None:
+    earlier, run = {"trained": trained[0], "split": split}[before], tmp_path / "run"
+    shutil.copytree(earlier, run)
+    shutil.rmtree(run / "checkpoints" / "step-14")
+    moefw("train", spec(tmp_path, text, layout), "--resume", f"run.dir={run}")
+    there, here = losses(earlier), losses(run)
+    assert here.keys() == there.keys()
+    assert all(here[step] == pytest.approx(there[step], rel=1e-5) for step in there)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(moefw("eval", run, "--json").stdout)["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
+
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+
+
+def learn(overrides: list[str], cache: Path) -> list[float]:
+    """Return the losses of 20 steps of the quickstart on this rank's world."""
+    assembly = specs.read(str(QUICKSTART), overrides, 2)
+    layout, shared = assembly.parts.parallel.build(assembly.layout, "cpu"), Shared()
+    data = assembly.parts.data.prepare(cache)
+    model = build_model(assembly, layout, torch.device("cpu"), shared)
+    initialise(model, seed=assembly.spec.run.seed, std=model.init_std)
+    session = Session(
+        assembly=assembly, device=torch.device("cpu"), layout=layout, data=data, model=model, shared=shared
+    )
+    trainer = Trainer(session, resume=False)
+    found = [trainer._step(step)["loss"] for step in range(20)]
+    shared.close()
+    return found
+
+
+def test_the_quickstart_learns_the_same_under_every_dispatcher(pool: RankPool, tmp_path: Path) -> None:
+    specs.read(str(QUICKSTART), []).parts.data.prepare(tmp_path)
+    found = {}
+    for name, options in DISPATCHERS.items():
+        chosen = [f"dispatch={json.dumps(options)}", "precision={use: fp32}", "train.eval_every=0", "run.device=cpu"]
+        chosen += ["parallel.ranks_per_node=1", "train.tokens_per_step=512", "train.seq_len=64"]
+        found[name] = pool.run(learn, 2, chosen, tmp_path)[0]
+    wanted = found.pop("alltoall")
+    assert wanted[-1] < wanted[0]
+    for name, got in found.items():
+        assert got == pytest.approx(wanted, rel=2e-6), name
+
+
+def test_training_again_moves_the_earlier_run_aside(tmp_path: Path, text: Path) -> None:
+    path = spec(tmp_path, text, 1)
+    for _ in range(2):
+        done = moefw("train", path, "train.steps=1", "train.checkpoint_every=0")
+    assert "held an earlier run" in done.stdout
+    assert (tmp_path / "run.1" / "metrics.jsonl").is_file()
+
+
+def test_the_ranks_of_torchrun_are_joined(tmp_path: Path, text: Path) -> None:
+    path = spec(tmp_path, text, 1)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "moefw",
+        "train",
+    ]
+    done = subprocess.run([*command, str(path), "train.steps=2"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks (dp=2 edp=2)" in done.stdout
+    assert list(losses(tmp_path / "run")) == [1, 2]
+
+
+def complaint(*arguments: object) -> str:
+    done = moefw(*arguments, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    return line
+
+
+def test_bad_input_gets_one_clear_message_and_writes_nothing(tmp_path: Path, text: Path) -> None:
+    path = spec(tmp_path, text, 1)
+    (tmp_path / "empty").mkdir()
+    assert "nowhere" in complaint("train", path, f"data.path={tmp_path / 'nowhere'}")
+    assert "empty" in complaint("train", path, f"data.path={tmp_path / 'empty'}")
+    assert "no checkpoint" in complaint("train", path, "--resume")
+    assert "cannot be read" in complaint("train", tmp_path / "no.yaml")
+    assert "not the folder of a run" in complaint("eval", tmp_path)
+    assert "3 ranks do not fit" in complaint("check", path, "parallel.experts.ep=2", "--world", 3)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path, trained: tuple[Path, str]) -> None:
+    shutil.copytree(trained[0], tmp_path / "run")
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    deeper = complaint("eval", tmp_path / "run", "model.num_layers=3")
+    wider = complaint("eval", tmp_path / "run", "model.expert_dim=64")
+    assert "another model" in deeper
+    assert "layers.2" in deeper
+    assert "(32, 32) there and (64, 32) here" in wider
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, trained: tuple[Path, str]) -> None:
+    shutil.copytree(trained[0], tmp_path / "run")
+    shard = tmp_path / "run" / "checkpoints" / "step-14" / "rank-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    assert "rank-00001.safetensors is missing or damaged" in complaint("eval", tmp_path / "run")
