@@ -1,0 +1,138 @@
+"""``moefw doctor`` tries each library in a child, and says what to do where it fails."""
+
+import json
+import os
+import re
+import time
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from moefw.commands import doctor as doctor_module
+from moefw.commands.doctor import doctor
+from moefw.commands.doctor import machine as machine_module
+from moefw.commands.doctor.capability import Capability
+from moefw.commands.doctor.children import ask
+
+
+@pytest.fixture(scope="module")
+def examined():
+    """What a real examination says, with its exit code."""
+    result = CliRunner().invoke(doctor, ["--json", "--timeout", "60"], catch_exceptions=False)
+    found = json.loads(result.stdout)
+    return result.exit_code, found["can_train"], {item["name"]: item for item in found["capabilities"]}
+
+
+class TestDoctor:
+    def test_tells_everything_that_matters(self, examined):
+        names = list(examined[2])
+        assert names[:2] == ["python", "torch"]
+        assert set(names) >= {
+            "gloo",
+            "nccl",
+            "bf16 on this CPU",
+            "grouped_mm",
+            "fp8 products",
+            "triton",
+            "transformer-engine",
+            "deep_ep",
+        }
+        assert set(names) >= {"tensorboard", "matplotlib", "tokenizers", "safetensors"}
+        assert set(names) >= {"cores and memory", "disk", "working directory"}
+
+    def test_training_can_run_where_these_tests_run(self, examined):
+        exit_code, can_train, found = examined
+        assert (exit_code, can_train) == (0, True)
+        assert {found[name]["state"] for name in doctor_module.NEEDED} == {"available"}
+        assert found["torch"]["version"] == torch.__version__
+        assert "float32 on cpu works" in found["grouped_mm"]["detail"]
+        works, fails = found["fp8 products"]["detail"].removeprefix("cpu multiplies ").split(", not ")
+        assert works in ("tensor, row", "none")
+        assert "fp8-blockwise, mxfp8, " in fails
+
+    def test_what_is_not_available_comes_with_what_to_do(self, examined):
+        assert all(item["fix"] for item in examined[2].values() if item["state"] != "available")
+
+    def test_the_bare_wheel_of_transformer_engine_is_unusable(self, examined):
+        try:
+            version("transformer_engine_torch")
+        except PackageNotFoundError:
+            found = examined[2]["transformer-engine"]
+            assert found["state"] == "unusable"
+            assert found["version"] == version("transformer-engine")
+            assert "Found empty `transformer-engine` meta package" in found["detail"]
+            assert found["fix"] == "pip install --no-build-isolation 'moefw[te]'"
+        else:
+            pytest.skip("transformer-engine is installed with its compiled parts")
+
+    def test_deep_ep_is_installed_by_our_extra_only(self, examined):
+        if find_spec("deep_ep") is None:
+            assert examined[2]["deep_ep"]["state"] == "missing"
+        assert doctor_module.PROBES["deep_ep"].fix == "pip install 'moefw[deepep]'"
+
+    def test_a_library_that_crashes_takes_nothing_with_it(self, install):
+        install("crashing", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", module="deep_ep")
+        first, second = ask(["deep_ep", "tokenizers"], deadline=time.monotonic() + 60)
+        assert (first.state, first.detail) == ("unusable", "it kills the interpreter (SIGSEGV)")
+        assert (second.name, second.state) == ("tokenizers", "available")
+
+    def test_a_library_that_ends_the_interpreter_is_unusable(self, install):
+        install("ending", "import os, sys\nprint('no driver', file=sys.stderr)\nos._exit(9)", module="deep_ep")
+        (found,) = ask(["deep_ep"], deadline=time.monotonic() + 60)
+        assert found.detail == "it ends the interpreter with exit code 9 no driver"
+
+    def test_a_library_that_hangs_is_given_up(self, install):
+        install("hanging", "import time\ntime.sleep(600)", module="deep_ep")
+        start = time.monotonic()
+        first, second = ask(["deep_ep", "tokenizers"], deadline=start + 3)
+        assert time.monotonic() - start < 20
+        assert (first.state, first.detail) == ("unusable", "no answer within 3 s")
+        assert second.detail == "no time was left to try it"
+        assert first.fix == second.fix == "Try a longer --timeout."
+
+    def test_a_library_that_prints_does_not_disturb_the_answer(self, install):
+        install("loud", "print('{}')\nclass Buffer: pass\n__version__ = '9.9'", module="deep_ep")
+        assert ask(["deep_ep"], deadline=time.monotonic() + 60) == [
+            Capability("deep_ep", "available", "9.9", "has Buffer")
+        ]
+
+    def test_a_package_of_that_name_without_buffers_is_not_deepep(self, install):
+        install("squatter", "", module="deep_ep")
+        (found,) = ask(["deep_ep"], deadline=time.monotonic() + 60)
+        assert (found.state, found.fix) == ("unusable", "pip install 'moefw[deepep]'")
+
+    def test_transformer_engine_is_available_when_its_torch_part_imports(self, install):
+        install("te", "", module="transformer_engine/__init__")
+        install("te-torch", "", module="transformer_engine/pytorch")
+        (found,) = ask(["transformer-engine"], deadline=time.monotonic() + 60)
+        assert found.state == "available"
+
+    @pytest.mark.parametrize("name", doctor_module.NEEDED)
+    def test_exits_with_1_without_what_training_needs(self, monkeypatch, name):
+        found = [Capability(needed, "available") for needed in doctor_module.NEEDED if needed != name]
+        found.append(Capability(name, "unusable", "1.0", "it is broken", "mend [it]"))
+        monkeypatch.setattr(doctor_module, "examine", lambda *, timeout_s: found)
+        result = CliRunner().invoke(doctor)
+        assert result.exit_code == 1
+        assert re.search(rf"unusable +{name} +1.0 +it is broken\n +-> mend \[it\]\n", result.stdout)
+        assert result.stdout.endswith(f"Training cannot run here: see {name}.\n")
+        assert json.loads(CliRunner().invoke(doctor, ["--json"]).stdout)["can_train"] is False
+
+    def test_exits_with_0_without_what_training_does_not_need(self, monkeypatch):
+        found = [Capability(needed, "available") for needed in doctor_module.NEEDED]
+        found.append(Capability("deep_ep", "missing", fix="install [it]"))
+        monkeypatch.setattr(doctor_module, "examine", lambda *, timeout_s: found)
+        result = CliRunner().invoke(doctor, env={"FORCE_COLOR": "1", "COLUMNS": "100"})
+        assert result.exit_code == 0
+        assert "-> install [it]" in result.stdout
+
+    def test_a_directory_that_cannot_be_written_is_told(self, monkeypatch):
+        def refuse(dir):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(machine_module.tempfile, "TemporaryFile", refuse)
+        found = machine_module._working_directory()
+        assert (found.state, found.detail) == ("unusable", f"{os.getcwd()}: Permission denied")

@@ -1,0 +1,210 @@
+"""``moefw plugins`` lists what a spec may name, and says of what is broken that it is."""
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from click.testing import CliRunner
+
+import moefw
+from command_cases import HEAD, dispatch_branches, dispatcher, listed, listing, refusal, written_schema
+from moefw.commands import plugins as plugins_module
+from moefw.commands.plugins import plugins
+from moefw.commands.schema import schema
+from moefw.core.plugin import FAMILIES
+from moefw.core.site import Machine
+
+
+class TestPlugins:
+    def test_lists_what_a_spec_takes_by_default(self):
+        found = {(entry["hook"], entry["name"]) for entry in listing()["plugins"] if entry["distribution"] == "moefw"}
+        assert {("moefw_routers", "topk"), ("moefw_dispatchers", "alltoall"), ("moefw_schedules", "cosine")} <= found
+        assert {hook for hook, _ in found} == {family.hook for family in FAMILIES}
+        assert listing()["problems"] == []
+
+    def test_tells_version_summary_and_options(self):
+        adamw = listed("adamw")
+        assert adamw["version"] == moefw.__version__
+        assert adamw["summary"].startswith("Decoupled weight decay")
+        assert adamw["options"]["beta1"] == 0.9
+        assert (adamw["usable"], adamw["reason"]) == (True, "")
+
+    def test_an_option_without_a_default_is_required(self):
+        assert listed("keep")["required"] == ["regions"]
+        assert listed("keep")["options"] == {"regions": None}
+
+    def test_nested_options_are_shown_as_they_are_written(self):
+        experts = {"ep": 1, "etp": 1, "order": ["edp", "ep", "etp"], "shard": 1}
+        assert listed("folded")["options"]["experts"] == experts
+
+    def test_lines_are_aligned_and_plain(self):
+        heading, *lines = CliRunner().invoke(plugins).stdout.splitlines()
+        column = heading.index("usable here")
+        assert {line[column:].split()[0] for line in lines} == {"yes", "in"}, "yes, or in part and why"
+        assert "\x1b" not in heading
+
+    def test_a_terminal_gets_a_table(self):
+        result = CliRunner().invoke(plugins, env={"FORCE_COLOR": "1", "COLUMNS": "160"})
+        assert "│ alltoall" in result.stdout
+
+    def test_a_part_whose_package_is_absent_says_what_to_install(self, install):
+        needs = """
+        def needs(self, site):
+            return [moefw.need("package", "no_such_lib", reason="it moves the rows", fix="pip install 'thing[fast]'")]
+        """
+        install("other-parts", dispatcher("fast", needs), names=["fast"])
+        fast = listed("fast")
+        assert fast["usable"] is False
+        assert fast["reason"] == "needs the package no_such_lib: it moves the rows. pip install 'thing[fast]'"
+        assert (fast["distribution"], fast["version"]) == ("other-parts", "1.5")
+        table = CliRunner().invoke(plugins, env={"FORCE_COLOR": "1", "COLUMNS": "300"}).stdout
+        assert "'thing[fast]'" in table
+
+    def test_a_part_for_another_device_is_not_usable(self, install, monkeypatch):
+        needs = 'def needs(self, site): return [moefw.need("device", ("cuda",), reason="its kernels are CUDA")]'
+        install("other-parts", dispatcher("gpu", needs), names=["gpu"])
+        monkeypatch.setattr(plugins_module, "this_machine", lambda: Machine(device="cpu"))
+        assert listed("gpu")["reason"] == "needs cuda, this machine has cpu: its kernels are CUDA."
+        monkeypatch.setattr(plugins_module, "this_machine", lambda: Machine(device="cuda"))
+        assert listed("gpu")["usable"] is True
+
+    def test_a_part_for_another_gpu_is_not_usable(self, install, monkeypatch):
+        needs = (
+            'def needs(self, site): return [moefw.need("capability", ("9.0",), reason="its kernels are for Hopper")]'
+        )
+        install("other-parts", dispatcher("gpu", needs), names=["gpu"])
+        for capability, usable in (("8.0", False), ("9.0", True), (None, True)):
+            machine = Machine(device="cuda", capability=capability)
+            monkeypatch.setattr(plugins_module, "this_machine", lambda machine=machine: machine)
+            assert listed("gpu")["usable"] is usable
+            assert usable or listed("gpu")["reason"] == (
+                "needs compute capability 9.0, this machine has 8.0: its kernels are for Hopper."
+            )
+
+    def test_a_choice_without_a_default_is_tried_each_way(self, install):
+        body = """
+        backend: Literal["plain", "fast"]
+        def needs(self, site):
+            return [moefw.need("package", "no_such_lib", reason="it is fast")] if self.backend == "fast" else []
+        """
+        install("other-parts", dispatcher("either", body), names=["either"])
+        either = listed("either")
+        assert either["usable"] is True
+        assert either["reason"] == "backend: fast: needs the package no_such_lib: it is fast."
+        assert re.search(r"either .* in part ", CliRunner().invoke(plugins).stdout)
+
+    def test_a_part_that_only_its_options_can_judge_is_not_judged(self, install):
+        install("other-parts", dispatcher("open", "path: str"), names=["open"])
+        assert listed("open")["usable"] is None
+
+    def test_a_part_that_raises_when_asked_is_not_usable(self, install):
+        install("other-parts", dispatcher("rude", "def needs(self, site): return 1 / 0"), names=["rude"])
+        assert listed("rude")["reason"] == "its declaration raises ZeroDivisionError: division by zero"
+
+
+BROKEN = {
+    "fails to import": ("import no_such_module_at_all", "fails to import: ModuleNotFoundError"),
+    "raises in a hook": (
+        HEAD + "@moefw.hookimpl\ndef moefw_dispatchers(): return 1 / 0",
+        "raises in moefw_dispatchers",
+    ),
+    "misspells a hook": (
+        HEAD + "@moefw.hookimpl\ndef moefw_dispatcher(): return []",
+        "Did you mean 'moefw_dispatchers'?",
+    ),
+    "is for another api": (
+        'moefw_api = ">=2,<3"\n' + dispatcher("broken", "pass"),
+        f"is written for hook API >=2,<3; this moefw has {moefw.API_VERSION}",
+    ),
+    "returns the wrong class": (
+        dispatcher("broken", "pass").replace("moefw_dispatchers", "moefw_routers"),
+        "from moefw_routers, which wants RouterPlugin classes",
+    ),
+    "declares nothing": ("", "announces a plugin 'broken' and declares no part"),
+    "takes a name that is taken": (dispatcher("alltoall", "pass"), "two plugins are called 'alltoall'"),
+}
+
+
+class TestBrokenPlugins:
+    @pytest.mark.parametrize(("source", "message"), BROKEN.values(), ids=BROKEN)
+    def test_is_named_with_its_distribution_and_the_rest_is_listed(self, install, source, message):
+        healthy = listing()["plugins"]
+        install("bad-parts", source.replace("from __future__ import annotations\n", ""), names=["broken"])
+        found = listing()
+        (problem,) = found["problems"]
+        assert message in problem["what"] + problem["fix"]
+        assert "bad-parts 1.5" in problem["what"]
+        assert found["plugins"] == healthy
+        lines = CliRunner().invoke(plugins).stdout.splitlines()
+        assert lines[-1].startswith("broken: ")
+        assert "bad-parts" in lines[-1]
+
+    def test_two_distributions_of_one_name_are_both_named(self, install):
+        install("first-parts", dispatcher("twice", "pass"), names=["twice"])
+        install("second-parts", dispatcher("twice", "pass"), names=["twice"])
+        found = listing()
+        (problem,) = found["problems"]
+        assert "'twice'" in problem["what"]
+        assert "first-parts 1.5" in problem["what"]
+        assert "second-parts 1.5" in problem["what"]
+        assert "twice" not in {entry["name"] for entry in found["plugins"]}
+        assert "alltoall" in {entry["name"] for entry in found["plugins"]}
+
+    def test_a_distribution_cannot_announce_the_name_of_a_built_in(self, install):
+        install("evil-parts", dispatcher("alltoall", "pass"), names=["alltoall"])
+        said = refusal({"dispatch": {"use": "alltoall"}})
+        assert "two distributions bring a plugin called 'alltoall'" in said
+        assert "evil-parts 1.5" in said
+        assert f"moefw {moefw.__version__}" in said
+
+    @pytest.mark.parametrize("name", ["aaa", "zzz"])
+    def test_a_part_beside_the_announced_one_does_not_become_a_built_in(self, install, name):
+        source = dispatcher("alltoall", "pass").replace("return [Part]", "return [Part]\n@moefw.hookimpl")
+        source += f"def moefw_routers(): return [type('R', (moefw.RouterPlugin,), {{'name': {name!r}}})]\n"
+        source = source.replace("return [type", "return [frozen(type").replace("})]", "}))]")
+        install("evil-parts", source, names=[name])
+        said = refusal({"routing": {"use": name}, "dispatch": {"use": "alltoall"}})
+        assert "two plugins are called 'alltoall'" in said
+        assert "evil-parts 1.5" in said
+        assert f"moefw {moefw.__version__}" in said
+        assert refusal({"dispatch": {"use": "alltoall"}}) == "", "what is not named is not loaded"
+        found = listing()
+        (problem,) = found["problems"]
+        assert "'alltoall' is built in: uninstall evil-parts" in problem["fix"]
+        listed = {entry["name"]: entry["distribution"] for entry in found["plugins"]}
+        assert listed["alltoall"] == "moefw", "whatever the order of the names"
+        assert name not in listed
+
+    def test_the_schema_leaves_it_out_and_says_so_on_stderr(self, install):
+        healthy = written_schema()
+        install("bad-parts", "import no_such_module_at_all", names=["broken"])
+        result = CliRunner().invoke(schema)
+        assert json.loads(result.stdout) == healthy
+        assert "bad-parts 1.5" in result.stderr
+
+    def test_options_that_cannot_be_described_leave_the_other_plugins(self, install):
+        install("bad-parts", dispatcher("vague", "size: NoSuchType = 1"), names=["vague"])
+        result = CliRunner().invoke(schema)
+        names = [branch.get("properties", {}).get("use") for branch in dispatch_branches(json.loads(result.stdout))]
+        assert {"const": "vague"} not in names
+        assert {"const": "alltoall"} in names
+        assert "bad-parts 1.5" in result.stderr
+        assert "'NoSuchType' is not defined" in result.stderr
+
+
+def test_plugins_and_schema_answer_without_torch_and_doctor_imports_without():
+    code = """
+        import sys
+        from click.testing import CliRunner
+        from moefw.commands.doctor import doctor
+        from moefw.commands.plugins import plugins
+        from moefw.commands.schema import schema
+        for command, arguments in ((plugins, []), (plugins, ["--json"]), (schema, [])):
+            assert CliRunner().invoke(command, arguments).exit_code == 0
+        print("torch" in sys.modules)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"

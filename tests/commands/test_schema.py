@@ -1,0 +1,178 @@
+"""``moefw schema`` takes and refuses what the reader of specs does."""
+
+import os
+import subprocess
+import sys
+
+import attrs
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from command_cases import dispatcher, refusal, written_schema
+from moefw.commands import plugins as plugins_module
+from moefw.commands.schema import schema
+from moefw.core.registry import Registry
+from moefw.core.spec.sections import Spec, TrainSpec
+from moefw.core.spec.source import Marks
+from moefw.core.spec.structure import plain, structure
+
+
+def complaint(spec, against=None):
+    """What the schema says against a spec, or nothing."""
+    error = next(Draft202012Validator(against or written_schema()).iter_errors(spec), None)
+    return error.message if error else ""
+
+
+GOOD = {
+    "nothing": {},
+    "sections left empty": {"model": None, "memory": None, "train": None, "parallel": {"dense": None}},
+    "the quickstart": {
+        "model": {"preset": "qwen3-moe-tiny", "num_experts": 16, "top_k": 4},
+        "routing": {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias", "rate": 0.001}]},
+        "dispatch": {"use": "alltoall"},
+        "gemm": {"use": "grouped"},
+        "precision": {"use": "bf16"},
+        "memory": [{"use": "recompute", "regions": ["attention", "moe_act"]}],
+        "parallel": {"pp": 1, "dense": {"tp": 1, "cp": 1}, "experts": {"ep": 4, "etp": 1}},
+        "data": {"use": "text", "path": None},
+        "train": {"steps": 300, "tokens_per_step": 8192, "lr": 3.0e-3, "clip_norm": None},
+        "run": {"dir": "runs/quickstart", "seed": 0, "device": "cpu"},
+    },
+    "another plugin": {"train": {"schedule": {"use": "wsd", "decay_share": 1}}},
+    "a default plugin without use": {"train": {"optimizer": {"beta2": 0.99}}},
+}
+BAD = {
+    "an unknown section": {"modle": {}},
+    "an unknown key": {"model": {"num_expert": 8}},
+    "an unknown key of a nested class": {"parallel": {"experts": {"pe": 2}}},
+    "a wrong type": {"train": {"steps": "many"}},
+    "true for a number": {"train": {"steps": True}},
+    "a word for a list": {"memory": [{"use": "recompute", "regions": "moe_act"}]},
+    "below a bound": {"model": {"num_experts": 0}},
+    "at an open bound": {"train": {"optimizer": {"beta1": 1.0}}},
+    "an optional out of bounds": {"train": {"clip_norm": 0}},
+    "an empty word": {"data": {"tokenizer": ""}},
+    "an unknown choice": {"routing": {"score": "hardmax"}},
+    "an unknown plugin": {"dispatch": {"use": "alltoal"}},
+    "an unknown preset": {"model": {"preset": "qwen"}},
+    "a preset of a plugin without": {"gemm": {"preset": "big"}},
+    "the options of another plugin": {"train": {"schedule": {"decay_share": 0.5}}},
+    "a required option left out": {"memory": [{"use": "keep"}]},
+    "a memory policy without use": {"memory": [{"regions": ["moe_act"]}]},
+    "a required option of a nested class left out": {"routing": {"balance": [{"rate": 0.1}]}},
+    "a section that is no mapping": {"run": 3},
+}
+HOOKS = {
+    field.metadata["hook"]: (*section, field.name)
+    for section, cls in (((), Spec), (("train",), TrainSpec))
+    for field in attrs.fields(cls)
+    if "hook" in field.metadata
+}
+
+
+def installed_parts():
+    registry = Registry()
+    registry.load_all()
+    return registry.parts()
+
+
+PARTS = installed_parts()
+
+
+def spec_with(part, options):
+    """A spec that chooses a part, with options, at the place of its hook point."""
+    chosen = {"use": part.name, **options}
+    *parents, last = HOOKS[part.hook]
+    tree = {last: [chosen] if last == "memory" else chosen}
+    for key in parents:
+        tree = {key: tree}
+    return tree
+
+
+class TestSchema:
+    def test_is_a_schema_of_the_draft_it_names(self):
+        found = written_schema()
+        assert found["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+        Draft202012Validator.check_schema(found)
+
+    @pytest.mark.parametrize("spec", GOOD.values(), ids=GOOD)
+    def test_accepts_what_the_reader_accepts(self, spec):
+        assert refusal(spec) == ""
+        assert complaint(spec) == ""
+
+    @pytest.mark.parametrize("spec", BAD.values(), ids=BAD)
+    def test_refuses_what_the_reader_refuses(self, spec):
+        assert refusal(spec) != ""
+        assert complaint(spec) != ""
+
+    @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.hook}-{part.name}")
+    def test_accepts_the_defaults_of_every_plugin(self, part):
+        for _, options in plugins_module._trials(part.declaration):
+            assert complaint(spec_with(part, plain(part.declaration(**options)))) == ""
+
+    def test_a_preset_may_bring_an_option_without_a_default(self, install):
+        body = """
+        size: int
+        @classmethod
+        def presets(cls): return {"small": {"size": 1}}
+        """
+        install("other-parts", dispatcher("sized", body), names=["sized"])
+        found = written_schema()
+        assert complaint({"dispatch": {"use": "sized", "preset": "small"}}, found) == ""
+        assert complaint({"dispatch": {"use": "sized", "size": 2}}, found) == ""
+        assert complaint({"dispatch": {"use": "sized"}}, found) != ""
+
+    def test_describes_the_types_that_options_may_have(self, install):
+        body = """
+        pair: tuple[int, str] = (1, "a")
+        shares: Mapping[str, float] = field(factory=dict)
+        either: int | str = 1
+        words: tuple[str, ...] | None = None
+        anything: Any = None
+        """
+        install("other-parts", dispatcher("rich", body), names=["rich"])
+        found = written_schema()
+        good = {"pair": [2, "b"], "shares": {"a": 0.5}, "either": "x", "words": ["w"], "anything": [{}]}
+        assert complaint({"dispatch": {"use": "rich", **good}}, found) == ""
+        for wrong in ({"pair": [2]}, {"pair": ["b", 2]}, {"shares": {"a": "b"}}, {"either": 1.5}, {"words": "w"}):
+            assert complaint({"dispatch": {"use": "rich", **wrong}}, found) != "", wrong
+
+    def test_an_editor_sees_descriptions_and_defaults(self):
+        found = written_schema()
+        (adamw,) = (b for b in found["properties"]["train"]["properties"]["optimizer"]["oneOf"] if "properties" in b)
+        assert adamw["description"].startswith("Decoupled weight decay")
+        assert adamw["properties"]["beta1"] == {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "default": 0.9}
+
+    def test_is_the_same_text_in_every_process(self):
+        command = [sys.executable, "-c", "from moefw.commands.schema import schema; schema()"]
+        env = {**os.environ, "PYTHONHASHSEED": "7"}
+        other = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert other.stdout == CliRunner().invoke(schema).stdout
+
+
+SCHEMA = written_schema()
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 3)
+    | st.sampled_from([-0.5, 0.5, 1.5, "", "word", "softmax", "sigmoid", "expert_bias"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["kind", "rate", "ep", "tp", "x"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_schema_and_reader_agree_on_any_options(data):
+    part = data.draw(st.sampled_from(PARTS))
+    names = [*(field.name for field in attrs.fields(part.declaration)), "x"]
+    options = data.draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=3))
+    problems = []
+    structure(part.declaration, options, (), Marks("spec"), problems)
+    assert bool(complaint(spec_with(part, options), SCHEMA)) == bool(problems), problems

@@ -1,0 +1,55 @@
+"""A plugin of somebody else, and what commands say."""
+
+import json
+import textwrap
+
+from click.testing import CliRunner
+
+from moefw.commands import specs
+from moefw.commands.plugins import plugins
+from moefw.commands.schema import schema
+from moefw.core.errors import MoefwError
+from moefw.core.resolve import assemble_tree
+from moefw.core.site import Machine
+from moefw.core.spec.source import Marks
+
+HEAD = "from __future__ import annotations\nfrom typing import *\nfrom attrs import field, frozen\nimport moefw\n"
+
+
+def dispatcher(name, body):
+    """The source of a module that declares one dispatcher."""
+    body = textwrap.indent(textwrap.dedent(body), "    ")
+    return (
+        f'{HEAD}@frozen(kw_only=True)\nclass Part(moefw.DispatcherPlugin):\n    """A dispatcher of somebody else."""\n'
+        f"    name = {name!r}\n{body}\n@moefw.hookimpl\ndef moefw_dispatchers():\n    return [Part]\n"
+    )
+
+
+def listing():
+    result = CliRunner().invoke(plugins, ["--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return json.loads(result.stdout)
+
+
+def listed(name):
+    (entry,) = (entry for entry in listing()["plugins"] if entry["name"] == name)
+    return entry
+
+
+def written_schema():
+    result = CliRunner().invoke(schema, catch_exceptions=False)
+    assert result.exit_code == 0
+    return json.loads(result.stdout)
+
+
+def refusal(tree):
+    """What the reader of specs says against a spec, or nothing."""
+    try:
+        assemble_tree(tree, Marks("spec"), defaults=specs.defaults(), machine=Machine())
+    except MoefwError as error:
+        return str(error)
+    return ""
+
+
+def dispatch_branches(found):
+    return found["properties"]["dispatch"]["oneOf"]
