@@ -128,3 +128,9 @@ def test_the_public_names_are_all_there() -> None:
     assert sorted(moefw.__all__) == sorted(set(moefw.__all__))
     for name in moefw.__all__:
         assert getattr(moefw, name) is not None
+
+
+@pytest.mark.parametrize("module", ["metrics", "clock", "progress", "plots"])
+def test_what_a_person_sees_of_a_run_is_imported_without_torch(module: str) -> None:
+    code = f"import sys, moefw.training.{module}; print({{'torch', 'matplotlib', 'tensorboard'}} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
