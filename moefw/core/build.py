@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -37,13 +38,16 @@ class Shared:
         held: T = self._held[key]
         return held
 
-    def close(self) -> None:
-        """Close everything that has a ``close``; may be called twice."""
-        while self._held:
-            _, held = self._held.popitem()
-            close = getattr(held, "close", None)
-            if close:
-                close()
+    def close(self, *, together: bool = True) -> None:
+        """Close everything that has a ``close``, whichever fails; may be called twice.
+
+        ``together``: all ranks do. If not, what has ``closes_together`` is let go of without its ``close``.
+        """
+        with ExitStack() as stack:
+            while self._held:
+                held = self._held.pop(next(iter(self._held)))
+                if hasattr(held, "close") and (together or not getattr(held, "closes_together", False)):
+                    stack.callback(held.close)
 
 
 class BuildContext:

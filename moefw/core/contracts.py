@@ -391,6 +391,13 @@ class Layout(ABC):
         Collective over ``ranks``; the same ranks get the same group.
         """
 
+    @abstractmethod
+    def host_group(self) -> ProcessGroup | None:
+        """Return a group of all ranks in which hosts wait for each other's files, for hours if need be.
+
+        None in a world of one. Collective at its first call.
+        """
+
     def group(self, *axes: str) -> ProcessGroup | None:
         """Return the process group over axes of one mesh. Collective over its ranks."""
         return self.open(self.plan.group(self.rank, axes))

@@ -70,6 +70,10 @@ class _OneGroup(Layout):
         assert len(ranks) == self._group.size(), f"no group of {ranks} alone"
         return self._group
 
+    def host_group(self) -> ProcessGroup | None:
+        """Return the group."""
+        return self._group
+
 
 def measure(
     dispatcher: Dispatcher,

@@ -6,7 +6,6 @@ Names do not depend on the layout, so a checkpoint loads into any layout of the 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -48,7 +47,7 @@ def save(
     if layout.rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-    _barrier()
+    _barrier(layout)
     tensors = {name: value.contiguous() for name, value in _owned(model, optimizer, layout)}
     shard: dict[str, Any] | str = {}
     try:
@@ -59,7 +58,7 @@ def save(
             shard = {"file": name, "sha256": _hash(scratch / name), "tensors": sorted(tensors)}
     except (OSError, SafetensorError) as error:
         shard = str(error)
-    shards = _everywhere(shard)
+    shards = _everywhere(shard, layout)
     failed = [answer for answer in shards if isinstance(answer, str)]
     if failed:
         if layout.rank == 0:
@@ -74,7 +73,7 @@ def save(
         _sync(final.parent)
         for _, old in checkpoint_dirs(run_dir)[:-keep]:
             shutil.rmtree(old)
-    _barrier()
+    _barrier(layout)
     return final
 
 
@@ -136,25 +135,27 @@ def _by_target(wanted: Mapping[str, _Slot]) -> Iterable[list[tuple[str, _Slot]]]
 
 
 def _owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank writes: the ranks that hold copies of parameters take turns."""
+    """Yield what this rank writes, on the host: the ranks that hold copies of parameters take turns.
+
+    One tensor at a time is whole on the device: states that rest elsewhere may find no room there together.
+    """
     experts = expert_parameters(model)
     for turn, (parameter, pieces) in enumerate(by_parameter(model)):
         axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
-        held = {"model": parameter.detach()}
-        moments = optimizer.state.get(parameter, {}).items()
-        held |= {f"optimizer/{key}": value.to(parameter.device) for key, value in moments}
-        held = {kind: whole(value) for kind, value in held.items()}
-        if layout.index(*axes) != turn % layout.size(*axes):
-            continue
-        for piece, (kind, value) in itertools.product(pieces, held.items()):
-            tensor = (piece.of(value) if value.shape == parameter.shape else value).clone()
-            if piece.shard is not None:
-                tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
-            if piece.shard is None or piece.shard.index == 0:
-                yield f"{kind}/{piece.name}", tensor
+        moments = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        for kind, held in {"model": parameter.detach(), **moments}.items():
+            value = whole(held.to(parameter.device))
+            if layout.index(*axes) != turn % layout.size(*axes):
+                continue
+            for piece in pieces:
+                tensor = piece.of(value) if value.shape == parameter.shape else value
+                if piece.shard is not None:
+                    tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
+                if piece.shard is None or piece.shard.index == 0:
+                    yield f"{kind}/{piece.name}", tensor.to("cpu", copy=True)
     for side, tensors in states(model).items():
         if layout.index(*HOLDERS[side]) == 0:
-            yield from ((f"state/{name}", tensor) for name, tensor in tensors.items())
+            yield from ((f"state/{name}", tensor.to("cpu", copy=True)) for name, tensor in tensors.items())
 
 
 def _optimizer_slots(
@@ -218,14 +219,14 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _barrier(layout: Layout) -> None:
+    if (group := layout.host_group()) is not None:
+        dist.barrier(group=group)
 
 
-def _everywhere(answer: Any) -> list[Any]:
-    if not dist.is_initialized():
+def _everywhere(answer: Any, layout: Layout) -> list[Any]:
+    if (group := layout.host_group()) is None:
         return [answer]
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, answer)
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, answer, group=group)
     return answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,38 +70,39 @@ class Session:
 def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     """Join the world, agree on the spec, prepare data, build and initialise the model. Collective.
 
-    Raises what is wrong on every rank alike; on leaving, everything is freed.
+    Raises what is wrong on every rank alike; on leaving, everything is freed. A rank that fails frees only what it can
+    without the others: it is to say why before they time out.
     """
     device = _device(assembly, place)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // place.local_world)))
     shared = Shared()
     if place.world > 1:
-        address = rendezvous()
-        backend = _backend(device, place)
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        meeting = dist.rendezvous(rendezvous(), place.rank, place.world, timeout=timeout)  # type: ignore[attr-defined]
+        store, rank, world = next(meeting)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        dist.init_process_group(
-            backend,
-            init_method=address,
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        )
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world))
+        store.set_timeout(timeout)
+        backend = _backend(device, dist.PrefixStore("gpus", store), world)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    ended_well = False
     try:
         _agree_on(assembly, place)
         layout = assembly.parts.parallel.build(assembly.layout, device.type)
-        data = _prepare_once(assembly, place)
+        data = _prepare_once(assembly, place, layout)
         model = build_model(assembly, layout, device, shared)
         std: Any = model.init_std
         initialise(model, seed=assembly.spec.run.seed, std=std)
         yield Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)
+        ended_well = True
     except RuntimeError as error:
         if not _lost_a_rank(error):
             raise
         what = f"rank {place.rank} lost contact with another rank."
         raise RunError(what, "The rank that failed says why; continue with --resume.") from error
     finally:
-        shared.close()
-        if dist.is_initialized():
+        shared.close(together=ended_well)
+        if dist.is_initialized() and (ended_well or dist.get_backend() == "gloo"):
             dist.destroy_process_group()
 
 
@@ -121,10 +123,20 @@ def _device(assembly: Assembly, place: Place) -> torch.device:
     return device
 
 
-def _backend(device: torch.device, place: Place) -> str:
-    """NCCL where every rank has a GPU to itself; gloo on CPUs, and where ranks share a GPU, which NCCL refuses."""
-    alone = device.type == "cuda" and place.local_world <= torch.cuda.device_count()
-    return "nccl" if alone else "gloo"
+def _backend(device: torch.device, store: Any, world: int) -> str:
+    """NCCL where every rank has a GPU to itself; gloo on CPUs, and where ranks share a GPU, which NCCL refuses.
+
+    Ranks count who has which GPU: each may see its own alone, under the same number. Collective.
+    """
+    if device.type == "cpu":
+        return "gloo"
+    uuid = torch.cuda.get_device_properties(device).uuid
+    if store.add(f"{socket.gethostname()} {uuid}", 1) > 1:
+        store.set("shared", "")
+    if store.add("ranks", 1) == world:
+        store.set("all", "")
+    store.wait(["all"])
+    return "gloo" if store.check(["shared"]) else "nccl"
 
 
 def _agree_on(assembly: Assembly, place: Place) -> None:
@@ -138,7 +150,7 @@ def _agree_on(assembly: Assembly, place: Place) -> None:
         raise PlanError(what, "Give every node the same spec and the same environment.")
 
 
-def _prepare_once(assembly: Assembly, place: Place) -> DataSource:
+def _prepare_once(assembly: Assembly, place: Place, layout: Layout) -> DataSource:
     """Let the first rank of each machine prepare; the others find the files there."""
     source = assembly.parts.data
     if place.world == 1:
@@ -150,7 +162,7 @@ def _prepare_once(assembly: Assembly, place: Place) -> DataSource:
         except MoefwError as error:
             problem = error
     problems: list[Any] = [None] * place.world
-    dist.all_gather_object(problems, problem)
+    dist.all_gather_object(problems, problem, group=layout.host_group())
     for found in problems:
         if found is not None:
             raise found

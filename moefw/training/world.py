@@ -48,7 +48,7 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
         defaults = (None, None, environment["RANK"], environment["WORLD_SIZE"])
     elif int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-        defaults = (None, None, "0", "1")
+        defaults = (None, None, "0", _tasks_here(environment))
     else:
         return None
     values = [environment.get(name, default) for name, default in zip(names, defaults, strict=True)]
@@ -60,6 +60,14 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
     if not 0 <= place.rank < place.world:
         raise PlanError(f"rank {place.rank} is not in a world of {place.world}.", f"Check {names[0]} and {names[1]}.")
     return place
+
+
+def _tasks_here(environment: Mapping[str, str]) -> str:
+    """Return how many tasks Slurm runs on this node, ``3`` of ``2(x2),3`` on the third; ``1`` where it does not say."""
+    told = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
+    by_node = [tasks for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", told) for _ in range(int(times or 1))]
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return by_node[node] if node < len(by_node) else "1"
 
 
 def rendezvous(environment: Mapping[str, str] = os.environ) -> str:

@@ -27,6 +27,21 @@ def test_slurms_variables_are_read() -> None:
     assert place_from_environment(environment) == Place(9, 16, 1, 8)
 
 
+@pytest.mark.parametrize(
+    ("variables", "tasks"),
+    [
+        ({"SLURM_TASKS_PER_NODE": "8(x2)"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "1"}, 2),
+        ({}, 1),
+    ],
+)
+def test_slurm_says_how_many_ranks_a_node_has_in_one_of_several_ways(variables: dict[str, str], tasks: int) -> None:
+    found = place_from_environment({"SLURM_PROCID": "1", "SLURM_NTASKS": "20", **variables})
+    assert found is not None
+    assert found.local_world == tasks
+
+
 def test_variables_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(PlanError, match="rank 4 is not in a world of 4"):
         place_from_environment({"RANK": "4", "WORLD_SIZE": "4"})

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefw_kernels.hadamard import reference
-from moefw_kernels.hadamard.reference import SIGNS, SIZE, hadamard_matrix
+from moefw_kernels.hadamard.reference import SIZE, hadamard_matrix
 
 __all__ = ["SIZE", "hadamard", "hadamard_matrix"]
 
@@ -33,7 +33,7 @@ def hadamard(x: Tensor, *, axis: int = -1) -> Tensor:
         if x.is_cuda:
             from moefw_kernels.hadamard import triton
 
-            out = triton.hadamard(rows, torch.tensor(SIGNS, dtype=torch.float32, device=x.device))
+            out = triton.hadamard(rows)
         else:
             out = reference.hadamard(rows)
         return out if axis == -1 else out.mT

@@ -4,10 +4,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from moefw_kernels.hadamard.reference import SIGNS
+
+MINUS: Final = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
+"""A bit for each sign that changes: numbers in a tensor would have to be copied to the device."""
 
 
 @triton.jit
@@ -20,16 +27,20 @@ def _bf16_bits(x):
 
 @triton.jit
 def _hadamard_kernel(
-    x, out, signs, groups, rows, per_row, x_stride, r_stride, c_stride, G: tl.constexpr, AS_BITS: tl.constexpr
+    x, out, groups, rows, per_row, x_stride, r_stride, c_stride,
+    G: tl.constexpr, MINUS: tl.constexpr, AS_BITS: tl.constexpr,
 ):  # fmt: skip
-    """``groups`` of 16 in all, ``per_row`` in each of ``rows`` rows of each matrix; ``out`` is contiguous."""
+    """``groups`` of 16 in all, ``per_row`` in each of ``rows`` rows of each matrix; ``out`` is contiguous.
+
+    Bits of ``MINUS`` say which of 16 numbers change their sign.
+    """
     group = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G).to(tl.int64)
     row = group // per_row
     start = row // rows * x_stride + row % rows * r_stride + group % per_row * 16 * c_stride
     lane = tl.arange(0, 16).to(tl.int64)
     inside = (group < groups)[:, None]
     values = tl.load(x + start[:, None] + lane[None, :] * c_stride, mask=inside, other=0.0).to(tl.float32)
-    values = values * tl.load(signs + lane)[None, :]
+    values = values * (1 - 2 * ((MINUS >> lane) & 1)).to(tl.float32)[None, :]
     for _ in tl.static_range(4):
         even, odd = tl.split(tl.reshape(values, (G, 8, 2)))
         values = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (G, 16))
@@ -41,15 +52,15 @@ def _hadamard_kernel(
         tl.store(to, values, mask=inside)
 
 
-def hadamard(x: Tensor, signs: Tensor) -> Tensor:
-    """As ``reference.hadamard``; ``signs`` (16) fp32."""
+def hadamard(x: Tensor) -> Tensor:
+    """As ``reference.hadamard``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     groups = x.numel() // 16
     if groups:
         x_BRC = x.reshape(-1, *x.shape[-2:])
         bits = x.dtype is torch.bfloat16
         _hadamard_kernel[(triton.cdiv(groups, 64),)](
-            x_BRC, out.view(torch.int16) if bits else out, signs,
-            groups, x.shape[-2], x.shape[-1] // 16, *x_BRC.stride(), 64, bits,
+            x_BRC, out.view(torch.int16) if bits else out,
+            groups, x.shape[-2], x.shape[-1] // 16, *x_BRC.stride(), 64, MINUS, bits,
         )  # fmt: skip
     return out

@@ -35,8 +35,6 @@ E4M3: Final = Format("e4m3", torch.float8_e4m3fn, 448.0, -6, 3, 7, 0x7F)
 E5M2: Final = Format("e5m2", torch.float8_e5m2, 57344.0, -14, 2, 7, 0x7F)
 E2M1: Final = Format("e2m1", torch.uint8, 6.0, 0, 1, 3, 0x7)
 
-_E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
 
 def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
     """Return the code of each number: uint8, the shape of ``x``, which is fp32, fp16 or bf16.
@@ -69,13 +67,18 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
     Looked up on a CPU, where torch's cast takes one number at a time.
     """
-    if fmt is E2M1:
-        values = torch.tensor(_E2M1_VALUES, device=codes.device)
-    elif codes.device.type == "cpu":
-        values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
-    else:
-        return codes.view(fmt.dtype).float()
+    if codes.device.type != "cpu":
+        return decode_e2m1(codes) if fmt is E2M1 else codes.view(fmt.dtype).float()
+    values = torch.arange(256, dtype=torch.uint8)
+    values = decode_e2m1(values[:16]) if fmt is E2M1 else values.view(fmt.dtype).float()
     return values.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """Return the number of each four-bit code in fp32, by arithmetic: a table would have to be copied to the device."""
+    steps = (codes & 7).float()
+    magnitude = torch.where(steps < 4, steps / 2, torch.where(steps < 6, steps - 2, 2 * steps - 8))
+    return torch.where(codes < 8, magnitude, -magnitude)
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -71,11 +71,27 @@ def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
-    """Return the products of groups: ``a`` (R, I) with ``b`` (e, I, O), or, summing over rows, (O, R) with (R, I)."""
-    if isinstance(a, Tensor):
-        return F.grouped_mm(a, b, offs=ends_e)
-    product: Tensor = a.grouped_mm(b, ends_e)
+    """Return the products of groups: ``a`` (R, I) with ``b`` (e, I, O), or, summing over rows, (O, R) with (R, I).
+
+    A sum over no rows is zero.
+    """
+    if not isinstance(a, Tensor):
+        product: Tensor = a.grouped_mm(b, ends_e)
+        return product
+    if not a.numel():
+        groups = (len(ends_e),) if b.dim() == 2 else ()
+        return a.new_zeros(*groups, len(a), b.shape[-1])
+    product = F.grouped_mm(a, b, offs=ends_e)
+    if b.dim() == 2 and _leaves_empty_sums_unwritten(product.device):
+        sizes_e = ends_e.diff(prepend=ends_e.new_zeros(1))
+        product.masked_fill_((sizes_e == 0).view(-1, 1, 1), 0.0)
     return product
+
+
+@cache
+def _leaves_empty_sums_unwritten(device: torch.device) -> bool:
+    """Whether a grouped product writes what it finds where it sums over no rows: Blackwell's (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def keep_input(x: Tensor, used: Any, precision: Precision, rows: Rows) -> Kept:

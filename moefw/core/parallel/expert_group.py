@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from attrs import frozen
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -41,7 +42,7 @@ class ExpertGroup:
         share_TK = expert_ids_TK.div(self.local_experts, rounding_mode="floor")
         if self.etp == 1:
             return share_TK
-        parts = share_TK.new_tensor(range(self.etp))
+        parts = torch.arange(self.etp, device=share_TK.device)
         owner = share_TK.unsqueeze(-1) * self.etp + parts
         return owner.masked_fill((share_TK < 0).unsqueeze(-1), -1).flatten(1)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import final
+from datetime import timedelta
+from typing import Final, final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Layout, LayoutPlan
+
+HOST_TIMEOUT: Final = timedelta(days=1)
+"""For what takes as long as there are files. A rank that dies closes its connections, which ends the wait of others."""
 
 
 @final
@@ -20,6 +24,7 @@ class OpenedLayout(Layout):
         self.ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._opened: dict[tuple[int, ...], ProcessGroup] = {}
+        self._host: ProcessGroup | None = None
 
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Return the process group of ``ranks``, or None where it is this rank alone. Collective over ``ranks``."""
@@ -31,3 +36,9 @@ class OpenedLayout(Layout):
             assert group is not None
             self._opened[ranks] = group
         return self._opened[ranks]
+
+    def host_group(self) -> ProcessGroup | None:
+        """Return a group of all ranks over gloo, whatever the devices talk over."""
+        if self._host is None and self.plan.world > 1:
+            self._host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        return self._host

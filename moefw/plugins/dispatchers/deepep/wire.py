@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class Wire(ABC):
     """A buffer of the library, shared by all layers of a process. Closed once."""
 
     ids_dtype: torch.dtype
+    closes_together: ClassVar[bool] = True
+    """Destroying a buffer waits for all ranks: one that fails lets go of its own."""
 
     @abstractmethod
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:

@@ -221,7 +221,7 @@ class LibraryHybridEP(Dispatcher):
         extra, etp = rows - choices.num_tokens, self.experts.etp
         weights_TK = F.pad(weights_TK if etp == 1 else weights_TK.repeat_interleave(etp, 1), (0, 0, 0, extra))
         spread_TE = weights_TK.new_zeros(rows, num_parts + 1).scatter(1, choices.ids_TK, weights_TK)
-        return [F.pad(x_TD, (0, 0, 0, extra)), spread_TE[:, :num_parts]]
+        return [F.pad(x_TD, (0, 0, 0, extra)) if extra else x_TD, spread_TE[:, :num_parts]]
 
     def _send_again(self, sent: Sequence[Tensor], way: _Way, choices: _Choices) -> Moved:
         probs_TE = sent[1] if len(sent) > 1 else None

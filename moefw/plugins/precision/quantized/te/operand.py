@@ -81,13 +81,15 @@ class TEOperand:
     def grouped_mm(self, other: TEOperand, ends_e: Tensor) -> Tensor:
         """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it.
 
-        Rows that are of no group are zero.
+        Rows that are of no group are zero. Without any rows the library is not asked: its products may hang then.
         """
         mine, theirs = self.form, other.form
         assert mine.sizes is not None
         rows, columns = mine.shape[-2], theirs.shape[-1]
         height, width = rows if not mine.turned else mine.filled[0], theirs.filled[1]
         leading = (len(mine.sizes),) if mine.turned else ()
+        if not any(mine.sizes):
+            return torch.zeros(*leading, rows, columns, dtype=mine.dtype, device=ends_e.device)
         out = torch.empty(*leading, height, width, dtype=mine.dtype, device=ends_e.device)
         if not mine.turned:
             out[sum(mine.sizes) :].zero_()

@@ -67,6 +67,8 @@ class TERecipe(LowPrecisionRecipe):
         return TEOperand(matrices, form)
 
     def _matrices(self, x: Tensor, role: Role, usage: Usage, sizes: tuple[int, ...] | None) -> list[Any]:
+        if sizes is not None and not any(sizes):
+            return []
         if sizes is not None:
             quantizers = self._quantizers.make(self._te, role, usage, len(sizes))
             return list(self._te.split_quantize(x[: sum(sizes)], list(sizes), quantizers))

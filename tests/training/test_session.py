@@ -1,0 +1,91 @@
+"""A rank joins its world over what its GPUs can, and leaves it without waiting for others if it fails."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moefw.core.build import Shared
+from moefw.core.parallel.opened_layout import OpenedLayout
+from moefw.testing.fake_world import fake_assembly
+from moefw.testing.training import SMALL
+from moefw.training import checkpoint, session
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [
+        (["a"], "nccl"),
+        (["a", "b", "c", "d"], "nccl"),
+        (["a", "a"], "gloo"),
+        (["a", "b", "b", "c"], "gloo"),
+    ],
+)
+def test_ranks_talk_over_nccl_where_none_shares_its_gpu(
+    gpus: list[str], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number is under which each rank sees it."""
+    seen = iter(gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=next(seen)))
+    store, device = dist.HashStore(), torch.device("cuda", 0)
+    with ThreadPoolExecutor(len(gpus)) as ranks:
+        chosen = [ranks.submit(session._backend, device, store, len(gpus)) for _ in gpus]
+        assert [each.result(60) for each in chosen] == [backend] * len(gpus)
+
+
+def test_cpus_talk_over_gloo() -> None:
+    assert session._backend(torch.device("cpu"), dist.HashStore(), 8) == "gloo"
+
+
+class Held:
+    def __init__(self, log: list[str], name: str, *, together: bool = False, fails: bool = False) -> None:
+        self.log, self.name, self.closes_together, self.fails = log, name, together, fails
+
+    def close(self) -> None:
+        self.log.append(self.name)
+        if self.fails:
+            raise OSError(self.name)
+
+
+def holding(log: list[str]) -> Shared:
+    shared = Shared()
+    held = [Held(log, "first"), Held(log, "buffer", together=True), Held(log, "broken", fails=True), Held(log, "last")]
+    for each in held:
+        shared.get(each.name, lambda each=each: each)  # type: ignore[misc]
+    return shared
+
+
+def test_everything_is_closed_in_reverse_order_whichever_fails() -> None:
+    log: list[str] = []
+    shared = holding(log)
+    with pytest.raises(OSError, match="broken"):
+        shared.close()
+    assert log == ["last", "broken", "buffer", "first"]
+    shared.close()
+    assert len(log) == 4
+
+
+def test_a_rank_that_fails_waits_for_no_other() -> None:
+    log: list[str] = []
+    with pytest.raises(OSError, match="broken"):
+        holding(log).close(together=False)
+    assert log == ["last", "broken", "first"]
+
+
+def test_a_checkpoint_is_collected_on_the_host() -> None:
+    """States that rest there may find no room on the device."""
+    layout = OpenedLayout(fake_assembly(dict(SMALL), 1).layout, "cpu")
+    with FakeTensorMode():
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.empty(4, 4, device="cuda"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.state[model.weight] = {"exp_avg": torch.zeros(4, 4), "step": torch.zeros(())}
+        owned = dict(checkpoint._owned(model, optimizer, layout))
+    assert set(owned) == {"model/weight", "optimizer/exp_avg/weight", "optimizer/step/weight"}
+    assert {tensor.device.type for tensor in owned.values()} == {"cpu"}
