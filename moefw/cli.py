@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import click
@@ -58,12 +59,17 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code; errors of ours print as messages, never as tracebacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         result: Any = cli.main(arguments, standalone_mode=False)
         code = result if isinstance(result, int) else 0
     except MoefwError as error:
-        if os.environ.get("RANK", "0") == "0" or error.exit_code == 1:
-            click.echo("\n".join(f"error: {problem}" for problem in error.problems), err=True)
+        rank, local_rank = (_of_rank(name) for name in ("RANK", "LOCAL_RANK"))
+        if "0" in (rank, local_rank) or error.exit_code == 1:
+            which = "" if rank == "0" else f"rank {rank}: "
+            click.echo("\n".join(f"error: {which}{problem}" for problem in error.problems), err=True)
         code = error.exit_code
     except click.exceptions.Abort:
         code = 130
@@ -71,6 +77,11 @@ def main(arguments: list[str] | None = None) -> None:
         error.show()
         code = error.exit_code
     _leave(code)
+
+
+def _of_rank(name: str) -> str:
+    """Return what torchrun says of this process; without it, it is the first one."""
+    return os.environ.get(name, "0")
 
 
 def _leave(code: int) -> NoReturn:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,7 +13,8 @@ from attrs import asdict
 
 from moefw.commands import specs
 from moefw.core.assembly import Assembly
-from moefw.training.folder import cache_dir, make_ready
+from moefw.core.errors import SpecError
+from moefw.training.folder import cache_dir, run_folder
 from moefw.training.world import LAUNCHED, Place, die_with_launcher, place_from_environment, run_local_ranks
 
 if TYPE_CHECKING:
@@ -30,21 +33,21 @@ def train(spec: str, overrides: tuple[str, ...], resume: bool, ledger: bool) -> 
     """
     place = place_from_environment()
     assembly = specs.read(spec, overrides, place.world if place else None)
-    starts_here = LAUNCHED not in os.environ and (place is None or place.rank == 0)
-    note = make_ready(assembly, resume=resume) if starts_here else None
-    if note:
-        click.echo(note)
-    if ledger and starts_here:
-        _open_ledger(assembly)
     if place is None:
+        if assembly.layout.world > 1 and not Path(spec).is_file():
+            raise SpecError(f"{spec} is no file, and each of several ranks reads it.", "Write the spec to a file.")
         assembly.parts.data.prepare(cache_dir())
-        if assembly.layout.world > 1:
+    with ExitStack() as stack:
+        if LAUNCHED not in os.environ and (place is None or place.rank == 0):
+            stack.enter_context(run_folder(assembly, resume=resume, tell=click.echo))
+            if ledger:
+                _open_ledger(assembly)
+        if place is None and assembly.layout.world > 1:
             return run_local_ranks(sys.argv[1:], assembly.layout.world)
-        place = Place(0, 1, 0, 1)
-    die_with_launcher()
-    from moefw.training import trainer
+        die_with_launcher()
+        from moefw.training import trainer
 
-    trainer.train(assembly, place, resume=resume, ledger=ledger)
+        trainer.train(assembly, place or Place(0, 1, 0, 1), resume=resume, ledger=ledger)
     return 0
 
 

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import and_, ge, gt, le
 
 import moefw
 from moefw.core.memory.ledger import Extent, ModelMemory, PartMemory
 from moefw.core.plugin import ModelPlugin
 from moefw.core.site import Dims, Site
 from moefw.models.presets import PRESETS
+
+WIDEST, MOST = 2**22, 2**14
+"""Of the columns of a matrix, and of heads and experts: more is a slip of the pen."""
 
 
 @frozen(kw_only=True)
@@ -26,18 +29,18 @@ class Decoder(ModelPlugin):
 
     name: ClassVar[str] = "decoder"
 
-    vocab_size: int = field(default=256, validator=ge(2))
-    dim: int = field(default=256, validator=ge(2))
+    vocab_size: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
+    dim: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
     num_layers: int = field(default=4, validator=ge(1))
     num_dense_layers: int = field(default=0, validator=ge(0))
-    num_heads: int = field(default=4, validator=ge(1))
-    num_kv_heads: int = field(default=2, validator=ge(1))
-    head_dim: int = field(default=64, validator=ge(2))
-    dense_dim: int = field(default=1024, validator=ge(1))
-    num_experts: int = field(default=16, validator=ge(1))
-    top_k: int = field(default=4, validator=ge(1))
-    expert_dim: int = field(default=256, validator=ge(1))
-    shared_expert_dim: int = field(default=0, validator=ge(0))
+    num_heads: int = field(default=4, validator=and_(ge(1), le(MOST)))
+    num_kv_heads: int = field(default=2, validator=and_(ge(1), le(MOST)))
+    head_dim: int = field(default=64, validator=and_(ge(2), le(MOST)))
+    dense_dim: int = field(default=1024, validator=and_(ge(1), le(WIDEST)))
+    num_experts: int = field(default=16, validator=and_(ge(1), le(MOST)))
+    top_k: int = field(default=4, validator=and_(ge(1), le(MOST)))
+    expert_dim: int = field(default=256, validator=and_(ge(1), le(WIDEST)))
+    shared_expert_dim: int = field(default=0, validator=and_(ge(0), le(WIDEST)))
     qk_norm: bool = True
     tie_embeddings: bool = False
     rope_theta: float = field(default=10000.0, validator=gt(0.0))

@@ -87,7 +87,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     for shard in manifest["shards"]:
         path = folder / shard["file"]
         if not path.is_file() or _hash(path) != shard["sha256"]:
-            raise CheckpointError(f"{path} is missing or damaged.", "Use an earlier checkpoint of the run.")
+            fix = f"Delete {folder}: the checkpoint before it is the last one then."
+            raise CheckpointError(f"{path} is missing or damaged.", fix)
         where |= dict.fromkeys(shard["tensors"], path)
     wanted = {f"model/{piece.name}": _Slot(piece.parameter, piece) for piece in canonical_parameters(model)}
     wanted |= {f"state/{name}": _Slot(tensor) for name, tensor in state_tensors(model).items()}
@@ -198,10 +199,13 @@ def _check_same_model(folder: Path, where: Mapping[str, Path], wanted: Mapping[s
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is not a committed checkpoint: {error}.", "Use an earlier one.") from error
-    if manifest.get("format") != FORMAT:
-        what = f"{folder} has checkpoint format {manifest.get('format')}; this moefw reads {FORMAT}."
+        version, _ = manifest["format"], manifest["step"]
+        _ = [(shard["file"], shard["sha256"], shard["tensors"]) for shard in manifest["shards"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{folder / MANIFEST} is not the list of a checkpoint: {type(error).__name__} {error}."
+        raise CheckpointError(what, f"Delete {folder}: the checkpoint before it is the last one then.") from error
+    if version != FORMAT:
+        what = f"{folder} has checkpoint format {version}; this moefw reads {FORMAT}."
         raise CheckpointError(what, "Use the moefw version that wrote it.")
     return manifest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ BALANCE_WINDOW = 50
 SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = "def ", 160, 0.7
 
 
-def introduce(session: Session, start: int, console: Console) -> None:
-    """Say what is about to be trained, where, and from which step on."""
+def introduce(session: Session, start: int, changes: Sequence[str], console: Console) -> None:
+    """Say what is about to be trained, where, from which step on, and what ``changes`` in the spec of a resumed run."""
     held = sum(local(parameter).numel() for parameter in session.model.parameters())
     sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
     ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
@@ -33,6 +34,10 @@ def introduce(session: Session, start: int, console: Console) -> None:
         _say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
     if start:
         _say(console, f"continuing after step {start}")
+        if start >= (steps := session.assembly.spec.train.steps):
+            _say(console, f"there is nothing to train: train.steps is {steps}")
+    for change in changes:
+        _say(console, f"  {change}")
 
 
 def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console) -> None:
@@ -49,7 +54,7 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
     )
     if not session.leads:
         return
-    (run_dir / "sample.txt").write_text(text)
+    (run_dir / "sample.txt").write_text(text, encoding="utf-8")
     zlib_bits = zlib_bits_per_byte(session.data.heldout_bytes)
     records = read_metrics(run_dir / "metrics.jsonl")
     _draw(session, run_dir / "plots", records, zlib_bits)

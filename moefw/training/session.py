@@ -23,7 +23,7 @@ from moefw.core.errors import MoefwError, PlanError, RunError
 from moefw.core.naming import initialise
 from moefw.core.stages import Batch
 from moefw.training.folder import cache_dir
-from moefw.training.world import Place, rendezvous
+from moefw.training.world import Place, rendezvous, threads_of_a_rank
 
 COLLECTIVE_TIMEOUT_S = 600.0
 
@@ -74,7 +74,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     without the others: it is to say why before they time out.
     """
     device = _device(assembly, place)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // place.local_world)))
+    torch.set_num_threads(threads_of_a_rank(place.local_world))
     shared = Shared()
     if place.world > 1:
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)

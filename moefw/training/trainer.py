@@ -14,6 +14,8 @@ from rich.console import Console
 from ruamel.yaml import YAML
 
 from moefw.core.assembly import Assembly
+from moefw.core.errors import show
+from moefw.core.spec.source import KeyPath, dotted
 from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
 from moefw.training.clock import StepClock
@@ -65,12 +67,12 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step."""
-        log = None
+        log, changes = None, list[str]()
         if self.session.leads:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            _write_resolved(self.session.assembly, self.run_dir)
+            changes = _write_resolved(self.session.assembly, self.run_dir)
             log = MetricsLog(self.run_dir, keep_until=self.start if self.start else None)
-        introduce(self.session, self.start, self.console)
+        introduce(self.session, self.start, changes, self.console)
         with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
             for step in range(self.start, self.spec.steps):
                 record = self._step(step)
@@ -153,8 +155,20 @@ def _record(step: int, lr: float, result: StepResult) -> dict[str, Any]:
     }
 
 
-def _write_resolved(assembly: Assembly, run_dir: Path) -> None:
-    scratch = run_dir / "spec.yaml.tmp"
-    with scratch.open("w") as file:
-        YAML().dump(json.loads(json.dumps(assembly.resolved())), file)
-    scratch.replace(run_dir / "spec.yaml")
+def _write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
+    """Write the spec, and return what has changed since it was written before, a line each."""
+    path, scratch = run_dir / "spec.yaml", run_dir / "spec.yaml.tmp"
+    resolved = json.loads(json.dumps(assembly.resolved()))
+    before = YAML(typ="safe").load(path) if path.is_file() else resolved
+    with scratch.open("w", encoding="utf-8") as file:
+        YAML().dump(resolved, file)
+    scratch.replace(path)
+    return list(_changes(before, resolved, ()))
+
+
+def _changes(before: Any, now: Any, path: KeyPath) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from _changes(before.get(key), now.get(key), (*path, key))
+    elif before != now:
+        yield f"{dotted(path)}: {show(before)} is {show(now)} now"

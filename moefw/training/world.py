@@ -46,7 +46,7 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
     if "RANK" in environment and "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         defaults = (None, None, environment["RANK"], environment["WORLD_SIZE"])
-    elif int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+    elif environment.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in environment:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
         defaults = (None, None, "0", _tasks_here(environment))
     else:
@@ -70,6 +70,17 @@ def _tasks_here(environment: Mapping[str, str]) -> str:
     return by_node[node] if node < len(by_node) else "1"
 
 
+def threads_of_a_rank(local_world: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many threads a rank computes with: ``OMP_NUM_THREADS``, or its share of the cores."""
+    told = environment.get("OMP_NUM_THREADS")
+    if not told:
+        return max(1, (os.cpu_count() or 1) // local_world)
+    outermost = told.split(",")[0].strip()
+    if not outermost.isdecimal() or not int(outermost):
+        raise PlanError(f"OMP_NUM_THREADS is {told!r}, which is no number of threads.", "Unset it, or use a number.")
+    return int(outermost)
+
+
 def rendezvous(environment: Mapping[str, str] = os.environ) -> str:
     """Return the address at which ranks meet, ``tcp://host:port``."""
     host = environment.get("MASTER_ADDR")
@@ -89,7 +100,7 @@ def run_local_ranks(arguments: Sequence[str], world: int) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    threads = str(threads_of_a_rank(world))
     leash, our_end = os.pipe()
     shared = {**KEEP_PAGES, **os.environ, "OMP_NUM_THREADS": threads, LAUNCHED: str(leash)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

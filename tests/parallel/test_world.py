@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from moefw.core.errors import PlanError
-from moefw.training.world import Place, place_from_environment, rendezvous
+from moefw.training.world import Place, place_from_environment, rendezvous, threads_of_a_rank
 
 
 def test_outside_of_torchrun_and_slurm_there_is_no_place() -> None:
@@ -47,6 +47,19 @@ def test_variables_that_contradict_each_other_are_refused() -> None:
         place_from_environment({"RANK": "4", "WORLD_SIZE": "4"})
     with pytest.raises(PlanError, match="RANK=one"):
         place_from_environment({"RANK": "one", "WORLD_SIZE": "4"})
+    with pytest.raises(PlanError, match="SLURM_NTASKS=abc"):
+        place_from_environment({"SLURM_NTASKS": "abc", "SLURM_PROCID": "0"})
+
+
+@pytest.mark.parametrize(("told", "threads"), [("3", 3), ("4,2", 4), ("", 1)])
+def test_a_rank_computes_with_the_threads_that_openmp_is_told_of(told: str, threads: int) -> None:
+    assert threads_of_a_rank(10**6, {"OMP_NUM_THREADS": told}) == threads
+
+
+@pytest.mark.parametrize("told", ["abc", "0", "-1"])
+def test_what_is_no_number_of_threads_is_refused(told: str) -> None:
+    with pytest.raises(PlanError, match="no number of threads"):
+        threads_of_a_rank(1, {"OMP_NUM_THREADS": told})
 
 
 def test_ranks_meet_at_the_first_node() -> None:

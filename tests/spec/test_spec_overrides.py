@@ -31,6 +31,7 @@ class TestOverrides:
             ("parallel.experts.ep=4", 4),
             ("memory=[]", []),
             ("memory.0.regions=[router]", ["router"]),
+            ("memory[0].regions=[router]", ["router"]),
             ("memory.1.regions.0=router", "router"),
             ("train.optimizer={use: adamw, beta1: 0.5}", {"use": "adamw", "beta1": 0.5}),
             ("train.optimizer.beta1=0.5", 0.5),

@@ -45,6 +45,10 @@ class TestValues:
             ("memory: [{regions: [layer]}]", "'use' is missing."),
             ("routing: {balance: [{}]}", "'kind' is missing. It has no default."),
             ("train: {steps: 0}", "'steps' must be >= 1: 0."),
+            ("model: {num_experts: 1000000000}", "'num_experts' must be <= 16384: 1000000000."),
+            ("run: {dir: .}", "'dir' must end in the name of a folder, and not begin with ~: '.'"),
+            ("run: {dir: ''}", "'dir' must end in the name of a folder, and not begin with ~: ''"),
+            ("run: {dir: ~/runs}", "'dir' must end in the name of a folder, and not begin with ~: '~/runs'"),
             ("train: {lr: -1}", "'lr' must be > 0.0: -1.0."),
         ],
     )

@@ -15,12 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from moefw.commands import specs
 from moefw.core.build import Shared, build_model
+from moefw.core.errors import CheckpointError
 from moefw.core.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.testing.trial import DISPATCHERS
+from moefw.training import checkpoint
 from moefw.training.session import Session
 from moefw.training.trainer import Trainer
 
@@ -286,3 +289,38 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, trained: tuple[Path, st
     data[-5] ^= 1
     shard.write_bytes(data)
     assert "rank-00001.safetensors is missing or damaged" in complaint("eval", tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": 1}', "x", '{"format": 1, "step": 4, "shards": [{}]}'])
+def test_a_damaged_list_of_a_checkpoint_is_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not the list of a checkpoint.*Delete"):
+        checkpoint.load(tmp_path, nn.Module(), None)
+
+
+def test_several_ranks_do_not_read_a_spec_from_a_pipe(tmp_path: Path, text: Path) -> None:
+    command = [sys.executable, "-m", "moefw", "train", "/dev/stdin"]
+    given = spec(tmp_path, text, 2).read_text()
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no file, and each of several ranks reads it" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("temperature", ["nan", "1e-320", "-1", "inf"])
+def test_a_temperature_that_gives_no_probabilities_is_refused(trained: tuple[Path, str], temperature: str) -> None:
+    done = moefw("generate", trained[0], "--prompt", "x", "--temperature", temperature, check=False)
+    assert done.returncode == 2
+    assert "neither 0 nor between 0.001 and 1000" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "told"), [("0", "0", "error: nope"), ("8", "0", "error: rank 8: nope"), ("9", "1", "")]
+)
+def test_the_first_rank_of_each_node_says_what_is_wrong(rank: str, local_rank: str, told: str) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    command = [sys.executable, "-m", "moefw", "train", "nope.yaml"]
+    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr[: len("error: rank 8: nope")].startswith(told)
+    assert bool(done.stderr) == bool(told)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
-from attrs import Factory, field, frozen
+from attrs import Attribute, Factory, field, frozen
 from attrs.validators import ge, gt, optional
 
 from moefw.core.errors import Problem, show
@@ -65,11 +66,16 @@ class TrainSpec:
     keep_checkpoints: int = field(default=2, validator=ge(1))
 
 
+def _names_a_folder(_: object, attribute: Attribute[str], value: str) -> None:
+    if Path(value).name in ("", "..") or value.startswith("~"):
+        raise ValueError(f"'{attribute.name}' must end in the name of a folder, and not begin with ~: {value!r}")
+
+
 @frozen(kw_only=True)
 class RunSpec:
     """Where a run writes, its seed, the device, and the observers that watch it."""
 
-    dir: str = "runs/default"
+    dir: str = field(default="runs/default", validator=_names_a_folder)
     seed: int = field(default=0, validator=ge(0))
     device: Literal["auto", "cpu", "cuda"] = "auto"
     observers: tuple[str, ...] = ()

@@ -235,10 +235,10 @@ def scalar(text: str, *, plain: bool = True) -> object:
 
 
 def _override(override: str, tree: Tree, marks: Marks, problems: list[Problem]) -> None:
-    """Lay ``a.b=c`` over ``tree``, making sections that are missing. Raises SpecError if it leads nowhere."""
+    """Lay ``a.b[0].c=d`` over ``tree``, making sections that are missing. Raises SpecError if it leads nowhere."""
     name, equals, text = override.partition("=")
     place = f"command line, {show(override, limit=200)}"
-    *parents, last = name.split(".")
+    *parents, last = re.sub(r"\[([0-9]+)\]", r".\1", name).split(".")
     if not equals or not all((*parents, last)):
         raise SpecError(Problem("an override is written key.path=value.", "For example train.steps=20.", place))
     holder: Any = tree
