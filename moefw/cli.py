@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         result: Any = cli.main(arguments, standalone_mode=False)
         code = result if isinstance(result, int) else 0
     except MoefwError as error:
-        rank, local_rank = (_of_rank(name) for name in ("RANK", "LOCAL_RANK"))
+        rank, local_rank = _told("RANK", "SLURM_PROCID"), _told("LOCAL_RANK", "SLURM_LOCALID")
         if "0" in (rank, local_rank) or error.exit_code == 1:
             which = "" if rank == "0" else f"rank {rank}: "
             click.echo("\n".join(f"error: {which}{problem}" for problem in error.problems), err=True)
@@ -79,9 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
     _leave(code)
 
 
-def _of_rank(name: str) -> str:
-    """Return what torchrun says of this process; without it, it is the first one."""
-    return os.environ.get(name, "0")
+def _told(torchruns: str, slurms: str) -> str:
+    """Return what torchrun, or else Slurm, says of this process; outside of both it is the first one."""
+    return os.environ.get(torchruns) or os.environ.get(slurms, "0")
 
 
 def _leave(code: int) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -101,7 +101,8 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         what = f"rank {place.rank} lost contact with another rank."
         raise RunError(what, "The rank that failed says why; continue with --resume.") from error
     finally:
-        shared.close(together=ended_well)
+        with nullcontext() if ended_well else suppress(Exception):  # what failed first is what is told
+            shared.close(together=ended_well)
         if dist.is_initialized() and (ended_well or dist.get_backend() == "gloo"):
             dist.destroy_process_group()
 
