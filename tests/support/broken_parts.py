@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -279,7 +280,10 @@ class Wasteful(_Layout):
 
 class _SlowPlan(MeshPlan):
     def coordinates(self, rank: int) -> Mapping[str, int]:
-        return {axis: position for axis, position in super().coordinates(rank).items() if sum(range(self.world)) >= 0}
+        until = time.process_time() + 5e-4
+        while time.process_time() < until:
+            pass
+        return super().coordinates(rank)
 
 
 @frozen(kw_only=True)
