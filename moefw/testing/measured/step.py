@@ -33,7 +33,7 @@ from moefw.training.engine import Engine
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
 ENOUGH: Final = 2
 """Micro-batches: the first finds no gradients, and those after the second are like it."""
-_LETTING_GO_S: Final = 0.05
+_LETTING_GO_S: Final = 0.1
 """A thread of gloo holds the tensors of a collective until it gets the interpreter's lock, after we waited for it."""
 
 
