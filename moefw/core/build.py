@@ -43,11 +43,11 @@ class Shared:
 
         ``together``: all ranks do. If not, what has ``closes_together`` is let go of without its ``close``.
         """
+        held, self._held = self._held, {}
         with ExitStack() as stack:
-            while self._held:
-                held = self._held.pop(next(iter(self._held)))
-                if hasattr(held, "close") and (together or not getattr(held, "closes_together", False)):
-                    stack.callback(held.close)
+            for each in held.values():
+                if hasattr(each, "close") and (together or not getattr(each, "closes_together", False)):
+                    stack.callback(each.close)
 
 
 class BuildContext:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,8 +32,6 @@ from moefw.training.engine import Engine
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
 ENOUGH: Final = 2
 """Micro-batches: the first finds no gradients, and those after the second are like it."""
-_LETTING_GO_S: Final = 0.1
-"""A thread of gloo holds the tensors of a collective until it gets the interpreter's lock, after we waited for it."""
 
 
 def measure(assembly: Assembly, *, rank: int = 0, micro_batches: int | None = None) -> Measured:
@@ -48,7 +45,10 @@ def measure(assembly: Assembly, *, rank: int = 0, micro_batches: int | None = No
 
 
 def measure_here(assembly: Assembly, *, micro_batches: int | None = None) -> Measured:
-    """Return what this rank of the world that is there holds in a step, with values; routing is even. Collective."""
+    """Return what this rank of the world that is there holds in a step, with values; routing is even. Collective.
+
+    A thread of gloo may keep a collective's tensors a moment longer: measure some times, and take the least.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != assembly.layout.world:
         what = f"the assembly is laid out over {assembly.layout.world} ranks, and here are {world}."
@@ -69,7 +69,7 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
         if values:
             std: Any = model.init_std
             initialise(model, seed=assembly.spec.run.seed, std=std)
-        return _Step(assembly, layout, model, recorder, values=values).run(micro_batches)
+        return _Step(assembly, layout, model, recorder).run(micro_batches)
 
 
 @contextmanager
@@ -110,11 +110,8 @@ def _parts_known(recorder: Recorder) -> Iterator[None]:
 class _Step:
     """A step of a model on this rank."""
 
-    def __init__(
-        self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder, *, values: bool
-    ) -> None:
+    def __init__(self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder) -> None:
         self.assembly, self.layout, self.model, self.recorder = assembly, layout, model, recorder
-        self.values = values
         train = assembly.spec.train
         self.optimizer: Any = assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr)
         self.engine = Engine(model, self.optimizer, layout, clip_norm=train.clip_norm)
@@ -164,8 +161,6 @@ class _Step:
         with recorder.places.phase(section):
             yield
         if section == "forward":
-            if self.values and self.layout.plan.world > 1:
-                time.sleep(_LETTING_GO_S)
             self.saved.append([life for life in recorder.alive(recorder.now) if life.began > before])
         if section == "backward":
             grads = (parameter.grad for parameter in self.model.parameters())
