@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,12 +24,16 @@ class TokenStream(ABC):
 
 
 class DataSource(ABC):
-    """Prepared data: tokens to train on, tokens held out, and the tokenizer between text and ids."""
+    """Prepared data: tokens to train on, tokens held out, and the tokenizer between text and ids.
+
+    ``fingerprint`` is equal where equal ids stand for equal text; a checkpoint goes with it. Empty: nobody knows.
+    """
 
     train: TokenStream
     heldout: TokenStream
     heldout_bytes: bytes
     vocab_size: int
+    fingerprint: str = ""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -37,3 +42,6 @@ class DataSource(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; bytes that are no text become the replacement character."""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write what reads and writes these ids, where it is a file, for those who have the model but not the data."""

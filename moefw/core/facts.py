@@ -220,6 +220,8 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("axis_divides", "a size of axis {} that divides {}", _some(_divides), ("parallel",), itemised=True),
         # axes along which a model can be split
         Fact("split", "a model that is split along {}", _some(operator.eq), ("model",), itemised=True),
+        # how many different token ids a model takes
+        Fact("token_ids", "{} token ids", _some(operator.ge), ("model",), silence=ANY),
         # the set of tokens that routing looks at: token, sequence, micro_batch, global_batch
         Fact("partition", "routing that looks at one {}", _one_of, ("routing",)),
         # (region, treatment) pairs that memory policies may use

@@ -76,6 +76,7 @@ class Decoder(ModelPlugin):
         return moefw.offers(
             region=tuple(treated),
             split=("tp",),
+            token_ids=(self.vocab_size,),
             differentiable=True,
             by_pass=True,
             row_keys=True,

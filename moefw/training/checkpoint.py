@@ -77,12 +77,16 @@ def save(
     return final
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def load(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, tokenizer: str = ""
+) -> dict[str, Any]:
     """Fill a model, its state and its optimizer, checking every hash first; return the manifest.
 
-    Raises CheckpointError, with nothing changed, if the folder is damaged or holds another model.
+    ``tokenizer``: fingerprint of the one in use. Raises CheckpointError, with nothing changed, if the folder is damaged
+    or holds another model, or one that was trained with another tokenizer.
     """
     manifest = _read_manifest(folder)
+    _check_same_tokenizer(folder, manifest.get("tokenizer", ""), tokenizer)
     where: dict[str, Path] = {}
     for shard in manifest["shards"]:
         path = folder / shard["file"]
@@ -194,6 +198,16 @@ def _check_same_model(folder: Path, where: Mapping[str, Path], wanted: Mapping[s
             plain = name.split("/", 1)[1]
             what = f"{folder} is a checkpoint of another model: {plain} is {shape} there and {slot.whole} here."
             raise CheckpointError(what, "Use the spec that it was trained with (spec.yaml in the run's folder).")
+
+
+def _check_same_tokenizer(folder: Path, saved: str, here: str) -> None:
+    if saved and here and saved != here:
+        kept = folder.parents[1] / "tokenizer.json"
+        name = (
+            kept if kept.is_file() else "bytes" if saved == "bytes" else "the tokenizer.json that it was trained with"
+        )
+        what = f"{folder} was trained with another tokenizer: to the model, the ids of this one are other text."
+        raise CheckpointError(what, f"Use data.tokenizer={name}")
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -18,5 +18,5 @@ def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int]]:
     """Open the last checkpoint of the run on this process alone; yield the session and the step it was saved at."""
     folder = last_checkpoint(Path(assembly.spec.run.dir))
     with open_session(assembly, Place(0, 1, 0, 1)) as session:
-        manifest = checkpoint.load(folder, session.model, None)
+        manifest = checkpoint.load(folder, session.model, None, tokenizer=session.data.fingerprint)
         yield session, manifest["step"]

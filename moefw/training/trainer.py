@@ -71,6 +71,7 @@ class Trainer:
         if self.session.leads:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             changes = _write_resolved(self.session.assembly, self.run_dir)
+            self.session.data.save_tokenizer(self.run_dir)
             log = MetricsLog(self.run_dir, keep_until=self.start if self.start else None)
         introduce(self.session, self.start, changes, self.console)
         with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
@@ -131,13 +132,18 @@ class Trainer:
 
     def _save(self, step: int) -> Path:
         session = self.session
-        identity = {"world": session.layout.plan.world, "plugins": session.assembly.versions()}
+        identity = {
+            "world": session.layout.plan.world,
+            "plugins": session.assembly.versions(),
+            "tokenizer": session.data.fingerprint,
+        }
         keep = self.spec.keep_checkpoints
         optimizer = self.engine.optimizer
         return checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, identity, keep=keep)
 
     def _resume(self) -> int:
-        manifest = checkpoint.load(last_checkpoint(self.run_dir), self.session.model, self.engine.optimizer)
+        folder, tokenizer = last_checkpoint(self.run_dir), self.session.data.fingerprint
+        manifest = checkpoint.load(folder, self.session.model, self.engine.optimizer, tokenizer=tokenizer)
         step: int = manifest["step"]
         return step
 

@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path):
 
 
 def test_a_tokenizer_that_is_not_there_or_none_is_named(tmp_path, corpus, cache):
-    fix = "Use bytes, or the path of a tokenizer.json."
+    fix = "Use bytes, bpe-2048 (or another number of ids), or the path of a tokenizer.json."
     assert message(corpus, cache, tokenizer="byte") == (
         f"data.tokenizer: 'byte' cannot be read: no such file or directory. {fix}"
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_cases import EOT, all_of, prepared_folders
+from data_cases import EOT, all_of, prepared_folders, write
 from moefw.training.data import Text
+from moefw.training.data import source as preparation
+from moefw.training.data.bpe import train_bpe
 from moefw.training.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer
 from moefw.training.data.tokens import TokenFile, TokenWriter, token_dtype
 
@@ -39,6 +41,51 @@ def test_a_document_cannot_spell_an_end_of_text(tokenizer_file):
     ids = tokenizer.encode(f"the {EOT} text".encode()).tolist()
     assert tokenizer.separator not in ids
     assert tokenizer.decode(ids) == f"the {EOT} text"
+
+
+def test_a_vocabulary_made_from_the_text_goes_there_and_back_with_fewer_ids(corpus, cache):
+    source = Text(path=str(corpus), tokenizer="bpe-300", heldout=0.3).prepare(cache)
+    assert 257 < source.vocab_size <= 300
+    assert source.decode(source.encode("Grüße, 你好 🙂\0")) == "Grüße, 你好 🙂\0"
+    texts = [source.decode(all_of(stream)).split(EOT) for stream in (source.train, source.heldout)]
+    assert sorted(texts[0] + texts[1]) == sorted(path.read_text("utf-8") for path in corpus.rglob("*.txt"))
+    assert len(source.heldout) < 0.6 * len(source.heldout_bytes)
+
+
+def test_a_vocabulary_is_made_from_what_is_trained_on_alone(corpus, cache):
+    side = Text(path=str(corpus), heldout=0.3).prepare(cache).heldout_bytes.decode()
+    name = next(path for path in sorted(corpus.rglob("*.txt")) if path.read_text("utf-8") in side)
+    name.write_text("qqqqqqqq " * 500, "utf-8")
+    source = Text(path=str(corpus), tokenizer="bpe-300", heldout=0.3).prepare(cache)
+    assert b"qqqqqqqq" in source.heldout_bytes
+    assert len(source.encode("qqqqqqqq")) == 8
+
+
+def test_the_same_text_gives_the_same_vocabulary(monkeypatch):
+    texts = [f"line {number % 97}: some text, {number % 13} times\n".encode() * 3 for number in range(2000)]
+    first = train_bpe(texts, 700)
+    assert train_bpe(texts, 700) == first
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+    assert train_bpe(texts, 700) == first
+
+
+def test_a_vocabulary_is_made_once_and_kept_with_the_run(corpus, cache, tmp_path, monkeypatch):
+    options = Text(path=str(corpus), tokenizer="bpe-300")
+    first = options.prepare(cache)
+    monkeypatch.setattr(preparation, "train_bpe", lambda *_: pytest.fail("made again"))
+    assert options.prepare(cache).fingerprint == first.fingerprint
+    first.save_tokenizer(tmp_path)
+    kept = Text(path=str(corpus), tokenizer=str(tmp_path / "tokenizer.json")).prepare(cache)
+    assert kept.fingerprint == first.fingerprint
+    assert all_of(kept.train) == all_of(first.train)
+
+
+def test_a_damaged_vocabulary_is_made_anew(corpus, cache):
+    options = Text(path=str(corpus), tokenizer="bpe-300")
+    first = options.prepare(cache)
+    (folder,) = prepared_folders(cache)
+    write(folder, {"tokenizer.json": "{}"})
+    assert options.prepare(cache).fingerprint == first.fingerprint
 
 
 def test_ids_with_gaps_lie_below_the_vocab_size():

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moefw.core.errors import MoefwError, Problem
@@ -122,6 +122,7 @@ def test_2000_mutated_specs_are_sound_or_refused_with_a_place() -> None:
 
     @settings(max_examples=2000)
     @given(MUTATED, st.lists(OVERRIDES, max_size=2))
+    @example('{"model": "\\u001e"}', [])
     def check_one(spec: str | bytes, overrides: list[str]) -> None:
         data = spec.encode(errors="surrogatepass") if isinstance(spec, str) else spec
         told: tuple[Problem, ...] = ()

@@ -282,6 +282,29 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path, train
     assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
 
 
+def test_a_checkpoint_goes_with_its_tokenizer_which_the_run_keeps(tmp_path: Path, text: Path) -> None:
+    shutil.copytree(text, tmp_path / "text")
+    settings = ["data.tokenizer=bpe-300", "model.vocab_size=300", "train.steps=2"]
+    moefw("train", spec(tmp_path, tmp_path / "text", 1), *settings)
+    run, (changed, *_) = tmp_path / "run", sorted((tmp_path / "text").iterdir())
+    changed.write_text("entirely other words " * 500)
+    refused = complaint("eval", run)
+    assert "step-2 was trained with another tokenizer" in refused
+    assert "step-2 was trained with another tokenizer" in complaint(
+        "train", run / "spec.yaml", "--resume", "train.steps=3"
+    )
+    assert refused.endswith(f"Use data.tokenizer={run}/tokenizer.json")
+    assert json.loads(moefw("eval", run, f"data.tokenizer={run}/tokenizer.json", "--json").stdout)["step"] == 2
+
+
+def test_ids_that_the_model_does_not_know_are_refused_before_the_run(tmp_path: Path, text: Path) -> None:
+    path = spec(tmp_path, text, 1)
+    assert "text needs 300 token ids: bpe-300 has them; decoder offers 256. Use model.vocab_size: 300." in complaint(
+        "check", path, "data.tokenizer=bpe-300"
+    )
+    assert "no room for all 256 bytes" in complaint("check", path, "data.tokenizer=bpe-100")
+
+
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, trained: tuple[Path, str]) -> None:
     shutil.copytree(trained[0], tmp_path / "run")
     shard = tmp_path / "run" / "checkpoints" / "step-14" / "rank-00001.safetensors"

@@ -27,7 +27,8 @@ class Choice:
     def from_data(cls, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Choice | None:
         """Read ``{use: name, option: value, ...}``; None where no plugin is named."""
         if not isinstance(data, Mapping):
-            fix = f"Write {{use: {data}}}." if isinstance(data, str) else "Write {use: name, option: value}."
+            example = data if isinstance(data, str) and data.isprintable() else "name, option: value"
+            fix = f"Write {{use: {example}}}."
             problems.append(Problem(f"{show(data)} is not a mapping that names a plugin.", fix, marks.where(path)))
             return None
         use = data.get("use")

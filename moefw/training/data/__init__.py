@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,6 +12,9 @@ from attrs.validators import and_, gt, lt, min_len, optional
 
 import moefw
 from moefw.core.plugin import DataSourcePlugin
+from moefw.core.site import Site
+
+NUM_BYTES = 256
 
 
 @frozen(kw_only=True)
@@ -17,9 +22,10 @@ class Text(DataSourcePlugin):
     """The text in a file or a folder; one file is one document.
 
     ``path`` null: the sources of the running Python's standard library. ``suffixes`` keeps the files of a folder
-    that end so; empty, every file that is UTF-8 text. ``tokenizer`` is ``bytes`` or the path of a
-    ``tokenizer.json``. ``heldout`` is the share of documents that training never sees (of a single document, the
-    share of its bytes, at its end); a document's side depends on its path inside the folder alone.
+    that end so; empty, every file that is UTF-8 text. ``tokenizer`` is ``bytes``, ``bpe-N`` (a byte-level BPE of N
+    ids, made from the text that is trained on) or the path of a ``tokenizer.json``. ``heldout`` is the share of
+    documents that training never sees (of a single document, the share of its bytes, at its end); a document's side
+    depends on its path inside the folder alone.
     """
 
     name: ClassVar[str] = "text"
@@ -28,6 +34,28 @@ class Text(DataSourcePlugin):
     suffixes: tuple[str, ...] = ()
     tokenizer: str = field(default="bytes", validator=min_len(1))
     heldout: float = field(default=0.05, validator=and_(gt(0.0), lt(1.0)))
+
+    @property
+    def bpe_size(self) -> int | None:
+        """How many ids a vocabulary gets that is made from the text; None: it is not made from it."""
+        number = re.fullmatch("bpe-([0-9]{1,9})", self.tokenizer)
+        return int(number[1]) if number else None
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Room for the ids that are asked for."""
+        if self.bpe_size is None:
+            return []
+        fix = f"Use model.vocab_size: {self.bpe_size}."
+        return [
+            moefw.need("token_ids", self.bpe_size, reason=f"{self.tokenizer} has them", fix=fix, option="tokenizer")
+        ]
+
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """A vocabulary over bytes holds every byte, and the end of a text."""
+        if self.bpe_size is None or self.bpe_size > NUM_BYTES:
+            return []
+        what = f"{self.tokenizer} has no room for all {NUM_BYTES} bytes and the end of a text."
+        return [moefw.Problem(what, f"Use bpe-{NUM_BYTES + 1} or more.", "tokenizer")]
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
         """Return the prepared data, from ``cache_dir`` if they lie there already. Raises DataError."""

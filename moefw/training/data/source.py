@@ -17,8 +17,9 @@ import numpy as np
 
 from moefw.core.data import DataSource
 from moefw.core.errors import DataError
+from moefw.training.data.bpe import train_bpe
 from moefw.training.data.corpus import CACHE_TAG, Corpus, Document, find_corpus, halves, pieces, text_documents
-from moefw.training.data.tokenizers import TextTokenizer, load_tokenizer
+from moefw.training.data.tokenizers import JsonTokenizer, TextTokenizer, load_tokenizer
 from moefw.training.data.tokens import TokenFile, TokenWriter, token_dtype
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Counted up when files of the same corpus would come out differently."""
+
+TOKENIZER = "tokenizer.json"
 
 _FILES = ("train.bin", "heldout.bin", "heldout.raw")
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by moefw; may be deleted.\n"
@@ -40,6 +43,7 @@ class TextSource(DataSource):
         self.train = TokenFile(folder / "train.bin", dtype=dtype)
         self.heldout = TokenFile(folder / "heldout.bin", dtype=dtype)
         self.vocab_size = tokenizer.vocab_size
+        self.fingerprint = tokenizer.fingerprint
         self._folder = folder
         self._tokenizer = tokenizer
 
@@ -57,6 +61,12 @@ class TextSource(DataSource):
         """Return the text of token ids; bytes that are no text become the replacement character."""
         return self._tokenizer.decode(ids)
 
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write ``tokenizer.json``, unless ids are bytes or it lies there already."""
+        path, content = folder / TOKENIZER, self._tokenizer.content
+        if content is not None and not (path.is_file() and path.read_bytes() == content):
+            path.write_bytes(content)
+
 
 def prepare_text(options: Text, cache_dir: Path) -> TextSource:
     """Return the corpus that ``options`` name, tokenized in this call unless an earlier one did it.
@@ -64,14 +74,14 @@ def prepare_text(options: Text, cache_dir: Path) -> TextSource:
     Files are written beside their place and moved there whole, so a process may be killed at any time, and
     several may prepare at once. Raises DataError.
     """
-    tokenizer = load_tokenizer(options.tokenizer)
+    named = None if options.bpe_size else load_tokenizer(options.tokenizer)
     corpus = find_corpus(options.path, options.suffixes)
-    folder = cache_dir / _digest(corpus, tokenizer, options.heldout)
+    folder = cache_dir / _digest(corpus, named.fingerprint if named else options.tokenizer, options.heldout)
     try:
         if not _is_whole(folder):
             _remove(folder)
-            _build(folder, corpus, tokenizer, options.heldout)
-        return TextSource(folder, tokenizer)
+            _build(folder, corpus, named, options)
+        return TextSource(folder, named or JsonTokenizer((folder / TOKENIZER).read_bytes()))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         what = f"the prepared data cannot be kept in {cache_dir}: {reason}."
@@ -100,10 +110,10 @@ def _place(name: str) -> float:
     return int.from_bytes(digest[:8], "big") / (1 << 64)
 
 
-def _digest(corpus: Corpus, tokenizer: TextTokenizer, heldout: float) -> str:
+def _digest(corpus: Corpus, tokenizer: str, heldout: float) -> str:
     """Return a name for what is prepared: other files, sizes, times or options give another name."""
     digest = hashlib.sha256()
-    head = (FORMAT, str(corpus.root), tokenizer.fingerprint, heldout)
+    head = (FORMAT, str(corpus.root), tokenizer, heldout)
     for entry in (head, *((file.name, file.stop, file.mtime_ns) for file in corpus.files)):
         digest.update(json.dumps(entry).encode() + b"\n")
     return digest.hexdigest()[:32]
@@ -112,18 +122,18 @@ def _digest(corpus: Corpus, tokenizer: TextTokenizer, heldout: float) -> str:
 def _is_whole(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / "meta.json").read_bytes())["bytes"]
-        return all((folder / name).stat().st_size == sizes[name] for name in _FILES)
+        return all((folder / name).stat().st_size == sizes[name] for name in {*_FILES, *sizes})
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _build(folder: Path, corpus: Corpus, tokenizer: TextTokenizer, heldout: float) -> None:
+def _build(folder: Path, corpus: Corpus, named: TextTokenizer | None, options: Text) -> None:
     """Fill a hidden folder beside ``folder`` and give it that name, unless another process was faster."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = _hidden(folder)
     partial.mkdir()
     try:
-        _fill(partial, corpus, tokenizer, heldout)
+        _fill(partial, corpus, named, options)
         try:
             partial.rename(folder)
         except OSError:
@@ -133,9 +143,10 @@ def _build(folder: Path, corpus: Corpus, tokenizer: TextTokenizer, heldout: floa
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _fill(folder: Path, corpus: Corpus, tokenizer: TextTokenizer, share: float) -> None:
+def _fill(folder: Path, corpus: Corpus, named: TextTokenizer | None, options: Text) -> None:
     documents = text_documents(corpus)
-    train, heldout = split_documents(documents, share)
+    train, heldout = split_documents(documents, options.heldout)
+    tokenizer = named or _made(folder, train, options.bpe_size)
     (folder / CACHE_TAG).write_text(_TAG, encoding="utf-8")
     num_tokens = {
         "train": _write_tokens(folder / "train.bin", train, tokenizer),
@@ -157,6 +168,15 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: TextTokenizer, share: float) 
         "bytes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def _made(folder: Path, documents: Sequence[Document], vocab_size: int | None) -> TextTokenizer:
+    """Return a tokenizer made from documents, the same ones first whatever else is there, and keep it in the folder."""
+    assert vocab_size is not None
+    mixed = sorted(documents, key=lambda document: _place(document.name))
+    content = train_bpe((piece for document in mixed for piece in pieces(document)), vocab_size)
+    (folder / TOKENIZER).write_bytes(content)
+    return JsonTokenizer(content)
 
 
 def _write_tokens(path: Path, documents: Sequence[Document], tokenizer: TextTokenizer) -> int:

@@ -22,12 +22,13 @@ class TextTokenizer(ABC):
     """Turns UTF-8 text into ids below ``vocab_size`` and back.
 
     ``fingerprint`` is equal for tokenizers that yield equal ids. ``separator`` is the id between two documents,
-    or None if the vocabulary has none.
+    or None if the vocabulary has none. ``content`` is what a ``tokenizer.json`` of it holds, None for bytes.
     """
 
     fingerprint: str
     vocab_size: int
     separator: int | None
+    content: bytes | None = None
 
     @abstractmethod
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
@@ -74,6 +75,7 @@ class JsonTokenizer(TextTokenizer):
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise ValueError("its vocabulary is empty")
+        self.content = content
         self.fingerprint = f"tokenizer.json {hashlib.sha256(content).hexdigest()}"
         self.vocab_size = max(ids.values()) + 1
         self.separator = next((ids[name] for name in END_OF_TEXT if name in ids), None)
@@ -90,11 +92,11 @@ class JsonTokenizer(TextTokenizer):
 
 
 def load_tokenizer(name: str) -> TextTokenizer:
-    """Return the tokenizer that ``data.tokenizer`` names: ``bytes``, or the path of a ``tokenizer.json``."""
+    """Return the tokenizer that ``data.tokenizer`` names if it is not made from the text: ``bytes``, or a path."""
     if name == "bytes":
         return ByteTokenizer()
     path = Path(os.path.expanduser(name))
-    fix = "Use bytes, or the path of a tokenizer.json."
+    fix = "Use bytes, bpe-2048 (or another number of ids), or the path of a tokenizer.json."
     try:
         return JsonTokenizer(path.read_bytes())
     except OSError as error:

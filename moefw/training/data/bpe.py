@@ -1,0 +1,40 @@
+"""A byte-level BPE vocabulary (arXiv 1508.07909 over bytes, as in GPT-2), made from the text that is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moefw.training.data.tokenizers import END_OF_TEXT
+
+SAMPLE_BYTES = 1 << 26
+"""Of a longer text, so much is looked at: 64 MiB."""
+
+
+def train_bpe(texts: Iterable[bytes], vocab_size: int) -> bytes:
+    """Return the ``tokenizer.json`` of at most ``vocab_size`` ids over UTF-8 texts; the same texts give the same bytes.
+
+    Pairs of ids that stand together most often become an id of their own, until there are enough or none repeats.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text.decode() for text in _sample(texts)), trainer)
+    return str(tokenizer.to_str()).encode()
+
+
+def _sample(texts: Iterable[bytes]) -> Iterable[bytes]:
+    room = SAMPLE_BYTES
+    for text in texts:
+        yield text
+        room -= len(text)
+        if room <= 0:
+            return
