@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moefw_kernels.permute.reference import RowMap, gather, gather_sum, row_map
@@ -52,36 +54,35 @@ def group_chunks(
     ``chunks[rank][expert]`` is the number of rows; a group has at least ``capacity`` rows and is padded to a multiple
     of ``alignment``. ``order`` lists the chunks in order of rank, where they lie in another.
     """
-    num_ranks, num_experts = len(chunks), len(chunks[0])
-    counts = [sum(chunk[expert] for chunk in chunks) for expert in range(num_experts)]
-    sizes = tuple(padded(max(count, capacity), alignment) for count in counts)
-    counts_e, offsets_e = _ends(counts, sizes, device)
-    if sizes == tuple(counts) and (num_ranks == 1 or (num_experts == 1 and order is None)):
+    chunk_PE = np.asarray(chunks, dtype=np.int64)
+    count_E = chunk_PE.sum(0)
+    size_E = -(-np.maximum(count_E, capacity) // alignment) * alignment
+    end_E, sizes = size_E.cumsum(), tuple(size_E.tolist())
+    counts_e, offsets_e = (_on(device, values.astype(np.int32)) for values in (count_E, end_E))
+    is_padded = bool((size_E != count_E).any())
+    if not is_padded and (len(chunk_PE) == 1 or (len(sizes) == 1 and order is None)):
         return Groups(None, sizes, counts_e, offsets_e)
-    arrived = torch.arange(sum(counts), dtype=torch.int32, device=device).split([n for chunk in chunks for n in chunk])
-    ranks = order or range(num_ranks)
-    token_N = torch.cat([arrived[rank * num_experts + expert] for expert in range(num_experts) for rank in ranks])
-    return Groups(_filled(token_N, counts, sizes), sizes, counts_e, offsets_e)
+    ordered_PE = chunk_PE if order is None else chunk_PE[list(order)]
+    begin_PE = end_E - size_E + ordered_PE.cumsum(0) - ordered_PE
+    if order is not None:
+        begin_PE[list(order)] = begin_PE.copy()
+    row_N = _spans(begin_PE.ravel(), chunk_PE.ravel(), device)
+    token_R = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+    token_R[row_N] = torch.arange(len(row_N), dtype=torch.int32, device=device)
+    padding = _spans(end_E - size_E + count_E, size_E - count_E, device).long() if is_padded else None
+    return Groups(row_map(token_R, row_N.unsqueeze(1), padding=padding), sizes, counts_e, offsets_e)
 
 
-def _filled(token_N: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> RowMap:
-    """Return the map of rows whose tokens are given group by group, each group filled up to its size."""
-    taken = [n for count, size in zip(counts, sizes, strict=True) for n in (count, size - count)]
-    rows = torch.arange(sum(sizes), dtype=torch.int32, device=token_N.device).split(taken)
-    row_N = torch.cat(rows[::2])
-    row_T = torch.empty_like(token_N)
-    row_T[token_N] = row_N
-    if len(token_N) == sum(sizes):
-        return row_map(token_N, row_T.unsqueeze(1))
-    token_R = token_N.new_zeros(sum(sizes))
-    token_R[row_N] = token_N
-    return row_map(token_R, row_T.unsqueeze(1), padding=torch.cat(rows[1::2]).long())
+def _spans(begins: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return the numbers of some spans, one span after the other, int32: ``begin, begin + 1, ...`` for each."""
+    total, shifts = int(lengths.sum()), begins - (lengths.cumsum() - lengths)
+    both = _on(device, np.stack([shifts, lengths]).astype(np.int32))
+    spread = both[0].repeat_interleave(both[1], output_size=total)
+    return spread.add_(torch.arange(total, dtype=torch.int32, device=device))
 
 
-def _ends(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    counts_e = torch.tensor(counts, dtype=torch.int32, device=device)
-    offsets_e = torch.tensor(sizes, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-    return counts_e, offsets_e
+def _on(device: torch.device, values: NDArray[np.int32]) -> Tensor:
+    return torch.from_numpy(values).to(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
