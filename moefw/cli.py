@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
@@ -12,6 +13,9 @@ import click
 
 import moefw
 from moefw.core.errors import MoefwError
+
+PATIENCE_S = 5.0
+"""So long a rank that says nothing stays: torchrun stops the others when one ends, also the one that would say why."""
 
 COMMANDS = {
     "train": "Train as SPEC says; starts local ranks by itself, or joins torchrun or Slurm.",
@@ -70,6 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
         if "0" in (rank, local_rank) or error.exit_code == 1:
             which = "" if rank == "0" else f"rank {rank}: "
             click.echo("\n".join(f"error: {which}{problem}" for problem in error.problems), err=True)
+        else:
+            time.sleep(PATIENCE_S)
         code = error.exit_code
     except click.exceptions.Abort:
         code = 130

@@ -39,7 +39,8 @@ class Carry:
         assert self.routing is not None
         routing = self.routing
         stats = {**routing.stats, **self.arrival} if self.arrival else routing.stats
-        return LayerStats(stats=stats, aux_losses=routing.aux_losses, expert_ids_TK=routing.expert_ids_TK)
+        choices_TK = routing.expert_ids_TK if routing.choices_TK is None else routing.choices_TK
+        return LayerStats(stats=stats, aux_losses=routing.aux_losses, expert_ids_TK=choices_TK)
 
 
 class MoELayer(nn.Module):

@@ -102,6 +102,8 @@ class Routing:
     """To be summed over the global batch: at least ``tokens_per_expert`` (E), fp32. Scalars become metrics."""
     aux_losses: Mapping[str, Tensor] = field(default_factory=dict)
     """Detached, for metrics; sums over tokens, to be divided by the valid tokens of the global batch."""
+    choices_TK: Tensor | None = None
+    """int64: the choices before a capacity dropped some. None: they are ``expert_ids_TK``."""
     capacity: int | None = None
     """Each expert's group is padded to this many rows for this rank, which never sends more. None: no padding."""
     counts_host: tuple[int, ...] | None = None
@@ -176,7 +178,7 @@ class LayerStats:
     stats: Mapping[str, Tensor]
     aux_losses: Mapping[str, Tensor]
     expert_ids_TK: Tensor
-    """What ``Batch.routes`` takes to replay this forward's routing."""
+    """What ``Batch.routes`` takes to replay this forward's routing: choices before a capacity, which drops the same."""
 
 
 @_stage

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,37 +44,54 @@ def save(
     """Write ``checkpoints/step-N`` and drop all but the newest ``keep``. Collective; raises CheckpointError."""
     final = run_dir / "checkpoints" / f"step-{step}"
     scratch = final.with_name(final.name + ".tmp")
-    if layout.rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    _barrier(layout)
+    leads = layout.rank == 0
+    _together(lambda: _empty(scratch) if leads else None, scratch, layout)
     tensors = {name: value.contiguous() for name, value in _owned(model, optimizer, layout)}
-    shard: dict[str, Any] | str = {}
+    shards = _together(lambda: _write_shard(scratch, tensors, layout.rank), scratch, layout)
+    manifest = {"format": FORMAT, "step": step, **identity, "shards": [shard for shard in shards if shard]}
+    _together(lambda: _commit(scratch, manifest, final) if leads else None, scratch, layout)
+    for _, old in checkpoint_dirs(run_dir)[:-keep] if leads else []:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _empty(scratch: Path) -> None:
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+
+
+def _write_shard(scratch: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Any] | None:
+    """Write a rank's tensors and return what the manifest says of them; None where it has none."""
+    if not tensors:
+        return None
+    path = scratch / f"rank-{rank:05d}.safetensors"
+    save_file(tensors, path)
+    _sync(path)
+    return {"file": path.name, "sha256": _hash(path), "tensors": sorted(tensors)}
+
+
+def _commit(scratch: Path, manifest: Mapping[str, Any], final: Path) -> None:
+    (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    _sync(scratch / MANIFEST)
+    shutil.rmtree(final, ignore_errors=True)
+    scratch.rename(final)
+    _sync(final.parent)
+
+
+def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[Any]:
+    """Let each rank write, and return what each answers. Raises CheckpointError on all where one of them fails."""
+    answer, reason = None, None
     try:
-        if tensors:
-            name = f"rank-{layout.rank:05d}.safetensors"
-            save_file(tensors, scratch / name)
-            _sync(scratch / name)
-            shard = {"file": name, "sha256": _hash(scratch / name), "tensors": sorted(tensors)}
+        answer = write()
     except (OSError, SafetensorError) as error:
-        shard = str(error)
-    shards = _everywhere(shard, layout)
-    failed = [answer for answer in shards if isinstance(answer, str)]
-    if failed:
+        reason = str(error)
+    answers = _everywhere((answer, reason), layout)
+    reasons = [reason for _, reason in answers if reason is not None]
+    if reasons:
         if layout.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
-        raise CheckpointError(f"step {step} could not be saved: {failed[0]}.", "Earlier checkpoints are untouched.")
-    if layout.rank == 0:
-        manifest = {"format": FORMAT, "step": step, **identity, "shards": [shard for shard in shards if shard]}
-        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _sync(scratch / MANIFEST)
-        shutil.rmtree(final, ignore_errors=True)
-        scratch.rename(final)
-        _sync(final.parent)
-        for _, old in checkpoint_dirs(run_dir)[:-keep]:
-            shutil.rmtree(old)
-    _barrier(layout)
-    return final
+        raise CheckpointError(f"{scratch.stem} could not be saved: {reasons[0]}.", "Earlier checkpoints are untouched.")
+    return [answer for answer, _ in answers]
 
 
 def load(
@@ -235,11 +252,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _barrier(layout: Layout) -> None:
-    if (group := layout.host_group()) is not None:
-        dist.barrier(group=group)
 
 
 def _everywhere(answer: Any, layout: Layout) -> list[Any]:

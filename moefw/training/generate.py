@@ -30,7 +30,7 @@ def generate(
     model.eval()
     for _ in range(tokens):
         context = torch.tensor([ids[-window:]], device=device)
-        logits_BSV, _ = module.logits(Batch(ids_BS=context, labels_BS=context))
+        logits_BSV, _ = module.logits(Batch(ids_BS=context, labels_BS=context, dropless=True))
         logits_V = logits_BSV[0, -1].float().cpu()
         if temperature == 0:
             ids.append(int(logits_V.argmax()))

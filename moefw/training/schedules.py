@@ -35,7 +35,7 @@ class Cosine(SchedulePlugin):
 class WSD(SchedulePlugin):
     """Rises over ``warmup_steps``, stays, and falls to ``final_share`` over the last ``decay_share`` of the run.
 
-    The fall is ``1 - sqrt`` (arXiv 2405.18392).
+    The fall is ``1 - sqrt`` (arXiv 2405.18392). It does not begin before the rise is over.
     """
 
     name: ClassVar[str] = "wsd"
@@ -48,7 +48,7 @@ class WSD(SchedulePlugin):
         """Return the share of the peak in ``step``."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        decay_steps = max(1, round(steps * self.decay_share))
+        decay_steps = min(round(steps * self.decay_share), steps - self.warmup_steps)
         into = step + 1 - (steps - decay_steps)
         if into <= 0:
             return 1.0

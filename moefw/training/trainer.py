@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 from rich.console import Console
 from ruamel.yaml import YAML
 
@@ -120,7 +121,7 @@ class Trainer:
         each = len(starts) // layout.size("dp")
         begin = layout.index("dp") * each
         mine = starts[begin:][:each]
-        numbers = step * len(starts) + np.arange(begin, begin + each)
+        numbers = self.order.first(step) + np.arange(begin, begin + each)
         seeds = sequence_seeds(self.session.assembly.spec.run.seed, numbers)
         for first in range(0, each, size):
             windows = [stream.read(int(start), self.spec.seq_len + 1) for start in mine[first : first + size]]
@@ -136,6 +137,7 @@ class Trainer:
             "world": session.layout.plan.world,
             "plugins": session.assembly.versions(),
             "tokenizer": session.data.fingerprint,
+            "sequences": self.order.first(step + 1),
         }
         keep = self.spec.keep_checkpoints
         optimizer = self.engine.optimizer
@@ -145,6 +147,8 @@ class Trainer:
         folder, tokenizer = last_checkpoint(self.run_dir), self.session.data.fingerprint
         manifest = checkpoint.load(folder, self.session.model, self.engine.optimizer, tokenizer=tokenizer)
         step: int = manifest["step"]
+        begin = manifest.get("sequences", self.order.first(step)) - self.order.first(step)
+        self.order = evolve(self.order, begin=begin)
         return step
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,14 @@ def test_the_size_of_a_step_only_cuts_the_order(order, times):
         sequences_per_step=order.sequences_per_step * times,
     )
     assert large.starts(0).tolist() == small.tolist()
+
+
+def test_an_order_that_begins_later_goes_on_there_with_steps_of_another_size():
+    order = BatchOrder(num_tokens=1000, seq_len=10, sequences_per_step=6, seed=7)
+    whole = np.concatenate([order.starts(step) for step in range(20)])
+    later = evolve(order, sequences_per_step=4, begin=order.first(10) - 4 * 10)
+    assert later.first(10) == order.first(10) == 60
+    assert np.concatenate([later.starts(step) for step in range(10, 15)]).tolist() == whole[60:80].tolist()
 
 
 def test_seeds_and_epochs_differ_in_order_and_in_shift():

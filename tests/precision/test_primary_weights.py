@@ -59,10 +59,12 @@ HYBRID = {"dense": {"shard": 2}, "experts": {"shard": 2}}
 RECOMPUTE = {"use": "recompute", "regions": ["attention", "experts"]}
 
 
-def trial(primary: str, parallel: Any = ALL, *, sizes: Any = None, precision: Any = None, **parts: Any) -> Trial:
+def trial(
+    primary: str, parallel: Any = ALL, *, world: int = 1, sizes: Any = None, precision: Any = None, **parts: Any
+) -> Trial:
     recipe = {"use": "fp8-blockwise", "backend": "emulate", "primary_weights": primary, **(precision or {})}
     given: dict[str, Any] = {"parallel": parallel, "precision": recipe, "train": TRAIN, **parts}
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.get_world_size() if dist.is_initialized() else world
     return whole_model(world, parts=given, plugins=(), sizes={**SIZES, **(sizes or {})})
 
 
@@ -287,8 +289,12 @@ def test_shards_that_are_no_whole_blocks_are_refused(pool: RankPool, sizes: Any,
 
 def test_without_shared_out_parameters_there_is_nothing_to_gather() -> None:
     with pytest.raises(MoefwError, match=r"precision\.primary_weights: .* shares out none\. Share out parameters"):
-        trial("fp8", {}).resolve()
-    trial("fp32", {}).resolve()
+        trial("fp8", {}, world=2).resolve()
+    trial("fp32", {}, world=2).resolve()
+
+
+def test_a_rank_that_is_alone_opens_what_others_trained() -> None:
+    trial("fp8", {}, world=1).resolve()
 
 
 def test_transformer_engine_takes_no_codes() -> None:

@@ -103,6 +103,14 @@ class TestSinkhorn:
         whole = made(x_TD, masked).expert_ids_TK[masked.mask_T]
         assert torch.equal(whole, made(x_TD[masked.mask_T], batch_of((1, 10))).expert_ids_TK)
 
+    def test_looks_at_a_token_alone_outside_training(self) -> None:
+        made, x_TD = router("sinkhorn", 2), tokens(21)
+        best_TK = (x_TD @ made.weight.T).topk(2).indices
+        assert not torch.equal(made(x_TD, batch_of((3, 7))).expert_ids_TK, best_TK)
+        made.eval()
+        assert torch.equal(made(x_TD, batch_of((3, 7))).expert_ids_TK, best_TK)
+        assert torch.equal(made(x_TD[:1], batch_of((1, 1))).expert_ids_TK, best_TK[:1])
+
     def test_replays_recorded_ids(self) -> None:
         made, x_TD = router("sinkhorn", 2), tokens(8)
         ids_TK: Tensor = torch.tensor([[0, 1]] * 7 + [[-1, 2]])

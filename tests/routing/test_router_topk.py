@@ -295,10 +295,13 @@ class TestReplay:
         with pytest.raises(ContractError, match=r"the routes of layer 0 are .* and not \(4, 2\) torch.int64"):
             router(2, score="sigmoid")(tokens(4), batch_of((1, 4), routes={0: ids_TK}))
 
-    def test_of_a_forward_with_a_capacity_drops_nothing_more(self) -> None:
-        made = router(2, score="sigmoid", capacity=Capacity(factor=0.5))
+    @pytest.mark.parametrize("drop", ["probs", "position"])
+    @pytest.mark.parametrize("score", SCORES)
+    def test_of_choices_before_a_capacity_drops_the_same_and_weighs_the_same(self, score: str, drop: str) -> None:
+        made = router(2, **SCORES[score], capacity=Capacity(factor=0.5, drop=drop))
         first = made(tokens(32), batch_of((1, 32)))
-        again = made(tokens(32), batch_of((1, 32), routes={0: first.expert_ids_TK}))
+        again = made(tokens(32), batch_of((1, 32), routes={0: first.choices_TK}))
         assert first.stats["dropped_choices"] > 0
         assert torch.equal(again.expert_ids_TK, first.expert_ids_TK)
-        assert again.stats["dropped_choices"] == 0
+        assert torch.equal(again.weights_TK, first.weights_TK)
+        assert all(torch.equal(again.stats[name], value) for name, value in first.stats.items())

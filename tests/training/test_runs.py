@@ -249,6 +249,8 @@ def test_the_ranks_of_torchrun_are_joined(tmp_path: Path, text: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 ranks (dp=2 edp=2)" in done.stdout
     assert list(losses(tmp_path / "run")) == [1, 2]
+    failed = subprocess.run([*command, str(path), "train.seq_len=0"], capture_output=True, text=True, timeout=240)
+    assert "error: command line, 'train.seq_len=0' train.seq_len" in failed.stderr
 
 
 def complaint(*arguments: object) -> str:

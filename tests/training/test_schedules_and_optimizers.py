@@ -31,6 +31,12 @@ def test_wsd_stays_at_the_peak_until_its_last_share() -> None:
     assert factors[99] == 0.0
 
 
+def test_wsd_without_a_share_never_falls_and_does_not_fall_before_it_has_risen():
+    assert [WSD(warmup_steps=0, decay_share=0.0).factor(step, 4) for step in range(4)] == [1.0] * 4
+    factors = [WSD(warmup_steps=4, decay_share=0.5).factor(step, 6) for step in range(6)]
+    assert factors == [0.25, 0.5, 0.75, 1.0, pytest.approx(1 - 0.5**0.5), 0.0]
+
+
 def test_cosine_is_halfway_down_in_the_middle() -> None:
     assert Cosine(warmup_steps=0, final_share=0.0).factor(49, 100) == pytest.approx(0.5)
 

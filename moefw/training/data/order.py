@@ -22,12 +22,14 @@ class BatchOrder:
     An epoch shows ``num_windows`` windows, each once, in an order and at a shift drawn for that epoch; the shift
     moves the borders between windows and leaves out less than ``2 * seq_len`` tokens at the two ends of the
     stream. Steps follow each other across the ends of epochs. World size, rank and earlier calls play no part.
+    ``begin`` moves all steps: a run that goes on with other steps goes on where it was in the text.
     """
 
     num_tokens: int
     seq_len: int
     sequences_per_step: int
     seed: int
+    begin: int = 0
 
     def __attrs_post_init__(self) -> None:
         _check_enough("training", self.num_tokens, self.seq_len, "Use more text, or a shorter train.seq_len.")
@@ -37,10 +39,14 @@ class BatchOrder:
         """Return how many windows an epoch has: as many as fit at every shift, and at least one."""
         return max(1, (self.num_tokens - self.seq_len) // self.seq_len)
 
+    def first(self, step: int) -> int:
+        """Return how many sequences lie before ``step`` (from 0)."""
+        return self.begin + step * self.sequences_per_step
+
     def starts(self, step: int) -> NDArray[np.int64]:
         """Return where the windows of ``step`` (from 0) start: ``(sequences_per_step,)``, int64."""
         shifts = min(self.seq_len, self.num_tokens - self.num_windows * self.seq_len)
-        position = step * self.sequences_per_step
+        position = self.first(step)
         end = position + self.sequences_per_step
         parts = []
         while position < end:

@@ -72,9 +72,9 @@ class FP8Blockwise(QuantizedPlugin):
 
 
 def nothing_to_gather(assembly: moefw.Assembly) -> list[moefw.Problem]:
-    """Return a problem where weights should be gathered as FP8, and every rank has all of them."""
+    """Return a problem where weights should be gathered as FP8, and every one of several ranks has all of them."""
     recipe, sides = assembly.parts.precision, get_args(Side)
-    if not isinstance(recipe, FP8Blockwise) or recipe.primary_weights == "fp32":
+    if not isinstance(recipe, FP8Blockwise) or recipe.primary_weights == "fp32" or assembly.layout.world == 1:
         return []
     if any(len(assembly.layout.copies(0, side)[0]) > 1 for side in sides):
         return []

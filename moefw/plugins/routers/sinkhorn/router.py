@@ -24,7 +24,10 @@ NOT_ZERO: Final = 1e-8
 
 @final
 class SinkhornRouter(nn.Module, Router):
-    """Weight ``(E, D)``; no state."""
+    """Weight ``(E, D)``; no state. Balances in training; otherwise a token's experts are those of its best scores.
+
+    A plan looks at all tokens of a micro-batch, those that come later too: no evaluation may rest on it.
+    """
 
     def __init__(self, site: Site, options: Sinkhorn) -> None:
         super().__init__()
@@ -41,7 +44,8 @@ class SinkhornRouter(nn.Module, Router):
         scores_TE = logits_TE.sigmoid() if self._top_k == 1 else logits_TE.softmax(-1)
         ids_TK = batch.route(self._layer, len(x_TD), self._top_k)
         if ids_TK is None:
-            ids_TK = balanced(logits_TE.detach(), mask_T, self._max_rounds).topk(self._top_k).indices
+            chosen_by_TE = balanced(logits_TE.detach(), mask_T, self._max_rounds) if self.training else logits_TE
+            ids_TK = chosen_by_TE.topk(self._top_k).indices
         if mask_T is not None:
             ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
         weights_TK = scores_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, 0.0).float()

@@ -106,8 +106,9 @@ class TopKRouter(nn.Module, Router):
         if absent_TK is not None:
             ids_TK, weights_TK = ids_TK.masked_fill(absent_TK, -1), weights_TK.masked_fill(absent_TK, 0.0)
         stats["tokens_per_expert"] = count_choices(ids_TK, self._num_experts)
-        capacity = None
+        choices_TK = capacity = None
         if self._limit is not None:
+            choices_TK = ids_TK
             ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats)
         aux_losses: dict[str, Tensor] = {}
         if self._losses is not None:
@@ -123,6 +124,7 @@ class TopKRouter(nn.Module, Router):
             scores_TE=scores_TE,
             stats=stats,
             aux_losses=aux_losses,
+            choices_TK=choices_TK,
             capacity=capacity,
         )
 

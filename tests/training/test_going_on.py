@@ -1,0 +1,84 @@
+"""A run goes on where it was, saves whole checkpoints or none, and is looked at without a budget of rows."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefw.commands import specs
+from moefw.core.errors import CheckpointError
+from moefw.core.stages import Batch
+from moefw.training import trainer
+from moefw.training.generate import generate
+from moefw.training.world import Place
+
+SPEC = """\
+model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
+data: {use: text, path: %s}
+train: {steps: 2, tokens_per_step: 512, micro_batch: 2, seq_len: 64, eval_tokens: 64}
+run: {dir: %s, device: cpu}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("a fox jumps over a dog\n" * 200)
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC % (tmp_path / "text.txt", tmp_path / "run"))
+    return path
+
+
+def train(spec: Path, *overrides: str, resume: bool) -> None:
+    trainer.train(specs.read(str(spec), overrides), Place(0, 1, 0, 1), resume=resume)
+
+
+def test_with_steps_of_another_size_a_run_goes_on_where_it_was_in_the_text(
+    spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    seeds = trainer.sequence_seeds
+
+    def watched(seed: int, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        seen.extend(numbers.tolist())
+        return seeds(seed, numbers)
+
+    monkeypatch.setattr(trainer, "sequence_seeds", watched)
+    for steps, tokens in ((2, 512), (4, 256), (5, 512)):
+        train(spec, f"train.steps={steps}", f"train.tokens_per_step={tokens}", resume=steps > 2)
+    assert seen == list(range(8 + 8 + 4 + 4 + 8))
+
+
+def test_a_full_disk_is_told_and_leaves_earlier_checkpoints_alone(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(spec, "train.steps=1", resume=False)
+
+    def full(path: Path, data: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(CheckpointError, match=r"step-2 could not be saved: .*No space left"):
+            train(spec, resume=True)
+    checkpoints = spec.parent / "run" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
+    train(spec, resume=True)
+    assert {path.name for path in checkpoints.iterdir()} == {"step-1", "step-2"}
+
+
+def test_text_is_written_without_a_budget_of_rows() -> None:
+    class Model(nn.Linear):
+        def logits(self, batch: Batch) -> tuple[Tensor, None]:
+            assert batch.dropless
+            return torch.eye(256)[batch.ids_BS], None
+
+    class Bytes:
+        encode, decode = staticmethod(lambda text: list(text.encode())), staticmethod(lambda ids: bytes(ids).decode())
+
+    data: Any = Bytes()
+    assert generate(Model(1, 1), data, "ab", tokens=3, temperature=0, seed=0, window=8) == "abbbb"
