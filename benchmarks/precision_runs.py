@@ -1,4 +1,4 @@
-"""The quickstart under each precision recipe: final validation loss against that of bf16, seed by seed.
+"""``precision_runs.yaml`` under each precision recipe: final validation loss against that of bf16, seed by seed.
 
     python benchmarks/precision_runs.py [--steps 600] [--seeds 0 1 2] [--recipes bf16 fp8-blockwise ...]
 
@@ -25,7 +25,7 @@ import record
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
-SPEC = ROOT / "examples" / "quickstart.yaml"
+SPEC = ROOT / "benchmarks" / "precision_runs.yaml"
 EMULATED = {"backend": "emulate"}
 BF16 = "bf16"
 RECIPES: Mapping[str, Mapping[str, Any]] = {

@@ -45,8 +45,8 @@ def plot_loss(records: Sequence[Mapping[str, Any]], out: Path, *, zlib_bits: flo
     """Draw the loss over steps into ``out``, a PNG of 1200 x 700 pixels; its directory is made.
 
     ``records`` are those of ``read_metrics``: ``step``, ``loss`` (nats per token), optional ``eval_loss`` (nats per
-    token), ``eval_bits_per_byte`` and ``lr``; None and missing values leave a gap. If any record has
-    ``eval_bits_per_byte``, tokens are taken to be bytes and all is drawn in bits per byte, with a line at
+    token), ``eval_bits_per_byte`` and ``lr``; None and missing values leave a gap. If any record has both of an
+    evaluation, they say how many bytes a token has, and all is drawn in bits per byte, with a line at
     ``zlib_bits``, what zlib needs for a byte of the evaluation text. Else the axis is nats per token, which zlib
     cannot be compared with, and its line is left out. The axis is logarithmic where the loss halves or more.
     """
@@ -54,12 +54,13 @@ def plot_loss(records: Sequence[Mapping[str, Any]], out: Path, *, zlib_bits: flo
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator
 
-    in_bits = any(record.get("eval_bits_per_byte") is not None for record in records)
+    bits_per_byte = _bits_per_byte_of_a_nat(records)
+    in_bits = bits_per_byte is not None
     steps, loss = _series(records, "loss")
     eval_steps, evals = _series(records, "eval_bits_per_byte" if in_bits else "eval_loss")
     lr_steps, lr = _series(records, "lr")
-    if in_bits:
-        loss = loss / math.log(2)
+    if bits_per_byte is not None:
+        loss = loss * bits_per_byte
 
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
     figure = Figure(figsize=(8, 14 / 3), dpi=150, facecolor="white", layout=layout)
@@ -93,6 +94,15 @@ def plot_loss(records: Sequence[Mapping[str, Any]], out: Path, *, zlib_bits: flo
     axes.set_ylabel(f"{unit}, log scale" if _log_if_it_halves(axes, loss) else unit, color=_INK, fontsize=10.5)
     _label_right(axes, labels)
     _save(figure, out)
+
+
+def _bits_per_byte_of_a_nat(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return how many bits a byte one nat a token is, by the last evaluation; None where there is none."""
+    for record in reversed(records):
+        bits, nats = record.get("eval_bits_per_byte"), record.get("eval_loss")
+        if bits and nats and math.isfinite(bits / nats):
+            return float(bits / nats)
+    return None
 
 
 def plot_expert_load(load_LE: Sequence[Sequence[float]], layers: Sequence[int], out: Path, *, title: str) -> None:

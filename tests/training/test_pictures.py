@@ -10,14 +10,17 @@ import pytest
 from moefw.training.plots import plot_expert_load, plot_loss
 
 
-def records(*, bits):
+def records(*, bits, bytes_of_a_token=1.0):
     rng = np.random.default_rng(0)
     made = []
     for step in range(1, 61):
         loss = 1.3 + 4.2 * math.exp(-step / 15) + 0.05 * rng.normal()
         record = {"step": step, "loss": loss, "lr": 1e-3}
         if step % 20 == 0:
-            record |= {"eval_loss": loss, **({"eval_bits_per_byte": loss / math.log(2)} if bits else {})}
+            record |= {
+                "eval_loss": loss,
+                **({"eval_bits_per_byte": loss / math.log(2) / bytes_of_a_token} if bits else {}),
+            }
         made.append(record)
     made[30]["loss"] = None
     return made
@@ -44,14 +47,15 @@ def size(png):
     return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
 
 
-def test_the_loss_is_drawn_in_bits_where_tokens_are_bytes(tmp_path, drawn):
-    made = records(bits=True)
+@pytest.mark.parametrize("bytes_of_a_token", [1.0, 3.2])
+def test_the_loss_is_drawn_in_bits_of_a_byte_whatever_a_token_is(tmp_path, drawn, bytes_of_a_token):
+    made = records(bits=True, bytes_of_a_token=bytes_of_a_token)
     plot_loss(made, tmp_path / "plots" / "loss.png", zlib_bits=2.5)
     assert size(tmp_path / "plots" / "loss.png") == (1200, 700)
     axes = drawn[0].axes[0]
     assert axes.get_ylabel().startswith("bits per byte")
     raw, _, evals, zlib = (line.get_ydata() for line in axes.lines)
-    assert raw[0] == pytest.approx(made[0]["loss"] / math.log(2))
+    assert raw[0] == pytest.approx(made[0]["loss"] / math.log(2) / bytes_of_a_token)
     assert evals[-1] == pytest.approx(made[59]["eval_bits_per_byte"])
     assert set(zlib) == {2.5}
     assert f"evaluation {evals[-1]:.2f}" in texts(drawn[0])
@@ -68,7 +72,8 @@ def test_the_loss_is_drawn_in_nats_without_zlib_otherwise(tmp_path, drawn):
 
 
 def test_labels_at_the_edge_never_touch(tmp_path, drawn):
-    made = [{**record, "loss": 1.3, "eval_bits_per_byte": 1.3 / math.log(2)} for record in records(bits=True)]
+    same = {"loss": 1.3, "eval_loss": 1.3, "eval_bits_per_byte": 1.3 / math.log(2)}
+    made = [{**record, **same} for record in records(bits=True)]
     plot_loss(made, tmp_path / "loss.png", zlib_bits=1.3 / math.log(2))
     boxes = sorted((text.get_window_extent() for text in drawn[0].axes[0].texts), key=lambda box: box.y0)
     assert len(boxes) == 3

@@ -217,7 +217,7 @@ def test_the_quickstart_learns_the_same_under_every_dispatcher(pool: RankPool, t
     found = {}
     for name, options in DISPATCHERS.items():
         chosen = [f"dispatch={json.dumps(options)}", "precision={use: fp32}", "train.eval_every=0", "run.device=cpu"]
-        chosen += ["parallel.ranks_per_node=1", "train.tokens_per_step=512", "train.seq_len=64"]
+        chosen += ["parallel.ranks_per_node=1", "train.tokens_per_step=512", "train.micro_batch=4", "train.seq_len=64"]
         found[name] = pool.run(learn, 2, chosen, tmp_path)[0]
     wanted = found.pop("alltoall")
     assert wanted[-1] < wanted[0]
