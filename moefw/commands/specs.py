@@ -25,9 +25,17 @@ def read(spec: str, overrides: Sequence[str], world: int | None = None) -> Assem
 
 
 def read_run(run: str, overrides: Sequence[str]) -> Assembly:
-    """Resolve the spec of a run's folder for one rank; experts that were spread come together."""
+    """Resolve the spec of a run's folder for one rank; experts that were spread come together.
+
+    A ``tokenizer.json`` that is not where it was, since the run has moved, is taken from the folder.
+    """
     spec = Path(run) / "spec.yaml"
     if not spec.is_file():
         raise SpecError(f"{run} is not the folder of a run: it holds no spec.yaml.", "Give the run.dir of a training.")
-    alone = ["parallel={}", f"run.dir={json.dumps(run, ensure_ascii=False)}", *overrides]
-    return assemble(spec, alone, defaults=defaults(), world=1)
+    alone = ["parallel={}", f"run.dir={json.dumps(run, ensure_ascii=False)}"]
+    assembly = assemble(spec, [*alone, *overrides], defaults=defaults(), world=1)
+    named, kept = assembly.spec.data.options.get("tokenizer"), spec.with_name("tokenizer.json")
+    if not isinstance(named, str) or Path(named).name != kept.name or Path(named).exists() or not kept.exists():
+        return assembly
+    alone.append(f"data.tokenizer={json.dumps(str(kept), ensure_ascii=False)}")
+    return assemble(spec, [*alone, *overrides], defaults=defaults(), world=1)

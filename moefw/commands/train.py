@@ -37,6 +37,8 @@ def train(spec: str, overrides: tuple[str, ...], resume: bool, ledger: bool) -> 
         if assembly.layout.world > 1 and not Path(spec).is_file():
             raise SpecError(f"{spec} is no file, and each of several ranks reads it.", "Write the spec to a file.")
         assembly.parts.data.prepare(cache_dir())
+    if not resume:
+        _spare_input(assembly)
     with ExitStack() as stack:
         if LAUNCHED not in os.environ and (place is None or place.rank == 0):
             stack.enter_context(run_folder(assembly, resume=resume, tell=click.echo))
@@ -49,6 +51,15 @@ def train(spec: str, overrides: tuple[str, ...], resume: bool, ledger: bool) -> 
 
         trainer.train(assembly, place or Place(0, 1, 0, 1), resume=resume, ledger=ledger)
     return 0
+
+
+def _spare_input(assembly: Assembly) -> None:
+    """Refuse input from the folder of an earlier run, which gives way to this one."""
+    run_dir = Path(assembly.spec.run.dir).resolve()
+    for option, value in assembly.spec.data.options.items():
+        if isinstance(value, str) and Path(value).exists() and Path(value).resolve().is_relative_to(run_dir):
+            what = f"data.{option}: {value} lies in run.dir, which gives way to the new run."
+            raise SpecError(what, "Copy it to another place, or use another run.dir.")
 
 
 def _open_ledger(assembly: Assembly) -> None:

@@ -31,7 +31,7 @@ def generate(
     for _ in range(tokens):
         context = torch.tensor([ids[-window:]], device=device)
         logits_BSV, _ = module.logits(Batch(ids_BS=context, labels_BS=context, dropless=True))
-        logits_V = logits_BSV[0, -1].float().cpu()
+        logits_V = logits_BSV[0, -1, : data.vocab_size].float().cpu()
         if temperature == 0:
             ids.append(int(logits_V.argmax()))
         else:

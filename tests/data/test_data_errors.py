@@ -89,7 +89,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, corpus):
     cache = write(tmp_path, {"file": ""}) / "file"
     expected = f"the prepared data cannot be kept in {cache}: "
     assert expected in message(corpus, cache)
-    assert "Use a folder that can be written" in message(corpus, cache)
+    assert "Set MOEFW_CACHE to a folder that can be written" in message(corpus, cache)
 
 
 @pytest.mark.parametrize("options", [{"heldout": 0.0}, {"heldout": 1.0}, {"heldout": float("nan")}, {"path": ""}])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import re
+
 import numpy as np
 import pytest
 
@@ -84,8 +87,16 @@ def test_a_damaged_vocabulary_is_made_anew(corpus, cache):
     options = Text(path=str(corpus), tokenizer="bpe-300")
     first = options.prepare(cache)
     (folder,) = prepared_folders(cache)
-    write(folder, {"tokenizer.json": "{}"})
-    assert options.prepare(cache).fingerprint == first.fingerprint
+    content = (folder / "tokenizer.json").read_text()
+    for damaged in ("{}", content.replace("a", "b"), "x" * len(content.encode())):
+        write(folder, {"tokenizer.json": damaged})
+        assert options.prepare(cache).fingerprint == first.fingerprint
+
+
+def test_a_line_without_a_space_is_counted_in_pieces():
+    line = "".join(random.Random(0).choices("ACGT", k=20_000))
+    assert train_bpe([line.encode()], 300) == train_bpe([re.sub(r"(\S{256})", r"\1\n", line).encode()], 300)
+    assert JsonTokenizer(train_bpe([line.encode()], 300)).vocab_size == 300
 
 
 def test_ids_with_gaps_lie_below_the_vocab_size():

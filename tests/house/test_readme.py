@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -61,3 +62,11 @@ def test_every_command_has_a_row_and_help() -> None:
     for command in COMMANDS:
         assert f"`moefw {command} " in README or f"`moefw {command}`" in README
         assert CliRunner().invoke(cli, [command, "--help"]).exit_code == 0
+
+
+def test_runs_that_it_shows_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    shown = re.findall(r"^moefw train (examples/\S+)(.*)$", README, flags=re.MULTILINE)
+    assert shown
+    for spec, overrides in shown:
+        specs.read(spec, shlex.split(overrides))

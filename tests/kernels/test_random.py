@@ -86,7 +86,7 @@ def seeds_of(rank: int, ranks: int, micro_batch: int, step: int) -> torch.Tensor
     )
     session.batch = lambda *args, **kwargs: Session.batch(session, *args, **kwargs)
     spec = SimpleNamespace(micro_batch=micro_batch, seq_len=4)
-    order = SimpleNamespace(starts=lambda step: np.arange(12) + 100 * step)
+    order = SimpleNamespace(starts=lambda step: np.arange(12) + 100 * step, first=lambda step: 12 * step)
     trainer: Any = SimpleNamespace(session=session, spec=spec, order=order)
     batches = list(Trainer._micro_batches(trainer, step))
     for batch in batches:

@@ -137,7 +137,7 @@ def test_train_writes_what_is_predicted_and_measured(tmp_path: Path) -> None:
         "train.steps=1",
         "train.eval_every=0",
     ]
-    small = ["model.num_layers=1", "train.seq_len=64", "train.tokens_per_step=256", "train.eval_tokens=256", "--ledger"]
+    small = ["model.num_layers=1", "train.seq_len=64", "train.tokens_per_step=512", "train.eval_tokens=512", "--ledger"]
     done = subprocess.run(
         [sys.executable, "-m", "moefw", *arguments, *small], capture_output=True, text=True, timeout=120
     )

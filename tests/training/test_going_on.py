@@ -71,13 +71,14 @@ def test_a_full_disk_is_told_and_leaves_earlier_checkpoints_alone(spec: Path, mo
     assert {path.name for path in checkpoints.iterdir()} == {"step-1", "step-2"}
 
 
-def test_text_is_written_without_a_budget_of_rows() -> None:
+def test_text_is_written_without_a_budget_of_rows_in_ids_that_the_tokenizer_has() -> None:
     class Model(nn.Linear):
         def logits(self, batch: Batch) -> tuple[Tensor, None]:
             assert batch.dropless
-            return torch.eye(256)[batch.ids_BS], None
+            return torch.eye(256)[batch.ids_BS] + 2 * torch.eye(256)[200], None
 
     class Bytes:
+        vocab_size = 99
         encode, decode = staticmethod(lambda text: list(text.encode())), staticmethod(lambda ids: bytes(ids).decode())
 
     data: Any = Bytes()

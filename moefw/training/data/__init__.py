@@ -51,8 +51,12 @@ class Text(DataSourcePlugin):
         ]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """A vocabulary over bytes holds every byte, and the end of a text."""
-        if self.bpe_size is None or self.bpe_size > NUM_BYTES:
+        """A vocabulary over bytes holds every byte, and the end of a text; what nearly names one is no path."""
+        if self.bpe_size is None:
+            slip = re.match(r"\s*bpe", self.tokenizer, re.IGNORECASE) and not re.search(r"/|\.json$", self.tokenizer)
+            what = f"{self.tokenizer!r} is neither bytes, nor bpe- and a number, nor the path of a tokenizer.json."
+            return [moefw.Problem(what, "Use for example bpe-2048.", "tokenizer")] if slip else []
+        if self.bpe_size > NUM_BYTES:
             return []
         what = f"{self.tokenizer} has no room for all {NUM_BYTES} bytes and the end of a text."
         return [moefw.Problem(what, f"Use bpe-{NUM_BYTES + 1} or more.", "tokenizer")]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from moefw.training.data.tokenizers import END_OF_TEXT
 
 SAMPLE_BYTES = 1 << 26
 """Of a longer text, so much is looked at: 64 MiB."""
+LONGEST_RUN = 256
+"""Characters without a space that are looked at in one: counting pairs takes the square of that."""
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int) -> bytes:
@@ -27,14 +30,14 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int) -> bytes:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text.decode() for text in _sample(texts)), trainer)
+    tokenizer.train_from_iterator(_sample(texts), trainer)
     return str(tokenizer.to_str()).encode()
 
 
-def _sample(texts: Iterable[bytes]) -> Iterable[bytes]:
+def _sample(texts: Iterable[bytes]) -> Iterable[str]:
     room = SAMPLE_BYTES
     for text in texts:
-        yield text
+        yield re.sub(rf"\S{{{LONGEST_RUN}}}", "\\g<0>\n", text.decode())
         room -= len(text)
         if room <= 0:
             return

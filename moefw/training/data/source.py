@@ -19,7 +19,7 @@ from moefw.core.data import DataSource
 from moefw.core.errors import DataError
 from moefw.training.data.bpe import train_bpe
 from moefw.training.data.corpus import CACHE_TAG, Corpus, Document, find_corpus, halves, pieces, text_documents
-from moefw.training.data.tokenizers import JsonTokenizer, TextTokenizer, load_tokenizer
+from moefw.training.data.tokenizers import JsonTokenizer, TextTokenizer, fingerprint, load_tokenizer
 from moefw.training.data.tokens import TokenFile, TokenWriter, token_dtype
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def prepare_text(options: Text, cache_dir: Path) -> TextSource:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         what = f"the prepared data cannot be kept in {cache_dir}: {reason}."
-        raise DataError(what, "Use a folder that can be written and has room.") from error
+        raise DataError(what, "Set MOEFW_CACHE to a folder that can be written and has room.") from error
 
 
 def split_documents(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
@@ -121,8 +121,11 @@ def _digest(corpus: Corpus, tokenizer: str, heldout: float) -> str:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        sizes = json.loads((folder / "meta.json").read_bytes())["bytes"]
-        return all((folder / name).stat().st_size == sizes[name] for name in {*_FILES, *sizes})
+        meta = json.loads((folder / "meta.json").read_bytes())
+        sizes = meta["bytes"]
+        if any((folder / name).stat().st_size != sizes[name] for name in {*_FILES, *sizes}):
+            return False
+        return TOKENIZER not in sizes or fingerprint((folder / TOKENIZER).read_bytes()) == meta["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

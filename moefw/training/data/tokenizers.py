@@ -76,7 +76,7 @@ class JsonTokenizer(TextTokenizer):
         if not ids:
             raise ValueError("its vocabulary is empty")
         self.content = content
-        self.fingerprint = f"tokenizer.json {hashlib.sha256(content).hexdigest()}"
+        self.fingerprint = fingerprint(content)
         self.vocab_size = max(ids.values()) + 1
         self.separator = next((ids[name] for name in END_OF_TEXT if name in ids), None)
 
@@ -89,6 +89,11 @@ class JsonTokenizer(TextTokenizer):
         """Return the text, special tokens by their names; ids past the vocabulary are left out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
+
+
+def fingerprint(content: bytes) -> str:
+    """Return that of a ``tokenizer.json``."""
+    return f"tokenizer.json {hashlib.sha256(content).hexdigest()}"
 
 
 def load_tokenizer(name: str) -> TextTokenizer:

@@ -27,7 +27,6 @@ def memory(options: TopK, extent: Extent) -> PartMemory | None:
     scores = extent.tokens * dims.num_experts * size
     ids = Tensor(name="chosen experts", nbytes=extent.tokens * _ranked(options, extent) * INT64)
     limits = capacity is not None and capacity < extent.tokens
-    routed = Tensor(name="experts of what is kept", nbytes=extent.choices * INT64) if limits else ids
     counts = Tensor(name="tokens per expert", nbytes=(dims.num_experts + 1) * FP32)
     dropped = {"dropped choices": extent.choices} if limits else {}
     passing_forward, passing_backward = _passing(options, extent)
@@ -40,7 +39,7 @@ def memory(options: TopK, extent: Extent) -> PartMemory | None:
             *_tensors(_weights(options, extent, limits=limits) | _losses(options, extent) | dropped),
             ids,
         ),
-        holds=(routed, counts),
+        holds=(ids, counts),
         forward_bytes=2 * scores + passing_forward,
         backward_bytes=2 * scores + passing_backward + x.nbytes,
     )
