@@ -29,10 +29,8 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
     sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
     ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
     _say(console, f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0")
-    data = session.data
-    _say(
-        console, f"{len(data.train):,} tokens to train on, {len(data.heldout):,} held out, of {data.vocab_size:,} kinds"
-    )
+    train, heldout, ids = len(session.data.train), len(session.data.heldout), session.data.vocab_size
+    _say(console, f"{train:,} tokens to train on, {heldout:,} held out, a vocabulary of {ids:,}")
     if session.device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo":
         _say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
     if start:
