@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moefw_kernels.permute.reference import RowMap, gather, gather_sum, row_map
+
+N = TypeVar("N", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +39,7 @@ class Groups:
         return rows_RD if self.rows is None else gather_sum(rows_RD, self.rows)
 
 
-def padded(count: int, alignment: int) -> int:
+def padded(count: N, alignment: int) -> N:
     """Return ``count`` rounded up to a multiple of ``alignment``."""
     return -(-count // alignment) * alignment
 
@@ -54,22 +57,21 @@ def group_chunks(
     ``chunks[rank][expert]`` is the number of rows; a group has at least ``capacity`` rows and is padded to a multiple
     of ``alignment``. ``order`` lists the chunks in order of rank, where they lie in another.
     """
-    chunk_PE = np.asarray(chunks, dtype=np.int64)
-    count_E = chunk_PE.sum(0)
-    size_E = -(-np.maximum(count_E, capacity) // alignment) * alignment
-    end_E, sizes = size_E.cumsum(), tuple(size_E.tolist())
-    counts_e, offsets_e = (_on(device, values.astype(np.int32)) for values in (count_E, end_E))
-    is_padded = bool((size_E != count_E).any())
-    if not is_padded and (len(chunk_PE) == 1 or (len(sizes) == 1 and order is None)):
+    chunk_Pe = np.asarray(chunks, dtype=np.int64)
+    count_e = chunk_Pe.sum(0)
+    size_e = padded(np.maximum(count_e, capacity), alignment)
+    end_e, sizes = size_e.cumsum(), tuple(size_e.tolist())
+    counts_e, offsets_e = (_on(device, values.astype(np.int32)) for values in (count_e, end_e))
+    is_padded = bool((size_e != count_e).any())
+    if not is_padded and (len(chunk_Pe) == 1 or (len(sizes) == 1 and order is None)):
         return Groups(None, sizes, counts_e, offsets_e)
-    ordered_PE = chunk_PE if order is None else chunk_PE[list(order)]
-    begin_PE = end_E - size_E + ordered_PE.cumsum(0) - ordered_PE
-    if order is not None:
-        begin_PE[list(order)] = begin_PE.copy()
-    row_N = _spans(begin_PE.ravel(), chunk_PE.ravel(), device)
+    by_rank = list(range(len(chunk_Pe)) if order is None else order)
+    begin_Pe = np.empty_like(chunk_Pe)
+    begin_Pe[by_rank] = end_e - size_e + chunk_Pe[by_rank].cumsum(0) - chunk_Pe[by_rank]
+    row_N = _spans(begin_Pe.ravel(), chunk_Pe.ravel(), device)
     token_R = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
     token_R[row_N] = torch.arange(len(row_N), dtype=torch.int32, device=device)
-    padding = _spans(end_E - size_E + count_E, size_E - count_E, device).long() if is_padded else None
+    padding = _spans(end_e - size_e + count_e, size_e - count_e, device).long() if is_padded else None
     return Groups(row_map(token_R, row_N.unsqueeze(1), padding=padding), sizes, counts_e, offsets_e)
 
 
