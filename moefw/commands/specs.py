@@ -10,6 +10,7 @@ from moefw.core.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.core.resolve import assemble
 from moefw.core.spec.source import Marks, Tree, read_yaml
+from moefw.training.folder import TOKENIZER
 
 DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
 
@@ -34,8 +35,8 @@ def read_run(run: str, overrides: Sequence[str]) -> Assembly:
         raise SpecError(f"{run} is not the folder of a run: it holds no spec.yaml.", "Give the run.dir of a training.")
     alone = ["parallel={}", f"run.dir={json.dumps(run, ensure_ascii=False)}"]
     assembly = assemble(spec, [*alone, *overrides], defaults=defaults(), world=1)
-    named, kept = assembly.spec.data.options.get("tokenizer"), spec.with_name("tokenizer.json")
-    if not isinstance(named, str) or Path(named).name != kept.name or Path(named).exists() or not kept.exists():
+    named, kept = assembly.spec.data.options.get("tokenizer"), spec.with_name(TOKENIZER)
+    if not isinstance(named, str) or Path(named).name != TOKENIZER or Path(named).exists() or not kept.exists():
         return assembly
     alone.append(f"data.tokenizer={json.dumps(str(kept), ensure_ascii=False)}")
     return assemble(spec, [*alone, *overrides], defaults=defaults(), world=1)

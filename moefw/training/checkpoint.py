@@ -24,7 +24,7 @@ from moefw.core.contracts import Canonical, Layout
 from moefw.core.errors import CheckpointError
 from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, joined, state_tensors, states
 from moefw.core.parallel.pieces import all_of, whole
-from moefw.training.folder import MANIFEST, checkpoint_dirs
+from moefw.training.folder import MANIFEST, TOKENIZER, checkpoint_dirs
 from moefw.training.gradients import copied_over, split_axis
 from moefw.training.meters import HOLDERS
 
@@ -219,7 +219,7 @@ def _check_same_model(folder: Path, where: Mapping[str, Path], wanted: Mapping[s
 
 def _check_same_tokenizer(folder: Path, saved: str, here: str) -> None:
     if saved and here and saved != here:
-        kept = folder.parents[1] / "tokenizer.json"
+        kept = folder.parents[1] / TOKENIZER
         name = (
             kept if kept.is_file() else "bytes" if saved == "bytes" else "the tokenizer.json that it was trained with"
         )

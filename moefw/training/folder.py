@@ -13,7 +13,7 @@ from pathlib import Path
 from moefw.core.assembly import Assembly
 from moefw.core.errors import CheckpointError, SpecError
 
-MANIFEST = "manifest.json"
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints")
 """What tells the folder of a run from others: any of these."""
 

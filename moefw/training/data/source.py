@@ -21,14 +21,13 @@ from moefw.training.data.bpe import train_bpe
 from moefw.training.data.corpus import CACHE_TAG, Corpus, Document, find_corpus, halves, pieces, text_documents
 from moefw.training.data.tokenizers import JsonTokenizer, TextTokenizer, fingerprint, load_tokenizer
 from moefw.training.data.tokens import TokenFile, TokenWriter, token_dtype
+from moefw.training.folder import TOKENIZER
 
 if TYPE_CHECKING:
     from moefw.training.data import Text
 
 FORMAT = 1
 """Counted up when files of the same corpus would come out differently."""
-
-TOKENIZER = "tokenizer.json"
 
 _FILES = ("train.bin", "heldout.bin", "heldout.raw")
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by moefw; may be deleted.\n"
