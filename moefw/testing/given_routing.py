@@ -9,7 +9,6 @@ a wrong router passes here (its own suite judges it), and a layer that treats a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from moefw.core.stages import Batch
 from moefw.testing.budget import over_budget
 from moefw.testing.oracle import Truth
 from moefw.testing.trial import Trial, build_layer, this_rank
+from moefw.training.agreement import everywhere
 
 
 def truth_given_routing(trial: Trial, parameters: Mapping[str, Tensor], budget: float | None) -> Truth:
@@ -101,9 +101,8 @@ def dropped(trial: Trial, ids: Sequence[Tensor], budget: float) -> list[Tensor]:
 def _all_ranks(ids_TK: Tensor) -> list[Tensor]:
     if not dist.is_initialized():
         return [ids_TK]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, ids_TK)
-    return gathered
+    gathered = everywhere(ids_TK.tolist(), dist.group.WORLD)
+    return [torch.tensor(ids, dtype=ids_TK.dtype).reshape(-1, ids_TK.shape[1]) for ids in gathered]
 
 
 def _pull_back(weights_TK: Tensor, grad_TK: Tensor, x_TD: Tensor, router: torch.nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from moefw.core.contracts import Canonical, Layout
 from moefw.core.errors import CheckpointError
 from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, joined, state_tensors, states
 from moefw.core.parallel.pieces import all_of, whole
+from moefw.training.agreement import everywhere
 from moefw.training.folder import MANIFEST, TOKENIZER, checkpoint_dirs
 from moefw.training.gradients import copied_over, split_axis
 from moefw.training.meters import HOLDERS
@@ -85,7 +85,7 @@ def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[A
         answer = write()
     except (OSError, SafetensorError) as error:
         reason = str(error)
-    answers = _everywhere((answer, reason), layout)
+    answers = everywhere([answer, reason], layout.host_group())
     reasons = [reason for _, reason in answers if reason is not None]
     if reasons:
         if layout.rank == 0:
@@ -252,11 +252,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _everywhere(answer: Any, layout: Layout) -> list[Any]:
-    if (group := layout.host_group()) is None:
-        return [answer]
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, answer, group=group)
-    return answers

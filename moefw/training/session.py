@@ -22,6 +22,7 @@ from moefw.core.data import DataSource
 from moefw.core.errors import MoefwError, PlanError, RunError
 from moefw.core.naming import initialise
 from moefw.core.stages import Batch
+from moefw.training.agreement import everywhere, raise_together
 from moefw.training.folder import cache_dir
 from moefw.training.world import Place, rendezvous, threads_of_a_rank
 
@@ -143,8 +144,7 @@ def _backend(device: torch.device, store: Any, world: int) -> str:
 def _agree_on(assembly: Assembly, place: Place) -> None:
     if place.world == 1:
         return
-    digests: list[Any] = [None] * place.world
-    dist.all_gather_object(digests, assembly.digest())
+    digests = everywhere(assembly.digest(), dist.group.WORLD)
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         what = f"ranks {others} have another spec, plugin or plugin version than rank 0."
@@ -162,11 +162,7 @@ def _prepare_once(assembly: Assembly, place: Place, layout: Layout) -> DataSourc
             _fitting(source.prepare(cache_dir()), assembly)
         except MoefwError as error:
             problem = error
-    problems: list[Any] = [None] * place.world
-    dist.all_gather_object(problems, problem, group=layout.host_group())
-    for found in problems:
-        if found is not None:
-            raise found
+    raise_together(problem, layout.host_group())
     return source.prepare(cache_dir())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import resource
 import subprocess
 import sys
@@ -134,3 +135,14 @@ def test_the_public_names_are_all_there() -> None:
 def test_what_a_person_sees_of_a_run_is_imported_without_torch(module: str) -> None:
     code = f"import sys, moefw.training.{module}; print({{'torch', 'matplotlib', 'tensorboard'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_ranks_exchange_no_pickled_objects() -> None:
+    """What ``torch.distributed`` calls objects, a peer's message, is unpickled: a peer could run what it likes."""
+    for path in sources("moefw"):
+        called = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        objects = {
+            name for name in called if re.search(r"gather_object|object_list|_object_to_tensor|tensor_to_object", name)
+        }
+        assert not objects, f"{path} calls {objects}"
+        assert not any(name.startswith("torch.distributed.checkpoint") for name in imports(path)), path

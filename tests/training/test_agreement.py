@@ -1,0 +1,83 @@
+"""Ranks exchange data and never code, whatever a peer sends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moefw.core.errors import CheckpointError, DataError, MoefwError, RunError
+from moefw.testing.pool import RankPool
+from moefw.training.agreement import everywhere, raise_together
+
+SAID = [{"step": 4, "hash": "ä"}, None, [1.5, "x" * 3000], 0]
+
+
+def say(world: int) -> list[Any]:
+    return everywhere(SAID[dist.get_rank() % len(SAID)], dist.group.WORLD)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_learns_what_each_one_says(pool: RankPool, world: int) -> None:
+    assert pool.run(say, world, world) == [SAID[:world]] * world
+
+
+def fail(failing: dict[int, MoefwError]) -> str:
+    try:
+        raise_together(failing.get(dist.get_rank()), dist.group.WORLD)
+    except MoefwError as error:
+        return f"{type(error).__name__}: {error}"
+    return "goes on"
+
+
+def test_the_error_of_one_rank_is_raised_on_all(pool: RankPool) -> None:
+    error = DataError("the text is gone.", "Bring it back.")
+    assert pool.run(fail, 2, {1: error}) == ["DataError: the text is gone. Bring it back."] * 2
+    both = {0: CheckpointError("no step 4."), 1: DataError("no text.")}
+    assert pool.run(fail, 2, both) == ["CheckpointError: no step 4."] * 2
+    assert pool.run(fail, 2, {}) == ["goes on"] * 2
+
+
+class Command:
+    """Unpickling this runs a command."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+def meet_a_hostile_peer(how: str, path: str) -> str:
+    """Rank 1 speaks torch's protocol of pickled objects, or sends lengths and bytes of its own."""
+    if dist.get_rank() == 0:
+        try:
+            return f"heard {everywhere('hello', dist.group.WORLD)}"
+        except RunError as error:
+            return str(error)
+    if how == "pickle":
+        size, data = dist.distributed_c10d._object_to_tensor(Command(path), torch.device("cpu"), dist.group.WORLD)[::-1]
+    else:
+        size, data = torch.tensor([int(how)]), torch.full((max(int(how), 1),), 0x5B, dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(sizes, size.reshape(1))
+    if int(size) > 0:
+        longest = max(int(each) for each in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        dist.all_gather([torch.empty(longest, dtype=torch.uint8) for _ in range(2)], padded)
+    return "peer"
+
+
+@pytest.mark.parametrize("how", ["pickle", "100000", "0", "-1"])
+def test_what_a_hostile_peer_sends_is_not_run(pool: RankPool, tmp_path: Path, how: str) -> None:
+    """A pickled command, JSON nested too deep, no bytes, or less than none."""
+    path = tmp_path / "ran"
+    heard, _ = pool.run(meet_a_hostile_peer, 2, how, str(path))
+    assert "rank 1 of the group" in heard
+    assert "where ranks exchange JSON" in heard
+    assert not path.exists()
