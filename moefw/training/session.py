@@ -22,9 +22,11 @@ from moefw.core.data import DataSource
 from moefw.core.errors import MoefwError, PlanError, RunError
 from moefw.core.naming import initialise
 from moefw.core.stages import Batch
-from moefw.training.agreement import everywhere, raise_together
+from moefw.training.agreement import raise_together
 from moefw.training.folder import cache_dir
-from moefw.training.world import Place, rendezvous, threads_of_a_rank
+from moefw.training.rendezvous import meet
+from moefw.training.resolved_spec import agree_on_spec
+from moefw.training.world import Place, threads_of_a_rank
 
 COLLECTIVE_TIMEOUT_S = 600.0
 
@@ -79,16 +81,14 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     shared = Shared()
     if place.world > 1:
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        meeting = dist.rendezvous(rendezvous(), place.rank, place.world, timeout=timeout)  # type: ignore[attr-defined]
-        store, rank, world = next(meeting)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world))
-        store.set_timeout(timeout)
-        backend = _backend(device, dist.PrefixStore("gpus", store), world)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        store = meet(place, timeout=timeout)
+        backend = _backend(device, dist.PrefixStore("gpus", store), place.world)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
     ended_well = False
     try:
-        _agree_on(assembly, place)
+        agree_on_spec(assembly)
         layout = assembly.parts.parallel.build(assembly.layout, device.type)
         data = _prepare_once(assembly, place, layout)
         model = build_model(assembly, layout, device, shared)
@@ -139,16 +139,6 @@ def _backend(device: torch.device, store: Any, world: int) -> str:
         store.set("all", "")
     store.wait(["all"])
     return "gloo" if store.check(["shared"]) else "nccl"
-
-
-def _agree_on(assembly: Assembly, place: Place) -> None:
-    if place.world == 1:
-        return
-    digests = everywhere(assembly.digest(), dist.group.WORLD)
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        what = f"ranks {others} have another spec, plugin or plugin version than rank 0."
-        raise PlanError(what, "Give every node the same spec and the same environment.")
 
 
 def _prepare_once(assembly: Assembly, place: Place, layout: Layout) -> DataSource:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,8 @@ import numpy as np
 import torch
 from attrs import evolve
 from rich.console import Console
-from ruamel.yaml import YAML
 
 from moefw.core.assembly import Assembly
-from moefw.core.errors import show
-from moefw.core.spec.source import KeyPath, dotted
 from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
 from moefw.training.clock import StepClock
@@ -27,6 +23,7 @@ from moefw.training.folder import last_checkpoint
 from moefw.training.metrics import MetricsLog
 from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce
+from moefw.training.resolved_spec import write_resolved
 from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session, open_session
 from moefw.training.treated_optimizer import build_optimizer
@@ -71,7 +68,7 @@ class Trainer:
         log, changes = None, list[str]()
         if self.session.leads:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            changes = _write_resolved(self.session.assembly, self.run_dir)
+            changes = write_resolved(self.session.assembly, self.run_dir)
             self.session.data.save_tokenizer(self.run_dir)
             log = MetricsLog(self.run_dir, keep_until=self.start if self.start else None)
         introduce(self.session, self.start, changes, self.console)
@@ -163,22 +160,3 @@ def _record(step: int, lr: float, result: StepResult) -> dict[str, Any]:
         "load_max_over_mean": result.load_max_over_mean,
         "expert_load": [[round(share, 4) for share in load] for load in result.load_LE],
     }
-
-
-def _write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
-    """Write the spec, and return what has changed since it was written before, a line each."""
-    path, scratch = run_dir / "spec.yaml", run_dir / "spec.yaml.tmp"
-    resolved = json.loads(json.dumps(assembly.resolved()))
-    before = YAML(typ="safe").load(path) if path.is_file() else resolved
-    with scratch.open("w", encoding="utf-8") as file:
-        YAML().dump(resolved, file)
-    scratch.replace(path)
-    return list(_changes(before, resolved, ()))
-
-
-def _changes(before: Any, now: Any, path: KeyPath) -> Iterator[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in {**before, **now}:
-            yield from _changes(before.get(key), now.get(key), (*path, key))
-    elif before != now:
-        yield f"{dotted(path)}: {show(before)} is {show(now)} now"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,8 @@ from moefw.core.errors import PlanError, RunError
 
 LAUNCHED = "MOEFW_LAUNCHED"
 """Set for ranks that :func:`run_local_ranks` started, to the end of a pipe that closes when it is gone."""
+MEETING = "MOEFW_MEETING"
+"""Set for those ranks, too: a folder that no other user can open, new for each start, in which they meet."""
 KEEP_PAGES = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
@@ -97,13 +101,11 @@ def run_local_ranks(arguments: Sequence[str], world: int) -> int:
     When a rank ends badly the others are stopped; so are all when this process ends, however it ends.
     Raises RunError if a rank was killed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     threads = str(threads_of_a_rank(world))
     leash, our_end = os.pipe()
     shared = {**KEEP_PAGES, **os.environ, "OMP_NUM_THREADS": threads, LAUNCHED: str(leash)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = tempfile.mkdtemp(prefix="moefw-")  # of mode 0700
+    shared |= {MEETING: meeting, **_on_loopback()}
     command = [sys.executable, "-m", "moefw", *arguments]
     ranks = []
     for rank in range(world):
@@ -120,6 +122,13 @@ def run_local_ranks(arguments: Sequence[str], world: int) -> int:
         _stop(ranks)
         signal.signal(signal.SIGTERM, previous)
         os.close(our_end)
+        shutil.rmtree(meeting, ignore_errors=True)
+
+
+def _on_loopback() -> dict[str, str]:
+    """Return the environment that keeps the sockets of gloo and NCCL off the network."""
+    name = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
 
 
 def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:

@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 
 from moefw.core.errors import SpecError
-from moefw.testing.fake_world import fake_assembly
-from moefw.testing.training import SMALL
-from moefw.training import trainer
 from moefw.training.folder import checkpoint_dirs, run_folder
 
 
@@ -107,10 +104,3 @@ def test_only_folders_named_for_a_step_are_checkpoints(run: Path) -> None:
         (run / "checkpoints" / name).mkdir()
         (run / "checkpoints" / name / "manifest.json").touch()
     assert [step for step, _ in checkpoint_dirs(run)] == [4]
-
-
-def test_a_resumed_run_says_what_has_changed_since(tmp_path: Path) -> None:
-    before, now = (fake_assembly({**SMALL, "run": {"seed": seed}}, 1) for seed in (0, 9))
-    assert trainer._write_resolved(before, tmp_path) == []
-    assert trainer._write_resolved(now, tmp_path) == ["run.seed: 0 is 9 now"]
-    assert trainer._write_resolved(now, tmp_path) == []

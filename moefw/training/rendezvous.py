@@ -1,0 +1,30 @@
+"""Where the ranks of a run meet: the store through which process groups find their peers."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+
+from moefw.training.world import MEETING, Place, rendezvous
+
+
+def meet(place: Place, *, timeout: timedelta) -> Store:
+    """Return the store of this run's ranks. Collective.
+
+    Ranks that moefw started share a file that no other user can open. Under torchrun they use the store of its agents,
+    under names of its own for each restart; elsewhere rank 0 listens on ``MASTER_PORT``.
+    """
+    store: Store
+    if folder := os.environ.get(MEETING):
+        store = FileStore(str(Path(folder) / "store"), place.world)
+    else:
+        found: Any = dist.rendezvous(rendezvous(), place.rank, place.world, timeout=timeout)  # type: ignore[attr-defined]
+        store, _, _ = next(found)
+        store = PrefixStore(f"moefw/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set_timeout(timeout)
+    return store

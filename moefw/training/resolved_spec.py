@@ -1,0 +1,51 @@
+"""The resolved spec of a run: kept in its folder, and compared with an earlier one and between ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from ruamel.yaml import YAML
+
+from moefw.core.assembly import Assembly
+from moefw.core.errors import PlanError, Problem, show
+from moefw.core.spec.source import KeyPath, dotted
+from moefw.training.agreement import everywhere
+
+
+def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
+    """Write ``spec.yaml`` into the run's folder; return what has changed since it was written before, a line each."""
+    path, scratch = run_dir / "spec.yaml", run_dir / "spec.yaml.tmp"
+    resolved = json.loads(json.dumps(assembly.resolved()))
+    before = YAML(typ="safe").load(path) if path.is_file() else resolved
+    with scratch.open("w", encoding="utf-8") as file:
+        YAML().dump(resolved, file)
+    scratch.replace(path)
+    return [f"{key}: {show(old)} is {show(new)} now" for key, old, new in _differences(before, resolved, ())]
+
+
+def agree_on_spec(assembly: Assembly) -> None:
+    """Compare spec, world and plugin versions over all ranks. Collective; raises PlanError with every difference."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if len(set(everywhere(assembly.digest(), group))) == 1:
+        return
+    plugins = {f"{hook.removeprefix('moefw_')} {name}": have for hook, name, *have in assembly.versions()}
+    told = everywhere({"spec": assembly.resolved(), "world": assembly.layout.world, "plugin": plugins}, group)
+    fix = "Give every node the same spec and the same environment."
+    problems = [
+        Problem(f"rank {rank} differs from rank 0 in {key}: {show(there)} instead of {show(here)}.", fix)
+        for rank, other in enumerate(told)
+        for key, here, there in _differences(told[0], other, ())
+    ]
+    raise PlanError(problems)
+
+
+def _differences(before: Any, now: Any, path: KeyPath) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from _differences(before.get(key), now.get(key), (*path, key))
+    elif before != now:
+        yield dotted(path), before, now

@@ -1,0 +1,44 @@
+"""A run says what has changed in its spec, and its ranks refuse to train on different ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moefw.core.errors import PlanError
+from moefw.testing.fake_world import fake_assembly
+from moefw.testing.pool import RankPool
+from moefw.testing.training import SMALL
+from moefw.training.resolved_spec import agree_on_spec, write_resolved
+
+
+def assembly(**sections: dict[str, Any]) -> Any:
+    return fake_assembly({**SMALL, **sections}, 1)
+
+
+def test_a_resumed_run_says_what_has_changed_since(tmp_path: Path) -> None:
+    before, now = (assembly(run={"seed": seed}) for seed in (0, 9))
+    assert write_resolved(before, tmp_path) == []
+    assert write_resolved(now, tmp_path) == ["run.seed: 0 is 9 now"]
+    assert write_resolved(now, tmp_path) == []
+
+
+def agree(specs: list[dict[str, Any]]) -> str:
+    try:
+        agree_on_spec(assembly(**specs[dist.get_rank()]))
+    except PlanError as error:
+        return str(error)
+    return "goes on"
+
+
+def test_ranks_with_different_specs_name_every_key_that_differs(pool: RankPool) -> None:
+    specs: list[dict[str, Any]] = [{}, {}, {"run": {"seed": 7, "device": "cpu"}}, {"routing": {"use": "sinkhorn"}}]
+    found = pool.run(agree, 4, specs)
+    assert found == [found[0]] * 4
+    assert "rank 2 differs from rank 0 in spec.run.seed: 7 instead of 3." in found[0]
+    assert "rank 3 differs from rank 0 in spec.routing.use: 'sinkhorn' instead of 'topk'." in found[0]
+    assert "rank 3 differs from rank 0 in plugin.'routers sinkhorn'" in found[0]
+    assert "rank 1" not in found[0]
+    assert pool.run(agree, 2, specs) == ["goes on"] * 2
