@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from moefw.core.assembly import Assembly
+from moefw.training.full_disk import written
 
 
 def write(assembly: Assembly, **entries: dict[str, Any]) -> None:
-    """Add entries, such as ``predicted`` or ``measured``, to the file; bytes throughout."""
+    """Add entries, such as ``predicted`` or ``measured``, to the file; bytes throughout.
+
+    Raises RunError where it cannot be written.
+    """
     path = Path(assembly.spec.run.dir) / "ledger.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(path.read_text()) if path.is_file() else {}
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(known | entries, indent=1))
-    scratch.replace(path)
+    with written(path):
+        scratch.write_text(json.dumps(known | entries, indent=1))
+        scratch.replace(path)

@@ -5,35 +5,47 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from io import BytesIO, FileIO
 from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
 from moefw.core.errors import DataError
+from moefw.training.full_disk import written
 
 
 @final
 class MetricsLog:
     """Writes ``run_dir/metrics.jsonl`` and ``run_dir/tensorboard``; one process may write at a time.
 
-    A line has left the process when ``write`` returns, so a killed run keeps its lines; TensorBoard follows within
-    seconds.
+    What is written has left the process when ``write`` returns, so a killed run keeps it. ``writing`` surrounds each
+    write of a file and decides what a failure means; what could not be written waits for the next record.
     An existing file is continued, without its last line if that is torn. With ``keep_until``, as after a resume
     from that step, later steps are forgotten, in TensorBoard too.
     """
 
-    def __init__(self, run_dir: Path, *, keep_until: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / "metrics.jsonl"
-        if path.exists():
-            _truncate(path, keep_until)
-        purge_step = None if keep_until is None else keep_until + 1
-        self._lines = path.open("a", buffering=1, encoding="utf-8", newline="\n")
-        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step, flush_secs=10)
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        keep_until: int | None = None,
+        writing: Callable[[Path], AbstractContextManager[None]] = written,
+    ) -> None:
+        self._writing = writing
+        self._lines = _Appended(run_dir / "metrics.jsonl")
+        with writing(self._lines.path):
+            if self._lines.path.exists():
+                _truncate(self._lines.path, keep_until)
+        now = time.time()
+        self._events = _Appended(
+            run_dir / "tensorboard" / f"events.out.tfevents.{now}.{socket.gethostname()}.{os.getpid()}"
+        )
+        self._append(self._events, _first_event(0 if keep_until is None else keep_until + 1))
 
     def write(self, record: Mapping[str, object]) -> None:
         """Append one record: ``step`` (int), numbers by name, and nested lists or mappings of numbers.
@@ -41,17 +53,18 @@ class MetricsLog:
         What is not finite becomes null. Only numbers directly in the record go to TensorBoard, their names as tags;
         there NaN stays NaN.
         """
-        step = record["step"]
-        assert isinstance(step, int)
-        self._lines.write(json.dumps(_plain(record), allow_nan=False) + "\n")
-        for name, value in record.items():
-            if name != "step" and isinstance(value, Real) and not isinstance(value, bool):
-                self._events.add_scalar(name, float(value), step)
+        self._append(self._lines, json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
+        self._append(self._events, _event(record))
+
+    def _append(self, file: _Appended, data: bytes) -> None:
+        with self._writing(file.path):
+            file.append(data)
 
     def close(self) -> None:
-        """Flush and close both; closing twice is allowed."""
-        self._lines.close()
-        self._events.close()
+        """Write what still waits and close both; closing twice is allowed."""
+        for file in (self._lines, self._events):
+            self._append(file, b"")
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -60,6 +73,66 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@final
+class _Appended:
+    """A file that grows by whole pieces. A piece that fails is taken back, and waits for the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: FileIO | None = None
+        self._waiting = b""
+
+    def append(self, data: bytes) -> None:
+        self._waiting += data
+        if not self._waiting:
+            return
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(self.path, "a")
+        size, rest = os.fstat(self._file.fileno()).st_size, memoryview(self._waiting)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(size)
+            raise
+        self._waiting = b""
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def _event(record: Mapping[str, object]) -> bytes:
+    """Return the numbers directly in a record as TensorBoard reads them."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    numbers = {key: value for key, value in record.items() if key != "step" and not isinstance(value, bool)}
+    values = [
+        Summary.Value(tag=key, simple_value=float(value)) for key, value in numbers.items() if isinstance(value, Real)
+    ]
+    return _framed(Event(wall_time=time.time(), step=record["step"], summary=Summary(value=values)))
+
+
+def _first_event(step: int) -> bytes:
+    """Return what begins a file of events, and hides those of other files from ``step`` on."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    version = Event(wall_time=time.time(), step=step, file_version="brain.Event:2")
+    start = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
+    return _framed(version) + (_framed(start) if step else b"")
+
+
+def _framed(event: Any) -> bytes:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    frame = BytesIO()
+    RecordWriter(frame).write(event.SerializeToString())
+    return frame.getvalue()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

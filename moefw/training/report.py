@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import torch.distributed as dist
 from rich.console import Console
 
+from moefw.core.errors import DataError
 from moefw.core.parallel.pieces import local
 from moefw.training.clock import StepClock, render
 from moefw.training.evaluation import zlib_bits_per_byte
+from moefw.training.full_disk import RunFiles
 from moefw.training.generate import generate
 from moefw.training.metrics import read_metrics
 from moefw.training.plots import plot_expert_load, plot_loss
@@ -28,17 +31,17 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
     held = sum(local(parameter).numel() for parameter in session.model.parameters())
     sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
     ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
-    _say(console, f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0")
+    say(console, f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0")
     train, heldout, ids = len(session.data.train), len(session.data.heldout), session.data.vocab_size
-    _say(console, f"{train:,} tokens to train on, {heldout:,} held out, a vocabulary of {ids:,}")
+    say(console, f"{train:,} tokens to train on, {heldout:,} held out, a vocabulary of {ids:,}")
     if session.device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo":
-        _say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
+        say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
     if start:
-        _say(console, f"continuing after step {start}")
+        say(console, f"continuing after step {start}")
         if start >= (steps := session.assembly.spec.train.steps):
-            _say(console, f"there is nothing to train: train.steps is {steps}")
+            say(console, f"there is nothing to train: train.steps is {steps}")
     for change in changes:
-        _say(console, f"  {change}")
+        say(console, f"  {change}")
 
 
 def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console) -> None:
@@ -55,20 +58,39 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
     )
     if not session.leads:
         return
-    (run_dir / "sample.txt").write_text(text, encoding="utf-8")
     zlib_bits = zlib_bits_per_byte(session.data.heldout_bytes)
-    records = read_metrics(run_dir / "metrics.jsonl")
-    _draw(session, run_dir / "plots", records, zlib_bits)
+    files = RunFiles("continue", partial(say, console))
+    with files.writing(run_dir / "sample.txt"):
+        (run_dir / "sample.txt").write_text(text, encoding="utf-8")
+    records = _readable(run_dir / "metrics.jsonl", console)
+    with files.writing(run_dir / "plots"):
+        _draw(session, run_dir / "plots", records, zlib_bits)
     breakdown = clock.breakdown()
     if breakdown:
         console.print(render(breakdown))
-    bits = records[-1].get("eval_bits_per_byte")
+    bits = records[-1].get("eval_bits_per_byte") if records else None
     if bits is not None:
-        _say(console, f"held-out text: {bits:.3f} bits a byte; zlib -9 needs {zlib_bits:.3f}")
-    _say(console, f"\n{text}\n\nmetrics, plots, sample and checkpoints are in {run_dir}")
+        say(console, f"held-out text: {bits:.3f} bits a byte; zlib -9 needs {zlib_bits:.3f}")
+    say(console, f"\n{text}\n\nmetrics, plots, sample and checkpoints are in {run_dir}")
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: no markup, no line breaks of the console's."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _readable(path: Path, console: Console) -> list[dict[str, Any]]:
+    """Return the records of a run; none, with a line that says why, where they cannot be read."""
+    try:
+        return read_metrics(path)
+    except DataError as error:
+        say(console, f"there are no plots: {error}")
+        return []
 
 
 def _draw(session: Session, folder: Path, records: list[dict[str, Any]], zlib_bits: float) -> None:
+    if not records:
+        return
     plot_loss(records, folder / "loss.png", zlib_bits=zlib_bits)
     layers = list(session.assembly.parts.model.moe_layers())
     recent = [record["expert_load"] for record in records[-BALANCE_WINDOW:]]
@@ -76,7 +98,3 @@ def _draw(session: Session, folder: Path, records: list[dict[str, Any]], zlib_bi
         load_LE = np.mean(np.array(recent), axis=0).tolist()
         title = f"Expert load over the last {len(recent)} steps"
         plot_expert_load(load_LE, layers, folder / "expert_load.png", title=title)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

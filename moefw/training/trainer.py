@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from moefw.training.clock import StepClock
 from moefw.training.data.order import BatchOrder
 from moefw.training.engine import Engine, StepResult
 from moefw.training.evaluation import evaluation, evaluation_starts
-from moefw.training.folder import last_checkpoint
+from moefw.training.folder import TOKENIZER, last_checkpoint
+from moefw.training.full_disk import RunFiles
 from moefw.training.metrics import MetricsLog
 from moefw.training.progress import Progress
-from moefw.training.report import conclude, introduce
+from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
 from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session, open_session
@@ -60,6 +62,7 @@ class Trainer:
         evaluation_starts(session)
         self.clock = StepClock()
         self.console = Console(quiet=not session.leads)
+        self.files = RunFiles(spec.on_full_disk, partial(say, self.console))
         self.ledger = ledger and session.leads and session.device.type == "cuda"
         self.start = self._resume() if resume else 0
 
@@ -67,10 +70,11 @@ class Trainer:
         """Train to the last step."""
         log, changes = None, list[str]()
         if self.session.leads:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            changes = write_resolved(self.session.assembly, self.run_dir)
-            self.session.data.save_tokenizer(self.run_dir)
-            log = MetricsLog(self.run_dir, keep_until=self.start if self.start else None)
+            with self.files.writing(self.run_dir / "spec.yaml"):
+                changes = write_resolved(self.session.assembly, self.run_dir)
+            with self.files.writing(self.run_dir / TOKENIZER):
+                self.session.data.save_tokenizer(self.run_dir)
+            log = MetricsLog(self.run_dir, keep_until=self.start or None, writing=self.files.writing)
         introduce(self.session, self.start, changes, self.console)
         with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
             for step in range(self.start, self.spec.steps):

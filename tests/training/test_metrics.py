@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from moefw.core.errors import DataError
+from moefw.core.errors import DataError, RunError
 from moefw.training.metrics import MetricsLog, read_metrics
 
 
@@ -73,7 +73,7 @@ def test_a_resume_that_dies_while_it_truncates_leaves_the_old_file(tmp_path, mon
     write_steps(tmp_path, [1, 2, 3])
     before = path.read_bytes()
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl cannot be written: disk full"):
         MetricsLog(tmp_path, keep_until=1)
     assert path.read_bytes() == before
 

@@ -51,7 +51,10 @@ def chosen(hook: str, **kwargs: Any) -> Any:
 
 @frozen(kw_only=True)
 class TrainSpec:
-    """How long and how fast to train. Token counts are global, ``micro_batch`` is sequences a rank."""
+    """How long and how fast to train. Token counts are global, ``micro_batch`` is sequences a rank.
+
+    ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues and says so.
+    """
 
     steps: int = field(default=300, validator=ge(1))
     tokens_per_step: int = field(default=8192, validator=ge(1))
@@ -65,6 +68,7 @@ class TrainSpec:
     eval_tokens: int = field(default=262144, validator=ge(1))
     checkpoint_every: int = field(default=0, validator=ge(0))
     keep_checkpoints: int = field(default=2, validator=ge(1))
+    on_full_disk: Literal["stop", "continue"] = "stop"
 
 
 def _names_a_folder(_: object, attribute: Attribute[str], value: str) -> None:

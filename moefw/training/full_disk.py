@@ -1,0 +1,47 @@
+"""What happens where a file of the run cannot be written: the run ends, or goes on and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, final
+
+from moefw.core.errors import RunError
+
+
+@final
+class RunFiles:
+    """Writes of files that training does not need: metrics, events, the spec, plots. ``note`` prints a line."""
+
+    def __init__(self, on_full_disk: Literal["stop", "continue"], note: Callable[[str], None]) -> None:
+        self._on_full_disk, self._note = on_full_disk, note
+        self._unwritten: set[Path] = set()
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Write ``path`` inside. Under ``stop`` a failure is a RunError; under ``continue`` the first one is noted."""
+        try:
+            with written(path):
+                yield
+        except RunError as error:
+            if self._on_full_disk == "stop":
+                raise
+            if path not in self._unwritten:
+                self._note(f"{error.problems[0].what} Training goes on (train.on_full_disk).")
+            self._unwritten.add(path)
+        else:
+            if path in self._unwritten:
+                self._note(f"{path} is written again.")
+            self._unwritten.discard(path)
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Write ``path`` inside. Raises RunError where that fails."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        fix = "Make room and run again with --resume=auto; train.on_full_disk=continue trains on meanwhile."
+        raise RunError(f"{path} cannot be written: {reason}.", fix) from error

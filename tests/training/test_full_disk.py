@@ -1,0 +1,68 @@
+"""A disk that is full is told in one line, whichever file it meets, and may be passed over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import on_a_full_disk
+
+SPEC = """\
+model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
+data: {use: text, path: %s}
+train: {steps: 20, tokens_per_step: 128, micro_batch: 2, seq_len: 64, eval_tokens: 64}
+run: {device: cpu}
+"""
+CASES: dict[str, tuple[int, list[str]]] = {
+    "spec.yaml": (0, []),
+    "tensorboard": (1, []),
+    "metrics.jsonl": (2, []),
+    "everything": (0, ["train.on_full_disk=continue"]),
+}
+"""Pages that are free when a run begins: files take one each, in this order."""
+
+pytestmark = pytest.mark.skipif(
+    subprocess.run(["unshare", "-Urm", "true"], check=False, capture_output=True).returncode != 0,
+    reason="this machine gives no mount namespace",
+)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("full")
+    (folder / "text.txt").write_text("a fox jumps over a dog\n" * 400)
+    (folder / "spec.yaml").write_text(SPEC % (folder / "text.txt"))
+    script = [
+        sys.executable,
+        on_a_full_disk.__file__,
+        folder / "spec.yaml",
+        folder / "disk",
+        json.dumps([*CASES.values()]),
+    ]
+    done = subprocess.run(["unshare", "-Urm", *map(str, script)], check=True, capture_output=True, text=True)
+    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", ["spec.yaml", "tensorboard", "metrics.jsonl"])
+def test_a_run_that_stops_names_the_file(told: dict[str, Any], name: str) -> None:
+    found = told[name]
+    assert found["code"] == 1
+    (line,) = found["err"].splitlines()
+    assert name in line
+    assert "cannot be written: no space left on device. Make room" in line
+
+
+def test_a_run_that_goes_on_names_each_file_once_and_ends_well(told: dict[str, Any]) -> None:
+    found = told["everything"]
+    said = [line for line in found["out"].splitlines() if "Training goes on" in line]
+    assert [name in line for line, name in zip(said, ["spec.yaml", "tensorboard", "metrics.jsonl"], strict=True)]
+    assert "step 20/20" in found["out"]
+
+
+def test_what_was_written_before_is_whole(told: dict[str, Any]) -> None:
+    assert "spec.yaml" in told["metrics.jsonl"]["files"]
+    assert told["metrics.jsonl"]["metrics"] == ""
