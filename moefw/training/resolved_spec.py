@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from moefw.core.assembly import Assembly
 from moefw.core.errors import PlanError, Problem, show
@@ -17,13 +18,23 @@ from moefw.training.agreement import everywhere
 
 
 def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
-    """Write ``spec.yaml`` into the run's folder; return what has changed since it was written before, a line each."""
+    """Write ``spec.yaml`` into the run's folder; return what has changed since it was written before, a line each.
+
+    Raises OSError where it cannot be written.
+    """
     path, scratch = run_dir / "spec.yaml", run_dir / "spec.yaml.tmp"
     resolved = json.loads(json.dumps(assembly.resolved()))
-    before = YAML(typ="safe").load(path) if path.is_file() else resolved
+    before: Any = resolved
+    if path.is_file():
+        try:
+            before = YAML(typ="safe").load(path)
+        except (YAMLError, ValueError):
+            before = None
     with scratch.open("w", encoding="utf-8") as file:
         YAML().dump(resolved, file)
     scratch.replace(path)
+    if not isinstance(before, dict):
+        return [f"{path} was damaged, and is written anew"]
     return [f"{key}: {show(old)} is {show(new)} now" for key, old, new in _differences(before, resolved, ())]
 
 

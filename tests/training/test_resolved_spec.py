@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from moefw.core.errors import PlanError
@@ -23,6 +24,13 @@ def test_a_resumed_run_says_what_has_changed_since(tmp_path: Path) -> None:
     assert write_resolved(before, tmp_path) == []
     assert write_resolved(now, tmp_path) == ["run.seed: 0 is 9 now"]
     assert write_resolved(now, tmp_path) == []
+
+
+@pytest.mark.parametrize("content", [b"run: {seed: 3", b"\xff\xfe", b"- 1", b""])
+def test_a_damaged_spec_of_the_run_is_told_and_written_anew(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "spec.yaml").write_bytes(content)
+    assert write_resolved(assembly(), tmp_path) == [f"{tmp_path / 'spec.yaml'} was damaged, and is written anew"]
+    assert write_resolved(assembly(), tmp_path) == []
 
 
 def agree(specs: list[dict[str, Any]]) -> str:
