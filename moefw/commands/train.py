@@ -15,33 +15,49 @@ from moefw.commands import specs
 from moefw.core.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.training.folder import cache_dir, run_folder
+from moefw.training.resume import candidates, read_which
 from moefw.training.world import LAUNCHED, Place, die_with_launcher, place_from_environment, run_local_ranks
 
 if TYPE_CHECKING:
     from moefw.testing.measured import Measured
 
+RESUME = """Continue from a checkpoint of run.dir: the last one, or --resume=last-good (the newest that is whole),
+--resume=N (that of step N), --resume=auto (the last one; start anew where there is none)."""
 
-@click.command()
+
+class _Bare(click.Command):
+    """A command whose ``--resume`` means ``--resume=last`` and never takes the next word, which is an override."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Spell out what is bare, up to a ``--``."""
+        end = args.index("--") if "--" in args else len(args)
+        spelled = ["--resume=last" if arg == "--resume" else arg for arg in args[:end]]
+        return super().parse_args(ctx, spelled + args[end:])
+
+
+@click.command(cls=_Bare)
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1)
-@click.option("--resume", is_flag=True, help="Continue from the last checkpoint of run.dir.")
+@click.option("--resume", metavar="[=WHICH]", help=RESUME)
 @click.option("--ledger", is_flag=True, help="Print what memory a rank will hold, and measure it: run.dir/ledger.json.")
-def train(spec: str, overrides: tuple[str, ...], resume: bool, ledger: bool) -> int:
+def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: bool) -> int:
     """Train as SPEC says, with key=value overrides (train.steps=20).
 
     Starts the local ranks that the layout needs, or joins a torchrun or Slurm world when it finds one.
     """
+    which = None if resume is None else read_which(resume)
     place = place_from_environment()
     assembly = specs.read(spec, overrides, place.world if place else None)
     if place is None:
         if assembly.layout.world > 1 and not Path(spec).is_file():
             raise SpecError(f"{spec} is no file, and each of several ranks reads it.", "Write the spec to a file.")
         assembly.parts.data.prepare(cache_dir())
-    if not resume:
+    goes_on = which is not None and bool(candidates(Path(assembly.spec.run.dir), which))
+    if not goes_on:
         _spare_input(assembly)
     with ExitStack() as stack:
         if LAUNCHED not in os.environ and (place is None or place.rank == 0):
-            stack.enter_context(run_folder(assembly, resume=resume, tell=click.echo))
+            stack.enter_context(run_folder(assembly, resume=goes_on, again=which == "auto", tell=click.echo))
             if ledger:
                 _open_ledger(assembly)
         if place is None and assembly.layout.world > 1:
@@ -49,7 +65,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: bool, ledger: bool) -> 
         die_with_launcher()
         from moefw.training import trainer
 
-        trainer.train(assembly, place or Place(0, 1, 0, 1), resume=resume, ledger=ledger)
+        trainer.train(assembly, place or Place(0, 1, 0, 1), resume=which, ledger=ledger)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -10,8 +11,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
 from moefw.core.assembly import Assembly
-from moefw.core.errors import CheckpointError, SpecError
+from moefw.core.errors import SpecError
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints")
@@ -19,37 +23,33 @@ OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints")
 
 
 def checkpoint_dirs(run_dir: Path) -> list[tuple[int, Path]]:
-    """Return the committed checkpoints of a run as (step, folder), oldest first."""
-    found = []
-    for folder in (run_dir / "checkpoints").glob("step-*"):
-        number = re.fullmatch(r"step-([0-9]+)", folder.name)
-        if number and (folder / MANIFEST).is_file():
-            found.append((int(number[1]), folder))
-    return sorted(found)
+    """Return the committed checkpoints of a run as (step, folder), oldest first.
 
-
-def last_checkpoint(run_dir: Path) -> Path:
-    """Return the newest committed checkpoint. Raises CheckpointError if there is none."""
-    saved = checkpoint_dirs(run_dir)
-    if not saved:
-        what = f"{run_dir} holds no checkpoint."
-        raise CheckpointError(what, "Check the path; train without --resume to start a run there.")
-    return saved[-1][1]
+    One that was about to be replaced when a run was killed is that of its step until there is another.
+    """
+    found: dict[int, Path] = {}
+    for folder in sorted((run_dir / "checkpoints").glob("step-*")):
+        number = re.fullmatch(r"step-([0-9]+)(\.replaced)?", folder.name)
+        if number and folder.is_dir():
+            found.setdefault(int(number[1]), folder)
+    return sorted(found.items())
 
 
 @contextmanager
-def run_folder(assembly: Assembly, *, resume: bool, tell: Callable[[str], None]) -> Iterator[None]:
-    """Keep a run's folder to this process. With ``resume`` it has a checkpoint, without it an earlier run gives way.
+def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: Callable[[str], None]) -> Iterator[None]:
+    """Keep a run's folder to this process. Without ``resume`` an earlier run in it gives way.
 
-    That is moved aside, and back where the new one leaves nothing; ``tell`` gets a line for the user then. Raises
-    CheckpointError where there is nothing to resume, SpecError where a run cannot be in the folder.
+    That is moved aside, and back where the new one leaves nothing; ``tell`` gets a line for the user then. ``again``:
+    one with the same spec stays where it is, and begins again. Raises SpecError where a run cannot be in the folder.
     """
     run_dir = Path(assembly.spec.run.dir)
-    if resume:
-        last_checkpoint(run_dir)
+    if run_dir.is_symlink() and not run_dir.is_dir():
+        what = f"run.dir {run_dir} is a link to {run_dir.readlink()}, which is no folder."
+        raise SpecError(what, "Make that folder, or use another run.dir.")
+    stays = resume or (again and _is_same_run(run_dir, assembly))
     with ExitStack() as stack:
         try:
-            aside = None if resume else _moved_aside(run_dir)
+            aside = None if stays else _moved_aside(run_dir)
             run_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(run_dir))
         except OSError as error:
@@ -61,12 +61,24 @@ def run_folder(assembly: Assembly, *, resume: bool, tell: Callable[[str], None])
         yield
 
 
+def _is_same_run(run_dir: Path, assembly: Assembly) -> bool:
+    """Whether the run in a folder was started with the same spec."""
+    try:
+        before = YAML(typ="safe").load(run_dir / "spec.yaml")
+    except (OSError, ValueError, YAMLError):
+        return False
+    return bool(before == json.loads(json.dumps(assembly.resolved())))
+
+
 def _moved_aside(run_dir: Path) -> Path | None:
     """Rename the folder of an earlier run, and return its new name; None where there is none."""
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return None
     if not any((run_dir / name).exists() for name in OF_A_RUN):
         raise SpecError(f"run.dir {run_dir} holds something else than a run.", "Use another run.dir.")
+    if run_dir.is_symlink():
+        what = f"run.dir {run_dir} is a link to {run_dir.readlink()}, and an earlier run there is not moved aside."
+        raise SpecError(what, "Move the earlier run, or use another run.dir.")
     with _locked(run_dir):
         aside = next(p for p in (run_dir.with_name(f"{run_dir.name}.{n}") for n in count(1)) if not p.exists())
         return run_dir.rename(aside)

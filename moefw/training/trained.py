@@ -5,18 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from moefw.core.assembly import Assembly
+from moefw.core.errors import CheckpointError
 from moefw.training import checkpoint
-from moefw.training.folder import last_checkpoint
+from moefw.training.resume import candidates
 from moefw.training.session import Session, open_session
 from moefw.training.world import Place
+
+TRIES: Final = 5
 
 
 @contextmanager
 def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int]]:
-    """Open the last checkpoint of the run on this process alone; yield the session and the step it was saved at."""
-    folder = last_checkpoint(Path(assembly.spec.run.dir))
+    """Open the last checkpoint of the run on this process alone; yield the session and the step it was saved at.
+
+    A training run beside may drop it meanwhile: then the one that is the last by now is read.
+    """
+    run_dir = Path(assembly.spec.run.dir)
+    candidates(run_dir, "last")
     with open_session(assembly, Place(0, 1, 0, 1)) as session:
-        manifest = checkpoint.load(folder, session.model, None, tokenizer=session.data.fingerprint)
-        yield session, manifest["step"]
+        yield session, _load_last(run_dir, session)
+
+
+def _load_last(run_dir: Path, session: Session) -> int:
+    for _ in range(TRIES):
+        ((_, folder),) = candidates(run_dir, "last")
+        try:
+            return checkpoint.load(folder, session.model, None, tokenizer=session.data.fingerprint).step
+        except CheckpointError:
+            if folder.exists():
+                raise
+    what = f"checkpoints of {run_dir} were dropped while they were read, {TRIES} times."
+    raise CheckpointError(what, "Raise train.keep_checkpoints, or try again when the run has ended.")

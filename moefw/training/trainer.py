@@ -20,12 +20,13 @@ from moefw.training.clock import StepClock
 from moefw.training.data.order import BatchOrder
 from moefw.training.engine import Engine, StepResult
 from moefw.training.evaluation import evaluation, evaluation_starts
-from moefw.training.folder import TOKENIZER, last_checkpoint
+from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
 from moefw.training.metrics import MetricsLog
 from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
+from moefw.training.resume import Which
 from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session, open_session
 from moefw.training.treated_optimizer import build_optimizer
@@ -35,8 +36,8 @@ LEDGER_STEPS = 2
 """After so many steps, a GPU has seen its peak: the optimizer's states are there from the first on."""
 
 
-def train(assembly: Assembly, place: Place, *, resume: bool, ledger: bool = False) -> None:
-    """Train as the assembly says, from the start or from the last checkpoint of the run's folder. Collective.
+def train(assembly: Assembly, place: Place, *, resume: Which | None, ledger: bool = False) -> None:
+    """Train as the assembly says, from the start or from a checkpoint of the run's folder. Collective.
 
     ``ledger``: write into its ledger what a GPU has allocated at most in the first steps.
     """
@@ -47,7 +48,7 @@ def train(assembly: Assembly, place: Place, *, resume: bool, ledger: bool = Fals
 class Trainer:
     """One run on this rank. Raises DataError if there is too little text, CheckpointError if it cannot resume."""
 
-    def __init__(self, session: Session, *, resume: bool, ledger: bool = False) -> None:
+    def __init__(self, session: Session, *, resume: Which | None, ledger: bool = False) -> None:
         assembly, spec = session.assembly, session.assembly.spec.train
         self.session, self.spec = session, spec
         self.run_dir = Path(assembly.spec.run.dir)
@@ -64,18 +65,21 @@ class Trainer:
         self.console = Console(quiet=not session.leads)
         self.files = RunFiles(spec.on_full_disk, partial(say, self.console))
         self.ledger = ledger and session.leads and session.device.type == "cuda"
-        self.start = self._resume() if resume else 0
+        self.resumes, self.notes = resume is not None, list[str]()
+        self.start = 0 if resume is None else self._resume(resume)
 
     def run(self) -> None:
         """Train to the last step."""
         log, changes = None, list[str]()
         if self.session.leads:
             with self.files.writing(self.run_dir / "spec.yaml"):
+                self.run_dir.mkdir(parents=True, exist_ok=True)
                 changes = write_resolved(self.session.assembly, self.run_dir)
             with self.files.writing(self.run_dir / TOKENIZER):
                 self.session.data.save_tokenizer(self.run_dir)
-            log = MetricsLog(self.run_dir, keep_until=self.start or None, writing=self.files.writing)
-        introduce(self.session, self.start, changes, self.console)
+            keep_until = self.start if self.resumes else None
+            log = MetricsLog(self.run_dir, keep_until=keep_until, writing=self.files.writing)
+        introduce(self.session, self.start, [*self.notes, *changes], self.console)
         with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
             for step in range(self.start, self.spec.steps):
                 record = self._step(step)
@@ -134,23 +138,28 @@ class Trainer:
 
     def _save(self, step: int) -> Path:
         session = self.session
-        identity = {
-            "world": session.layout.plan.world,
-            "plugins": session.assembly.versions(),
-            "tokenizer": session.data.fingerprint,
-            "sequences": self.order.first(step + 1),
-        }
+        origin = checkpoint.Origin(
+            world=session.layout.plan.world,
+            plugins=tuple(tuple(version) for version in session.assembly.versions()),
+            tokenizer=session.data.fingerprint,
+            sequences=self.order.first(step + 1),
+        )
         keep = self.spec.keep_checkpoints
         optimizer = self.engine.optimizer
-        return checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, identity, keep=keep)
+        return checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, origin, keep=keep)
 
-    def _resume(self) -> int:
-        folder, tokenizer = last_checkpoint(self.run_dir), self.session.data.fingerprint
-        manifest = checkpoint.load(folder, self.session.model, self.engine.optimizer, tokenizer=tokenizer)
-        step: int = manifest["step"]
-        begin = manifest.get("sequences", self.order.first(step)) - self.order.first(step)
+    def _resume(self, which: Which) -> int:
+        """Load the chosen checkpoint and return its step; 0 where there is none to go on from and none is needed."""
+        chosen = checkpoint.choose(self.run_dir, which)
+        if chosen is None:
+            return 0
+        model, optimizer, tokenizer = self.session.model, self.engine.optimizer, self.session.data.fingerprint
+        manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=tokenizer)
+        begin = manifest.origin.sequences - self.order.first(manifest.step)
         self.order = evolve(self.order, begin=begin)
-        return step
+        if self.session.leads:
+            self.notes = [*chosen.passed, *checkpoint.set_aside_after(self.run_dir, manifest.step)]
+        return manifest.step
 
 
 def _record(step: int, lr: float, result: StepResult) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL, short_run
 from moefw.training import checkpoint
+from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine
 from moefw.training.optimizers import AdamW
 from moefw.training.treated_optimizer import TorchStates, TreatedOptimizer, build_optimizer
@@ -63,7 +64,7 @@ def trained(tree: Mapping[str, Any], world: int, steps: range, folder: str) -> N
     for step in steps:
         give_gradients(model, step)
         optimizer.step()
-    checkpoint.save(Path(folder), steps.stop, model, optimizer, layout, {}, keep=9)
+    checkpoint.save(Path(folder), steps.stop, model, optimizer, layout, Origin(), keep=9)
     shared.close()
 
 

@@ -25,6 +25,7 @@ from moefw.testing.suites.runs import train as trained
 from moefw.testing.training import SMALL
 from moefw.testing.trial import Trial
 from moefw.training import checkpoint
+from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine, evaluate
 from moefw_kernels.quantize import E4M3, E5M2, Format, quantize_tensor
 
@@ -259,7 +260,7 @@ def go_on(trial: Trial, folder: Path, steps: range) -> tuple[list[float], dict[s
         checkpoint.load(folder / "checkpoints" / f"step-{steps.start}", model, engine.optimizer)
     losses = [engine.step(batches(step), 1e-3, no_clock).loss for step in steps]
     if steps:
-        checkpoint.save(folder, steps.stop, model, engine.optimizer, engine.layout, {}, keep=9)
+        checkpoint.save(folder, steps.stop, model, engine.optimizer, engine.layout, Origin(), keep=9)
     return losses, {name: tensor.clone() for name, tensor in state_tensors(model).items()}
 
 

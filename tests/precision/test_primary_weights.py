@@ -34,6 +34,7 @@ from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL
 from moefw.testing.trial import Trial
 from moefw.training import checkpoint
+from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine, StepResult, evaluate
 from moefw.training.treated_optimizer import build_optimizer
 from moefw_kernels.quantize import quantize_fp8
@@ -107,7 +108,7 @@ def trained(
     numbers = range(first, steps)
     results = [engine.step(global_batch(assembly, layout, n), assembly.spec.train.lr, no_clock) for n in numbers]
     if write is not None:
-        checkpoint.save(write, steps, model, optimizer, layout, {}, keep=1)
+        checkpoint.save(write, steps, model, optimizer, layout, Origin(), keep=1)
     weights = {pieces[0].name: local(parameter.detach()).clone() for parameter, pieces in by_parameter(model)}
     heldout = evaluate(model, global_batch(assembly, layout, 7), layout)
     shared.close()

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from moefw.commands import specs
-from moefw.core.errors import CheckpointError
+from moefw.core.errors import RunError
 from moefw.core.stages import Batch
 from moefw.training import trainer
 from moefw.training.generate import generate
+from moefw.training.resume import Which
 from moefw.training.world import Place
 
 SPEC = """\
@@ -35,7 +36,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def train(spec: Path, *overrides: str, resume: bool) -> None:
+def train(spec: Path, *overrides: str, resume: Which | None) -> None:
     trainer.train(specs.read(str(spec), overrides), Place(0, 1, 0, 1), resume=resume)
 
 
@@ -51,23 +52,23 @@ def test_with_steps_of_another_size_a_run_goes_on_where_it_was_in_the_text(
 
     monkeypatch.setattr(trainer, "sequence_seeds", watched)
     for steps, tokens in ((2, 512), (4, 256), (5, 512)):
-        train(spec, f"train.steps={steps}", f"train.tokens_per_step={tokens}", resume=steps > 2)
+        train(spec, f"train.steps={steps}", f"train.tokens_per_step={tokens}", resume="last" if steps > 2 else None)
     assert seen == list(range(8 + 8 + 4 + 4 + 8))
 
 
 def test_a_full_disk_is_told_and_leaves_earlier_checkpoints_alone(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(spec, "train.steps=1", resume=False)
+    train(spec, "train.steps=1", resume=None)
 
-    def full(path: Path, data: str) -> int:
+    def full(path: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full)
-        with pytest.raises(CheckpointError, match=r"step-2 could not be saved: .*No space left"):
-            train(spec, resume=True)
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(RunError, match=r"step-2 could not be saved: .*No space left"):
+            train(spec, resume="last")
     checkpoints = spec.parent / "run" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
-    train(spec, resume=True)
+    train(spec, resume="last")
     assert {path.name for path in checkpoints.iterdir()} == {"step-1", "step-2"}
 
 

@@ -15,7 +15,8 @@ from moefw.core.build import Shared
 from moefw.core.parallel.opened_layout import OpenedLayout
 from moefw.testing.fake_world import fake_assembly
 from moefw.testing.training import SMALL
-from moefw.training import checkpoint, session
+from moefw.training import session
+from moefw.training.checkpoint.saving import owned
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,6 @@ def test_a_checkpoint_is_collected_on_the_host() -> None:
         model.weight = nn.Parameter(torch.empty(4, 4, device="cuda"))
         optimizer = torch.optim.AdamW(model.parameters())
         optimizer.state[model.weight] = {"exp_avg": torch.zeros(4, 4), "step": torch.zeros(())}
-        owned = dict(checkpoint._owned(model, optimizer, layout))
-    assert set(owned) == {"model/weight", "optimizer/exp_avg/weight", "optimizer/step/weight"}
-    assert {tensor.device.type for tensor in owned.values()} == {"cpu"}
+        found = dict(owned(model, optimizer, layout))
+    assert set(found) == {"model/weight", "optimizer/exp_avg/weight", "optimizer/step/weight"}
+    assert {tensor.device.type for tensor in found.values()} == {"cpu"}

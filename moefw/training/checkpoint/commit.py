@@ -1,0 +1,92 @@
+"""How a checkpoint appears and goes: by renames, so that at any moment a killed run has whole checkpoints.
+
+``step-N.tmp`` is being written, ``step-N.replaced`` gives way to another one of its step, ``.step-N.discarded`` is
+being deleted, ``step-N.aside`` lies after the step that a run went back to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from moefw.core.errors import RunError
+from moefw.training.folder import MANIFEST, checkpoint_dirs
+
+
+def begin(scratch: Path) -> None:
+    """Make an empty folder to write a checkpoint in; what killed runs have left beside it goes."""
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    for left in list(scratch.parent.iterdir()):
+        if re.fullmatch(r"step-[0-9]+\.tmp|\.step-.*\.discarded", left.name):
+            shutil.rmtree(left, ignore_errors=True)
+        elif re.fullmatch(r"step-[0-9]+\.replaced", left.name):
+            _give_place(left)
+    scratch.mkdir()
+
+
+def commit(scratch: Path, manifest: bytes, final: Path) -> None:
+    """Make a written folder the checkpoint ``final``. All of it is on the disk before, its name after."""
+    (scratch / MANIFEST).write_bytes(manifest)
+    sync(scratch / MANIFEST)
+    sync(scratch)
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():
+        final.rename(replaced)
+    scratch.rename(final)
+    sync(final.parent)
+    sync(final.parent.parent)
+    if replaced.exists():
+        discard(replaced)
+
+
+def prune(run_dir: Path, *, keep: int) -> None:
+    """Drop all but the newest checkpoints; one that cannot be deleted stays."""
+    for _, folder in checkpoint_dirs(run_dir)[:-keep]:
+        with suppress(OSError):
+            discard(folder)
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint, whose name goes first: nobody finds a part of it."""
+    gone = folder.with_name(f".{folder.name}.discarded")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def set_aside_after(run_dir: Path, step: int) -> list[str]:
+    """Rename the checkpoints after a step, so that none is gone on from; return a line for the user on each."""
+    said = []
+    for later, folder in checkpoint_dirs(run_dir):
+        if later > step:
+            names = (f"step-{later}.aside" + (f".{number}" if number else "") for number in count())
+            aside = next(path for path in map(folder.with_name, names) if not path.exists())
+            try:
+                folder.rename(aside)
+            except OSError as error:
+                what = f"{folder} lies after step {step} and cannot be renamed: {(error.strerror or '').lower()}."
+                raise RunError(what, "Move it to another place.") from error
+            said.append(f"the checkpoint of step {later} is set aside: {aside}")
+    return said
+
+
+def sync(path: Path) -> None:
+    """Wait until what was written to a file, or which names a folder holds, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _give_place(replaced: Path) -> None:
+    """End an exchange of a checkpoint that was cut off: to the new one if that has its name, else to the old one."""
+    final = replaced.with_name(replaced.name.removesuffix(".replaced"))
+    if final.exists():
+        discard(replaced)
+    else:
+        replaced.rename(final)

@@ -1,0 +1,81 @@
+"""Loading a checkpoint into a model in any layout: everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moefw.core.errors import CheckpointError
+from moefw.core.parallel.pieces import all_of
+from moefw.training.checkpoint.choice import way_out
+from moefw.training.checkpoint.manifest import Manifest, SavedTensor, read_manifest
+from moefw.training.checkpoint.shards import opened, words
+from moefw.training.checkpoint.slots import Slot, by_target, model_slots, optimizer_slots
+from moefw.training.folder import TOKENIZER
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, tokenizer: str = "") -> Manifest:
+    """Fill a model, its state and its optimizer, checking every hash first; return the manifest.
+
+    ``tokenizer``: fingerprint of the one in use. Raises CheckpointError, with nothing changed, if the folder is damaged
+    or holds another model, or one that was trained with another tokenizer.
+    """
+    with way_out(folder):
+        manifest = read_manifest(folder)
+        _check_same_tokenizer(folder, manifest.origin.tokenizer, tokenizer)
+        files = opened(folder, manifest)
+    saved, slots = manifest.tensors, model_slots(model)
+    _check_same_model(folder, saved, slots)
+    if optimizer is not None:
+        states, rooms = optimizer_slots(model, optimizer, saved)
+        _check_tensors(folder, saved, states)
+        slots |= states
+        for parameter, held in rooms.items():
+            optimizer.state[parameter].update(held)
+    for together in by_target(slots):
+        with torch.no_grad(), all_of(together[0][1].target) as values:
+            for name, slot in together:
+                slot.fill(values, files[name].get_tensor(name))
+    return manifest
+
+
+def _check_same_model(folder: Path, saved: Mapping[str, SavedTensor], slots: Mapping[str, Slot]) -> None:
+    _check_tensors(folder, saved, slots)
+    known = slots.keys() | {name for name in saved if ".experts." in name}  # other ranks have other experts
+    states = {name: f"model/{name.split('/', 2)[2]}" for name in saved if name.startswith("optimizer/")}
+    extra = sorted(name for name in saved if states.get(name, name) not in known)
+    if extra:
+        raise _another(folder, f"it holds also {_listed(extra)}")
+
+
+def _check_tensors(folder: Path, saved: Mapping[str, SavedTensor], slots: Mapping[str, Slot]) -> None:
+    missing = sorted(slots.keys() - saved.keys())
+    if missing:
+        raise _another(folder, f"it lacks {_listed(missing)}")
+    for name, slot in slots.items():
+        misfit = slot.misfit(saved[name])
+        if misfit:
+            raise _another(folder, f"{words(name)} is {misfit}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(words, names[:3])) + more
+
+
+def _another(folder: Path, what: str) -> CheckpointError:
+    fix = "Use the spec that it was trained with (spec.yaml in the run's folder)."
+    return CheckpointError(f"{folder} is a checkpoint of another model: {what}.", fix)
+
+
+def _check_same_tokenizer(folder: Path, saved: str, here: str) -> None:
+    if saved and here and saved != here:
+        kept = folder.parent.parent / TOKENIZER
+        name = (
+            kept if kept.is_file() else "bytes" if saved == "bytes" else "the tokenizer.json that it was trained with"
+        )
+        what = f"{folder} was trained with another tokenizer: to the model, the ids of this one are other text."
+        raise CheckpointError(what, f"Use data.tokenizer={name}")

@@ -1,0 +1,105 @@
+"""Saving a checkpoint: every rank writes a share of the tensors, under names that no layout changes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from moefw.core.contracts import Layout
+from moefw.core.errors import RunError
+from moefw.core.naming import by_parameter, expert_parameters, joined, states
+from moefw.core.parallel.pieces import whole
+from moefw.training.agreement import everywhere
+from moefw.training.checkpoint.commit import begin, commit, prune, sync
+from moefw.training.checkpoint.finite import require_finite
+from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
+from moefw.training.checkpoint.shards import described
+from moefw.training.gradients import copied_over, split_axis
+from moefw.training.meters import HOLDERS
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layout: Layout,
+    origin: Origin,
+    *,
+    keep: int,
+) -> Path:
+    """Write ``checkpoints/step-N`` and drop all but the newest ``keep``. Collective.
+
+    Raises RunError on every rank, with nothing committed, if a value is not finite on one, or cannot be written.
+    """
+    require_finite(run_dir, step, model, optimizer, layout)
+    final = run_dir / "checkpoints" / f"step-{step}"
+    scratch = final.with_name(f"{final.name}.tmp")
+    leads = layout.rank == 0
+    _together(lambda: begin(scratch) if leads else None, scratch, layout)
+    tensors = {name: value.contiguous() for name, value in owned(model, optimizer, layout)}
+    shards = _together(lambda: _write_shard(scratch, tensors, layout.rank), scratch, layout)
+    manifest = Manifest(step=step, origin=origin, shards=tuple(shard_from(shard) for shard in shards if shard))
+    _together(lambda: commit(scratch, manifest.sealed(), final) if leads else None, scratch, layout)
+    if leads:
+        prune(run_dir, keep=keep)
+    return final
+
+
+def owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Yield what this rank writes, on the host: the ranks that hold copies of parameters take turns.
+
+    One tensor at a time is whole on the device: states that rest elsewhere may find no room there together.
+    """
+    experts = expert_parameters(model)
+    for turn, (parameter, pieces) in enumerate(by_parameter(model)):
+        axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
+        moments = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        for kind, held in {"model": parameter.detach(), **moments}.items():
+            value = whole(held.to(parameter.device))
+            if layout.index(*axes) != turn % layout.size(*axes):
+                continue
+            for piece in pieces:
+                tensor = piece.of(value) if value.shape == parameter.shape else value
+                if piece.shard is not None:
+                    tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
+                if piece.shard is None or piece.shard.index == 0:
+                    yield f"{kind}/{piece.name}", tensor.to("cpu", copy=True)
+    for side, tensors in states(model).items():
+        if layout.index(*HOLDERS[side]) == 0:
+            yield from ((f"state/{name}", tensor.to("cpu", copy=True)) for name, tensor in tensors.items())
+
+
+def _write_shard(scratch: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Any] | None:
+    """Write a rank's tensors and return what the manifest says of them; None where it has none."""
+    if not tensors:
+        return None
+    path = scratch / f"rank-{rank:05d}.safetensors"
+    save_file(tensors, path)
+    sync(path)
+    return described(path).to_data()
+
+
+def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[Any]:
+    """Let each rank write, and return what each answers. Raises RunError on all where one of them fails."""
+    answer, reason = None, None
+    try:
+        answer = write()
+    except (OSError, SafetensorError) as error:
+        reason = str(error)
+    answers = everywhere([answer, reason], layout.host_group())
+    reasons = [(rank, reason) for rank, (_, reason) in enumerate(answers) if reason is not None]
+    if reasons:
+        if layout.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        rank, reason = reasons[0]
+        what = f"{scratch.stem} could not be saved: {reason} (on rank {rank})."
+        raise RunError(what, "Earlier checkpoints are untouched: mend that and continue with --resume.")
+    return [answer for answer, _ in answers]

@@ -1,0 +1,140 @@
+"""A shard: one rank's tensors in a safetensors file, held against what the manifest says of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moefw.training.checkpoint.manifest import Damage, Manifest, SavedShard, SavedTensor, read_manifest, require_file
+
+DTYPES: Final[Mapping[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes of a checkpoint as safetensors calls them."""
+_CHUNK: Final = 1 << 24
+
+
+def words(name: str) -> str:
+    """Return the name of a tensor of a checkpoint as a user is told it, ``optimizer state exp_avg of norm``."""
+    kind, rest = name.split("/", 1)
+    if kind == "optimizer":
+        key, of = rest.split("/", 1)
+        return f"optimizer state {key} of {of}"
+    return f"{'parameter' if kind == 'model' else kind} {rest}"
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds no NaN and no infinity."""
+    values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return bool(torch.isfinite(values).all())
+
+
+def described(path: Path) -> SavedShard:
+    """Return what the manifest says of a shard that has just been written."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+        start = 8 + length
+        tensors = {}
+        for name, entry in sorted(header.items()):
+            if name != "__metadata__":
+                begin, end = (start + offset for offset in entry["data_offsets"])
+                crc = _crc32(file, begin, end)
+                tensors[name] = SavedTensor(entry["dtype"], tuple(entry["shape"]), begin, end, crc)
+        return SavedShard(path.name, _sha256(path), _crc32(file, 0, start), tensors)
+
+
+def opened(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the open file that holds each tensor, by its name; what it gives are the bytes that were saved.
+
+    Raises Damage unless every file of the checkpoint is what the manifest says.
+    """
+    files: dict[str, Any] = {}
+    for shard in manifest.shards:
+        path = folder / shard.file
+        require_file(path)
+        try:
+            digest = _sha256(path)
+            if digest != shard.sha256:
+                raise Damage(f"{path} {_difference(path, digest, shard, manifest)}.")
+            file = safe_open(path, "pt")
+            _check_tensors(path, file, shard)
+        except OSError as error:
+            raise Damage(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        except SafetensorError as error:
+            raise Damage(f"{path} is no safetensors file: {error}.") from error
+        files |= dict.fromkeys(shard.tensors, file)
+    return files
+
+
+def verify(folder: Path) -> None:
+    """Raise Damage unless a checkpoint is whole: the manifest, all hashes, and every value finite."""
+    manifest = read_manifest(folder)
+    files = opened(folder, manifest)
+    for name, saved in manifest.tensors.items():
+        if saved.dtype not in DTYPES.values():
+            raise Damage(f"{folder}: {words(name)} has dtype {saved.dtype}, which no checkpoint has.")
+        if not is_finite(files[name].get_tensor(name)):
+            raise Damage(f"{folder}: {words(name)} is not finite.")
+
+
+def _check_tensors(path: Path, file: Any, shard: SavedShard) -> None:
+    """Compare names, dtypes and shapes in a file with those in the manifest."""
+    differing = sorted(set(file.keys()) ^ shard.tensors.keys())
+    if differing:
+        raise Damage(f"{path} and the manifest name other tensors: {differing[0]!r} is in one of them.")
+    for name, saved in shard.tensors.items():
+        slice_ = file.get_slice(name)
+        dtype, shape = slice_.get_dtype(), tuple(slice_.get_shape())
+        if (dtype, shape) != (saved.dtype, saved.shape):
+            what = f"{words(name)} is {dtype} {shape}, and {saved.dtype} {saved.shape} in the manifest."
+            raise Damage(f"{path}: {what}")
+
+
+def _difference(path: Path, digest: str, shard: SavedShard, manifest: Manifest) -> str:
+    """Say in which way a file is not the shard that was saved."""
+    other = next((other.file for other in manifest.shards if other.sha256 == digest), None)
+    if other is not None:
+        return f"holds what {other} held: files were exchanged"
+    with path.open("rb") as file:
+        start = min((saved.begin for saved in shard.tensors.values()), default=0)
+        if _crc32(file, 0, start) != shard.header_crc32:
+            return "is damaged in its header"
+        tensors = shard.tensors.items()
+        damaged = [name for name, saved in tensors if _crc32(file, saved.begin, saved.end) != saved.crc32]
+    if not damaged:
+        return "is damaged: it has another length"
+    more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+    return f"is damaged: {words(damaged[0])}{more}"
+
+
+def _crc32(file: BinaryIO, begin: int, end: int) -> int:
+    file.seek(begin)
+    crc, left = 0, end - begin
+    while left > 0 and (data := file.read(min(left, _CHUNK))):
+        crc, left = zlib.crc32(data, crc), left - len(data)
+    return crc
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,90 @@
+"""Where the tensors of a checkpoint go: the places of a model and of its optimizer on this rank, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moefw.core.contracts import Canonical
+from moefw.core.naming import canonical_parameters, state_tensors
+from moefw.training.checkpoint.manifest import SavedTensor
+from moefw.training.checkpoint.shards import DTYPES
+
+_RESTING = {"BF16", "F32"}
+"""The dtypes in which states of an optimizer rest, as memory policies say; a run may go on with other policies."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A tensor to fill: the ``piece`` of a parameter, or of what is shaped like it; None: something of its own.
+
+    ``rests``: it is a state of an optimizer, whose dtype may have been another one.
+    """
+
+    target: Tensor
+    piece: Canonical | None = None
+    rests: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the saved tensor."""
+        if self.piece is None:
+            return tuple(self.target.shape)
+        shape = self.piece.of(torch.empty(self.target.shape, device="meta")).shape
+        return self.piece.shard.whole(shape) if self.piece.shard else tuple(shape)
+
+    def misfit(self, saved: SavedTensor) -> str:
+        """Say how a saved tensor differs from what goes here; empty: it fits."""
+        if saved.shape != self.shape:
+            return f"{saved.shape} there and {self.shape} here"
+        own = DTYPES.get(self.target.dtype, str(self.target.dtype))
+        if saved.dtype != own and not (self.rests and {saved.dtype, own} <= _RESTING):
+            return f"{saved.dtype} there and {own} here"
+        return ""
+
+    def fill(self, values: Tensor, saved: Tensor) -> None:
+        """Write the saved tensor to its place in ``values``, which are all of the target's."""
+        if self.piece is None:
+            values.copy_(saved)
+        else:
+            self.piece.of(values).copy_(self.piece.shard.of(saved) if self.piece.shard else saved)
+
+
+def model_slots(model: nn.Module) -> dict[str, Slot]:
+    """Return the slots of a model's parameters and of its state, by name."""
+    slots = {f"model/{piece.name}": Slot(piece.parameter, piece) for piece in canonical_parameters(model)}
+    return slots | {f"state/{name}": Slot(tensor) for name, tensor in state_tensors(model).items()}
+
+
+def optimizer_slots(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]
+) -> tuple[dict[str, Slot], dict[nn.Parameter, dict[str, Tensor]]]:
+    """Return the slots of an optimizer's states by name, and all states of each parameter.
+
+    Where it has none yet, as before its first step, there is room for what was saved; the optimizer is not changed.
+    """
+    slots: dict[str, Slot] = {}
+    rooms: dict[nn.Parameter, dict[str, Tensor]] = {}
+    keys = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
+    for piece in canonical_parameters(model):
+        states = rooms.setdefault(piece.parameter, dict(optimizer.state.get(piece.parameter, {})))
+        for key in sorted(keys | states.keys()):
+            name = f"optimizer/{key}/{piece.name}"
+            if key not in states:
+                if name not in saved:
+                    continue
+                like = piece.parameter.detach()
+                states[key] = torch.zeros_like(like) if saved[name].shape else torch.zeros((), device=like.device)
+            slots[name] = Slot(states[key], piece if states[key].dim() else None, rests=True)
+    return slots, rooms
+
+
+def by_target(slots: Mapping[str, Slot]) -> Iterable[list[tuple[str, Slot]]]:
+    """Return the slots with their names, those of one tensor together."""
+    targets: dict[int, list[tuple[str, Slot]]] = {}
+    for name, slot in slots.items():
+        targets.setdefault(id(slot.target), []).append((name, slot))
+    return targets.values()

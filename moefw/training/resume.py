@@ -1,0 +1,46 @@
+"""Which checkpoint of its folder a run goes on from. Without torch: the command line asks before a rank is started."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal, get_args
+
+from moefw.core.errors import CheckpointError, SpecError, nearest
+from moefw.training.folder import checkpoint_dirs
+
+Word = Literal["last", "last-good", "auto"]
+Which = Word | int
+"""The newest; the newest that is whole; the newest if there is one, else none; or that of a step."""
+
+
+def read_which(text: str) -> Which:
+    """Return the choice that ``--resume=TEXT`` names. Raises SpecError if it names none."""
+    words: tuple[Word, ...] = get_args(Word)
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return int(text)
+    for word in words:
+        if text == word:
+            return word
+    what = f"--resume={text} names no checkpoint."
+    raise SpecError(what, f"{nearest(text, words)} A number is the step that a checkpoint was saved at.")
+
+
+def candidates(run_dir: Path, which: Which) -> list[tuple[int, Path]]:
+    """Return the checkpoints that a run may go on from as (step, folder), the first to be tried first.
+
+    Empty where ``auto`` starts anew. Raises CheckpointError if there is none to go on from.
+    """
+    saved = checkpoint_dirs(run_dir)[::-1]
+    if not saved:
+        if which == "auto":
+            return []
+        what = f"{run_dir} holds no checkpoint."
+        raise CheckpointError(what, "Check the path; train without --resume to start a run there.")
+    if isinstance(which, int):
+        found = [(step, folder) for step, folder in saved if step == which]
+        if not found:
+            there = ", ".join(str(step) for step, _ in reversed(saved))
+            raise CheckpointError(f"{run_dir} holds no checkpoint of step {which}.", f"There are those of {there}.")
+        return found
+    return saved if which == "last-good" else saved[:1]
