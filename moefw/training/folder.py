@@ -28,10 +28,12 @@ def checkpoint_dirs(run_dir: Path) -> list[tuple[int, Path]]:
     One that was about to be replaced when a run was killed is that of its step until there is another.
     """
     found: dict[int, Path] = {}
-    for folder in sorted((run_dir / "checkpoints").glob("step-*")):
-        number = re.fullmatch(r"step-([0-9]+)(\.replaced)?", folder.name)
-        if number and folder.is_dir():
-            found.setdefault(int(number[1]), folder)
+    with suppress(OSError), os.scandir(run_dir / "checkpoints") as listing:
+        # One look: asked again, folder by folder, a run that saves and drops would seem to have none.
+        for entry in sorted(listing, key=lambda entry: entry.name):
+            number = re.fullmatch(r"step-([0-9]+)(\.replaced)?", entry.name)
+            if number and entry.is_dir():
+                found.setdefault(int(number[1]), Path(entry.path))
     return sorted(found.items())
 
 

@@ -1,0 +1,236 @@
+"""A run goes on from the checkpoint that --resume names, and a command that reads one bears with a run that drops it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefw.cli import main
+from moefw.training import checkpoint, trained
+from moefw.training.checkpoint import saving
+from moefw.training.checkpoint.commit import discard
+from moefw.training.folder import checkpoint_dirs
+from moefw.training.trainer import Trainer
+
+SPEC = """\
+model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
+data: {use: text, path: %s}
+train: {steps: 4, tokens_per_step: 512, micro_batch: 2, seq_len: 64, eval_tokens: 64, checkpoint_every: 1, keep_checkpoints: 9}
+run: {dir: %s, device: cpu}
+"""
+
+
+def moefw(*arguments: object, code: int = 0) -> str:
+    """Return what a command says, in this process, which is quicker; it ends with the exit code."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    assert ended.value.code == code, said.getvalue()
+    assert "Traceback" not in said.getvalue()
+    return said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a spec, its text, and a run of four steps with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("whole")
+    before, os.environ["MOEFW_CACHE"] = os.environ.get("MOEFW_CACHE"), str(folder / "cache")
+    (folder / "text.txt").write_text("a fox jumps over a dog\n" * 200)
+    (folder / "spec.yaml").write_text(SPEC % (folder / "text.txt", folder / "run"))
+    moefw("train", folder / "spec.yaml")
+    yield folder
+    os.environ.pop("MOEFW_CACHE") if before is None else os.environ.update(MOEFW_CACHE=before)
+
+
+class Place:
+    """A copy of the run, or none yet, and the commands on it."""
+
+    def __init__(self, whole: Path, run: Path) -> None:
+        self.whole, self.run = whole, run
+
+    def train(self, *arguments: object, code: int = 0) -> str:
+        return moefw("train", self.whole / "spec.yaml", *arguments, f"run.dir={self.run}", code=code)
+
+    def names(self) -> set[str]:
+        return {path.name for path in (self.run / "checkpoints").iterdir()}
+
+    def losses(self) -> list[float]:
+        return [json.loads(line)["loss"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
+    def flip(self, step: int) -> None:
+        shard = self.run / "checkpoints" / f"step-{step}" / "rank-00000.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+
+
+@pytest.fixture
+def place(whole: Path, tmp_path: Path) -> Place:
+    shutil.copytree(whole / "run", tmp_path / "run")
+    return Place(whole, tmp_path / "run")
+
+
+@pytest.fixture
+def new(whole: Path, tmp_path: Path) -> Place:
+    return Place(whole, tmp_path / "run")
+
+
+def test_resume_alone_is_the_last_one_and_takes_no_word(place: Place) -> None:
+    assert "continuing after step 4" in place.train("--resume", "train.steps=5")
+    assert len(place.losses()) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("lst", "--resume=lst names no checkpoint. Did you mean 'last'?"),
+        ("lastgood", "Did you mean 'last-good'?"),
+        ("", "names no checkpoint. Known: auto, last, last-good."),
+        ("-1", "names no checkpoint"),
+        ("²", "names no checkpoint"),
+        ("7", "holds no checkpoint of step 7. There are those of 1, 2, 3, 4."),
+    ],
+)
+def test_a_choice_that_is_none_is_told(place: Place, given: str, told: str) -> None:
+    assert told in place.train(f"--resume={given}", code=2)
+
+
+def test_going_back_to_a_step_sets_later_ones_aside_and_ends_with_the_same_bits(place: Place) -> None:
+    wanted, last = place.losses(), (place.run / "checkpoints" / "step-4" / "manifest.json").read_bytes()
+    said = place.train("--resume=2", "train.steps=3")
+    assert "continuing after step 2" in said
+    for step in (3, 4):
+        aside = place.run / "checkpoints" / f"step-{step}.aside"
+        assert f"the checkpoint of step {step} is set aside: {aside}" in said
+    assert place.names() == {"step-1", "step-2", "step-3", "step-3.aside", "step-4.aside"}
+    assert "continuing after step 3" in place.train("--resume")
+    assert place.losses() == wanted
+    assert (place.run / "checkpoints" / "step-4" / "manifest.json").read_bytes() == last
+
+
+def test_a_damaged_checkpoint_is_refused_and_last_good_goes_back(place: Place) -> None:
+    wanted = place.losses()
+    place.flip(4)
+    for choice in ("", "=last", "=auto", "=4"):
+        said = place.train(f"--resume{choice}", code=2)
+        assert "step-4/rank-00000.safetensors is damaged: " in said
+        assert "The checkpoint of step 3 is whole: train on with --resume=last-good or --resume=3." in said
+    assert place.names() == {"step-1", "step-2", "step-3", "step-4"}
+    assert "The checkpoint of step 3 is whole" in moefw("eval", place.run, code=2)
+    said = place.train("--resume=last-good")
+    assert "continuing after step 3" in said
+    assert "step-4/rank-00000.safetensors is damaged: " in said
+    assert place.losses() == wanted
+
+
+def test_resume_where_there_is_nothing_is_refused_but_for_auto(new: Place) -> None:
+    for choice in ("", "=last-good", "=3"):
+        assert "holds no checkpoint" in new.train(f"--resume{choice}", code=2)
+    assert not new.run.exists()
+    assert "continuing" not in new.train("--resume=auto", "train.steps=2")
+    assert "continuing after step 2" in new.train("--resume=auto")
+    assert new.losses() == Place(new.whole, new.whole / "run").losses()
+
+
+def test_auto_begins_the_same_run_again_where_it_is(place: Place) -> None:
+    """As it lies after a kill before the first checkpoint: with the first lines of metrics, the last one torn."""
+    wanted = place.losses()
+    moefw("train", place.run / "spec.yaml", "--resume=auto", f"run.dir={place.run}")
+    shutil.rmtree(place.run / "checkpoints")
+    with (place.run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 5, "lo')
+    said = place.train("--resume=auto")
+    assert "held an earlier run" not in said
+    assert not place.run.with_name("run.1").exists()
+    assert place.losses() == wanted
+
+
+def test_auto_moves_another_run_aside(place: Place) -> None:
+    shutil.rmtree(place.run / "checkpoints")
+    assert "held an earlier run" in place.train("--resume=auto", "run.seed=1", "train.steps=1")
+    assert place.run.with_name("run.1").is_dir()
+
+
+def test_a_poisoned_state_ends_the_run_before_it_is_saved(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer._step
+
+    def poisoned(self: Trainer, number: int) -> dict[str, Any]:
+        record = step(self, number)
+        if number == 4:
+            parameter = next(iter(self.session.model.parameters()))
+            self.engine.optimizer.state[parameter]["exp_avg"].view(-1)[0] = torch.nan
+        return record
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_step", poisoned)
+        said = place.train("--resume", "train.steps=6", code=1)
+    assert "error: step 5 is not saved: optimizer state exp_avg of " in said
+    assert "is not finite on rank 0. Go back with --resume=last-good." in said
+    assert place.names() == {"step-1", "step-2", "step-3", "step-4"}
+    assert "continuing after step 4" in place.train("--resume=last-good", "train.steps=5")
+
+
+def test_a_full_disk_fails_the_run_with_one_message(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "save_file", full)
+        said = place.train("--resume", "train.steps=5", code=1)
+    assert "error: step-5 could not be saved: [Errno 28] No space left on device (on rank 0)" in said
+    assert place.names() == {"step-1", "step-2", "step-3", "step-4"}
+
+
+def test_eval_reads_the_last_checkpoint_that_is_there_when_others_are_dropped(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, between the choice and the reading: before the manifest, and after it."""
+    load, read = checkpoint.load, []
+
+    def late(folder: Path, *arguments: Any, **named: Any) -> Any:
+        read.append(folder.name)
+        if len(read) < 3:
+            discard(folder) if len(read) == 1 else (folder / "rank-00000.safetensors").unlink()
+            shutil.rmtree(folder) if len(read) == 2 and not (folder / "manifest.json").unlink() else None
+        return load(folder, *arguments, **named)
+
+    monkeypatch.setattr(trained.checkpoint, "load", late)
+    assert json.loads(moefw("eval", place.run, "--json"))["step"] == 2
+    assert read == ["step-4", "step-3", "step-2"]
+
+
+def test_reading_ends_where_checkpoints_vanish_forever(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = checkpoint.load
+
+    def late(folder: Path, *arguments: Any, **named: Any) -> Any:
+        shutil.copytree(folder, folder.with_name(f"step-{int(folder.name[5:]) + 1}"))
+        discard(folder)
+        return load(folder, *arguments, **named)
+
+    monkeypatch.setattr(trained.checkpoint, "load", late)
+    assert "were dropped while they were read, 5 times" in moefw("eval", place.run, code=2)
+
+
+def test_eval_beside_a_run_that_drops_a_checkpoint_each_step(new: Place) -> None:
+    settings = ["train.steps=20", "train.keep_checkpoints=1", f"run.dir={new.run}"]
+    command = [sys.executable, "-m", "moefw", "train", str(new.whole / "spec.yaml"), *settings]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+        seen = []
+        while run.poll() is None:
+            if checkpoint_dirs(new.run):
+                seen.append(json.loads(moefw("eval", new.run, "--json"))["step"])
+    assert run.returncode == 0
+    assert seen == sorted(seen)
+    assert json.loads(moefw("eval", new.run, "--json"))["step"] == 20
