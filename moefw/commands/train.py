@@ -52,11 +52,12 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
         if assembly.layout.world > 1 and not Path(spec).is_file():
             raise SpecError(f"{spec} is no file, and each of several ranks reads it.", "Write the spec to a file.")
         assembly.parts.data.prepare(cache_dir())
-    goes_on = which is not None and bool(candidates(Path(assembly.spec.run.dir), which))
+    leads = LAUNCHED not in os.environ and (place is None or place.rank == 0)
+    goes_on = which is not None and (not leads or bool(candidates(Path(assembly.spec.run.dir), which)))
     if not goes_on:
         _spare_input(assembly)
     with ExitStack() as stack:
-        if LAUNCHED not in os.environ and (place is None or place.rank == 0):
+        if leads:
             stack.enter_context(run_folder(assembly, resume=goes_on, again=which == "auto", tell=click.echo))
             if ledger:
                 _open_ledger(assembly)

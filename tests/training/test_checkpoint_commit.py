@@ -18,10 +18,13 @@ from torch import Tensor
 from checkpoint_cases import SHARD, save, tiny
 from moefw.core.errors import RunError
 from moefw.core.naming import by_parameter, state_tensors
+from moefw.core.parallel.opened_layout import OpenedLayout
 from moefw.core.parallel.pieces import local, whole
+from moefw.testing.fake_world import fake_assembly
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.optimizer_memory_case import give_gradients
 from moefw.testing.suites.runs import open_model, whole_model
+from moefw.testing.training import SMALL
 from moefw.training import checkpoint
 from moefw.training.checkpoint import saving
 from moefw.training.checkpoint.shards import verify
@@ -126,6 +129,16 @@ def test_what_lies_after_a_step_is_set_aside_under_a_name_of_its_own(tmp_path: P
     chosen = checkpoint.choose(tmp_path, "last")
     assert chosen is not None
     assert chosen.step == 2
+
+
+def test_what_no_manifest_can_name_is_not_saved(tmp_path: Path) -> None:
+    """It could not be loaded."""
+    layout = OpenedLayout(fake_assembly(dict(SMALL), 1).layout, "cpu")
+    model, optimizer = tiny(1.0)
+    optimizer.state[model.norm]["two\nlines"] = torch.zeros(3)
+    with pytest.raises(RunError, match="step-2 could not be saved: .* is not the name of a tensor"):
+        checkpoint.save(tmp_path, 2, model, optimizer, layout, checkpoint.Origin(), keep=1)
+    assert not names(tmp_path)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,7 @@ def save(
     _together(lambda: begin(scratch) if leads else None, scratch, layout)
     tensors = {name: value.contiguous() for name, value in owned(model, optimizer, layout)}
     shards = _together(lambda: _write_shard(scratch, tensors, layout.rank), scratch, layout)
-    manifest = Manifest(step=step, origin=origin, shards=tuple(shard_from(shard) for shard in shards if shard))
-    _together(lambda: commit(scratch, manifest.sealed(), final) if leads else None, scratch, layout)
+    _together(lambda: commit(scratch, _manifest(step, origin, shards), final) if leads else None, scratch, layout)
     if leads:
         prune(run_dir, keep=keep)
     return final
@@ -87,12 +86,17 @@ def _write_shard(scratch: Path, tensors: dict[str, Tensor], rank: int) -> dict[s
     return described(path).to_data()
 
 
+def _manifest(step: int, origin: Origin, shards: Sequence[object]) -> bytes:
+    """Return the manifest of what ranks say they wrote. Raises ValueError where one says what no manifest can."""
+    return Manifest(step=step, origin=origin, shards=tuple(shard_from(shard) for shard in shards if shard)).sealed()
+
+
 def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[Any]:
     """Let each rank write, and return what each answers. Raises RunError on all where one of them fails."""
     answer, reason = None, None
     try:
         answer = write()
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         reason = str(error)
     answers = everywhere([answer, reason], layout.host_group())
     reasons = [(rank, reason) for rank, (_, reason) in enumerate(answers) if reason is not None]

@@ -44,8 +44,8 @@ def words(name: str) -> str:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds no NaN and no infinity."""
-    values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
-    return bool(torch.isfinite(values).all())
+    parts = tensor.reshape(-1).split(_CHUNK)  # beside a full device there may be no room for more
+    return all(bool(torch.isfinite(part.float() if tensor.itemsize == 1 else part).all()) for part in parts)
 
 
 def described(path: Path) -> SavedShard:
