@@ -136,7 +136,7 @@ def test_what_no_manifest_can_name_is_not_saved(tmp_path: Path) -> None:
     layout = OpenedLayout(fake_assembly(dict(SMALL), 1).layout, "cpu")
     model, optimizer = tiny(1.0)
     optimizer.state[model.norm]["two\nlines"] = torch.zeros(3)
-    with pytest.raises(RunError, match="step-2 could not be saved: .* is not the name of a tensor"):
+    with pytest.raises(RunError, match=r"step-2 could not be saved: .* is not the name of a tensor"):
         checkpoint.save(tmp_path, 2, model, optimizer, layout, checkpoint.Origin(), keep=1)
     assert not names(tmp_path)
 
