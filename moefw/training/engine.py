@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
-from moefw.core.errors import RunError
 from moefw.core.memory.static_rows import UNSAVED
 from moefw.core.naming import routers
 from moefw.core.stages import Batch, LayerStats
+from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.gradients import STAGE, Gradients
 from moefw.training.meters import Meters
 
@@ -33,7 +34,8 @@ class StepResult:
 
     ``loss`` is the global mean over tokens in nats, without auxiliary terms; ``load_LE`` the share of tokens of each
     expert in each MoE layer, 1.0 = fair; ``counts`` what layers count beside, summed over layers: choices dropped, rows
-    that overflowed a budget, or that a memory policy had no room for (the step was run again then).
+    that overflowed a budget, or that a memory policy had no room for (the step was run again then), and whether the
+    step was bad. ``note`` tells of a bad step in a line; empty of others.
     """
 
     loss: float
@@ -41,6 +43,7 @@ class StepResult:
     counts: dict[str, float]
     grad_norm: float
     load_LE: list[list[float]]
+    note: str = ""
 
     @property
     def load_max_over_mean(self) -> float:
@@ -98,42 +101,82 @@ class Tally:
         return totals
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Attempt:
+    """A step up to its update: what it reports, and the norm of the gradient that it leaves on the parameters."""
+
+    tally: Tally
+    counts: dict[str, float]
+    norm: Tensor
+
+    @property
+    def loss(self) -> float:
+        """The global mean over tokens in nats."""
+        loss_sum, tokens = self.tally.loss.tolist()
+        return float(loss_sum / max(tokens, 1))
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are: the same on every rank."""
+        return bool(torch.isfinite(torch.cat([self.tally.loss, self.norm.view(1)])).all())
+
+
 class Engine:
     """Advances a model. The order of everything that it does depends on nothing but its inputs."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, *, clip_norm: float | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        *,
+        clip_norm: float | None,
+        on_bad_step: Policy = "stop",
     ) -> None:
         self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
         self.gradients = Gradients(model, layout)
         self.routers, self.meters = routers(model), Meters(model, layout)
+        self.bad_steps = BadSteps(model, optimizer, layout, on_bad_step)
 
-    def step(self, batches: Sequence[Batch], lr: float, clock: Clock) -> StepResult:
-        """Train on one global batch, of which ``batches`` are this rank's micro-batches.
+    def step(self, batches: Sequence[Batch], lr: float, clock: Clock, *, number: int = 0) -> StepResult:
+        """Train on one global batch, of which ``batches`` are this rank's micro-batches; messages say ``number``.
 
-        Raises RunError if the gradient is not finite; nothing has been changed then.
+        Raises RunError if loss or gradient are not finite and ``on_bad_step`` has no way out; nothing has been changed
+        then, nor where the step is skipped.
         """
         scale = self._loss_scale(batches)
-        batches = [replace(batch, loss_scale=scale) for batch in batches]
+        attempt = partial(self._attempt, [replace(batch, loss_scale=scale) for batch in batches], clock)
+        made = attempt()
+        if made.finite:
+            self._update(made, lr, clock)
+            return _result(made)
+        verdict = self.bad_steps.judge(number, made, attempt, num_batches=len(batches))
+        if verdict.metric != SKIPPED_STEPS:
+            self._update(verdict.attempt, lr, clock)
+        result = _result(verdict.attempt)
+        return replace(result, counts={**result.counts, verdict.metric: 1.0}, note=verdict.note)
+
+    def _attempt(self, batches: Sequence[Batch], clock: Clock) -> Attempt:
+        """Run the step up to its update: again without budgets where they did not hold."""
         tally = self._accumulate(batches, clock)
         counts = tally.counts()
         if counts.get("overflow") or counts.get(UNSAVED):
             tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock)
         with clock("gradients"):
             self.gradients.add_up()
-            norm = self.gradients.norm()
-            if not torch.isfinite(norm):
-                raise RunError(f"the gradient's norm is {norm.item()}.", "Lower train.lr, or look at the data.")
+            return Attempt(tally=tally, counts=counts, norm=self.gradients.norm())
+
+    def _update(self, made: Attempt, lr: float, clock: Clock) -> None:
+        """Advance parameters, optimizer, routers and meters."""
         with clock("optimizer"):
             if self.clip_norm is not None:
-                self.gradients.clip(norm, self.clip_norm)
+                self.gradients.clip(made.norm, self.clip_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            for router, layer in zip(self.routers.values(), tally.layers.values(), strict=True):
+            for router, layer in zip(self.routers.values(), made.tally.layers.values(), strict=True):
                 router.update(layer.stats)
             self.meters.update()
-        return _result(tally, counts, norm)
 
     def _accumulate(self, batches: Sequence[Batch], clock: Clock) -> Tally:
         """Run all micro-batches forward and backward; return what they report, over all ranks."""
@@ -161,17 +204,16 @@ class Engine:
         return (1.0 / tokens.clamp_min(1)).float()
 
 
-def _result(tally: Tally, counts: dict[str, float], norm: Tensor) -> StepResult:
-    loss_sum, tokens = tally.loss.tolist()
+def _result(made: Attempt) -> StepResult:
+    layers, (_, tokens) = made.tally.layers.values(), made.tally.loss.tolist()
     aux: dict[str, float] = {}
-    for layer in tally.layers.values():
+    for layer in layers:
         for name, value in layer.aux_losses.items():
             aux[name] = aux.get(name, 0.0) + value.item() / max(tokens, 1)
-    loads: list[Any] = [layer.stats["tokens_per_expert"] for layer in tally.layers.values()]
+    loads: list[Any] = [layer.stats["tokens_per_expert"] for layer in layers]
     shares = [(load / load.mean().clamp_min(1e-9)).tolist() for load in loads]
-    return StepResult(
-        loss=loss_sum / max(tokens, 1), aux_losses=aux, counts=counts, grad_norm=norm.item(), load_LE=shares
-    )
+    norm = made.norm.item()
+    return StepResult(loss=made.loss, aux_losses=aux, counts=made.counts, grad_norm=norm, load_LE=shares)
 
 
 @torch.no_grad()

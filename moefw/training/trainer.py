@@ -20,6 +20,7 @@ from moefw.training.clock import StepClock
 from moefw.training.data.order import BatchOrder
 from moefw.training.engine import Engine, StepResult
 from moefw.training.evaluation import evaluation, evaluation_starts
+from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
 from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
 from moefw.training.metrics import MetricsLog
@@ -53,7 +54,10 @@ class Trainer:
         self.session, self.spec = session, spec
         self.run_dir = Path(assembly.spec.run.dir)
         optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
-        self.engine = Engine(session.model, optimizer, session.layout, clip_norm=spec.clip_norm)
+        self.engine = Engine(
+            session.model, optimizer, session.layout, clip_norm=spec.clip_norm, on_bad_step=spec.on_bad_step
+        )
+        self.spikes = LossSpikes(spec.loss_spike)
         self.order = BatchOrder(
             num_tokens=len(session.data.train),
             seq_len=spec.seq_len,
@@ -82,7 +86,7 @@ class Trainer:
         introduce(self.session, self.start, [*self.notes, *changes], self.console)
         with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
             for step in range(self.start, self.spec.steps):
-                record = self._step(step)
+                record = self._step(step, progress)
                 if log is not None:
                     log.write(record)
                 shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
@@ -103,7 +107,7 @@ class Trainer:
         ledger_file.write(self.session.assembly, measured={"peak": peak, "allocator": "cuda"})
         return f"the GPU has allocated at most {peak / 2**30:.4f} GiB"
 
-    def _step(self, step: int) -> dict[str, Any]:
+    def _step(self, step: int, progress: Progress) -> dict[str, Any]:
         """Train one step, evaluate if it is time to, and return what ``metrics.jsonl`` holds of it."""
         assembly = self.session.assembly
         assembly.registry.notify("moefw_before_step", step=step)
@@ -111,7 +115,13 @@ class Trainer:
         with self.clock("data"):
             batches = list(self._micro_batches(step))
         lr = self.spec.lr * assembly.parts.schedule.factor(step, self.spec.steps)
-        record = _record(step, lr, self.engine.step(batches, lr, self.clock))
+        result = self.engine.step(batches, lr, self.clock, number=step + 1)
+        record = _record(step, lr, result)
+        spike = self.spikes.warning(step + 1, result.loss)
+        if spike:
+            record[LOSS_SPIKES] = 1
+        for note in filter(None, (result.note, spike)):
+            progress.note(note)
         record["tokens_per_s"] = self.spec.tokens_per_step / (time.perf_counter() - began)
         if self._due(step, self.spec.eval_every):
             with self.clock("evaluation"):

@@ -313,6 +313,7 @@ class TestResolvedSpec:
             "train.on_full_disk": "continue",
             "run.observers": ["wsd"],
             "train.tokens_per_step": 16384,
+            "train.on_bad_step": "skip",
         }
         digests = {base.digest()}
         num_changed = 0

@@ -54,6 +54,8 @@ class TrainSpec:
     """How long and how fast to train. Token counts are global, ``micro_batch`` is sequences a rank.
 
     ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues and says so.
+    ``on_bad_step``: of a step whose loss or gradient is not finite. ``loss_spike``: warn where a loss exceeds so many
+    times the mean of recent ones; null: never.
     """
 
     steps: int = field(default=300, validator=ge(1))
@@ -69,6 +71,8 @@ class TrainSpec:
     checkpoint_every: int = field(default=0, validator=ge(0))
     keep_checkpoints: int = field(default=2, validator=ge(1))
     on_full_disk: Literal["stop", "continue"] = "stop"
+    on_bad_step: Literal["stop", "skip", "rerun"] = "stop"
+    loss_spike: float | None = field(default=2.0, validator=optional(gt(1.0)))  # type: ignore[arg-type]
 
 
 def _names_a_folder(_: object, attribute: Attribute[str], value: str) -> None:

@@ -1,0 +1,85 @@
+"""What is done about a step whose loss or gradient is not finite: stop, skip it, or run it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Literal, final
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from moefw.core.contracts import Layout
+from moefw.core.errors import RunError
+from moefw.training.faults.bad_values import bad_state, first_of_all
+from moefw.training.faults.watched_step import Watch
+
+if TYPE_CHECKING:
+    from moefw.training.engine import Attempt
+
+Policy = Literal["stop", "skip", "rerun"]
+
+SKIPPED_STEPS, RERUN_STEPS = "skipped_steps", "rerun_steps"
+"""The metrics that are 1 in a step that was skipped, or taken at its second run; other steps do not have them."""
+
+MAX_SKIPPED: Final = 10
+"""So many bad steps in a row are no accident of a batch: nothing is learned any more."""
+
+
+@frozen(eq=False)
+class Verdict:
+    """What is done: ``attempt`` is the step that counts, ``metric`` the name under which it does.
+
+    ``note`` tells the user, in a line.
+    """
+
+    attempt: Attempt
+    metric: str
+    note: str
+
+
+@final
+class BadSteps:
+    """Judges bad steps, the same on every rank. ``policy`` is ``train.on_bad_step``."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, policy: Policy) -> None:
+        self._model, self._optimizer, self._layout, self._policy = model, optimizer, layout, policy
+        self._skipped: list[int] = []
+
+    def judge(self, number: int, bad: Attempt, again: Callable[[], Attempt], *, num_batches: int) -> Verdict:
+        """Run step ``number`` again under watch, and say what is to be done. Collective.
+
+        Raises RunError, which names the first bad tensor, where the policy is to stop or cannot help: what was bad
+        before the step stays bad, a second run that is bad too is reproducible, and skipping goes on for too long.
+        """
+        if before := first_of_all(bad_state(self._model, self._optimizer), self._layout):
+            fix = "It was so before the step, so no other step is better: continue with --resume=last-good."
+            raise RunError(f"step {number}, {before}.", fix)
+        with Watch(self._model, num_batches) as watch:
+            second = again()
+        what = _told(number, bad, second, first_of_all(watch.first(), self._layout))
+        if self._policy == "rerun" and second.finite:
+            return Verdict(second, RERUN_STEPS, f"{what} The second run counts.")
+        if self._policy == "skip":
+            self._skipped = [*(step for step in self._skipped if step > number - MAX_SKIPPED), number]
+            if len(self._skipped) < MAX_SKIPPED:
+                return Verdict(bad, SKIPPED_STEPS, f"{what} It is skipped.")
+            raise RunError(what, f"{MAX_SKIPPED} steps in a row are bad: look at what the message names.")
+        raise RunError(what, _advice(self._policy, second))
+
+
+def _told(number: int, bad: Attempt, second: Attempt, tensor: str) -> str:
+    seen = f"the loss was {bad.loss:.4g}, the gradient's norm {bad.norm.item():.4g}"
+    if second.finite:
+        return f"step {number}: {seen}; run again, it is finite: the fault does not repeat itself."
+    if not tensor:
+        return f"step {number}: {seen}, and every tensor is finite: their sum is too large."
+    return f"step {number}, {tensor}; {seen}."
+
+
+def _advice(policy: Policy, second: Attempt) -> str:
+    if second.finite:
+        return "Use train.on_bad_step: rerun, and look at the machine: steps are deterministic."
+    if policy == "rerun":
+        return "It is reproducible: the second run is bad, too. Lower train.lr, or use train.on_bad_step: skip."
+    return "Lower train.lr, look at the data, or use train.on_bad_step: skip."

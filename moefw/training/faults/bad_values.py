@@ -1,0 +1,93 @@
+"""Values that are not finite: how many there are, of what kind, in the tensor of which name, on which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from moefw.core.contracts import Canonical, Layout
+from moefw.core.naming import by_parameter, state_tensors
+from moefw.core.parallel.pieces import local, stored
+from moefw.training.agreement import everywhere
+
+_FINITE, _NAN, _INF = 1, 2, 3
+"""What a value is; 0 where this rank does not store it."""
+
+
+@frozen
+class BadTensor:
+    """A tensor that is not finite, in words. Of several, on any ranks, the one of the least ``order`` came first."""
+
+    order: tuple[float, ...]
+    what: str
+
+
+def bad_values(tensor: Tensor) -> str:
+    """Return what is not finite in a plain tensor, ``3 NaN and 1 inf (of 1,024 values)``; empty where all is."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2 or bool(tensor.isfinite().all()):
+        return ""
+    return _counted(_kinds(tensor))
+
+
+def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the bad values of each piece of a parameter, or of what is shaped like it.
+
+    Of a tensor that is shared out, only what this rank stores is looked at.
+    """
+    own = local(held)
+    if bool(own.isfinite().all()):
+        return
+    parameter, kinds = pieces[0].parameter, _kinds(own)
+    if held.shape != parameter.shape:
+        yield pieces[0].name, _counted(kinds)
+        return
+    if own.shape != held.shape:
+        everything = torch.zeros(parameter.shape, dtype=kinds.dtype, device=kinds.device)
+        stored(parameter, everything).copy_(kinds)
+        kinds = everything
+    found = ((piece.name, _counted(piece.of(kinds))) for piece in pieces)
+    yield from ((name, values) for name, values in found if values)
+
+
+@torch.no_grad()
+def bad_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> BadTensor | None:
+    """Return the first of this rank's parameters, declared states and optimizer states that is not finite, if any."""
+    return next(_bad_states(model, optimizer), None)
+
+
+def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[BadTensor]:
+    parameters = list(enumerate(by_parameter(model)))
+    for number, (parameter, pieces) in parameters:
+        for name, values in bad_pieces(parameter.detach(), pieces):
+            yield BadTensor((0, number), f"{name} holds {values}")
+    for number, (name, tensor) in enumerate(state_tensors(model).items()):
+        if values := bad_values(tensor):
+            yield BadTensor((1, number), f"{name} holds {values}")
+    for number, (parameter, pieces) in parameters:
+        for key, held in optimizer.state.get(parameter, {}).items():
+            for name, values in bad_pieces(held, pieces):
+                yield BadTensor((2, number), f"the optimizer's {key} of {name} holds {values}")
+
+
+def first_of_all(found: BadTensor | None, layout: Layout) -> str:
+    """Return which tensor came first over all ranks, ``rank 1: ... holds ...``; empty if there is none. Collective."""
+    own = None if found is None else [found.order, found.what]
+    answers = enumerate(everywhere(own, layout.host_group()))
+    told = [(answer[0], rank, answer[1]) for rank, answer in answers if answer is not None]
+    if not told:
+        return ""
+    _, rank, what = min(told)
+    return f"rank {rank}: {what}"
+
+
+def _kinds(tensor: Tensor) -> Tensor:
+    return _FINITE + (_NAN - _FINITE) * tensor.isnan().byte() + (_INF - _FINITE) * tensor.isinf().byte()
+
+
+def _counted(kinds: Tensor) -> str:
+    _, finite, nan, inf = kinds.flatten().bincount(minlength=4).tolist()
+    told = [f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (inf, "inf")) if count]
+    return f"{' and '.join(told)} (of {finite + nan + inf:,} values)" if told else ""
