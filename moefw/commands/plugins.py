@@ -13,9 +13,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from moefw.core.errors import Problem
 from moefw.core.plugin import Plugin
-from moefw.core.registry import Part, Registry
+from moefw.core.registry import Offer, Part, Registry
 from moefw.core.site import Dims, Site, this_machine
 from moefw.core.spec.structure import plain
 
@@ -25,20 +24,26 @@ HEADINGS = ("hook point", "name", "distribution", "usable here", "what it is")
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def plugins(as_json: bool) -> None:
-    """List every part by hook point: distribution, version, usable here or why not."""
+    """List every part by hook point: distribution, version, usable here or why not; observers; what is not allowed."""
     registry = Registry()
     problems = registry.load_all()
     dims = Dims(model_dim=256, expert_dim=256, num_experts=16, top_k=4)
     site = Site(dims=dims, layer=0, world=1, machine=this_machine())
     listed = [describe(part, site) for part in registry.parts()]
     if as_json:
-        click.echo(json.dumps({"plugins": listed, "problems": plain(problems)}, indent=2, default=str))
+        others = {"observers": [*map(_origin, registry.observers)], "not_allowed": [*map(_origin, registry.barred)]}
+        click.echo(json.dumps({"plugins": listed, **others, "problems": plain(problems)}, indent=2, default=str))
         return
     console = Console(markup=False, highlight=False)
     if console.is_terminal:
-        _print_table(console, listed, problems)
+        _print_table(console, listed)
     else:
-        _print_lines(listed, problems)
+        _print_lines(listed)
+    for kind, offers in (("observer", registry.observers), ("not allowed", registry.barred)):
+        for offer in offers:
+            console.print(f"{kind}: {' '.join(_origin(offer).values())}", soft_wrap=True)
+    for problem in problems:
+        console.print(f"broken: {problem}", style="bold red", soft_wrap=True)
 
 
 def describe(part: Part, site: Site) -> dict[str, Any]:
@@ -59,6 +64,10 @@ def describe(part: Part, site: Site) -> dict[str, Any]:
         "options": {field.name: _default(field) for field in fields},
         "required": [field.name for field in fields if field.default is attrs.NOTHING],
     }
+
+
+def _origin(offer: Offer) -> dict[str, str]:
+    return {"name": offer.entry.name, "distribution": offer.distribution, "version": offer.version}
 
 
 def _default(field: attrs.Attribute[Any]) -> Any:
@@ -117,16 +126,14 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     return entry["hook"], entry["name"], f"{entry['distribution']} {entry['version']}", usable, what.strip()
 
 
-def _print_lines(listed: Sequence[dict[str, Any]], problems: Sequence[Problem]) -> None:
+def _print_lines(listed: Sequence[dict[str, Any]]) -> None:
     rows = [HEADINGS, *map(_row, listed)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    for problem in problems:
-        click.echo(f"broken: {problem}")
 
 
-def _print_table(console: Console, listed: Sequence[dict[str, Any]], problems: Sequence[Problem]) -> None:
+def _print_table(console: Console, listed: Sequence[dict[str, Any]]) -> None:
     table = Table(*HEADINGS)
     styles = {True: "", False: "red", None: "yellow"}
     for _, group in itertools.groupby(listed, key=lambda entry: entry["hook"]):
@@ -135,5 +142,3 @@ def _print_table(console: Console, listed: Sequence[dict[str, Any]], problems: S
             table.add_row("" if index else hook, *cells, style=styles[entry["usable"]])
         table.add_section()
     console.print(table)
-    for problem in problems:
-        console.print(f"broken: {problem}", style="bold red")

@@ -1,8 +1,9 @@
 """Every hook point, on one page.
 
 A plugin is a module that implements some of these with ``@moefw.hookimpl``. Hooks that declare are called
-once a process, when a spec names the plugin; observers are called once a step. None is called inside
-``forward``. No hook is ``firstresult``: every answer counts, and two plugins of one name are an error.
+once a process, when a spec names the plugin; observers are called once a step. A module that only checks and observes
+is named in ``run.observers``. None is called inside ``forward``. No hook is ``firstresult``: every answer counts, and
+two plugins of one name are an error.
 """
 
 from __future__ import annotations
@@ -81,9 +82,13 @@ def moefw_check(assembly: Assembly) -> Sequence[Problem]:  # type: ignore[empty-
 
 @hookspec
 def moefw_before_step(step: int) -> None:
-    """On every rank before a training step. An observer that raises is named and not called again."""
+    """On every rank before a training step, counted from 0.
+
+    An observer that raises, or that leaves another default dtype, random state or the like, is named and not called
+    again.
+    """
 
 
 @hookspec
 def moefw_after_step(step: int, metrics: Mapping[str, float]) -> None:
-    """On every rank after a training step, with the metrics of ``metrics.jsonl`` (the same on every rank)."""
+    """On every rank after a training step, with a copy of what ``metrics.jsonl`` gets (the same on every rank)."""

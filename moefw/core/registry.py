@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -11,9 +14,10 @@ import attrs
 import pluggy
 from attrs import frozen
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
 
 from moefw.core import hooks
-from moefw.core.errors import PluginError, Problem, nearest
+from moefw.core.errors import MoefwError, PluginError, Problem, nearest
 from moefw.core.plugin import FAMILIES, Plugin
 
 GROUP = "moefw"
@@ -21,6 +25,12 @@ GROUP = "moefw"
 
 OURS = "moefw"
 """The distribution that brings the built-in plugins."""
+
+ALLOWED = "MOEFW_ALLOWED_DISTRIBUTIONS"
+"""The environment variable with the distributions whose plugins may be loaded, beside ours; unset: all.
+
+It is none of the spec, which may be a stranger's.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +47,8 @@ class Part:
 
 
 @frozen
-class _Offer:
-    """An installed entry point, not imported yet."""
+class Offer:
+    """An installed entry point, not imported yet. Its name is that of a part, or of an observer."""
 
     entry: EntryPoint
     distribution: str
@@ -55,16 +65,31 @@ class Registry:
         self._parts: dict[tuple[str, str], Part] = {}
         self._owners: dict[int, tuple[str, str]] = {}
         self._silenced: set[int] = set()
-        self._offers: dict[str, list[_Offer]] = {}
+        self._offers: dict[str, list[Offer]] = {}
+        self._barred: dict[str, Offer] = {}
+        self._observers: dict[str, Offer] = {}
+        allowed = _allowed(os.environ)
         known_as: dict[Any, tuple[str, str]] = {None: ("?", "?")}
         for entry in entry_points(group=GROUP):
             if entry.dist and entry.dist not in known_as:  # both parse the whole metadata
                 known_as[entry.dist] = entry.dist.name, entry.dist.version
-            offer = _Offer(entry, *known_as[entry.dist])
-            if not any(offer.distribution == known.distribution for known in self._offers.get(entry.name, [])):
+            offer = Offer(entry, *known_as[entry.dist])
+            if not allowed(offer.distribution):
+                self._barred[entry.name] = offer
+            elif not any(offer.distribution == known.distribution for known in self._offers.get(entry.name, [])):
                 self._offers.setdefault(entry.name, []).append(offer)
         for module in extra:
             self.register(module, "this process", "0")
+
+    @property
+    def barred(self) -> list[Offer]:
+        """What is installed and not allowed, by name."""
+        return [offer for _, offer in sorted(self._barred.items())]
+
+    @property
+    def observers(self) -> list[Offer]:
+        """What is loaded and declares no part, but observes or checks, by name."""
+        return [offer for _, offer in sorted(self._observers.items())]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,6 +102,10 @@ class Registry:
         if not found:
             if any(known == name for _, known in self._parts):
                 return
+            if name in self._barred:
+                offer = self._barred[name]
+                what = f"plugin {name!r} is of distribution {offer.distribution} {offer.version}, which is not allowed."
+                raise PluginError(what, f"Name it in {ALLOWED} if you trust its code.")
             raise PluginError(f"no plugin is called {name!r}.", nearest(name, self.names))
         if len(found) > 1:
             rivals = " and ".join(f"{offer.distribution} {offer.version}" for offer in found)
@@ -90,14 +119,19 @@ class Registry:
             fix = f"Mend or uninstall {offer.distribution}."
             raise PluginError(f"{what}: {type(error).__name__}: {error}.", fix) from error
         self.register(module, offer.distribution, offer.version, promised=name)
+        if self._only_observes(module):
+            self._observers[name] = offer
 
     def register(self, module: Any, distribution: str, version: str, *, promised: str | None = None) -> None:
-        """Check and register one plugin module, which must declare a part called ``promised``, if given.
+        """Check and register one plugin module.
+
+        Where ``promised`` is given, it must declare a part of that name, or no part at all and observe or check.
 
         Raises PluginError and leaves nothing behind if it is not sound.
         """
         if id(module) in self._owners:
-            _keep_promise(promised, self._parts.values(), distribution, version)
+            if not self._only_observes(module):
+                _keep_promise(promised, self._parts.values(), distribution, version)
             return
         label = f"{getattr(module, '__name__', module)!r} (distribution {distribution} {version})"
         _check_api(module, label)
@@ -106,7 +140,8 @@ class Registry:
             self._manager.check_pending()
             self._owners[id(module)] = (distribution, version)
             declared = list(self._declared(module, distribution, version, label))
-            _keep_promise(promised, declared, distribution, version)
+            if not self._only_observes(module):
+                _keep_promise(promised, declared, distribution, version)
         except (pluggy.PluginValidationError, PluginError) as error:
             self._manager.unregister(module)
             self._owners.pop(id(module), None)
@@ -133,7 +168,7 @@ class Registry:
                         what = f"plugin {label} returns {declaration!r} from {hook}"
                         raise PluginError(f"{what}, which wants {family.__name__} classes.")
                     name = _checked_name(declaration, label)
-                    rival: Part | _Offer | None = self._parts.get((hook, name))
+                    rival: Part | Offer | None = self._parts.get((hook, name))
                     announced = (offer for offer in self._offers.get(name, ()) if offer.distribution != distribution)
                     rival = rival or next(announced, None)
                     if rival:
@@ -141,6 +176,11 @@ class Registry:
                         fix = _way_out(name, [rival.distribution, distribution])
                         raise PluginError(f"{what}, one of {distribution} {version}.", fix)
                     yield Part(hook, name, declaration, distribution, version)
+
+    def _only_observes(self, module: Any) -> bool:
+        """Whether a module has hooks, and none that declares."""
+        callers = self._manager.get_hookcallers(module) or []
+        return bool(callers) and not any(caller.name in self._families for caller in callers)
 
     def _implementations(self, hook: str, of: Any = None) -> Iterator[Callable[..., Any]]:
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
@@ -151,6 +191,8 @@ class Registry:
         """Return a part, loading its plugin if need be. Raises PluginError with the nearest known name."""
         self.load(name)
         part = self._parts.get((hook, name))
+        if part is None and name in self._observers:
+            raise PluginError(f"{name!r} is no part: it observes a run.", "Name it in run.observers.")
         if part is None:
             others = [known for kind, known in self._parts if kind == hook]
             kinds = ", ".join(kind.removeprefix("moefw_") for kind, known in self._parts if known == name)
@@ -179,17 +221,40 @@ class Registry:
         """Call a hook that returns lists in every loaded plugin and join the lists."""
         return [item for answer in getattr(self._manager.hook, hook)(**arguments) for item in answer]
 
-    def notify(self, hook: str, **arguments: Any) -> None:
-        """Call an observer hook. One that raises is named once and not called again; the run goes on."""
+    def notify(
+        self,
+        hook: str,
+        *,
+        place: str,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        **arguments: Any,
+    ) -> None:
+        """Call an observer hook inside ``around()``, each observer with a copy of the arguments.
+
+        One that raises, or in which ``around()`` does, is named once, with ``place``, and not called again; the run
+        goes on.
+        """
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             if id(implementation.plugin) in self._silenced:
                 continue
+            given = deepcopy({name: arguments[name] for name in implementation.argnames})
             try:
-                implementation.function(**{name: arguments[name] for name in implementation.argnames})
-            except Exception:
+                with around():
+                    implementation.function(**given)
+            except (Exception, SystemExit) as error:
                 self._silenced.add(id(implementation.plugin))
                 distribution, version = self._owners[id(implementation.plugin)]
-                _log.exception("an observer of %s %s failed in %s and is not called again", distribution, version, hook)
+                who = f"an observer of {distribution} {version} fails in {place} and is not called again"
+                _log.error("%s: %s", who, error, exc_info=not isinstance(error, MoefwError))
+
+
+def _allowed(environment: Mapping[str, str]) -> Callable[[str], bool]:
+    """Return which distributions may be loaded, however their names are spelled (PEP 503)."""
+    told = environment.get(ALLOWED)
+    if told is None:
+        return lambda distribution: True
+    names = {canonicalize_name(name.strip()) for name in (OURS, *told.split(","))}
+    return lambda distribution: canonicalize_name(distribution) in names
 
 
 def _way_out(name: str, distributions: Sequence[str]) -> str:

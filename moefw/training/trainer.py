@@ -21,6 +21,7 @@ from moefw.training.data.order import BatchOrder
 from moefw.training.engine import Engine, StepResult
 from moefw.training.evaluation import evaluation, evaluation_starts
 from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
+from moefw.training.faults.plugin_guard import PluginGuard
 from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
 from moefw.training.metrics import MetricsLog
@@ -58,6 +59,7 @@ class Trainer:
             session.model, optimizer, session.layout, clip_norm=spec.clip_norm, on_bad_step=spec.on_bad_step
         )
         self.spikes = LossSpikes(spec.loss_spike)
+        self.guard = PluginGuard(assembly, session.layout.rank)
         self.order = BatchOrder(
             num_tokens=len(session.data.train),
             seq_len=spec.seq_len,
@@ -109,12 +111,11 @@ class Trainer:
 
     def _step(self, step: int, progress: Progress) -> dict[str, Any]:
         """Train one step, evaluate if it is time to, and return what ``metrics.jsonl`` holds of it."""
-        assembly = self.session.assembly
-        assembly.registry.notify("moefw_before_step", step=step)
+        self.guard.notify("moefw_before_step", step=step)
         began = time.perf_counter()
-        with self.clock("data"):
+        with self.clock("data"), self.guard.calling(self.session.assembly.parts.data, step):
             batches = list(self._micro_batches(step))
-        lr = self.spec.lr * assembly.parts.schedule.factor(step, self.spec.steps)
+        lr = self.guard.learning_rate(step)
         result = self.engine.step(batches, lr, self.clock, number=step + 1)
         record = _record(step, lr, result)
         spike = self.spikes.warning(step + 1, result.loss)
@@ -126,7 +127,7 @@ class Trainer:
         if self._due(step, self.spec.eval_every):
             with self.clock("evaluation"):
                 record |= evaluation(self.session)
-        assembly.registry.notify("moefw_after_step", step=step, metrics=record)
+        self.guard.notify("moefw_after_step", step=step, metrics=record)
         return record
 
     def _micro_batches(self, step: int) -> Iterator[Batch]:
