@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from moefw.core.layer import MoELayer
 from moefw.core.memory.dropped import drops
 from moefw.core.naming import expert_parameters
 from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.plugin import Plugin
 from moefw.core.site import Site
 
 if TYPE_CHECKING:
@@ -173,11 +174,16 @@ class ModelContext:
             spares=parts.precision.spares,
             num_layers=self.assembly.num_layers,
         )
-        context.precision, context.high = parts.precision.build(context), parts.precision.high(context)
+        with self._calling(parts.precision):
+            context.precision, context.high = parts.precision.build(context), parts.precision.high(context)
         for plugin in parts.memory:
-            policy = plugin.build(context)
+            with self._calling(plugin):
+                policy = plugin.build(context)
             policies |= dict.fromkeys(plugin.regions, policy)
         return context
+
+    def _calling(self, part: Plugin) -> AbstractContextManager[None]:
+        return self.assembly.registry.calling(part, "build()")
 
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
         """Build the MoE layer of layer ``layer``; dispatchers of equal layers are one object."""
@@ -185,10 +191,13 @@ class ModelContext:
         spared = context.recipe("moe.experts") is context.high
         key = (parts.dispatch, repr(sorted(context.facts.items())), repr(context.site.dims), spared)
         with torch.device(self.device):
-            router = parts.routing.build(context)
+            with self._calling(parts.routing):
+                router = parts.routing.build(context)
             context.precision = context.recipe("moe.experts")
-            experts = parts.gemm.build(context)
-        dispatcher = context.shared(key, lambda: parts.dispatch.build(context))
+            with self._calling(parts.gemm):
+                experts = parts.gemm.build(context)
+        with self._calling(parts.dispatch):
+            dispatcher = context.shared(key, lambda: parts.dispatch.build(context))
         assert isinstance(router, nn.Module)
         assert isinstance(experts, nn.Module)
         context.unit(experts, context.precision, "experts")
@@ -207,7 +216,7 @@ class ModelContext:
 def build_model(assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> nn.Module:
     """Construct the model of an assembly on ``device``; parameters are not initialised yet."""
     context = ModelContext(assembly, layout, device, shared)
-    with torch.device(device):
+    with torch.device(device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)
     return context.whole(model)
 

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from moefw.core import hooks
 from moefw.core.errors import MoefwError, PluginError, Problem, nearest
 from moefw.core.plugin import FAMILIES, Plugin
+from moefw.core.process_state import kept
 
 GROUP = "moefw"
 """The entry-point group. An entry point's name is the name of the part that it brings."""
@@ -112,11 +113,14 @@ class Registry:
             what = f"two distributions bring a plugin called {name!r}: {rivals}."
             raise PluginError(what, _way_out(name, [offer.distribution for offer in found]))
         (offer,) = found
+        what = f"plugin {name!r} (distribution {offer.distribution} {offer.version}) fails to import"
+        fix = f"Mend or uninstall {offer.distribution}."
         try:
-            module = offer.entry.load()
+            with _as_it_was(offer.distribution, what):
+                module = offer.entry.load()
+        except PluginError:
+            raise
         except (Exception, SystemExit) as error:
-            what = f"plugin {name!r} (distribution {offer.distribution} {offer.version}) fails to import"
-            fix = f"Mend or uninstall {offer.distribution}."
             raise PluginError(f"{what}: {type(error).__name__}: {error}.", fix) from error
         self.register(module, offer.distribution, offer.version, promised=name)
         if self._only_observes(module):
@@ -202,6 +206,16 @@ class Registry:
             )
         return part
 
+    def origin(self, plugin: Plugin) -> Part:
+        """Return the part of which ``plugin`` is an instance."""
+        return next(part for part in self._parts.values() if part.declaration is type(plugin))
+
+    def calling(self, plugin: Plugin, method: str) -> AbstractContextManager[None]:
+        """Be in a call of a plugin before training. Raises PluginError if it changes what the process shares."""
+        part = self.origin(plugin)
+        who = f"plugin {part.name!r} (distribution {part.distribution} {part.version}) breaks its contract in {method}"
+        return _as_it_was(part.distribution, who)
+
     def load_all(self) -> list[Problem]:
         """Load every installed plugin and return what is wrong with those that fail."""
         problems: list[Problem] = []
@@ -219,7 +233,12 @@ class Registry:
 
     def gather(self, hook: str, **arguments: Any) -> list[Any]:
         """Call a hook that returns lists in every loaded plugin and join the lists."""
-        return [item for answer in getattr(self._manager.hook, hook)(**arguments) for item in answer]
+        found: list[Any] = []
+        for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
+            distribution, version = self._owners[id(implementation.plugin)]
+            with _as_it_was(distribution, f"a plugin of {distribution} {version} breaks its contract in {hook}"):
+                found += implementation.function(**{name: arguments[name] for name in implementation.argnames})
+        return found
 
     def notify(
         self,
@@ -246,6 +265,13 @@ class Registry:
                 distribution, version = self._owners[id(implementation.plugin)]
                 who = f"an observer of {distribution} {version} fails in {place} and is not called again"
                 _log.error("%s: %s", who, error, exc_info=not isinstance(error, MoefwError))
+
+
+def _as_it_was(distribution: str, who: str) -> AbstractContextManager[None]:
+    """Be in code of a distribution. Raises PluginError, which begins with ``who``, if it changes what all share."""
+    if distribution == OURS:
+        return nullcontext()
+    return kept(lambda what: PluginError(f"{who}: {what}", f"Mend or uninstall {distribution}."), draws=True)
 
 
 def _allowed(environment: Mapping[str, str]) -> Callable[[str], bool]:

@@ -89,8 +89,11 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     ended_well = False
     try:
         agree_on_spec(assembly)
-        layout = assembly.parts.parallel.build(assembly.layout, device.type)
-        data = _prepare_once(assembly, place, layout)
+        parts, calling = assembly.parts, assembly.registry.calling
+        with calling(parts.parallel, "build()"):
+            layout = parts.parallel.build(assembly.layout, device.type)
+        with calling(parts.data, "prepare()"):
+            data = _prepare_once(assembly, place, layout)
         model = build_model(assembly, layout, device, shared)
         std: Any = model.init_std
         initialise(model, seed=assembly.spec.run.seed, std=std)

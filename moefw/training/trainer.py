@@ -54,7 +54,8 @@ class Trainer:
         assembly, spec = session.assembly, session.assembly.spec.train
         self.session, self.spec = session, spec
         self.run_dir = Path(assembly.spec.run.dir)
-        optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
+        with assembly.registry.calling(assembly.parts.optimizer, "build()"):
+            optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
         self.engine = Engine(
             session.model, optimizer, session.layout, clip_norm=spec.clip_norm, on_bad_step=spec.on_bad_step
         )

@@ -14,6 +14,7 @@ import torch
 from attrs import frozen
 
 import moefw
+from broken_gemms import Plain
 from moefw.commands import specs
 from moefw.core.data import DataSource
 from moefw.core.errors import PluginError
@@ -207,3 +208,25 @@ def test_a_data_source_that_misbehaves_in_a_step_is_named(
         )
     where = "plugin 'odd' (distribution odd-parts 1.5) fails in moefw_data_sources, step 1, rank 0: "
     assert str(caught.value).startswith(where + shown)
+
+
+def test_a_part_that_changes_the_default_dtype_as_it_is_built_is_named_and_one_that_draws_is_not(train: Train) -> None:
+    @frozen
+    class Odd(Plain):
+        name: ClassVar[str] = "odd"
+        rude: bool = False
+
+        def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
+            torch.nn.Linear(2, 2)  # draws its weights
+            if self.rude:
+                torch.set_default_dtype(torch.float64)
+            return super().build(context)
+
+    with pytest.raises(PluginError) as caught:
+        train("gemm={use: odd, rude: true}", hook="moefw_gemms", functions=[lambda: [Odd]])
+    assert str(caught.value) == (
+        "plugin 'odd' (distribution odd-parts 1.5) breaks its contract in build(): it changes torch's default dtype, "
+        "which is put back. Mend or uninstall odd-parts."
+    )
+    assert torch.get_default_dtype() == torch.float32
+    assert len(train("gemm={use: odd}", hook="moefw_gemms", functions=[lambda: [Odd]])) == 3
