@@ -51,9 +51,12 @@ _SHARED = (
     _Shared(
         "torch's use of deterministic algorithms",
         "torch",
-        lambda torch: torch.are_deterministic_algorithms_enabled(),
-        lambda torch, used: torch.use_deterministic_algorithms(used),
-        fresh=lambda torch: False,
+        lambda torch: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda torch, used: torch.use_deterministic_algorithms(used[0], warn_only=used[1]),
+        fresh=lambda torch: (False, False),
     ),
     _Shared(
         "torch's matmul precision",

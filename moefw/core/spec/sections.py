@@ -54,8 +54,9 @@ class TrainSpec:
     """How long and how fast to train. Token counts are global, ``micro_batch`` is sequences a rank.
 
     ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues and says so.
-    ``on_bad_step``: of a step whose loss or gradient is not finite. ``loss_spike``: warn where a loss exceeds so many
-    times the mean of recent ones; null: never.
+    ``on_bad_step``: what is done about a step whose loss or gradient is not finite; ``loss_spike``: warn of a loss that
+    exceeds so many times the mean of recent ones (null: never). In the metrics, ``skipped_steps``, ``rerun_steps`` and
+    ``loss_spikes`` are 1 where it happened, and absent elsewhere.
     """
 
     steps: int = field(default=300, validator=ge(1))
