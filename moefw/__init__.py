@@ -26,6 +26,7 @@ from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import (
     CheckpointError,
     ContractError,
+    DamagedDataError,
     DataError,
     MoefwError,
     PlanError,
@@ -90,6 +91,7 @@ __all__ = [
     "Canonical",
     "CheckpointError",
     "ContractError",
+    "DamagedDataError",
     "DataError",
     "DataSource",
     "DataSourcePlugin",

@@ -48,8 +48,8 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
     which = None if resume is None else read_which(resume)
     place = place_from_environment()
     assembly = specs.read(spec, overrides, place.world if place else None)
-    if place is None:
-        if assembly.layout.world > 1 and not Path(spec).is_file():
+    if place is None and assembly.layout.world > 1:
+        if not Path(spec).is_file():
             raise SpecError(f"{spec} is no file, and each of several ranks reads it.", "Write the spec to a file.")
         assembly.parts.data.prepare(cache_dir())
     leads = LAUNCHED not in os.environ and (place is None or place.rank == 0)

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 class TokenStream(ABC):
-    """One long sequence of token ids with document ends in it."""
+    """One long sequence of token ids with document ends in it. ``name`` is what an error calls it: its file."""
+
+    name: str = ""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -26,7 +28,9 @@ class TokenStream(ABC):
 class DataSource(ABC):
     """Prepared data: tokens to train on, tokens held out, and the tokenizer between text and ids.
 
-    ``fingerprint`` is equal where equal ids stand for equal text; a checkpoint goes with it. Empty: nobody knows.
+    ``fingerprint`` is equal where equal ids stand for equal text; a checkpoint goes with it. ``digest`` is equal where
+    both streams hold the same ids at the same positions, and stand for the same text: what ranks agree on. Of either,
+    empty: nobody knows.
     """
 
     train: TokenStream
@@ -34,6 +38,12 @@ class DataSource(ABC):
     heldout_bytes: bytes
     vocab_size: int
     fingerprint: str = ""
+    digest: str = ""
+
+    @property
+    def num_heldout_bytes(self) -> int:
+        """How many bytes of text are held out; a source that knows without reading them says so here."""
+        return len(self.heldout_bytes)
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

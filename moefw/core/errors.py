@@ -58,6 +58,12 @@ class DataError(MoefwError):
     """A corpus, tokenizer or token file is missing, empty or damaged."""
 
 
+class DamagedDataError(DataError):
+    """Prepared data is damaged; the rank that reads it finds that, maybe alone, in the middle of a run."""
+
+    exit_code = 1
+
+
 class CheckpointError(MoefwError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 

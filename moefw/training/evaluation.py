@@ -6,10 +6,9 @@ import math
 import zlib
 from collections.abc import Iterator
 
-import numpy as np
-
 from moefw.core.stages import Batch
 from moefw.training.data.order import heldout_windows
+from moefw.training.data.windows import read_windows
 from moefw.training.engine import evaluate
 from moefw.training.session import Session
 
@@ -18,7 +17,7 @@ def evaluation(session: Session) -> dict[str, float]:
     """Return ``eval_loss`` (nats a token) and ``eval_bits_per_byte`` over held-out text. Collective."""
     data = session.data
     loss = evaluate(session.model, list(_batches(session)), session.layout)
-    tokens_per_byte = len(data.heldout) / max(1, len(data.heldout_bytes))
+    tokens_per_byte = len(data.heldout) / max(1, data.num_heldout_bytes)
     return {"eval_loss": loss, "eval_bits_per_byte": loss / math.log(2) * tokens_per_byte}
 
 
@@ -41,4 +40,5 @@ def _batches(session: Session) -> Iterator[Batch]:
     for first in range(0, len(starts), size * ranks):
         mine = starts[first + layout.index("dp") * size :][:size]
         padded = mine + [0] * (size - len(mine))
-        yield session.batch(np.stack([stream.read(s, spec.seq_len + 1) for s in padded]), valid=len(mine))
+        windows = read_windows(stream, padded, seq_len=spec.seq_len, vocab_size=session.data.vocab_size)
+        yield session.batch(windows, valid=len(mine))

@@ -81,7 +81,6 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     shared = Shared()
     if place.world > 1:
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world))
         store = meet(place, timeout=timeout)
         backend = _backend(device, dist.PrefixStore("gpus", store), place.world)  # type: ignore[attr-defined]
@@ -149,14 +148,15 @@ def _prepare_once(assembly: Assembly, place: Place, layout: Layout) -> DataSourc
     source = assembly.parts.data
     if place.world == 1:
         return _fitting(source.prepare(cache_dir()), assembly)
+    data: DataSource | None = None
     problem: MoefwError | None = None
     if place.local_rank == 0:
         try:
-            _fitting(source.prepare(cache_dir()), assembly)
+            data = _fitting(source.prepare(cache_dir()), assembly)
         except MoefwError as error:
             problem = error
     raise_together(problem, layout.host_group())
-    return source.prepare(cache_dir())
+    return source.prepare(cache_dir()) if data is None else data
 
 
 def _fitting(data: DataSource, assembly: Assembly) -> DataSource:

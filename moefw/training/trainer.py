@@ -18,6 +18,7 @@ from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
 from moefw.training.clock import StepClock
 from moefw.training.data.order import BatchOrder
+from moefw.training.data.windows import read_windows
 from moefw.training.engine import Engine, StepResult
 from moefw.training.evaluation import evaluation, evaluation_starts
 from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
@@ -134,6 +135,7 @@ class Trainer:
     def _micro_batches(self, step: int) -> Iterator[Batch]:
         """Yield this rank's share of the step's sequences, ``micro_batch`` at a time."""
         layout, stream, size = self.session.layout, self.session.data.train, self.spec.micro_batch
+        vocab_size = self.session.data.vocab_size
         starts = self.order.starts(step)
         each = len(starts) // layout.size("dp")
         begin = layout.index("dp") * each
@@ -141,8 +143,9 @@ class Trainer:
         numbers = self.order.first(step) + np.arange(begin, begin + each)
         seeds = sequence_seeds(self.session.assembly.spec.run.seed, numbers)
         for first in range(0, each, size):
-            windows = [stream.read(int(start), self.spec.seq_len + 1) for start in mine[first : first + size]]
-            yield self.session.batch(np.stack(windows), seeds_B=seeds[first : first + size])
+            chosen = slice(first, first + size)
+            windows = read_windows(stream, mine[chosen], seq_len=self.spec.seq_len, vocab_size=vocab_size)
+            yield self.session.batch(windows, seeds_B=seeds[chosen])
 
     def _due(self, step: int, every: int) -> bool:
         """Whether something that happens every so many steps, and after the last one, happens after ``step``."""

@@ -12,7 +12,8 @@ from data_cases import EOT, all_of, prepared_folders, write
 from moefw.training.data import Text
 from moefw.training.data import source as preparation
 from moefw.training.data.bpe import train_bpe
-from moefw.training.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer
+from moefw.training.data.hashed import HashedFile, chunk_hashes
+from moefw.training.data.tokenizers import ByteTokenizer, JsonTokenizer
 from moefw.training.data.tokens import TokenFile, TokenWriter, token_dtype
 
 
@@ -40,7 +41,7 @@ def test_a_tokenizer_json_separates_documents_by_its_end_of_text(tokenizer_file,
 
 
 def test_a_document_cannot_spell_an_end_of_text(tokenizer_file):
-    tokenizer = load_tokenizer(str(tokenizer_file))
+    tokenizer = JsonTokenizer(tokenizer_file.read_bytes())
     ids = tokenizer.encode(f"the {EOT} text".encode()).tolist()
     assert tokenizer.separator not in ids
     assert tokenizer.decode(ids) == f"the {EOT} text"
@@ -114,7 +115,9 @@ def test_a_token_file_gives_back_what_was_written(tmp_path, vocab_size, num_byte
         writer.write(ids[:3])
         writer.write(ids[:0])
         writer.write(ids[3:])
-    stream = TokenFile(tmp_path / "tokens", dtype=token_dtype(vocab_size))
+    path = tmp_path / "tokens"
+    file = HashedFile(path, size=path.stat().st_size, hashes=chunk_hashes(path))
+    stream = TokenFile(file, dtype=token_dtype(vocab_size))
     assert len(stream) == writer.num_tokens == 4
     assert (tmp_path / "tokens").stat().st_size == 4 * num_bytes
     assert all_of(stream) == ids.tolist()

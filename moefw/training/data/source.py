@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, final
-
-import numpy as np
 
 from moefw.core.data import DataSource
 from moefw.core.errors import DataError
 from moefw.training.data.bpe import train_bpe
 from moefw.training.data.corpus import CACHE_TAG, Corpus, Document, find_corpus, halves, pieces, text_documents
-from moefw.training.data.tokenizers import JsonTokenizer, TextTokenizer, fingerprint, load_tokenizer
-from moefw.training.data.tokens import TokenFile, TokenWriter, token_dtype
+from moefw.training.data.corpus_ids import Encode, write_tokens
+from moefw.training.data.encoding import EncodingError, EncodingProcess
+from moefw.training.data.prepared import HELDOUT, HELDOUT_TEXT, TRAIN, Prepared, describe, new_folder, open_prepared
+from moefw.training.data.progress import EncodingProgress
+from moefw.training.data.tokenizers import TextTokenizer, fingerprint, load_tokenizer, not_a_tokenizer, read_tokenizer
+from moefw.training.data.tokens import TokenFile, token_dtype
 from moefw.training.folder import TOKENIZER
 
 if TYPE_CHECKING:
     from moefw.training.data import Text
 
-FORMAT = 1
+FORMAT = 2
 """Counted up when files of the same corpus would come out differently."""
 
-_FILES = ("train.bin", "heldout.bin", "heldout.raw")
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by moefw; may be deleted.\n"
 
 
@@ -37,28 +35,41 @@ _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by moefw; may be del
 class TextSource(DataSource):
     """The data in a prepared folder."""
 
-    def __init__(self, folder: Path, tokenizer: TextTokenizer) -> None:
+    def __init__(self, prepared: Prepared, tokenizer: TextTokenizer) -> None:
         dtype = token_dtype(tokenizer.vocab_size)
-        self.train = TokenFile(folder / "train.bin", dtype=dtype)
-        self.heldout = TokenFile(folder / "heldout.bin", dtype=dtype)
+        self.train = TokenFile(prepared.open(TRAIN), dtype=dtype)
+        self.heldout = TokenFile(prepared.open(HELDOUT), dtype=dtype)
         self.vocab_size = tokenizer.vocab_size
-        self.fingerprint = tokenizer.fingerprint
-        self._folder = folder
+        self.fingerprint, self.digest = tokenizer.fingerprint, prepared.digest
+        self._heldout_text = prepared.open(HELDOUT_TEXT)
         self._tokenizer = tokenizer
 
     @cached_property
     def heldout_bytes(self) -> bytes:  # type: ignore[override]
-        """The held-out documents one after the other, read when first asked for."""
-        return (self._folder / "heldout.raw").read_bytes()
+        """The held-out documents one after the other, read when first asked for. Raises DamagedDataError."""
+        return self._heldout_text.read(0, self.num_heldout_bytes)
+
+    @property
+    def num_heldout_bytes(self) -> int:
+        """How many bytes the held-out documents have."""
+        return self._heldout_text.size
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``; a lone surrogate is read as a question mark."""
-        ids: list[int] = self._tokenizer.encode(text.encode("utf-8", "replace")).tolist()
+        """Return the token ids of ``text``; a lone surrogate is read as a question mark. Raises DataError."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text.encode("utf-8", "replace")).tolist()
+        except ValueError as error:
+            what = f"data.tokenizer: this text cannot be encoded: {error}."
+            raise DataError(what, "Use other words; the tokenizer does not know these.") from error
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; bytes that are no text become the replacement character."""
-        return self._tokenizer.decode(ids)
+        """Return the text of token ids; bytes that are no text become the replacement character. Raises DataError."""
+        try:
+            return self._tokenizer.decode(ids)
+        except ValueError as error:
+            what = f"data.tokenizer: these ids cannot be decoded: {error}."
+            raise DataError(what, "The decoder in the tokenizer.json is at fault.") from error
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write ``tokenizer.json``, unless ids are bytes or it lies there already."""
@@ -73,14 +84,22 @@ def prepare_text(options: Text, cache_dir: Path) -> TextSource:
     Files are written beside their place and moved there whole, so a process may be killed at any time, and
     several may prepare at once. Raises DataError.
     """
-    named = None if options.bpe_size else load_tokenizer(options.tokenizer)
+    content = None if options.bpe_size else read_tokenizer(options.tokenizer)
+    name = options.tokenizer if content is None else fingerprint(content)
     corpus = find_corpus(options.path, options.suffixes)
-    folder = cache_dir / _digest(corpus, named.fingerprint if named else options.tokenizer, options.heldout)
+    folder = cache_dir / _digest(corpus, name, options.heldout)
     try:
-        if not _is_whole(folder):
-            _remove(folder)
-            _build(folder, corpus, named, options)
-        return TextSource(folder, named or JsonTokenizer((folder / TOKENIZER).read_bytes()))
+        prepared = open_prepared(folder)
+        if prepared is None:
+            with new_folder(folder) as partial:
+                _fill(partial, corpus, content, options)
+            prepared = open_prepared(folder)
+        if prepared is None:
+            what = f"the prepared data in {folder} have changed as soon as they were written."
+            raise DataError(what, "Leave that folder alone, or set MOEFW_CACHE to another one.")
+        if options.bpe_size:
+            content = prepared.read(TOKENIZER)
+        return TextSource(prepared, load_tokenizer(options.tokenizer, content))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         what = f"the prepared data cannot be kept in {cache_dir}: {reason}."
@@ -118,47 +137,24 @@ def _digest(corpus: Corpus, tokenizer: str, heldout: float) -> str:
     return digest.hexdigest()[:32]
 
 
-def _is_whole(folder: Path) -> bool:
-    try:
-        meta = json.loads((folder / "meta.json").read_bytes())
-        sizes = meta["bytes"]
-        if any((folder / name).stat().st_size != sizes[name] for name in {*_FILES, *sizes}):
-            return False
-        return TOKENIZER not in sizes or fingerprint((folder / TOKENIZER).read_bytes()) == meta["tokenizer"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _build(folder: Path, corpus: Corpus, named: TextTokenizer | None, options: Text) -> None:
-    """Fill a hidden folder beside ``folder`` and give it that name, unless another process was faster."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = _hidden(folder)
-    partial.mkdir()
-    try:
-        _fill(partial, corpus, named, options)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not _is_whole(folder):
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _fill(folder: Path, corpus: Corpus, named: TextTokenizer | None, options: Text) -> None:
+def _fill(folder: Path, corpus: Corpus, content: bytes | None, options: Text) -> None:
     documents = text_documents(corpus)
     train, heldout = split_documents(documents, options.heldout)
-    tokenizer = named or _made(folder, train, options.bpe_size)
     (folder / CACHE_TAG).write_text(_TAG, encoding="utf-8")
-    num_tokens = {
-        "train": _write_tokens(folder / "train.bin", train, tokenizer),
-        "heldout": _write_tokens(folder / "heldout.bin", heldout, tokenizer),
-    }
+    if options.bpe_size:
+        content = _vocabulary(train, options.bpe_size)
+        (folder / TOKENIZER).write_bytes(content)
+    size = sum(document.stop - document.start for document in (*train, *heldout))
+    with _encoder(options.tokenizer, content) as (tokenizer, encode), EncodingProgress(size) as progress:
+        num_tokens = {
+            "train": write_tokens(folder / TRAIN, train, tokenizer, encode, progress.advance),
+            "heldout": write_tokens(folder / HELDOUT, heldout, tokenizer, encode, progress.advance),
+        }
     for side, count in num_tokens.items():
         if not count:
             what = f"data.tokenizer: the {side} text of {corpus.root} gives no token at all."
             raise DataError(what, "Use another tokenizer or another text.")
-    with (folder / "heldout.raw").open("wb") as raw:
+    with (folder / HELDOUT_TEXT).open("wb") as raw:
         raw.writelines(piece for document in heldout for piece in pieces(document))
     meta = {
         "format": FORMAT,
@@ -167,38 +163,26 @@ def _fill(folder: Path, corpus: Corpus, named: TextTokenizer | None, options: Te
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "documents": {"train": len(train), "heldout": len(heldout), "skipped": len(corpus.files) - len(documents)},
         "tokens": num_tokens,
-        "bytes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
     }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    describe(folder, meta)
 
 
-def _made(folder: Path, documents: Sequence[Document], vocab_size: int | None) -> TextTokenizer:
-    """Return a tokenizer made from documents, the same ones first whatever else is there, and keep it in the folder."""
-    assert vocab_size is not None
+def _vocabulary(documents: Sequence[Document], vocab_size: int) -> bytes:
+    """Return a tokenizer made from documents, the same ones first whatever else is there."""
     mixed = sorted(documents, key=lambda document: _place(document.name))
-    content = train_bpe((piece for document in mixed for piece in pieces(document)), vocab_size)
-    (folder / TOKENIZER).write_bytes(content)
-    return JsonTokenizer(content)
+    return train_bpe((piece for document in mixed for piece in pieces(document)), vocab_size)
 
 
-def _write_tokens(path: Path, documents: Sequence[Document], tokenizer: TextTokenizer) -> int:
-    between = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype=np.int64)
-    with TokenWriter(path, vocab_size=tokenizer.vocab_size) as tokens:
-        for number, document in enumerate(documents):
-            if number:
-                tokens.write(between)
-            for piece in pieces(document):
-                tokens.write(tokenizer.encode(piece))
-    return tokens.num_tokens
-
-
-def _remove(folder: Path) -> None:
-    """Take what is damaged out of the way in one move, before another process can look at half of it."""
-    aside = _hidden(folder)
-    with suppress(FileNotFoundError):
-        os.rename(folder, aside)
-        shutil.rmtree(aside)
-
-
-def _hidden(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+@contextmanager
+def _encoder(name: str, content: bytes | None) -> Iterator[tuple[TextTokenizer, Encode]]:
+    """Yield a tokenizer, and what encodes several texts at once: for bytes the tokenizer itself, else a process."""
+    if content is None:
+        tokenizer = load_tokenizer(name, None)
+        yield tokenizer, lambda texts: [tokenizer.encode(text) for text in texts]
+        return
+    try:
+        process = EncodingProcess(content)
+    except EncodingError as error:
+        raise not_a_tokenizer(name, error.reason) from error
+    with process:
+        yield load_tokenizer(name, content), process.encode

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,9 @@ from moefw.core.errors import DataError
 
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 """What tokenizers call the token that ends a document, the likelier names first."""
+MAX_BYTES: Final = 1 << 28
+"""256 MiB; the tokenizers of models with the largest vocabularies have a tenth of it."""
+_FIX = "Use bytes, bpe-2048 (or another number of ids), or the path of a tokenizer.json."
 
 
 class TextTokenizer(ABC):
@@ -23,20 +28,22 @@ class TextTokenizer(ABC):
 
     ``fingerprint`` is equal for tokenizers that yield equal ids. ``separator`` is the id between two documents,
     or None if the vocabulary has none. ``content`` is what a ``tokenizer.json`` of it holds, None for bytes.
+    ``parts_between_words``: ids stay the same where text is cut before a single space between two words.
     """
 
     fingerprint: str
     vocab_size: int
     separator: int | None
     content: bytes | None = None
+    parts_between_words: bool
 
     @abstractmethod
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
-        """Return the ids of UTF-8 text, one axis; nothing is added at its ends."""
+        """Return the ids of UTF-8 text, one axis; nothing is added at its ends. Raises ValueError where it fails."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+        """Return the text of ids. Raises ValueError where it fails."""
 
 
 @final
@@ -46,6 +53,7 @@ class ByteTokenizer(TextTokenizer):
     fingerprint = "bytes"
     vocab_size = 256
     separator = 0
+    parts_between_words = True
 
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
         """Return the bytes, uint8, without a copy."""
@@ -68,27 +76,60 @@ class JsonTokenizer(TextTokenizer):
     def __init__(self, content: bytes) -> None:
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_buffer(content)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        with _failures_told():
+            self._tokenizer = Tokenizer.from_buffer(content)
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self._tokenizer.encode_special_tokens = True
+            ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise ValueError("its vocabulary is empty")
         self.content = content
         self.fingerprint = fingerprint(content)
         self.vocab_size = max(ids.values()) + 1
         self.separator = next((ids[name] for name in END_OF_TEXT if name in ids), None)
+        self.parts_between_words = _splits_like_gpt2(self._tokenizer)
 
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
         """Return the ids, int64."""
-        (encoding,) = self._tokenizer.encode_batch_fast([text.decode("utf-8", "replace")], add_special_tokens=False)
+        with _failures_told():
+            (encoding,) = self._tokenizer.encode_batch_fast([text.decode("utf-8", "replace")], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text, special tokens by their names; ids past the vocabulary are left out."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with _failures_told():
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """Raise what the library raises as ValueError, also a panic of Rust, which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(next(iter(str(error).splitlines()), type(error).__name__)) from error
+
+
+def _splits_like_gpt2(tokenizer: Any) -> bool:
+    """Tell whether text is split into words by GPT-2's pattern, and by nothing else, before it is encoded.
+
+    No match of that pattern but a run of white space looks past its end, none goes on over a space, and a single space
+    before a word begins a match: so a cut there is where two matches meet anyhow.
+    """
+    from tokenizers import pre_tokenizers
+
+    splitter = tokenizer.pre_tokenizer
+    return (
+        tokenizer.normalizer is None
+        and isinstance(splitter, pre_tokenizers.ByteLevel)
+        and not splitter.add_prefix_space
+        and splitter.use_regex
+        and all(token.special for token in tokenizer.get_added_tokens_decoder().values())
+    )
 
 
 def fingerprint(content: bytes) -> str:
@@ -96,16 +137,35 @@ def fingerprint(content: bytes) -> str:
     return f"tokenizer.json {hashlib.sha256(content).hexdigest()}"
 
 
-def load_tokenizer(name: str) -> TextTokenizer:
-    """Return the tokenizer that ``data.tokenizer`` names if it is not made from the text: ``bytes``, or a path."""
+def read_tokenizer(name: str) -> bytes | None:
+    """Return what the ``tokenizer.json`` holds that ``data.tokenizer`` names; None for ``bytes``. Raises DataError."""
     if name == "bytes":
-        return ByteTokenizer()
+        return None
     path = Path(os.path.expanduser(name))
-    fix = "Use bytes, bpe-2048 (or another number of ids), or the path of a tokenizer.json."
     try:
-        return JsonTokenizer(path.read_bytes())
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise not_a_tokenizer(name, "it is no regular file")
+        if status.st_size > MAX_BYTES:
+            size = f"it has {status.st_size:,} bytes, and no vocabulary needs more than {MAX_BYTES:,}"
+            raise not_a_tokenizer(name, size)
+        return path.read_bytes()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise DataError(f"data.tokenizer: {name!r} cannot be read: {reason}.", fix) from error
+        raise DataError(f"data.tokenizer: {name!r} cannot be read: {reason}.", _FIX) from error
+
+
+def load_tokenizer(name: str, content: bytes | None) -> TextTokenizer:
+    """Return the tokenizer that ``data.tokenizer`` names, with what its file holds: None for bytes. Raises DataError.
+
+    A file that this process has not made runs first where it may break (:class:`EncodingProcess`).
+    """
+    try:
+        return ByteTokenizer() if content is None else JsonTokenizer(content)
     except ValueError as error:
-        raise DataError(f"data.tokenizer: {name!r} is not a tokenizer.json: {error}.", fix) from error
+        raise not_a_tokenizer(name, str(error)) from error
+
+
+def not_a_tokenizer(name: str, reason: str) -> DataError:
+    """Return the error for a file that data.tokenizer names and that cannot be used."""
+    return DataError(f"data.tokenizer: {name!r} is not a tokenizer.json: {reason}.", _FIX)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefw.core.data import TokenStream
+from moefw.training.data.hashed import HashedFile
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -20,19 +21,21 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @final
 class TokenFile(TokenStream):
-    """A token file of at least one token, mapped into memory: what is not read costs nothing."""
+    """A token file of whole tokens, whose bytes are checked when they are first read."""
 
-    def __init__(self, path: Path, *, dtype: np.dtype[Any]) -> None:
-        self._tokens = np.memmap(path, dtype=dtype, mode="r")
+    def __init__(self, file: HashedFile, *, dtype: np.dtype[Any]) -> None:
+        assert file.size % dtype.itemsize == 0
+        self.name = str(file.path)
+        self._file, self._dtype = file, dtype
 
     def __len__(self) -> int:
         """Return the number of tokens."""
-        return len(self._tokens)
+        return self._file.size // self._dtype.itemsize
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return a copy of ``count`` ids from ``start``, int64; the range lies inside the file."""
-        assert 0 <= start <= start + count <= len(self), f"tokens {start} + {count} of {len(self)}"
-        return self._tokens[start : start + count].astype(np.int64)
+        """Return ``count`` ids from ``start``, int64; the range lies inside the file. Raises DamagedDataError."""
+        width = self._dtype.itemsize
+        return np.frombuffer(self._file.read(start * width, count * width), dtype=self._dtype).astype(np.int64)
 
 
 @final

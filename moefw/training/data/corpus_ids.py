@@ -1,0 +1,87 @@
+"""From documents to a token file: text goes in batches through all cores, and ids come out as of one text each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefw.core.errors import DataError
+from moefw.training.data.corpus import Document, pieces
+from moefw.training.data.encoding import EncodingError
+from moefw.training.data.tokenizers import TextTokenizer
+from moefw.training.data.tokens import TokenWriter
+
+PART_BYTES = 1 << 16
+"""64 KiB: on one core as fast as anything, and of a batch there are parts for 64 of them."""
+BATCH_BYTES = 1 << 22
+WHOLE_BATCH_BYTES = 1 << 24
+"""Where text is not cut finer than :func:`pieces` cuts it: four of its pieces."""
+
+_BETWEEN_WORDS = re.compile(rb"[!-~](?= [!-~])")
+
+Encode = Callable[[Sequence[bytes]], Sequence[NDArray[np.integer[Any]]]]
+"""Returns the ids of each of several texts. Raises EncodingError."""
+
+
+def write_tokens(
+    path: Path,
+    documents: Sequence[Document],
+    tokenizer: TextTokenizer,
+    encode: Encode,
+    done: Callable[[int], None],
+) -> int:
+    """Write the ids of documents, one after the other, and return how many. ``done`` is told of bytes.
+
+    The ids are those of each document's pieces, encoded one by one. Raises DataError that names what has no ids.
+    """
+    separator = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype=np.int64)
+    fine = tokenizer.parts_between_words
+    before = documents[0]
+    with TokenWriter(path, vocab_size=tokenizer.vocab_size) as tokens:
+        for batch in _batches(documents, fine=fine):
+            for (document, part), ids in zip(batch, _encoded(batch, encode), strict=True):
+                if document is not before:
+                    tokens.write(separator)
+                tokens.write(ids)
+                done(len(part))
+                before = document
+    return tokens.num_tokens
+
+
+def between_words(text: bytes, size: int) -> Iterator[bytes]:
+    """Yield parts of about ``size`` bytes, each but the first begins with the single space between two ASCII words."""
+    start = 0
+    while start < len(text):
+        cut = _BETWEEN_WORDS.search(text, start + size)
+        end = cut.end() if cut else len(text)
+        yield text[start:end]
+        start = end
+
+
+def _batches(documents: Sequence[Document], *, fine: bool) -> Iterator[list[tuple[Document, bytes]]]:
+    """Yield parts of documents in order, about as many bytes at a time as there is memory for."""
+    room = most = BATCH_BYTES if fine else WHOLE_BATCH_BYTES
+    batch: list[tuple[Document, bytes]] = []
+    for document in documents:
+        for piece in pieces(document):
+            for part in between_words(piece, PART_BYTES) if fine else [piece]:
+                batch.append((document, part))
+                room -= len(part)
+                if room <= 0:
+                    yield batch
+                    batch, room = [], most
+    yield batch
+
+
+def _encoded(batch: Sequence[tuple[Document, bytes]], encode: Encode) -> Sequence[NDArray[np.integer[Any]]]:
+    try:
+        return encode([part for _, part in batch])
+    except EncodingError as error:
+        document, _ = batch[error.text]
+        what = f"data.tokenizer: {document.path} cannot be encoded: {error.reason}."
+        raise DataError(what, "Use another tokenizer, or leave that text out.") from error

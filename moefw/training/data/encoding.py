@@ -1,0 +1,107 @@
+"""A ``tokenizer.json`` at work in a process of its own: it is data of strangers, and what it breaks is that process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefw.training.data import encoding_child
+from moefw.training.data.encoding_child import receive, send
+
+_ID_BYTES = 4
+
+
+class EncodingError(Exception):
+    """A text has no ids: ``reason`` is why, ``text`` its number among those of the call."""
+
+    def __init__(self, reason: str, text: int = 0) -> None:
+        super().__init__(reason)
+        self.reason, self.text = reason, text
+
+
+@final
+class EncodingProcess:
+    """Encodes on all cores that the process may use; a context manager. Raises EncodingError where loading fails."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self._start()
+
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer[Any]]]:
+        """Return the ids of each UTF-8 text, nothing added at its ends. Raises EncodingError."""
+        try:
+            parts = self._ask(texts)
+        except EncodingError:
+            parts = [self._ask_alone(number, text) for number, text in enumerate(texts)]
+        return [np.frombuffer(part, dtype=np.uint32) for part in parts]
+
+    def _ask_alone(self, number: int, text: bytes) -> bytes:
+        """Ask for the ids of one text, as of those at once nobody says which of them fails."""
+        if self._process.poll() is not None:
+            self.close()
+            self._start()
+        try:
+            (part,) = self._ask([text])
+        except EncodingError as error:
+            raise EncodingError(error.reason, number) from error
+        return part
+
+    def _start(self) -> None:
+        # The file's own folder stays off the path: the library would be hidden by our module of its name.
+        command = [sys.executable, "-P", encoding_child.__file__]
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (see close; a pipe that nobody reads would fill up)
+        pipe, environment = subprocess.PIPE, {**os.environ, "RUST_BACKTRACE": "0"}
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment)
+        try:
+            self._ask([self._content])
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _ask(self, parts: Sequence[bytes]) -> list[bytes]:
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        try:
+            send(requests, {"sizes": list(map(len, parts))}, parts)
+            answer = receive(answers, width=_ID_BYTES)
+        except BrokenPipeError:
+            answer = None
+        if answer is None:
+            raise EncodingError(self._why_it_ended())
+        head, found = answer
+        if "error" in head:
+            raise EncodingError(head["error"])
+        return found
+
+    def _why_it_ended(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", "replace").split("\n")
+        said = next((line.strip() for line in lines if line.strip()), "")
+        if code == -signal.SIGXCPU:
+            return "it took more time than any text needs"
+        if "memory allocation" in said or "MemoryError" in said:
+            return "it took more memory than any text needs"
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return f"the process that runs it ended {how}{': ' + said if said else ''}"
+
+    def __enter__(self) -> EncodingProcess:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close()

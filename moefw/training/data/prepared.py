@@ -1,0 +1,183 @@
+"""Folders of prepared data: filled beside their place, moved there whole, and found damaged before they are used."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from moefw.core.errors import DamagedDataError
+from moefw.training.data.hashed import CHUNK_BYTES, HASH_BYTES, HashedFile, chunk_hashes, num_chunks
+from moefw.training.folder import TOKENIZER
+
+TRAIN, HELDOUT, HELDOUT_TEXT = "train.bin", "heldout.bin", "heldout.raw"
+_META, _HASHES, _OWN_HASH = "meta.json", "hashes.bin", "sha256"
+
+
+@frozen(kw_only=True)
+class Prepared:
+    """A folder that is whole: ``meta`` is what ``meta.json`` says, ``hashes`` are those of all files' chunks."""
+
+    folder: Path
+    meta: Mapping[str, Any]
+    hashes: bytes
+
+    def open(self, name: str) -> HashedFile:
+        """Open a file of the folder. Raises OSError if it is not there."""
+        return HashedFile(self.folder / name, size=self.meta["bytes"][name], hashes=self._hashes_of(name))
+
+    def read(self, name: str) -> bytes:
+        """Return a whole file. Raises DamagedDataError."""
+        return self.open(name).read(0, self.meta["bytes"][name])
+
+    @property
+    def digest(self) -> str:
+        """A hash of the ids in both streams, and of the tokenizer that made them."""
+        streams = [[name, self._hashes_of(name).hex()] for name in (TRAIN, HELDOUT)]
+        return _hash([self.meta["tokenizer"], self.meta["dtype"], streams])
+
+    def _hashes_of(self, name: str) -> bytes:
+        sizes: Mapping[str, int] = self.meta["bytes"]
+        before = sum(num_chunks(sizes[other]) for other in sizes if other < name)
+        return self.hashes[before * HASH_BYTES :][: num_chunks(sizes[name]) * HASH_BYTES]
+
+
+def describe(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Write ``meta.json`` and ``hashes.bin``, over all files of a folder that are there now."""
+    files = sorted(folder.iterdir())
+    hashes = b"".join(map(chunk_hashes, files))
+    (folder / _HASHES).write_bytes(hashes)
+    sizes = {path.name: path.stat().st_size for path in files}
+    chunks = {"chunk_bytes": CHUNK_BYTES, "hashes": hashlib.sha256(hashes).hexdigest()}
+    (folder / _META).write_bytes(_written({**meta, "bytes": sizes, **chunks}))
+
+
+def open_prepared(folder: Path) -> Prepared | None:
+    """Return the data in a folder; None where it is not there, or not as :func:`describe` left it.
+
+    Of a file but ``tokenizer.json``, its size is looked at here and its content when it is read.
+    """
+    try:
+        content = (folder / _META).read_bytes()
+        meta = json.loads(content)
+        del meta[_OWN_HASH]
+        if _written(meta) != content or meta["chunk_bytes"] != CHUNK_BYTES:
+            return None
+        prepared = Prepared(folder=folder, meta=meta, hashes=(folder / _HASHES).read_bytes())
+        if hashlib.sha256(prepared.hashes).hexdigest() != meta["hashes"]:
+            return None
+        if any((folder / name).stat().st_size != size for name, size in meta["bytes"].items()):
+            return None
+        if TOKENIZER in meta["bytes"]:
+            prepared.read(TOKENIZER)
+    except (OSError, DamagedDataError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return prepared
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty hidden folder beside ``folder``, which gets that name at the end, or is removed.
+
+    What lies there damaged gives way; what another process has put there whole stays. What killed processes of this
+    machine have left in the cache is removed.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder.parent)
+    partial, lock = _own_folder(folder)
+    try:
+        yield partial
+        with _locked(folder.parent):
+            if open_prepared(folder) is None:
+                _remove(folder)
+                partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def _own_folder(folder: Path) -> tuple[Path, int]:
+    """Return a new hidden folder, and a lock on it that goes with this process."""
+    while True:
+        partial = _hidden(folder)
+        partial.mkdir()
+        with suppress(FileNotFoundError, BlockingIOError):  # taken for a leftover before it is locked
+            lock = os.open(partial, os.O_RDONLY)
+            try:
+                _lock(lock, fcntl.LOCK_NB)
+                partial.stat()
+            except OSError:
+                os.close(lock)
+                raise
+            return partial, lock
+
+
+def _remove_leftovers(cache_dir: Path) -> None:
+    """Remove the hidden folders of this machine that no process holds a lock on."""
+    ours = re.compile(rf"\.[0-9a-f]{{32}}\.{re.escape(_host())}\.[0-9a-f]{{16}}")
+    for path in cache_dir.iterdir():
+        if ours.fullmatch(path.name):
+            with suppress(OSError):  # locked, gone by now, or on a file system without locks: nobody knows whose it is
+                lock = os.open(path, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Take what is damaged out of the way in one move, before another process can look at half of it."""
+    aside = _hidden(folder)
+    with suppress(FileNotFoundError):
+        os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait for a lock on a folder and hold it."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(lock)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(descriptor: int, how: int = 0) -> None:
+    """Lock a folder; nothing happens where the file system has no locks. Raises BlockingIOError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | how)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass
+
+
+def _hidden(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.{_host()}.{secrets.token_hex(8)}")
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+
+
+def _written(meta: Mapping[str, Any]) -> bytes:
+    """Return what ``meta.json`` holds: what is said, and a hash of it."""
+    return (json.dumps({**meta, _OWN_HASH: _hash(meta)}, indent=2) + "\n").encode()
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()

@@ -1,0 +1,58 @@
+"""How far the encoding of a corpus is: a bar on a terminal, a line now and then anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Self, final
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+
+@final
+class EncodingProgress:
+    """Counts the bytes that are encoded, of ``total``; a context manager. Writes to standard error.
+
+    Where that is no terminal, what takes less than ``line_every_s`` seconds says nothing.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        console: Console | None = None,
+        line_every_s: float = 10.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._done = total, 0
+        self._console = console or Console(stderr=True)
+        self._line_every_s, self._now = line_every_s, now
+        self._start_s = self._line_s = now()
+        columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TextColumn("left"), TimeRemainingColumn())
+        live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._bar = Bar(*columns, console=self._console, transient=True) if live else None
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+            self._bar.add_task("", total=self._total)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """Count bytes that are done."""
+        self._done += count
+        now_s = self._now()
+        if self._bar:
+            self._bar.advance(self._bar.task_ids[0], count)
+        elif now_s - self._line_s >= self._line_every_s:
+            self._line_s = now_s
+            left_s = round((now_s - self._start_s) * (self._total / self._done - 1))
+            done, total = self._done / 1e6, self._total / 1e6
+            line = f"encoding: {done:,.0f} of {total:,.0f} MB  left {left_s // 60}:{left_s % 60:02}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,33 @@
+"""Windows of a token stream, as a model may read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefw.core.data import TokenStream
+from moefw.core.errors import ContractError, DamagedDataError
+
+
+def read_windows(stream: TokenStream, starts: Iterable[int], *, seq_len: int, vocab_size: int) -> NDArray[np.int64]:
+    """Return the windows of ``seq_len + 1`` ids at ``starts``: ``(B, seq_len + 1)``, int64.
+
+    Raises DamagedDataError where an id lies outside of the vocabulary, ContractError where the stream gives no ids.
+    """
+    return np.stack([_window(stream, int(start), seq_len + 1, vocab_size) for start in starts])
+
+
+def _window(stream: TokenStream, start: int, count: int, vocab_size: int) -> NDArray[np.int64]:
+    ids = stream.read(start, count)
+    name = stream.name or type(stream).__name__
+    if not isinstance(ids, np.ndarray) or ids.shape != (count,) or ids.dtype != np.int64:
+        found = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        what = f"{name}: read({start}, {count}) returned {found}, not {count} ids, int64."
+        raise ContractError(what, "This is a fault of the data source.")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        what = f"{name} holds the id {ids[at]} at token {start + at:,}, and the vocabulary has {vocab_size:,} ids."
+        raise DamagedDataError(what, "Prepare the data anew, with the tokenizer that is used with it.")
+    return ids

@@ -1,0 +1,117 @@
+"""A tokenizer.json is data of strangers: what is wrong with it is a message, whatever the library does about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_cases import all_of, message, prepared_folders, write
+from moefw import DataError
+from moefw.training.data import Text, source
+from moefw.training.data.encoding import EncodingProcess
+from moefw.training.data.tokenizers import MAX_BYTES
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+
+
+def tokenizer_json(**parts: Any) -> bytes:
+    whole = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
+    return json.dumps({"version": "1.0", "added_tokens": [], **whole, "model": WORDS, **parts}).encode()
+
+
+def replaced(pattern: dict[str, str], content: str) -> bytes:
+    return tokenizer_json(normalizer={"type": "Replace", "pattern": pattern, "content": content})
+
+
+BROKEN = {
+    "truncated": (b'{"version": "1.0", "trunc', "EOF while parsing a string"),
+    "a list": (b"[1, 2]", "expected struct Tokenizer"),
+    "a model that is a number": (tokenizer_json(model=5), "did not match any variant"),
+    "deep": (b"[" * 100_000, "expected struct Tokenizer"),
+    "deep inside": (tokenizer_json(normalizer=5).replace(b"5", b"[" * 100_000), "recursion limit exceeded"),
+    "a panic": (
+        tokenizer_json(normalizer={"type": "Precompiled", "precompiled_charsmap": "//////////////"}),
+        "Precompiled: Error",
+    ),
+    "a bomb": (replaced({"String": "e"}, "x" * 50_000_000), "it took more memory than any text needs"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_tokenizer_that_cannot_be_loaded_is_a_message(name, tmp_path, corpus, cache, capfd):
+    content, reason = BROKEN[name]
+    path = write(tmp_path, {"tokenizer.json": content}) / "tokenizer.json"
+    said = message(corpus, cache, tokenizer=str(path))
+    assert said.startswith(f"data.tokenizer: '{path}' is not a tokenizer.json: ")
+    assert reason in said
+    assert said.endswith(" Use bytes, bpe-2048 (or another number of ids), or the path of a tokenizer.json.")
+    assert prepared_folders(cache) == []
+    assert capfd.readouterr() == ("", ""), "nothing else is said, no stack of Rust either"
+
+
+def test_a_huge_tokenizer_is_refused_before_it_is_read(tmp_path, corpus, cache):
+    path = tmp_path / "tokenizer.json"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    said = message(corpus, cache, tokenizer=str(path))
+    assert f"it has 1,099,511,627,776 bytes, and no vocabulary needs more than {MAX_BYTES:,}. " in said
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_is_no_tokenizer(tmp_path, corpus, cache):
+    os.mkfifo(tmp_path / "tokenizer.json")
+    assert "it is no regular file. " in message(corpus, cache, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert "it is no regular file. " in message(corpus, cache, tokenizer="/dev/zero")
+
+
+FAILING = {
+    "a regex that explodes": (replaced({"Regex": "(q+)+$"}, "x"), "q" * 40 + "!", "retry-limit-in-match over"),
+    "a panic": (tokenizer_json(pre_tokenizer={"type": "FixedLength", "length": 0}), "é", "chunk size must be non-zero"),
+    "an unknown word": (tokenizer_json(model=WORDS | {"unk_token": "?"}), "zzz", "Missing [UNK] token"),
+    "a bomb": (replaced({"String": "é"}, "x" * 50_000_000), "é" * 1000, "it took more memory than any text needs"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_document_that_cannot_be_encoded_is_named(name, tmp_path, cache, capfd):
+    content, text, reason = FAILING[name]
+    path = write(tmp_path, {"tokenizer.json": content}) / "tokenizer.json"
+    first = "a" if name != "a panic" else text
+    folder = write(tmp_path / "text", {f"{i}.txt": first if i < 5 else text for i in range(9)})
+    said = message(folder, cache, tokenizer=str(path))
+    named = re.fullmatch(r"data\.tokenizer: (.+) cannot be encoded: (.+)\. Use another tokenizer, or .+", said)
+    assert named, said
+    assert Path(named[1]).read_text() == text
+    assert reason in named[2]
+    assert prepared_folders(cache) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost():
+    with EncodingProcess(tokenizer_json()) as process:
+        os.kill(process._process.pid, signal.SIGKILL)
+        found = process.encode([b"a", b"", b"b"])
+    assert [ids.tolist() for ids in found] == [[0], [], [1]]
+
+
+def test_a_tokenizer_that_fails_at_a_prompt_says_so(tmp_path, corpus, cache, capfd):
+    content, text, _ = FAILING["a regex that explodes"]
+    path = write(tmp_path, {"tokenizer.json": content}) / "tokenizer.json"
+    source = Text(path=str(corpus), tokenizer=str(path)).prepare(cache)
+    with pytest.raises(DataError, match=r"this text cannot be encoded: .*retry-limit-in-match over"):
+        source.encode(text)
+    assert all_of(source.train)
+
+
+def test_no_process_is_started_where_the_data_are_prepared(tokenizer_file, corpus, cache, monkeypatch):
+    options = Text(path=str(corpus), tokenizer=str(tokenizer_file))
+    options.prepare(cache)
+    monkeypatch.setattr(source, "EncodingProcess", lambda *_: pytest.fail("started"))
+    options.prepare(cache)
+    Text(path=str(corpus)).prepare(cache)
