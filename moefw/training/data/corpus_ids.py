@@ -22,7 +22,7 @@ BATCH_BYTES = 1 << 22
 WHOLE_BATCH_BYTES = 1 << 24
 """Where text is not cut finer than :func:`pieces` cuts it: four of its pieces."""
 
-_BETWEEN_WORDS = re.compile(rb"[!-~](?= [!-~])")
+_END_OF_WORD = re.compile(rb"[!-~](?=[ \n])")
 
 Encode = Callable[[Sequence[bytes]], Sequence[NDArray[np.integer[Any]]]]
 """Returns the ids of each of several texts. Raises EncodingError."""
@@ -40,7 +40,7 @@ def write_tokens(
     The ids are those of each document's pieces, encoded one by one. Raises DataError that names what has no ids.
     """
     separator = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype=np.int64)
-    fine = tokenizer.parts_between_words
+    fine = tokenizer.parts_after_words
     before = documents[0]
     with TokenWriter(path, vocab_size=tokenizer.vocab_size) as tokens:
         for batch in _batches(documents, fine=fine):
@@ -53,11 +53,11 @@ def write_tokens(
     return tokens.num_tokens
 
 
-def between_words(text: bytes, size: int) -> Iterator[bytes]:
-    """Yield parts of about ``size`` bytes, each but the first begins with the single space between two ASCII words."""
+def after_words(text: bytes, size: int) -> Iterator[bytes]:
+    """Yield parts of a little over ``size`` bytes; each but the first begins with the white space after a word."""
     start = 0
     while start < len(text):
-        cut = _BETWEEN_WORDS.search(text, start + size)
+        cut = _END_OF_WORD.search(text, start + size)
         end = cut.end() if cut else len(text)
         yield text[start:end]
         start = end
@@ -69,7 +69,7 @@ def _batches(documents: Sequence[Document], *, fine: bool) -> Iterator[list[tupl
     batch: list[tuple[Document, bytes]] = []
     for document in documents:
         for piece in pieces(document):
-            for part in between_words(piece, PART_BYTES) if fine else [piece]:
+            for part in after_words(piece, PART_BYTES) if fine else [piece]:
                 batch.append((document, part))
                 room -= len(part)
                 if room <= 0:

@@ -28,14 +28,14 @@ class TextTokenizer(ABC):
 
     ``fingerprint`` is equal for tokenizers that yield equal ids. ``separator`` is the id between two documents,
     or None if the vocabulary has none. ``content`` is what a ``tokenizer.json`` of it holds, None for bytes.
-    ``parts_between_words``: ids stay the same where text is cut before a single space between two words.
+    ``parts_after_words``: ids stay the same where text is cut between a word and the white space that follows.
     """
 
     fingerprint: str
     vocab_size: int
     separator: int | None
     content: bytes | None = None
-    parts_between_words: bool
+    parts_after_words: bool
 
     @abstractmethod
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
@@ -53,7 +53,7 @@ class ByteTokenizer(TextTokenizer):
     fingerprint = "bytes"
     vocab_size = 256
     separator = 0
-    parts_between_words = True
+    parts_after_words = True
 
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
         """Return the bytes, uint8, without a copy."""
@@ -88,7 +88,7 @@ class JsonTokenizer(TextTokenizer):
         self.fingerprint = fingerprint(content)
         self.vocab_size = max(ids.values()) + 1
         self.separator = next((ids[name] for name in END_OF_TEXT if name in ids), None)
-        self.parts_between_words = _splits_like_gpt2(self._tokenizer)
+        self.parts_after_words = _splits_like_gpt2(self._tokenizer)
 
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
         """Return the ids, int64."""
@@ -117,8 +117,8 @@ def _failures_told() -> Iterator[None]:
 def _splits_like_gpt2(tokenizer: Any) -> bool:
     """Tell whether text is split into words by GPT-2's pattern, and by nothing else, before it is encoded.
 
-    No match of that pattern but a run of white space looks past its end, none goes on over a space, and a single space
-    before a word begins a match: so a cut there is where two matches meet anyhow.
+    A match of that pattern that holds something else than white space ends where white space begins, and no match
+    depends on what is before it: where white space begins, text may be cut.
     """
     from tokenizers import pre_tokenizers
 
