@@ -1,16 +1,17 @@
 """How fast a corpus becomes ids: in parts on all cores, and piece by piece on one, the same ids.
 
-Takes 64 MB of the standard library's sources, repeated, and a BPE of 2048 ids; writes ``benchmarks/results/encoding.json``.
+Takes turns over the sources of the standard library with a BPE of 2048 ids; writes ``benchmarks/results/encoding.json``.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import record
+from timing import race
 
 from moefw.training.data.bpe import train_bpe
 from moefw.training.data.corpus import Document, find_corpus, pieces, text_documents
@@ -18,30 +19,39 @@ from moefw.training.data.corpus_ids import write_tokens
 from moefw.training.data.encoding import EncodingProcess
 from moefw.training.data.tokenizers import JsonTokenizer
 
-SIZE = 64_000_000
 
-
-def main() -> None:
+def main(rounds: int = 3) -> None:
     """Measure, print and write."""
-    sources = b"".join(piece for document in text_documents(find_corpus(None, ())) for piece in pieces(document))
-    tokenizer = JsonTokenizer(train_bpe([sources], 2048))
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "text"
-        text.write_bytes((sources * (SIZE // len(sources) + 1))[:SIZE].decode("utf-8", "ignore").encode())
-        document = Document("text", text, 0, text.stat().st_size, 0)
-        begun = time.perf_counter()
-        one_by_one = np.concatenate([tokenizer.encode(piece) for piece in pieces(document)])
-        middle = time.perf_counter()
-        with EncodingProcess(tokenizer.content or b"") as process:
-            write_tokens(Path(folder) / "ids", [document], tokenizer, process.encode, lambda _: None)
-        ended = time.perf_counter()
-        assert np.array_equal(np.fromfile(Path(folder) / "ids", dtype="<u2"), one_by_one)
-    before, after = SIZE / 1e6 / (middle - begun), SIZE / 1e6 / (ended - middle)
-    measured = {"one_by_one_mb_per_s": round(before, 2), "on_all_cores_mb_per_s": round(after, 2)}
-    measured["ratio"] = round(after / before, 2)
+        measured = measure(Path(folder), rounds)
     print(measured)
     print(record.write("encoding", measured))
 
 
+def measure(folder: Path, rounds: int) -> dict[str, float]:
+    """Return MB/s of both ways, medians, and their ratio; the ids are held against each other before."""
+    text = b"".join(piece for document in text_documents(find_corpus(None, ())) for piece in pieces(document))
+    tokenizer = JsonTokenizer(train_bpe([text], 2048))
+    (folder / "text").write_bytes(text)
+    document = Document("text", folder / "text", 0, len(text), 0)
+
+    def one_by_one() -> np.ndarray:
+        return np.concatenate([tokenizer.encode(piece) for piece in pieces(document)])
+
+    def on_all_cores() -> np.ndarray:
+        with EncodingProcess(tokenizer.content or b"") as process:
+            write_tokens(folder / "ids", [document], tokenizer, process.encode, lambda _: None)
+        return np.fromfile(folder / "ids", dtype="<u2")
+
+    assert np.array_equal(one_by_one(), on_all_cores())
+    seconds = race({"one by one": one_by_one, "on all cores": on_all_cores}, rounds, warm_up=0)
+    speeds = {f"{name}, MB/s": round(len(text) / 1e6 / taken, 2) for name, taken in seconds.items()}
+    return {
+        "MB": round(len(text) / 1e6, 1),
+        **speeds,
+        "ratio": round(seconds["one by one"] / seconds["on all cores"], 2),
+    }
+
+
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
