@@ -1,6 +1,7 @@
 """How fast a corpus becomes ids: in parts on all cores, and piece by piece on one, the same ids.
 
-Takes turns over the sources of the standard library with a BPE of 2048 ids; writes ``benchmarks/results/encoding.json``.
+Both take turns over the sources of the standard library with a BPE of 2048 ids; their speeds are written to
+``benchmarks/results/encoding.json``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""A run prepares its data once, reads no more of them than it needs, and names what is damaged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from click.testing import CliRunner
+
+from moefw.commands import specs
+from moefw.commands.train import train
+from moefw.core.errors import DataError
+from moefw.testing.pool import RankPool
+from moefw.training import session
+from moefw.training.data import Text
+from moefw.training.data.hashed import CHUNK_BYTES, HashedFile
+from moefw.training.data.order import BatchOrder
+from moefw.training.world import Place
+
+SPEC = """\
+model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
+data: {use: text, path: %s}
+train: {steps: 2, tokens_per_step: 256, micro_batch: 2, seq_len: 64, eval_tokens: 64, eval_every: 1}
+run: {dir: %s, device: cpu}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("a fox jumps over a dog\n" * 200)
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC % (tmp_path / "text.txt", tmp_path / "run"))
+    return path
+
+
+def test_a_run_of_one_rank_prepares_once_and_reads_the_held_out_text_at_the_end_alone(spec: Path) -> None:
+    with (
+        mock.patch.object(Text, "prepare", autospec=True, side_effect=Text.prepare) as prepare,
+        mock.patch.object(HashedFile, "read", autospec=True, side_effect=HashedFile.read) as read,
+    ):
+        done = CliRunner().invoke(train, [str(spec)], standalone_mode=False, catch_exceptions=False)
+    assert done.return_value == 0
+    assert prepare.call_count == 1
+    assert [call.args[0].path.name for call in read.call_args_list].count("heldout.raw") == 1
+
+
+def times_prepared(spec: str, cache: str) -> int:
+    assembly, rank = specs.read(spec, ["parallel={experts: {ep: 2}}"], 2), dist.get_rank()
+    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    with (
+        mock.patch.dict("os.environ", {"MOEFW_CACHE": cache}),
+        mock.patch.object(Text, "prepare", autospec=True, side_effect=Text.prepare) as prepare,
+    ):
+        session._prepare_once(assembly, Place(rank, 2, rank, 2), layout)
+    return prepare.call_count
+
+
+def test_each_rank_opens_the_data_once(spec: Path, pool: RankPool) -> None:
+    assert pool.run(times_prepared, 2, str(spec), str(spec.parent / "cache")) == [1, 1]
+
+
+def test_damage_that_one_rank_alone_reads_is_told_with_its_rank_and_file(spec: Path) -> None:
+    (spec.parent / "text.txt").write_text("a fox jumps over a dog\n" * 200_000)
+    overrides = ["parallel={experts: {ep: 2}}"]
+    assembly = specs.read(str(spec), overrides)
+    source = assembly.parts.data.prepare(spec.parent / "cache")
+    order = BatchOrder(num_tokens=len(source.train), seq_len=64, sequences_per_step=4, seed=assembly.spec.run.seed)
+    chunks = [{place // CHUNK_BYTES for place in (start, start + 64)} for start in order.starts(0).tolist()]
+    (chunk, *_) = (chunks[2] | chunks[3]) - chunks[0] - chunks[1]
+    path = next((spec.parent / "cache").glob("*/train.bin"))
+    with path.open("r+b") as file:
+        file.seek(chunk * CHUNK_BYTES)
+        file.write(b"\x80")
+    command = [sys.executable, "-m", "moefw", "train", str(spec), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert f"error: rank 1: the prepared data are damaged: {path} has changed since it was written" in done.stderr
+    assert f"Delete the folder {path.parent}: it is made anew from the text." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_id_past_the_vocabulary_ends_a_run_with_its_place(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moefw.training.data.tokenizers.ByteTokenizer.vocab_size", 99)
+    monkeypatch.setattr("moefw.training.data.tokens.TokenWriter.write", write_unchecked)
+    with pytest.raises(
+        DataError, match=r"train\.bin holds the id 1\d\d at token [\d,]+, and the vocabulary has 99 ids"
+    ):
+        CliRunner().invoke(train, [str(spec)], standalone_mode=False, catch_exceptions=False)
+
+
+def write_unchecked(self, ids) -> None:
+    self._file.write(ids.astype(self._dtype).tobytes())
+    self.num_tokens += ids.size
