@@ -249,8 +249,12 @@ class DataSourcePlugin(Plugin):
     hook: ClassVar[str] = "moefw_data_sources"
 
     def prepare(self, cache_dir: Path) -> DataSource:
-        """Tokenize once into files that are mapped into memory; reuse them the next time. Raises DataError."""
+        """Tokenize once into files of which a run reads what it needs; reuse them the next time. Raises DataError."""
         raise NotImplementedError
+
+    def anchored(self) -> DataSourcePlugin:
+        """Return the same source for whoever stands in another folder: paths in it are absolute."""
+        return self
 
 
 @frozen

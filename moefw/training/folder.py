@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+from attrs import evolve
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -69,7 +71,14 @@ def _is_same_run(run_dir: Path, assembly: Assembly) -> bool:
         before = YAML(typ="safe").load(run_dir / "spec.yaml")
     except (OSError, ValueError, YAMLError):
         return False
-    return bool(before == json.loads(json.dumps(assembly.resolved())))
+    return bool(before == kept_spec(assembly))
+
+
+def kept_spec(assembly: Assembly) -> dict[str, Any]:
+    """Return the resolved spec as a run's folder keeps it: it means the same from any other folder."""
+    parts = evolve(assembly.parts, data=assembly.parts.data.anchored())
+    kept: dict[str, Any] = json.loads(json.dumps(evolve(assembly, parts=parts).resolved()))
+    return kept
 
 
 def _moved_aside(run_dir: Path) -> Path | None:

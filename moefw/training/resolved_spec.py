@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from moefw.core.assembly import Assembly
 from moefw.core.errors import PlanError, Problem, show
 from moefw.core.spec.source import KeyPath, dotted
 from moefw.training.agreement import everywhere
+from moefw.training.folder import kept_spec
 
 
 def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
@@ -23,7 +23,7 @@ def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
     Raises OSError where it cannot be written.
     """
     path, scratch = run_dir / "spec.yaml", run_dir / "spec.yaml.tmp"
-    resolved = json.loads(json.dumps(assembly.resolved()))
+    resolved = kept_spec(assembly)
     before: Any = resolved
     if path.is_file():
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from moefw.commands import specs
+from moefw.commands.eval import evaluate
 from moefw.commands.train import train
 from moefw.core.errors import DataError
 from moefw.testing.pool import RankPool
 from moefw.training import session
 from moefw.training.data import Text
+from moefw.training.data.bpe import train_bpe
 from moefw.training.data.hashed import CHUNK_BYTES, HashedFile
 from moefw.training.data.order import BatchOrder
 from moefw.training.world import Place
@@ -96,3 +99,27 @@ def test_an_id_past_the_vocabulary_ends_a_run_with_its_place(spec: Path, monkeyp
 def write_unchecked(self, ids) -> None:
     self._file.write(ids.astype(self._dtype).tobytes())
     self.num_tokens += ids.size
+
+
+def test_a_run_is_evaluated_from_any_folder(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (spec.parent / "words.json").write_bytes(train_bpe([b"a fox jumps over a dog"], 257))
+    (spec.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(spec.parent)
+    relative = [
+        "data.path=text.txt",
+        "data.tokenizer=words.json",
+        "run.dir=run",
+        "train.steps=1",
+        "model.vocab_size=260",
+    ]
+    CliRunner().invoke(train, [str(spec), *relative], standalone_mode=False, catch_exceptions=False)
+    monkeypatch.chdir(spec.parent / "elsewhere")
+    done = CliRunner().invoke(evaluate, [str(spec.parent / "run"), "--json"], catch_exceptions=False)
+    assert json.loads(done.output)["step"] == 1
+
+
+def test_what_names_no_file_stays_as_it_is_in_the_spec_of_a_run() -> None:
+    assert Text().anchored() == Text()
+    assert Text(tokenizer="bpe-300").anchored() == Text(tokenizer="bpe-300")
+    named = Text(path="~/a/../b", tokenizer="c.json").anchored()
+    assert named == Text(path=str(Path.home() / "b"), tokenizer=str(Path.cwd() / "c.json"))

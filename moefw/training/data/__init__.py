@@ -1,13 +1,14 @@
-"""``text``: files of text, tokenized once and mapped into memory."""
+"""``text``: files of text, tokenized once; a run reads what it needs of the ids."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import and_, gt, lt, min_len, optional
 
 import moefw
@@ -66,6 +67,16 @@ class Text(DataSourcePlugin):
         from moefw.training.data.source import prepare_text
 
         return prepare_text(self, cache_dir)
+
+    def anchored(self) -> Text:
+        """Return the same text and tokenizer, by absolute paths."""
+        path = None if self.path is None else _absolute(self.path)
+        names_no_file = self.tokenizer == "bytes" or self.bpe_size is not None
+        return evolve(self, path=path, tokenizer=self.tokenizer if names_no_file else _absolute(self.tokenizer))
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 @moefw.hookimpl
