@@ -16,7 +16,7 @@ from moefw.core.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.training.folder import cache_dir, run_folder
 from moefw.training.resume import candidates, read_which
-from moefw.training.world import LAUNCHED, Place, die_with_launcher, place_from_environment, run_local_ranks
+from moefw.training.world import LAUNCHED, Place, die_with_launcher, place_from_environment, restarted, run_local_ranks
 
 if TYPE_CHECKING:
     from moefw.testing.measured import Measured
@@ -45,7 +45,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
 
     Starts the local ranks that the layout needs, or joins a torchrun or Slurm world when it finds one.
     """
-    which = None if resume is None else read_which(resume)
+    which = read_which(resume) if resume is not None else "auto" if restarted() else None
     place = place_from_environment()
     assembly = specs.read(spec, overrides, place.world if place else None)
     if place is None and assembly.layout.world > 1:

@@ -80,6 +80,10 @@ class RunError(MoefwError):
     exit_code = 1
 
 
+class NotWrittenError(RunError):
+    """A file of the run could not be written; what was there before is untouched."""
+
+
 def show(value: object, *, limit: int = 60) -> str:
     """Return a value as an error says it: as YAML writes it, cut where it gets long."""
     try:

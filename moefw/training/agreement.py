@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moefw.core.errors import MoefwError, Problem, RunError
+from moefw.core.errors import DamagedDataError, MoefwError, Problem, RunError
 
 MAX_BYTES: Final = 1 << 30
 """No answer is longer: a checkpoint's list of tensors has some hundred bytes for each."""
@@ -49,7 +49,7 @@ def raise_together(error: MoefwError | None, group: ProcessGroup | None) -> None
         raise error
     if found is not None:
         name, problems = found
-        kinds = {kind.__name__: kind for kind in MoefwError.__subclasses__()}
+        kinds = {kind.__name__: kind for kind in (*MoefwError.__subclasses__(), DamagedDataError)}
         raise kinds.get(name, RunError)([Problem(*map(str, problem)) for problem in problems])
 
 

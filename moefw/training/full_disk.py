@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, final
 
-from moefw.core.errors import RunError
+from moefw.core.errors import NotWrittenError
 
 
 @final
@@ -20,11 +20,11 @@ class RunFiles:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Write ``path`` inside. Under ``stop`` a failure is a RunError; under ``continue`` the first one is noted."""
+        """Write ``path`` inside. Under ``stop`` a failure is an error, under ``continue`` the first one is noted."""
         try:
             with written(path):
                 yield
-        except RunError as error:
+        except NotWrittenError as error:
             if self._on_full_disk == "stop":
                 raise
             if path not in self._unwritten:
@@ -38,10 +38,10 @@ class RunFiles:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Write ``path`` inside. Raises RunError where that fails."""
+    """Write ``path`` inside. Raises NotWrittenError where that fails."""
     try:
         yield
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         fix = "Make room and run again with --resume=auto; train.on_full_disk=continue trains on meanwhile."
-        raise RunError(f"{path} cannot be written: {reason}.", fix) from error
+        raise NotWrittenError(f"{path} cannot be written: {reason}.", fix) from error

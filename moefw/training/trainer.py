@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Trainer:
         self.files = RunFiles(spec.on_full_disk, partial(say, self.console))
         self.ledger = ledger and session.leads and session.device.type == "cuda"
         self.resumes, self.notes = resume is not None, list[str]()
-        self.start = 0 if resume is None else self._resume(resume)
+        self.start = self._resume(resume)
 
     def run(self) -> None:
         """Train to the last step."""
@@ -90,7 +91,7 @@ class Trainer:
         introduce(self.session, self.start, [*self.notes, *changes], self.console)
         with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
             for step in range(self.start, self.spec.steps):
-                record = self._step(step, progress)
+                record = self._step(step)
                 if log is not None:
                     log.write(record)
                 shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
@@ -98,7 +99,7 @@ class Trainer:
                 if self.ledger and step + 1 == min(self.start + LEDGER_STEPS, self.spec.steps):
                     progress.note(self._measured())
                 if self._due(step, self.spec.checkpoint_every):
-                    with self.clock("checkpoint"):
+                    with self.clock("checkpoint"), self._writing_checkpoint(step):
                         progress.note(f"saved {self._save(step)}")
                 self.clock.step_done()
         if log is not None:
@@ -111,7 +112,7 @@ class Trainer:
         ledger_file.write(self.session.assembly, measured={"peak": peak, "allocator": "cuda"})
         return f"the GPU has allocated at most {peak / 2**30:.4f} GiB"
 
-    def _step(self, step: int, progress: Progress) -> dict[str, Any]:
+    def _step(self, step: int) -> dict[str, Any]:
         """Train one step, evaluate if it is time to, and return what ``metrics.jsonl`` holds of it."""
         self.guard.notify("moefw_before_step", step=step)
         began = time.perf_counter()
@@ -124,7 +125,7 @@ class Trainer:
         if spike:
             record[LOSS_SPIKES] = 1
         for note in filter(None, (result.note, spike)):
-            progress.note(note)
+            say(self.console, note)
         record["tokens_per_s"] = self.spec.tokens_per_step / (time.perf_counter() - began)
         if self._due(step, self.spec.eval_every):
             with self.clock("evaluation"):
@@ -151,6 +152,11 @@ class Trainer:
         """Whether something that happens every so many steps, and after the last one, happens after ``step``."""
         return step + 1 == self.spec.steps or (every > 0 and (step + 1) % every == 0)
 
+    def _writing_checkpoint(self, step: int) -> AbstractContextManager[None]:
+        """Write a checkpoint inside; the last one of a run is not passed over, whatever ``on_full_disk`` says."""
+        last = step + 1 == self.spec.steps
+        return nullcontext() if last else self.files.writing(self.run_dir / "checkpoints")
+
     def _save(self, step: int) -> Path:
         session = self.session
         origin = checkpoint.Origin(
@@ -163,13 +169,14 @@ class Trainer:
         optimizer = self.engine.optimizer
         return checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, origin, keep=keep)
 
-    def _resume(self, which: Which) -> int:
-        """Load the chosen checkpoint and return its step; 0 where there is none to go on from and none is needed."""
-        chosen = checkpoint.choose(self.run_dir, which)
+    def _resume(self, which: Which | None) -> int:
+        """Load the checkpoint that all ranks go on from and return its step; 0 where they start anew."""
+        data, group = self.session.data, self.session.layout.host_group()
+        chosen = checkpoint.choose_together(self.run_dir, which, data, group)
         if chosen is None:
             return 0
-        model, optimizer, tokenizer = self.session.model, self.engine.optimizer, self.session.data.fingerprint
-        manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=tokenizer)
+        model, optimizer = self.session.model, self.engine.optimizer
+        manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=data.fingerprint, group=group)
         begin = manifest.origin.sequences - self.order.first(manifest.step)
         self.order = evolve(self.order, begin=begin)
         if self.session.leads:

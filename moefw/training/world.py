@@ -85,6 +85,11 @@ def threads_of_a_rank(local_world: int, environment: Mapping[str, str] = os.envi
     return int(outermost)
 
 
+def restarted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun has started this run's ranks again after one of them had failed."""
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def rendezvous(environment: Mapping[str, str] = os.environ) -> str:
     """Return the address at which ranks meet, ``tcp://host:port``."""
     host = environment.get("MASTER_ADDR")

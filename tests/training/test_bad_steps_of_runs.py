@@ -14,6 +14,7 @@ from moefw.training import trainer
 from moefw.training.engine import Engine
 from moefw.training.faults.loss_spike import WARM_UP, LossSpikes
 from moefw.training.metrics import read_metrics
+from moefw.training.resume import Which
 from moefw.training.world import Place
 
 SPEC = """\
@@ -49,7 +50,7 @@ def bad_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "Engine", Bad)
 
 
-def train(spec: Path, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
+def train(spec: Path, *overrides: str, resume: Which | None = None) -> list[dict[str, Any]]:
     trainer.train(specs.read(str(spec), overrides), Place(0, 1, 0, 1), resume=resume)
     return read_metrics(spec.parent / "run" / "metrics.jsonl")
 
@@ -67,7 +68,7 @@ def test_a_skipped_batch_is_counted_and_not_met_again(
 
     monkeypatch.setattr(trainer, "sequence_seeds", watched)
     train(spec, "train.on_bad_step=skip", "train.steps=3")
-    records = train(spec, "train.on_bad_step=skip", "train.steps=5", resume=True)
+    records = train(spec, "train.on_bad_step=skip", "train.steps=5", resume="last")
     assert met == list(range(5 * 4))
     assert [record["loss"] is None for record in records] == [False, False, True, False, False]
     assert [record.get("skipped_steps") for record in records] == [None, None, 1, None, None]

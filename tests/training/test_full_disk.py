@@ -22,6 +22,8 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "tensorboard": (1, []),
     "metrics.jsonl": (2, []),
     "everything": (0, ["train.on_full_disk=continue"]),
+    "checkpoint": (30, ["train.checkpoint_every=5"]),
+    "a checkpoint passed over": (30, ["train.checkpoint_every=5", "train.on_full_disk=continue"]),
 }
 """Pages that are free when a run begins: files take one each, in this order."""
 
@@ -61,6 +63,18 @@ def test_a_run_that_goes_on_names_each_file_once_and_ends_well(told: dict[str, A
     said = [line for line in found["out"].splitlines() if "Training goes on" in line]
     assert [name in line for line, name in zip(said, ["spec.yaml", "tensorboard", "metrics.jsonl"], strict=True)]
     assert "step 20/20" in found["out"]
+    assert found["code"] == 1
+    assert "step-20 could not be saved" in found["err"]
+
+
+def test_a_checkpoint_that_finds_no_room_stops_the_run_or_is_passed_over(told: dict[str, Any]) -> None:
+    stopped, passed = told["checkpoint"], told["a checkpoint passed over"]
+    assert stopped["code"] == passed["code"] == 1
+    assert "step-5 could not be saved" in stopped["err"]
+    assert "Earlier checkpoints are untouched" in stopped["err"]
+    assert passed["out"].count("could not be saved") == 1
+    assert "step-20 could not be saved" in passed["err"]
+    assert not any("checkpoints/" in name for case in (stopped, passed) for name in case["files"])
 
 
 def test_what_was_written_before_is_whole(told: dict[str, Any]) -> None:

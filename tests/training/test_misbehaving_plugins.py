@@ -50,7 +50,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
             setattr(module, hook, moefw.hookimpl(function, specname=hook))
             registry.register(module, "odd-parts", "1.5")
         assembly = assemble(path, overrides, defaults=specs.defaults(), registry=registry)
-        trainer.train(assembly, Place(0, 1, 0, 1), resume=False)
+        trainer.train(assembly, Place(0, 1, 0, 1), resume=None)
         records = read_metrics(tmp_path / "run" / "metrics.jsonl")
         (tmp_path / "run" / "metrics.jsonl").unlink()
         return [{key: value for key, value in record.items() if key != "tokens_per_s"} for record in records]

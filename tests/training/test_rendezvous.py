@@ -96,10 +96,10 @@ def train_save_and_resume(spec: str, run_dir: str, cache: Path) -> list[float]:
         model = build_model(assembly, layout, device, shared)
         initialise(model, seed=0, std=model.init_std)
         session = Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)
-        first = Trainer(session, resume=False)
+        first = Trainer(session, resume=None)
         losses = [first._step(step)["loss"] for step in range(2)]
         first._save(1)
-        again = Trainer(session, resume=True)
+        again = Trainer(session, resume="last")
         assert again.start == 2
         losses.append(again._step(2)["loss"])
         shared.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from moefw.core.errors import CheckpointError
 from moefw.core.parallel.pieces import all_of
+from moefw.training.agreement import raise_together
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from moefw.training.checkpoint.shards import opened, words
@@ -17,12 +20,38 @@ from moefw.training.checkpoint.slots import Slot, by_target, model_slots, optimi
 from moefw.training.folder import TOKENIZER
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, tokenizer: str = "") -> Manifest:
-    """Fill a model, its state and its optimizer, checking every hash first; return the manifest.
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    tokenizer: str = "",
+    group: ProcessGroup | None = None,
+) -> Manifest:
+    """Fill a model, its state and its optimizer, checking every hash first; return the manifest. Collective.
 
-    ``tokenizer``: fingerprint of the one in use. Raises CheckpointError, with nothing changed, if the folder is damaged
-    or holds another model, or one that was trained with another tokenizer.
+    ``tokenizer``: fingerprint of the one in use. Raises CheckpointError on all ranks of ``group``, with nothing
+    changed, if the folder that one of them sees is damaged or holds another model, or one with another tokenizer.
     """
+    checked, error = None, None
+    try:
+        checked = _checked(folder, model, optimizer, tokenizer)
+    except CheckpointError as found:
+        error = found
+    raise_together(error, group)
+    assert checked is not None
+    manifest, files, slots = checked
+    for together in by_target(slots):
+        with torch.no_grad(), all_of(together[0][1].target) as values:
+            for name, slot in together:
+                slot.fill(values, files[name].get_tensor(name))
+    return manifest
+
+
+def _checked(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, tokenizer: str
+) -> tuple[Manifest, Mapping[str, Any], Mapping[str, Slot]]:
+    """Return the manifest, and by name each tensor's open file and its place. Raises CheckpointError."""
     with way_out(folder):
         manifest = read_manifest(folder)
         _check_same_tokenizer(folder, manifest.origin.tokenizer, tokenizer)
@@ -35,11 +64,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
         slots |= states
         for parameter, held in rooms.items():
             optimizer.state[parameter].update(held)
-    for together in by_target(slots):
-        with torch.no_grad(), all_of(together[0][1].target) as values:
-            for name, slot in together:
-                slot.fill(values, files[name].get_tensor(name))
-    return manifest
+    return manifest, files, slots
 
 
 def _check_same_model(folder: Path, saved: Mapping[str, SavedTensor], slots: Mapping[str, Slot]) -> None:

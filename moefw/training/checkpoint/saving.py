@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
-from moefw.core.errors import RunError
+from moefw.core.errors import NotWrittenError
 from moefw.core.naming import by_parameter, expert_parameters, joined, states
 from moefw.core.parallel.pieces import whole
 from moefw.training.agreement import everywhere
@@ -37,7 +37,8 @@ def save(
 ) -> Path:
     """Write ``checkpoints/step-N`` and drop all but the newest ``keep``. Collective.
 
-    Raises RunError on every rank, with nothing committed, if a value is not finite on one, or cannot be written.
+    Raises RunError on every rank, with nothing committed, if a value is not finite on one, and NotWrittenError if one
+    cannot write.
     """
     require_finite(run_dir, step, model, optimizer, layout)
     final = run_dir / "checkpoints" / f"step-{step}"
@@ -92,7 +93,7 @@ def _manifest(step: int, origin: Origin, shards: Sequence[object]) -> bytes:
 
 
 def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[Any]:
-    """Let each rank write, and return what each answers. Raises RunError on all where one of them fails."""
+    """Let each rank write, and return what each answers. Raises NotWrittenError on all where one of them fails."""
     answer, reason = None, None
     try:
         answer = write()
@@ -105,5 +106,5 @@ def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[A
             shutil.rmtree(scratch, ignore_errors=True)
         rank, reason = reasons[0]
         what = f"{scratch.stem} could not be saved: {reason} (on rank {rank})."
-        raise RunError(what, "Earlier checkpoints are untouched: mend that and continue with --resume.")
+        raise NotWrittenError(what, "Earlier checkpoints are untouched: mend that and continue with --resume.")
     return [answer for answer, _ in answers]
