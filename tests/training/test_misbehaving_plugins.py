@@ -16,7 +16,7 @@ from attrs import frozen
 import moefw
 from broken_gemms import Plain
 from moefw.commands import specs
-from moefw.core.data import DataSource
+from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import PluginError
 from moefw.core.plugin import SchedulePlugin
 from moefw.core.registry import Registry
@@ -191,7 +191,7 @@ def test_a_data_source_that_misbehaves_in_a_step_is_named(
             source: Any = super().prepare(cache_dir)
             plain = source.train
 
-            class Stream:
+            class Stream(TokenStream):
                 def __len__(self) -> int:
                     return len(plain)
 
