@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 import moefw
-from moefw.core.errors import MoefwError
+from moefw.core.errors import MoefwError, StoppedError
 
 PATIENCE_S = 5.0
 """So long a rank that says nothing stays: torchrun stops the others when one ends, also the one that would say why."""
@@ -57,7 +57,7 @@ class _Lazy(click.Group):
 def cli() -> None:
     """Train Mixture-of-Experts transformers whose every system technique is a plugin.
 
-    Exit codes: 0 done, 1 the run failed, 2 the user's input is wrong.
+    Exit codes: 0 done, 1 the run failed, 2 the user's input is wrong, 75 a signal stopped the run: --resume continues.
     """
 
 
@@ -70,19 +70,29 @@ def main(arguments: list[str] | None = None) -> None:
         result: Any = cli.main(arguments, standalone_mode=False)
         code = result if isinstance(result, int) else 0
     except MoefwError as error:
-        rank, local_rank = _told("RANK", "SLURM_PROCID"), _told("LOCAL_RANK", "SLURM_LOCALID")
-        if "0" in (rank, local_rank) or error.exit_code == 1:
-            which = "" if rank == "0" else f"rank {rank}: "
-            click.echo("\n".join(f"error: {which}{problem}" for problem in error.problems), err=True)
-        else:
-            time.sleep(PATIENCE_S)
+        _say(error)
         code = error.exit_code
     except click.exceptions.Abort:
         code = 130
     except click.ClickException as error:
         error.show()
         code = error.exit_code
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 1
     _leave(code)
+
+
+def _say(error: MoefwError) -> None:
+    """Print an error: on the first rank of a machine at once, elsewhere unless the first one does before."""
+    rank, local_rank = _told("RANK", "SLURM_PROCID"), _told("LOCAL_RANK", "SLURM_LOCALID")
+    stopped = isinstance(error, StoppedError)
+    if "0" not in (rank, local_rank) and error.exit_code != 1:
+        time.sleep(PATIENCE_S)
+    if rank != "0" and stopped:
+        return
+    for problem in error.problems:
+        named = rank == "0" or str(problem).startswith(f"rank {rank} ")
+        click.echo(f"{'stopped' if stopped else 'error'}: {'' if named else f'rank {rank}: '}{problem}", err=True)
 
 
 def _told(torchruns: str, slurms: str) -> str:

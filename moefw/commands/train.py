@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,16 @@ import click
 from attrs import asdict
 
 from moefw.commands import specs
+from moefw.commands.doctor.machine import usable_cores
+from moefw.commands.out_of_memory import memory_note
 from moefw.core.assembly import Assembly
 from moefw.core.errors import SpecError
-from moefw.training.folder import cache_dir, run_folder
+from moefw.training.faults.rank import watched
+from moefw.training.faults.requests import StopRequests
+from moefw.training.folder import cache_dir, checkpoint_dirs, run_folder
+from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run_local_ranks
 from moefw.training.resume import candidates, read_which
-from moefw.training.world import LAUNCHED, Place, die_with_launcher, place_from_environment, restarted, run_local_ranks
+from moefw.training.world import ALONE, place_from_environment, restarted
 
 if TYPE_CHECKING:
     from moefw.testing.measured import Measured
@@ -48,26 +54,47 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
     which = read_which(resume) if resume is not None else "auto" if restarted() else None
     place = place_from_environment()
     assembly = specs.read(spec, overrides, place.world if place else None)
-    if place is None and assembly.layout.world > 1:
-        if not Path(spec).is_file():
-            raise SpecError(f"{spec} is no file, and each of several ranks reads it.", "Write the spec to a file.")
-        assembly.parts.data.prepare(cache_dir())
+    run, note = assembly.spec.run, partial(memory_note, assembly)
     leads = LAUNCHED not in os.environ and (place is None or place.rank == 0)
-    goes_on = which is not None and (not leads or bool(candidates(Path(assembly.spec.run.dir), which)))
-    if not goes_on:
-        _spare_input(assembly)
-    with ExitStack() as stack:
+    goes_on = which is not None and (not leads or bool(candidates(Path(run.dir), which)))
+    with _requests(assembly, resume=goes_on) as requests, ExitStack() as stack:
+        if place is None and assembly.layout.world > 1:
+            _check_start(assembly, spec)
+            with watched(run, ALONE, requests, memory_note=note):
+                assembly.parts.data.prepare(cache_dir())
+        if not goes_on:
+            _spare_input(assembly)
         if leads:
             stack.enter_context(run_folder(assembly, resume=goes_on, again=which == "auto", tell=click.echo))
             if ledger:
                 _open_ledger(assembly)
         if place is None and assembly.layout.world > 1:
-            return run_local_ranks(sys.argv[1:], assembly.layout.world)
+            command = [sys.executable, "-m", "moefw", *sys.argv[1:]]
+            return run_local_ranks(command, assembly.layout.world, run, requests, memory_note=note)
         die_with_launcher()
-        from moefw.training import trainer
+        with watched(run, place or ALONE, requests, memory_note=note):
+            from moefw.training import trainer
 
-        trainer.train(assembly, place or Place(0, 1, 0, 1), resume=which, ledger=ledger)
+            trainer.train(assembly, place or ALONE, resume=which, ledger=ledger, requests=requests)
     return 0
+
+
+def _requests(assembly: Assembly, *, resume: bool) -> StopRequests:
+    """Return the signals that this process answers; a run that is not resumed has no checkpoint before its first."""
+    run_dir = Path(assembly.spec.run.dir)
+    return StopRequests(
+        resumable=lambda: resume and bool(checkpoint_dirs(run_dir)),
+        launched=LAUNCHED in os.environ,
+        torchrun="TORCHELASTIC_RUN_ID" in os.environ,
+    )
+
+
+def _check_start(assembly: Assembly, spec: str) -> None:
+    """Refuse ranks that this machine cannot start, or that could not read the spec."""
+    world = assembly.layout.world
+    check_room(world, cores=usable_cores())
+    if world > 1 and not Path(spec).is_file():
+        raise SpecError(f"{spec} is no file, and each of several ranks reads it.", "Write the spec to a file.")
 
 
 def _spare_input(assembly: Assembly) -> None:

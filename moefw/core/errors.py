@@ -28,7 +28,8 @@ class Problem:
 class MoefwError(Exception):
     """Base of all errors that moefw raises on purpose.
 
-    ``exit_code`` is what the command line returns: 2 where the user's input is wrong, 1 where a run failed.
+    ``exit_code`` is what the command line returns: 2 where the user's input is wrong, 1 where a run failed, 75 where a
+    signal stopped it and ``--resume`` continues it.
     """
 
     exit_code = 2
@@ -82,6 +83,18 @@ class RunError(MoefwError):
 
 class NotWrittenError(RunError):
     """A file of the run could not be written; what was there before is untouched."""
+
+
+class LostContactError(RunError):
+    """Another rank is gone; that one, or who watches it, says why."""
+
+
+class StoppedError(MoefwError):
+    """A signal asked the run to stop, and it has. ``exit_code``: 128 + the signal's where nothing is to be resumed."""
+
+    def __init__(self, problems: str | Problem | Iterable[Problem], fix: str = "", *, exit_code: int = 75) -> None:
+        super().__init__(problems, fix)
+        self.exit_code = exit_code
 
 
 def show(value: object, *, limit: int = 60) -> str:

@@ -41,6 +41,15 @@ def everywhere(answer: Any, group: ProcessGroup | None) -> list[Any]:
     return [_read(rank, data[:length]) for rank, (data, length) in enumerate(zip(sent, lengths, strict=True))]
 
 
+def anywhere(answer: bool, group: ProcessGroup | None) -> bool:
+    """Return whether any rank of a group on the host says yes; None stands for this rank alone. Collective."""
+    if group is None:
+        return answer
+    found = torch.tensor([int(answer)])
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return bool(found)
+
+
 def raise_together(error: MoefwError | None, group: ProcessGroup | None) -> None:
     """Raise the error of the first rank that has one, on every rank; do nothing where none has. Collective."""
     own = None if error is None else [type(error).__name__, [[p.what, p.fix, p.where] for p in error.problems]]

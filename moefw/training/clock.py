@@ -10,6 +10,8 @@ from typing import NamedTuple, final
 
 from rich.table import Table
 
+from moefw.training.faults.stamps import stamp
+
 OTHER = "other"
 
 
@@ -48,10 +50,11 @@ class StepClock:
 
     @contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        """Time what is inside. Sections follow each other and may come back within a step, but do not nest."""
+        """Time what is inside, which is stamped. Sections may come back within a step, and do not nest."""
         assert self._open is None, f"section {section!r} inside section {self._open!r}"
         assert section != OTHER, "'other' is what no section covers"
         self._open = section
+        stamp(section)
         self._wait()
         start_s = self._now()
         try:

@@ -17,6 +17,7 @@ from moefw.core.memory.static_rows import UNSAVED
 from moefw.core.naming import routers
 from moefw.core.stages import Batch, LayerStats
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
+from moefw.training.faults.stamps import stamp
 from moefw.training.gradients import STAGE, Gradients
 from moefw.training.meters import Meters
 
@@ -222,7 +223,8 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
     was_training = model.training
     model.eval()
     tally = Tally(next(model.parameters()).device)
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        stamp(f"evaluation batch {number} of {len(batches)}")
         output = model(replace(batch, dropless=True))
         tally.add(output.loss_sum, output.num_tokens, {})
     tally.reduce(layout)

@@ -20,7 +20,7 @@ from moefw.core.assembly import Assembly
 from moefw.core.errors import SpecError
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
-OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints")
+OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "stacks")
 """What tells the folder of a run from others: any of these."""
 
 

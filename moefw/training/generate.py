@@ -10,6 +10,7 @@ from torch import nn
 from moefw.core.data import DataSource
 from moefw.core.errors import DataError
 from moefw.core.stages import Batch
+from moefw.training.faults.stamps import stamp
 
 
 @torch.no_grad()
@@ -29,6 +30,7 @@ def generate(
     was_training = model.training
     model.eval()
     for _ in range(tokens):
+        stamp("sampling text")
         context = torch.tensor([ids[-window:]], device=device)
         logits_BSV, _ = module.logits(Batch(ids_BS=context, labels_BS=context, dropless=True))
         logits_V = logits_BSV[0, -1, : data.vocab_size].float().cpu()

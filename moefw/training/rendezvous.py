@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from moefw.training.world import MEETING, Place, rendezvous
+from moefw.training.faults.board import meeting_folder
+from moefw.training.world import Place, rendezvous
 
 
 def meet(place: Place, *, timeout: timedelta) -> Store:
@@ -20,8 +20,8 @@ def meet(place: Place, *, timeout: timedelta) -> Store:
     under names of its own for each restart; elsewhere rank 0 listens on ``MASTER_PORT``.
     """
     store: Store
-    if folder := os.environ.get(MEETING):
-        store = FileStore(str(Path(folder) / "store"), place.world)
+    if folder := meeting_folder():
+        store = FileStore(str(folder / "store"), place.world)
     else:
         found: Any = dist.rendezvous(rendezvous(), place.rank, place.world, timeout=timeout)  # type: ignore[attr-defined]
         store, _, _ = next(found)

@@ -15,6 +15,7 @@ from moefw.core.errors import DataError
 from moefw.core.parallel.pieces import local
 from moefw.training.clock import StepClock, render
 from moefw.training.evaluation import zlib_bits_per_byte
+from moefw.training.faults.stamps import stamp
 from moefw.training.full_disk import RunFiles
 from moefw.training.generate import generate
 from moefw.training.metrics import read_metrics
@@ -58,6 +59,7 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
     )
     if not session.leads:
         return
+    stamp("drawing plots")
     zlib_bits = zlib_bits_per_byte(session.data.heldout_bytes)
     files = RunFiles("continue", partial(say, console))
     with files.writing(run_dir / "sample.txt"):

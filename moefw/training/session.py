@@ -19,16 +19,16 @@ from moefw.core.assembly import Assembly
 from moefw.core.build import Shared, build_model
 from moefw.core.contracts import Layout
 from moefw.core.data import DataSource
-from moefw.core.errors import MoefwError, PlanError, RunError
+from moefw.core.errors import LostContactError, MoefwError, PlanError
 from moefw.core.naming import initialise
 from moefw.core.stages import Batch
 from moefw.training.agreement import raise_together
+from moefw.training.faults.limits import collective_timeout_s
+from moefw.training.faults.stamps import met, stamp
 from moefw.training.folder import cache_dir
 from moefw.training.rendezvous import meet
 from moefw.training.resolved_spec import agree_on_spec
 from moefw.training.world import Place, threads_of_a_rank
-
-COLLECTIVE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,19 +80,24 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     torch.set_num_threads(threads_of_a_rank(place.local_world))
     shared = Shared()
     if place.world > 1:
-        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        stamp("joining the other ranks")
+        timeout = timedelta(seconds=collective_timeout_s(assembly.spec.run.timeout_s))
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world))
         store = meet(place, timeout=timeout)
         backend = _backend(device, dist.PrefixStore("gpus", store), place.world)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+        met(store)
     ended_well = False
     try:
+        stamp("agreeing on the spec")
         agree_on_spec(assembly)
         parts, calling = assembly.parts, assembly.registry.calling
         with calling(parts.parallel, "build()"):
             layout = parts.parallel.build(assembly.layout, device.type)
+        stamp("preparing data")
         with calling(parts.data, "prepare()"):
             data = _prepare_once(assembly, place, layout)
+        stamp("building the model")
         model = build_model(assembly, layout, device, shared)
         std: Any = model.init_std
         initialise(model, seed=assembly.spec.run.seed, std=std)
@@ -102,7 +107,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         if not _lost_a_rank(error):
             raise
         what = f"rank {place.rank} lost contact with another rank."
-        raise RunError(what, "The rank that failed says why; continue with --resume.") from error
+        raise LostContactError(what, "The rank that failed says why; continue with --resume.") from error
     finally:
         with nullcontext() if ended_well else suppress(Exception):  # what failed first is what is told
             shared.close(together=ended_well)

@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch._dynamo
 from attrs import evolve
 from rich.console import Console
 
 from moefw.core.assembly import Assembly
+from moefw.core.errors import StoppedError
 from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
+from moefw.training.agreement import anywhere
 from moefw.training.clock import StepClock
 from moefw.training.data.order import BatchOrder
 from moefw.training.data.windows import read_windows
@@ -24,6 +27,8 @@ from moefw.training.engine import Engine, StepResult
 from moefw.training.evaluation import evaluation, evaluation_starts
 from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
 from moefw.training.faults.plugin_guard import PluginGuard
+from moefw.training.faults.requests import StopRequests
+from moefw.training.faults.stamps import stamp
 from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
 from moefw.training.metrics import MetricsLog
@@ -40,21 +45,32 @@ LEDGER_STEPS = 2
 """After so many steps, a GPU has seen its peak: the optimizer's states are there from the first on."""
 
 
-def train(assembly: Assembly, place: Place, *, resume: Which | None, ledger: bool = False) -> None:
+def train(
+    assembly: Assembly,
+    place: Place,
+    *,
+    resume: Which | None,
+    ledger: bool = False,
+    requests: StopRequests | None = None,
+) -> None:
     """Train as the assembly says, from the start or from a checkpoint of the run's folder. Collective.
 
-    ``ledger``: write into its ledger what a GPU has allocated at most in the first steps.
+    ``ledger``: write into its ledger what a GPU has allocated at most in the first steps. ``requests``: the signals
+    that save and end the run, StoppedError, at the end of a step; None: there are none.
     """
     with open_session(assembly, place) as session:
-        Trainer(session, resume=resume, ledger=ledger).run()
+        Trainer(session, resume=resume, ledger=ledger, requests=requests).run()
 
 
 class Trainer:
     """One run on this rank. Raises DataError if there is too little text, CheckpointError if it cannot resume."""
 
-    def __init__(self, session: Session, *, resume: Which | None, ledger: bool = False) -> None:
+    def __init__(
+        self, session: Session, *, resume: Which | None, ledger: bool = False, requests: StopRequests | None = None
+    ) -> None:
         assembly, spec = session.assembly, session.assembly.spec.train
         self.session, self.spec = session, spec
+        self.requests = requests or StopRequests(resumable=lambda: resume is not None)
         self.run_dir = Path(assembly.spec.run.dir)
         with assembly.registry.calling(assembly.parts.optimizer, "build()"):
             optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
@@ -90,8 +106,10 @@ class Trainer:
             log = MetricsLog(self.run_dir, keep_until=keep_until, writing=self.files.writing)
         introduce(self.session, self.start, [*self.notes, *changes], self.console)
         with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
+            self.requests.mode = "defer"
             for step in range(self.start, self.spec.steps):
                 record = self._step(step)
+                stamp("metrics")
                 if log is not None:
                     log.write(record)
                 shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
@@ -101,10 +119,23 @@ class Trainer:
                 if self._due(step, self.spec.checkpoint_every):
                     with self.clock("checkpoint"), self._writing_checkpoint(step):
                         progress.note(f"saved {self._save(step)}")
+                if anywhere(self.requests.asked is not None, self.session.layout.host_group()):
+                    self._stop(step, log)
                 self.clock.step_done()
+        self.requests.mode = "finish"
         if log is not None:
             log.close()
         conclude(self.session, self.run_dir, self.clock, self.console)
+
+    def _stop(self, step: int, log: MetricsLog | None) -> NoReturn:
+        """Save after ``step``, unless that has just happened, and raise StoppedError."""
+        self.requests.mode = "finish"
+        folder = self.run_dir / "checkpoints" / f"step-{step + 1}"
+        if not self._due(step, self.spec.checkpoint_every):
+            folder = self._save(step)
+        if log is not None:
+            log.close()
+        raise StoppedError(f"stopped by a signal after step {step + 1}: saved {folder}.", "Continue with --resume.")
 
     def _measured(self) -> str:
         """Write what the GPU has allocated at most so far, and return a line about it."""
@@ -114,6 +145,7 @@ class Trainer:
 
     def _step(self, step: int) -> dict[str, Any]:
         """Train one step, evaluate if it is time to, and return what ``metrics.jsonl`` holds of it."""
+        stamp("observers", step=step + 1)
         self.guard.notify("moefw_before_step", step=step)
         began = time.perf_counter()
         with self.clock("data"), self.guard.calling(self.session.assembly.parts.data, step):
@@ -130,6 +162,7 @@ class Trainer:
         if self._due(step, self.spec.eval_every):
             with self.clock("evaluation"):
                 record |= evaluation(self.session)
+        stamp("observers")
         self.guard.notify("moefw_after_step", step=step, metrics=record)
         return record
 

@@ -1,35 +1,15 @@
-"""The world of ranks: the one that torchrun or Slurm made, or one that we start on this machine."""
+"""The world of ranks that torchrun, Slurm or our launcher made, read from the environment."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Final
 
 from attrs import frozen
 
-from moefw.core.errors import PlanError, RunError
-
-LAUNCHED = "MOEFW_LAUNCHED"
-"""Set for ranks that :func:`run_local_ranks` started, to the end of a pipe that closes when it is gone."""
-MEETING = "MOEFW_MEETING"
-"""Set for those ranks, too: a folder that no other user can open, new for each start, in which they meet."""
-KEEP_PAGES = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
-    "MALLOC_TOP_PAD_": str(1 << 28),
-}
-"""glibc settings for ranks on a CPU: freed activations are used again instead of returned and faulted in anew
-(a step of the quickstart is 13 to 20 % shorter)."""
-_GRACE_S = 10.0
+from moefw.core.errors import PlanError
 
 
 @frozen
@@ -40,6 +20,10 @@ class Place:
     world: int
     local_rank: int
     local_world: int
+
+
+ALONE: Final = Place(0, 1, 0, 1)
+"""The only rank."""
 
 
 def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -55,6 +39,7 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
         defaults = (None, None, "0", _tasks_here(environment))
     else:
         return None
+    _check_port(environment.get("MASTER_PORT"))
     values = [environment.get(name, default) for name, default in zip(names, defaults, strict=True)]
     try:
         place = Place(*(int(str(value)) for value in values))
@@ -64,6 +49,14 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
     if not 0 <= place.rank < place.world:
         raise PlanError(f"rank {place.rank} is not in a world of {place.world}.", f"Check {names[0]} and {names[1]}.")
     return place
+
+
+def _check_port(told: str | None) -> None:
+    if told is None or (told.isdecimal() and told.isascii() and 0 < int(told) < 1 << 16):
+        return
+    raise PlanError(
+        f"MASTER_PORT is {told!r}, which is no port.", "Use a number from 1 to 65535, the same on every rank."
+    )
 
 
 def _tasks_here(environment: Mapping[str, str]) -> str:
@@ -98,80 +91,3 @@ def rendezvous(environment: Mapping[str, str] = os.environ) -> str:
         host = re.sub(r"\[(\d+).*", r"\1", nodes.split(",")[0] if "[" not in nodes else nodes)
     job = int(environment.get("SLURM_JOB_ID", "0"))
     return f"tcp://{host}:{environment.get('MASTER_PORT', 29500 + job % 1000)}"
-
-
-def run_local_ranks(arguments: Sequence[str], world: int) -> int:
-    """Start ``world`` processes of this program on this machine and return the exit code of the run.
-
-    When a rank ends badly the others are stopped; so are all when this process ends, however it ends.
-    Raises RunError if a rank was killed.
-    """
-    threads = str(threads_of_a_rank(world))
-    leash, our_end = os.pipe()
-    shared = {**KEEP_PAGES, **os.environ, "OMP_NUM_THREADS": threads, LAUNCHED: str(leash)}
-    meeting = tempfile.mkdtemp(prefix="moefw-")  # of mode 0700
-    shared |= {MEETING: meeting, **_on_loopback()}
-    command = [sys.executable, "-m", "moefw", *arguments]
-    ranks = []
-    for rank in range(world):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        environment = shared | {name: str(value) for name, value in place.items()}
-        ranks.append(subprocess.Popen(command, env=environment, pass_fds=[leash]))
-    os.close(leash)
-    previous = signal.signal(signal.SIGTERM, lambda *_: _stop(ranks))
-    try:
-        return _wait(ranks)
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        _stop(ranks)
-        signal.signal(signal.SIGTERM, previous)
-        os.close(our_end)
-        shutil.rmtree(meeting, ignore_errors=True)
-
-
-def _on_loopback() -> dict[str, str]:
-    """Return the environment that keeps the sockets of gloo and NCCL off the network."""
-    name = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
-
-
-def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """End this process when the one that launched it is gone. Nothing happens in a process that was not launched."""
-    leash = environment.get(LAUNCHED)
-    if leash is None:
-        return
-
-    def watch() -> None:
-        os.read(int(leash), 1)  # returns at the end of the pipe: the launcher holds the only writing end
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    while all(rank.poll() in (None, 0) for rank in ranks):
-        if all(rank.poll() == 0 for rank in ranks):
-            return 0
-        time.sleep(0.05)
-    time.sleep(0.2)  # the rank that died first may not be the one that is seen first
-    codes = [rank.poll() or 0 for rank in ranks]
-    killed = [(index, code) for index, code in enumerate(codes) if code < 0]
-    if killed:
-        index, code = killed[0]
-        what = f"rank {index} was ended by {signal.Signals(-code).name}."
-        raise RunError(what, "Continue from the last checkpoint with --resume.")
-    return max(codes)
-
-
-def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.terminate()
-    deadline = time.monotonic() + _GRACE_S
-    for rank in ranks:
-        try:
-            rank.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()

@@ -35,12 +35,23 @@ def _python() -> Capability:
 
 
 def _cores_and_memory() -> Capability:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Capability(
+        "cores and memory", "available", detail=f"{usable_cores()} cores, {_gib(usable_bytes())} of memory"
+    )
+
+
+def usable_cores() -> int:
+    """Return on how many cores this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_bytes() -> int:
+    """Return the memory of the machine, or of the container where that is less."""
     num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(limit).read_text().strip() if Path(limit).is_file() else ""
         num_bytes = min(num_bytes, int(text)) if text.isdigit() else num_bytes
-    return Capability("cores and memory", "available", detail=f"{cores} cores, {_gib(num_bytes)} of memory")
+    return num_bytes
 
 
 def _disk() -> Capability:

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Layout, LayoutPlan
 
-HOST_TIMEOUT: Final = timedelta(days=1)
-"""For what takes as long as there are files. A rank that dies closes its connections, which ends the wait of others."""
+TIMEOUT: Final = timedelta(days=1)
+"""Of collectives, which name nobody: a rank that hangs is named by who watches it, long before."""
 
 
 @final
@@ -32,7 +32,9 @@ class OpenedLayout(Layout):
             return None
         if ranks not in self._opened:
             everybody = len(ranks) == self.plan.world
-            group = dist.group.WORLD if everybody else dist.new_group(list(ranks), use_local_synchronization=True)
+            group = dist.group.WORLD
+            if not everybody:
+                group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
             assert group is not None
             self._opened[ranks] = group
         return self._opened[ranks]
@@ -40,5 +42,5 @@ class OpenedLayout(Layout):
     def host_group(self) -> ProcessGroup | None:
         """Return a group of all ranks over gloo, whatever the devices talk over."""
         if self._host is None and self.plan.world > 1:
-            self._host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+            self._host = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return self._host

@@ -83,12 +83,16 @@ def _names_a_folder(_: object, attribute: Attribute[str], value: str) -> None:
 
 @frozen(kw_only=True)
 class RunSpec:
-    """Where a run writes, its seed, the device, and the observers that watch it."""
+    """Where a run writes, its seed, the device, the observers that watch it.
+
+    ``timeout_s``: how long a rank may go without progress (a batch, a shard, a piece of text) until the run ends.
+    """
 
     dir: str = field(default="runs/default", validator=_names_a_folder)
     seed: int = field(default=0, validator=ge(0))
     device: Literal["auto", "cpu", "cuda"] = "auto"
     observers: tuple[str, ...] = ()
+    timeout_s: float = field(default=600.0, validator=gt(0.0))
 
 
 @frozen(kw_only=True)

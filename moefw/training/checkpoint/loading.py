@@ -17,6 +17,7 @@ from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from moefw.training.checkpoint.shards import opened, words
 from moefw.training.checkpoint.slots import Slot, by_target, model_slots, optimizer_slots
+from moefw.training.faults.stamps import stamp
 from moefw.training.folder import TOKENIZER
 
 
@@ -42,6 +43,7 @@ def load(
     assert checked is not None
     manifest, files, slots = checked
     for together in by_target(slots):
+        stamp("loading a checkpoint")
         with torch.no_grad(), all_of(together[0][1].target) as values:
             for name, slot in together:
                 slot.fill(values, files[name].get_tensor(name))

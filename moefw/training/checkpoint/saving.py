@@ -21,6 +21,7 @@ from moefw.training.checkpoint.commit import begin, commit, prune, sync
 from moefw.training.checkpoint.finite import require_finite
 from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
 from moefw.training.checkpoint.shards import described
+from moefw.training.faults.stamps import stamp
 from moefw.training.gradients import copied_over, split_axis
 from moefw.training.meters import HOLDERS
 
@@ -40,6 +41,7 @@ def save(
     Raises RunError on every rank, with nothing committed, if a value is not finite on one, and NotWrittenError if one
     cannot write.
     """
+    stamp("saving a checkpoint")
     require_finite(run_dir, step, model, optimizer, layout)
     final = run_dir / "checkpoints" / f"step-{step}"
     scratch = final.with_name(f"{final.name}.tmp")
@@ -60,6 +62,7 @@ def owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) ->
     """
     experts = expert_parameters(model)
     for turn, (parameter, pieces) in enumerate(by_parameter(model)):
+        stamp("gathering a checkpoint")
         axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
         moments = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
         for kind, held in {"model": parameter.detach(), **moments}.items():
@@ -82,8 +85,11 @@ def _write_shard(scratch: Path, tensors: dict[str, Tensor], rank: int) -> dict[s
     if not tensors:
         return None
     path = scratch / f"rank-{rank:05d}.safetensors"
+    stamp("writing a checkpoint's shard")
     save_file(tensors, path)
+    stamp("syncing a checkpoint's shard")
     sync(path)
+    stamp("hashing a checkpoint's shard")
     return described(path).to_data()
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moefw.training.checkpoint.manifest import Damage, Manifest, SavedShard, SavedTensor, read_manifest, require_file
+from moefw.training.faults.stamps import stamp
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -71,6 +72,7 @@ def opened(folder: Path, manifest: Manifest) -> dict[str, Any]:
     files: dict[str, Any] = {}
     for shard in manifest.shards:
         path = folder / shard.file
+        stamp(f"checking {path.name} of a checkpoint")
         require_file(path)
         try:
             digest = _sha256(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from attrs import evolve, frozen
 
 from moefw.core.errors import DataError
+from moefw.training.faults.stamps import stamp
 
 PIECE_BYTES = 1 << 22
 CACHE_TAG = "CACHEDIR.TAG"
@@ -98,6 +99,7 @@ def pieces(document: Document) -> Iterator[bytes]:
         with document.path.open("rb") as file:
             file.seek(document.start)
             while left:
+                stamp(f"preparing data: {document.name}")
                 block = file.read(min(PIECE_BYTES, left))
                 if not block:
                     raise DataError(f"{document.path} became shorter while it was read.", "Run again.")

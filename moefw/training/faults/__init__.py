@@ -1,1 +1,1 @@
-"""What goes wrong in a run, and what is done about it."""
+"""What goes wrong in a run: a rank hangs, dies, leaves or is asked to stop, a number or a plugin is bad."""

@@ -1,0 +1,38 @@
+"""What a run that found no memory is told: what a rank was planned to hold, beside what the machine has."""
+
+from __future__ import annotations
+
+from moefw.commands.doctor.machine import usable_bytes
+from moefw.commands.plan import unit_for
+from moefw.core.assembly import Assembly
+from moefw.planner import ledger
+
+LARGEST = 3
+"""So many categories are named."""
+
+
+def memory_note(assembly: Assembly) -> str:
+    """Return the largest categories of the plan of a rank, its peak, and the memory of this machine."""
+    found = ledger(assembly)
+    if found.held is None or found.peak_bytes is None:
+        return f"This machine has {_told(usable_bytes())} of memory."
+    held = found.held
+    categories = {
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "optimizer states": held.optimizer + held.host,
+        "saved for backward": found.totals["saved"],
+        "buffers and tokens": held.buffers + held.batch,
+        "pools of policies": found.pools,
+    }
+    largest = sorted(categories, key=lambda name: -categories[name])[:LARGEST]
+    parts = ", ".join(f"{name} {_told(categories[name])}" for name in largest)
+    said = f"The plan of each of {found.world} ranks: {parts}; {_told(found.peak_bytes)} at the peak."
+    if assembly.site.machine.device != "cpu":
+        return f"{said} See `moefw plan`."
+    return f"{said} This machine has {_told(usable_bytes())} for all of them. See `moefw plan`."
+
+
+def _told(num_bytes: int) -> str:
+    unit, name = unit_for(num_bytes)
+    return f"{num_bytes / unit:.1f} {name}"

@@ -1,0 +1,35 @@
+"""Where the ranks of a launcher put their records and stacks: files in a private folder that they share with it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from moefw.training.faults.record import RECORD_BYTES
+
+MEETING: Final = "MOEFW_MEETING"
+"""Names the private folder (mode 0700, one for each attempt) of ranks that a launcher of ours started."""
+
+
+def meeting_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the private folder of this rank's launcher; None where no launcher of ours started it."""
+    folder = environment.get(MEETING)
+    return Path(folder) if folder else None
+
+
+def record_file(folder: Path, rank: int) -> memoryview:
+    """Return a rank's record, which all processes see that open it; empty when it is opened first."""
+    descriptor = os.open(folder / f"rank-{rank}.record", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(descriptor, RECORD_BYTES)
+        return memoryview(mmap.mmap(descriptor, RECORD_BYTES))
+    finally:
+        os.close(descriptor)
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Return the file into which a rank writes its stacks when SIGUSR2 asks for them."""
+    return folder / f"rank-{rank}.txt"

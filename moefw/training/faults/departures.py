@@ -1,0 +1,81 @@
+"""Ranks that have left: what is told of them, and what that makes of the run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+
+from attrs import frozen
+
+from moefw.core.errors import Problem
+from moefw.training.faults.record import Record
+from moefw.training.faults.verdict import RESUME, in_words, named
+
+
+@frozen(kw_only=True)
+class Departed:
+    """A rank whose process ended: with an exit ``code``, or, below zero, by a signal."""
+
+    rank: int
+    record: Record
+    code: int
+
+    @property
+    def well(self) -> bool:
+        """Whether it had done all that there was to do."""
+        return self.code == 0 and self.record.ending == "done"
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """What becomes of the run: an exit ``code``, and the ``problem`` where none of the ranks has told it."""
+
+    code: int
+    problem: Problem | None = None
+
+
+def outcome(gone: Sequence[Departed], *, oom_kills: int, memory_note: Callable[[], str]) -> Outcome | None:
+    """Return what those who left make of the run; None as long as they left well, or since others were gone.
+
+    A signal comes first, then who left without a word, then who told why. ``oom_kills``: how many processes the kernel
+    has killed for memory meanwhile; ``memory_note`` returns what was planned for and what there is.
+    """
+    for each in gone:
+        if each.code < 0:
+            return Outcome(code=1, problem=_killed(each, oom_kills, memory_note))
+    for each in gone:
+        if each.record.ending == "memory":
+            return Outcome(code=1, problem=out_of_memory(each.rank, each.record, memory_note))
+    for each in gone:
+        if each.record.ending in ("", "done") and not each.well:
+            return Outcome(code=1, problem=left_early(each.rank, each.record, each.code))
+    told = [each.code or 1 for each in gone if each.record.ending == "told"]
+    return Outcome(code=max(told)) if told else None
+
+
+def left_early(rank: int, record: Record, code: object) -> Problem:
+    """Return what is told of a rank that leaves before the others."""
+    shown = 0 if code is None else code
+    return Problem(
+        f"{named(rank, record)} left with exit code {shown} at {record.place}, before the run was done.", RESUME
+    )
+
+
+def out_of_memory(rank: int, record: Record, memory_note: Callable[[], str]) -> Problem:
+    """Return what is told of a rank that asked for memory and got none."""
+    return Problem(f"{named(rank, record)} ran out of memory at {record.place}. {memory_note()}", RESUME)
+
+
+def lost_contact(gone: Sequence[Departed]) -> Problem:
+    """Return what is told where ranks lost each other and none says why."""
+    who = in_words([each.rank for each in gone])
+    return Problem(f"{who} lost contact with the others at {gone[0].record.place}, and none says why.", RESUME)
+
+
+def _killed(one: Departed, oom_kills: int, memory_note: Callable[[], str]) -> Problem:
+    record, number = one.record, signal.Signals(-one.code)
+    what = f"rank {one.rank} was ended by {number.name} at {record.place} ({record.host}, pid {record.pid})."
+    if number == signal.SIGKILL and oom_kills:
+        processes = "1 process" if oom_kills == 1 else f"{oom_kills} processes"
+        what += f" Memory had run out: the kernel killed {processes} for it. {memory_note()}"
+    return Problem(what, RESUME)

@@ -1,0 +1,36 @@
+"""Memory that ran out: how it shows, in this process and in the kernel's counters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, PyTorch's allocator on the host, or the one of a GPU had no memory left."""
+    torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError) or torchs
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for memory, on this machine or in this process's cgroup."""
+    found = [_count(root / "proc/vmstat")]
+    found += [_count(folder / "memory.events") for folder in _cgroups(root)]
+    return sum(found)
+
+
+def _count(path: Path) -> int:
+    try:
+        counter = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(counter[1]) if counter else 0
+
+
+def _cgroups(root: Path) -> Sequence[Path]:
+    try:
+        own = re.search(r"^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
+    except OSError:
+        return []
+    return [root / "sys/fs/cgroup" / own[1]] if own else []

@@ -1,0 +1,108 @@
+"""The records of ranks that no launcher of ours has started: told through a store, over a connection of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final, final
+
+from attrs import frozen
+
+from moefw.core.errors import Problem
+from moefw.training.faults.record import RECORD_BYTES, Record, read_record
+from moefw.training.faults.verdict import RESUME
+
+WATCHERS: Final = (0, 1)
+"""These ranks look at all others: one could hang itself. The others only look whether somebody is accused."""
+_ACCUSED: Final = "moefw/accused"
+
+
+class SilentStoreError(Exception):
+    """The store does not answer: the process that keeps it is stopped, or its machine is gone."""
+
+
+@frozen(kw_only=True)
+class Accused:
+    """The rank that keeps the others from getting on; it runs as ``pid`` on ``machine``. ``by``: who says so."""
+
+    by: int
+    machine: str
+    pid: int
+
+
+@final
+class Peers:
+    """What ranks tell each other while they train. ``timeout_s``: how long the store may take to answer."""
+
+    def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
+        self._store = store.clone()
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        self._rank, self._timeout_s = rank, timeout_s
+        self._known = {each: read_record(bytes(RECORD_BYTES)) for each in range(world)}
+        self._missing = set(range(world))
+
+    @property
+    def watches(self) -> bool:
+        """Whether this rank looks at all others."""
+        return self._rank in WATCHERS
+
+    @property
+    def last(self) -> Mapping[int, Record]:
+        """The records that were read last, by rank; a watcher has all."""
+        return self._known
+
+    def tell(self, record: bytes) -> None:
+        """Let the others see this rank's record."""
+        self._ask("set", f"moefw/rank-{self._rank}", record)
+
+    def look(self) -> Mapping[int, Record]:
+        """Read the records of all ranks; one that has told nothing yet has an empty one."""
+        self._missing -= {rank for rank in self._missing if self._ask("check", [f"moefw/rank-{rank}"])}
+        there = sorted(self._known.keys() - self._missing)
+        found = self._ask("multi_get", [f"moefw/rank-{rank}" for rank in there]) if there else []
+        self._known |= {rank: read_record(bytes(record)) for rank, record in zip(there, found, strict=True)}
+        return self._known
+
+    def accuse(self, accused: Accused) -> bool:
+        """Say who hangs; return whether nobody has said so before."""
+        own = json.dumps([accused.by, accused.machine, accused.pid])
+        return bytes(self._ask("compare_set", _ACCUSED, "", own)) == own.encode()
+
+    def accused(self) -> Accused | None:
+        """Return who is said to hang, if anybody is."""
+        if not self._ask("check", [_ACCUSED]):
+            return None
+        by, machine, pid = json.loads(self._ask("get", _ACCUSED))
+        return Accused(by=int(by), machine=str(machine), pid=int(pid))
+
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        """Call the store. Raises SilentStoreError if it does not answer, ConnectionError if it is gone."""
+        began_s = time.monotonic()
+        try:
+            return getattr(self._store, operation)(*arguments)
+        except RuntimeError as error:
+            if time.monotonic() - began_s >= 0.9 * self._timeout_s:
+                raise SilentStoreError from error
+            raise ConnectionError from error
+
+
+def speaker(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the rank that says that the store is silent: the first that does not keep it itself."""
+    return 0 if _agent_keeps_it(environment) else 1
+
+
+def silent_store(keeper: Record, timeout_s: float, environment: Mapping[str, str] = os.environ) -> Problem:
+    """Return what is wrong where the store does not answer that ``keeper``, rank 0, or torchrun's agent has."""
+    who = f"rank 0 ({keeper.host}, pid {keeper.pid}), which keeps the ranks' store,"
+    if _agent_keeps_it(environment):
+        address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+        who = f"torchrun, which keeps the ranks' store at {address},"
+    what = f"{who} has not answered for {timeout_s:g} s (run.timeout_s): its process is stopped or its machine is gone."
+    return Problem(what, RESUME)
+
+
+def _agent_keeps_it(environment: Mapping[str, str]) -> bool:
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

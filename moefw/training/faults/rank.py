@@ -1,0 +1,52 @@
+"""How a rank leaves: at the end of its run, with a word of its own, or so that others say why."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from moefw.core.errors import LostContactError, RunError
+from moefw.core.spec.sections import RunSpec
+from moefw.training.faults.departures import left_early, out_of_memory
+from moefw.training.faults.memory import is_out_of_memory
+from moefw.training.faults.requests import StopRequests
+from moefw.training.faults.stamps import stamping
+from moefw.training.faults.watch import Watch
+from moefw.training.world import Place
+
+CONTACT_S: Final = 8.0
+"""Who lost another rank is silent for so long: that one may still be about to say why it left."""
+
+
+@contextmanager
+def watched(run: RunSpec, place: Place, requests: StopRequests, *, memory_note: Callable[[], str]) -> Iterator[None]:
+    """Watch what this rank does inside, from its first stamp on.
+
+    ``memory_note`` returns what memory was planned for and what there is. Raises RunError where the process is about to
+    leave before its run is done, or got no memory; exits silently where a launcher of ours will tell that.
+    """
+    with Watch(run, place, requests) as watch, stamping(watch.stamps):
+        try:
+            yield
+        except SystemExit as left:
+            watch.end("told")
+            raise RunError(left_early(place.rank, watch.seen, left.code)) from left
+        except LostContactError as lost:
+            watch.end("lost")
+            if watch.launched:
+                raise SystemExit(1) from lost
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(CONTACT_S)
+            raise
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                watch.end("told")
+                raise
+            watch.end("memory")
+            if watch.launched:
+                raise SystemExit(1) from error
+            raise RunError(out_of_memory(place.rank, watch.seen, memory_note)) from error
+        watch.end("done")

@@ -1,0 +1,46 @@
+"""The stacks of ranks that hang, kept in the folder of the run."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+from pathlib import Path
+
+STACKS = "stacks"
+
+
+def keep_own(run_dir: Path, rank: int) -> str:
+    """Write the stacks of this process's threads; return where they are, or why they are not."""
+    try:
+        folder = _folder(run_dir)
+        with (folder / f"rank-{rank}.txt").open("wb") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+    except OSError as error:
+        return _why_not(error)
+    return _where(folder)
+
+
+def keep_others(files: list[Path], run_dir: Path) -> str:
+    """Move files of stacks to the folder of the run; return where they are, or why they are not."""
+    try:
+        folder = _folder(run_dir)
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+    except OSError as error:
+        return _why_not(error)
+    return _where(folder)
+
+
+def _folder(run_dir: Path) -> Path:
+    folder = run_dir / STACKS
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _where(folder: Path) -> str:
+    return f"The stacks of the ranks are in {folder}."
+
+
+def _why_not(error: OSError) -> str:
+    return f"Their stacks could not be kept: {(error.strerror or os.strerror(error.errno or 0)).lower()}."

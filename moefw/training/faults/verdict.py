@@ -1,0 +1,101 @@
+"""Who keeps a run from getting on, and how that is said."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from moefw.core.errors import Problem
+from moefw.training.faults.limits import limit_s
+from moefw.training.faults.record import Record
+
+RESUME = "Continue from the last checkpoint with --resume."
+
+
+@frozen(kw_only=True)
+class Seen:
+    """A rank as a watcher sees it: ``still_s`` without progress. ``state``: what keeps its process from running."""
+
+    rank: int
+    record: Record
+    still_s: float
+    state: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others."""
+        return bool(self.record.waits_in) and not self.state
+
+    @property
+    def name(self) -> str:
+        """Which rank, and where to find it."""
+        return named(self.rank, self.record)
+
+
+def named(rank: int, record: Record) -> str:
+    """Return which rank, and where to find it."""
+    return f"rank {rank} ({record.host}, pid {record.pid})"
+
+
+def culprit(ranks: Sequence[Seen], timeout_s: float) -> Seen | None:
+    """Return the rank that all wait for, or None while the run gets on.
+
+    A rank that waits in a collective is excused as long as anybody gets on: those whom it waits for may. A process that
+    does not run is blamed first, also if others have waited a little longer, then who has the oldest stamp.
+    """
+    working = [seen for seen in ranks if not seen.record.ending]
+    late = [seen for seen in working if seen.still_s > limit_s(timeout_s, stamps=seen.record.stamps)]
+    guilty = [seen for seen in late if not seen.waits]
+    if not guilty and len(late) < len(working):
+        return None
+    halted = [seen for seen in working if seen.state and seen.still_s > timeout_s / 2]
+    return max(halted or guilty or late, key=lambda seen: seen.still_s, default=None)
+
+
+def vanished(ranks: Sequence[Seen]) -> Seen | None:
+    """Return the rank that has left without a word, where this one lost contact with another."""
+    gone = [seen for seen in ranks if seen.state and not seen.record.ending]
+    return max(gone, key=lambda seen: seen.still_s, default=None)
+
+
+def left_silently(gone: Seen) -> Problem:
+    """Return what is told of a rank that others lost."""
+    return Problem(f"{gone.name} left at {gone.record.place} without a word, or does not answer.", RESUME)
+
+
+def accusation(found: Seen, ranks: Sequence[Seen], timeout_s: float) -> Problem:
+    """Return what is told of a rank that hangs: who, where, for how long, and what the others wait in."""
+    limit = limit_s(timeout_s, stamps=found.record.stamps)
+    what = f"{found.name} has made no progress for {found.still_s:.1f} s (run.timeout_s allows {limit:g}): "
+    what += found.record.place
+    if found.state:
+        what += f"; {found.state}"
+    elif found.waits:
+        what += f", waiting in {found.record.waits_in}, as every rank waits"
+    others = defaultdict[str, list[int]](list)
+    for seen in ranks:
+        if seen.rank != found.rank and seen.waits:
+            others[seen.record.waits_in].append(seen.rank)
+    what += "".join(f"; {_they_wait(waiting)} in {where}" for where, waiting in others.items())
+    return Problem(f"{what}.", f"{RESUME} Where work takes longer, use a larger run.timeout_s.")
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0-3, 6 and 7``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    parts: list[str] = []
+    for span in spans:
+        parts += [f"{span[0]}-{span[-1]}"] if len(span) > 2 else map(str, span)
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
+
+
+def _they_wait(ranks: Sequence[int]) -> str:
+    return f"{in_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"

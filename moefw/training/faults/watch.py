@@ -1,0 +1,181 @@
+"""The watch of a rank: a thread that sees its main thread hang and, where no launcher of ours does, other ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NoReturn, Self, final
+
+from attrs import evolve
+
+from moefw.core.errors import Problem
+from moefw.core.spec.sections import RunSpec
+from moefw.training.faults.board import meeting_folder, record_file, stack_file
+from moefw.training.faults.limits import LOOK_S, look_every_s
+from moefw.training.faults.peers import Accused, Peers, SilentStoreError, silent_store, speaker
+from moefw.training.faults.record import RECORD_BYTES, Ending, Record, read_record, write_ending, write_look, write_who
+from moefw.training.faults.requests import StopRequests
+from moefw.training.faults.stacks import keep_own
+from moefw.training.faults.stamps import Stamps
+from moefw.training.faults.stillness import Stillness
+from moefw.training.faults.verdict import Seen, accusation, culprit, left_silently, vanished
+from moefw.training.faults.where import waits_in
+from moefw.training.world import Place
+
+
+@final
+class Watch:
+    """One rank's record, and the thread that keeps it while this context manager is open. Opened by the main thread.
+
+    A launcher of ours looks at the records of its ranks. Other ranks tell them each other once they have met, and the
+    first to see one hang ends this process; so does a signal that the main thread does not answer.
+    """
+
+    def __init__(self, run: RunSpec, place: Place, requests: StopRequests) -> None:
+        self._run_dir, self._timeout_s = Path(run.dir), run.timeout_s
+        self._place, self._requests = place, requests
+        self._folder = meeting_folder()
+        own = memoryview(bytearray(RECORD_BYTES))
+        self._record = own if self._folder is None else record_file(self._folder, place.rank)
+        self._every_s = look_every_s(run.timeout_s)
+        self._main = threading.get_ident()
+        self._still, self._silent, self._beats = Stillness(), Stillness(), 0
+        self._peers: Peers | None = None
+        self._ended, self._open = False, ExitStack()
+        self._thread = threading.Thread(target=self._watch, name="moefw-watch", daemon=True)
+        self.stamps = Stamps(self._record)
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launcher of ours looks at this rank."""
+        return self._folder is not None
+
+    @property
+    def seen(self) -> Record:
+        """The record as others see it."""
+        return read_record(self._record)
+
+    def end(self, ending: Ending) -> None:
+        """Write how the rank leaves."""
+        write_ending(self._record, ending)
+
+    def __enter__(self) -> Self:
+        host = socket.gethostname()
+        write_who(self._record, os.getpid(), host, f"{host} {os.readlink('/proc/self/ns/pid')}")
+        if self._folder is not None:
+            file = self._open.enter_context(stack_file(self._folder, self._place.rank).open("wb"))
+            faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+            self._open.callback(faulthandler.unregister, signal.SIGUSR2)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self._requests.wake()
+        self._thread.join(LOOK_S)
+        if self._peers is not None and not self._thread.is_alive():
+            with suppress(SilentStoreError, ConnectionError):
+                self._peers.tell(bytes(self._record))
+        self._open.close()
+
+    def _watch(self) -> None:
+        while not self._ended:
+            self._requests.wait(self._every_s)
+            stopped = self._requests.overdue()
+            if stopped is not None:
+                self._leave(stopped.problems[0], stopped.exit_code)
+            if not self._ended:
+                self._look()
+
+    def _look(self) -> None:
+        """Publish where the main thread is, and look at all others that this rank watches."""
+        rank, stamps = self._place.rank, self.seen.stamps
+        own_s = self._still.of({rank: stamps})[rank]
+        self._beats += 1
+        where = waits_in(self._main) if own_s >= self._every_s else ""
+        write_look(self._record, self._beats, where, stamps=stamps)
+        if self.launched:
+            return
+        ranks: Sequence[Seen] = [Seen(rank=rank, record=self.seen, still_s=own_s)]
+        if self._place.world > 1 and self.stamps.store is not None:
+            ranks = self._met(ranks)
+        gone = vanished(ranks) if self.seen.ending == "lost" else None
+        if gone is not None:
+            self._accuse(gone, left_silently(gone))
+        found = culprit(ranks, self._timeout_s)
+        if found is not None:
+            self._accuse(found, accusation(found, ranks, self._timeout_s))
+
+    def _met(self, own: Sequence[Seen]) -> Sequence[Seen]:
+        """Return all ranks that this one watches, as far as the store tells."""
+        place = self._place
+        try:
+            if self._peers is None:
+                self._peers = Peers(self.stamps.store, place.rank, place.world, timeout_s=self._timeout_s)
+            self._peers.tell(bytes(self._record))
+            accused = self._peers.accused()
+            if accused is not None:
+                self._follow(accused)
+            if not self._peers.watches:
+                return []
+            records = self._peers.look()
+        except SilentStoreError:
+            self._leave_without_store()
+        except ConnectionError:
+            return own
+        still = self._still.of({rank: record.stamps for rank, record in records.items()})
+        silent = self._silent.of({rank: record.beats for rank, record in records.items()})
+        states = {rank: "its process does not answer" for rank, for_s in silent.items() if for_s > 3 * self._every_s}
+        return [
+            Seen(rank=rank, record=record, still_s=still[rank], state=states.get(rank, ""))
+            for rank, record in records.items()
+        ]
+
+    def _accuse(self, found: Seen, problem: Problem) -> NoReturn:
+        """Say what is wrong with a rank, unless another one has said so, and leave."""
+        record = found.record
+        if self._peers is not None:
+            accused = Accused(by=self._place.rank, machine=record.machine, pid=record.pid)
+            with suppress(SilentStoreError, ConnectionError):
+                if not self._peers.accuse(accused):
+                    self._follow(accused)
+            self._awaken(accused)
+        stacks = keep_own(self._run_dir, self._place.rank)
+        self._leave(evolve(problem, what=f"{problem.what} {stacks}"), 1)
+
+    def _follow(self, accused: Accused) -> NoReturn:
+        """Leave since another rank has said why."""
+        keep_own(self._run_dir, self._place.rank)
+        self._awaken(accused)
+        os._exit(1)
+
+    def _leave_without_store(self) -> NoReturn:
+        assert self._peers is not None
+        stacks = keep_own(self._run_dir, self._place.rank)
+        keeper = self._peers.last[0]
+        self._awaken(Accused(by=self._place.rank, machine=keeper.machine, pid=keeper.pid))
+        if self._place.rank != speaker():
+            time.sleep(2 * LOOK_S)
+            os._exit(1)
+        problem = silent_store(keeper, self._timeout_s)
+        self._leave(evolve(problem, what=f"{problem.what} {stacks}"), 1)
+
+    def _awaken(self, accused: Accused) -> None:
+        """Let a stopped process on this machine go on: it leaves its stacks and ends when it reads what is said."""
+        if accused.machine == self.seen.machine:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(accused.pid, signal.SIGCONT)
+
+    def _leave(self, problem: Problem, code: int) -> NoReturn:
+        """Print a problem and end this process, once the others had the time to see who is accused."""
+        os.write(2, f"error: {problem}\n".encode(errors="replace"))
+        if self._peers is not None:
+            time.sleep(2 * LOOK_S)
+        os._exit(code)
