@@ -85,14 +85,12 @@ def main(arguments: list[str] | None = None) -> None:
 def _say(error: MoefwError) -> None:
     """Print an error: on the first rank of a machine at once, elsewhere unless the first one does before."""
     rank, local_rank = _told("RANK", "SLURM_PROCID"), _told("LOCAL_RANK", "SLURM_LOCALID")
-    stopped = isinstance(error, StoppedError)
     if "0" not in (rank, local_rank) and error.exit_code != 1:
         time.sleep(PATIENCE_S)
-    if rank != "0" and stopped:
-        return
+    kind = "" if isinstance(error, StoppedError) else "error: "
     for problem in error.problems:
         named = rank == "0" or str(problem).startswith(f"rank {rank} ")
-        click.echo(f"{'stopped' if stopped else 'error'}: {'' if named else f'rank {rank}: '}{problem}", err=True)
+        click.echo(f"{kind}{'' if named else f'rank {rank}: '}{problem}", err=True)
 
 
 def _told(torchruns: str, slurms: str) -> str:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
@@ -19,6 +18,7 @@ from moefw.core.spec.sections import RunSpec
 from moefw.training.faults.board import record_file, stack_file
 from moefw.training.faults.departures import Departed, Outcome, lost_contact, outcome
 from moefw.training.faults.memory import oom_kills
+from moefw.training.faults.processes import process_state
 from moefw.training.faults.record import Record, read_record
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import keep_others
@@ -31,11 +31,6 @@ _SEEN_S: Final = 0.2
 _WORD_S: Final = 10.0
 """Ranks lose contact before the one that has left says why."""
 _STACKS_S: Final = 1.0
-_STATES: Final = {
-    "T": "its process is stopped",
-    "t": "its process is stopped by a debugger",
-    "D": "its process waits inside the kernel, for a disk or a file system",
-}
 
 
 @final
@@ -113,7 +108,7 @@ class LocalRanks:
         records = {rank: self._record(rank) for rank in alive}
         still = self._still.of({rank: record.stamps for rank, record in records.items()})
         ranks = [
-            Seen(rank=rank, record=records[rank], still_s=still[rank], state=_state(self._processes[rank].pid))
+            Seen(rank=rank, record=records[rank], still_s=still[rank], state=process_state(self._processes[rank].pid))
             for rank in alive
         ]
         found = culprit(ranks, self._run.timeout_s)
@@ -148,10 +143,3 @@ def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def _send(number: signal.Signals, processes: Iterable[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.send_signal(number)  # does nothing to one that has ended
-
-
-def _state(pid: int) -> str:
-    """Return what keeps a process from running, or nothing."""
-    with suppress(OSError):
-        return _STATES.get(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0], "")
-    return ""

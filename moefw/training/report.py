@@ -59,7 +59,7 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
     )
     if not session.leads:
         return
-    stamp("drawing plots")
+    stamp("drawing plots", slow=True)
     zlib_bits = zlib_bits_per_byte(session.data.heldout_bytes)
     files = RunFiles("continue", partial(say, console))
     with files.writing(run_dir / "sample.txt"):

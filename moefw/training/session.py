@@ -97,7 +97,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         stamp("preparing data")
         with calling(parts.data, "prepare()"):
             data = _prepare_once(assembly, place, layout)
-        stamp("building the model")
+        stamp("building the model", slow=True)
         model = build_model(assembly, layout, device, shared)
         std: Any = model.init_std
         initialise(model, seed=assembly.spec.run.seed, std=std)

@@ -16,7 +16,7 @@ from attrs import evolve
 from rich.console import Console
 
 from moefw.core.assembly import Assembly
-from moefw.core.errors import StoppedError
+from moefw.core.errors import Problem, StoppedError
 from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
 from moefw.training.agreement import anywhere
@@ -97,6 +97,7 @@ class Trainer:
         """Train to the last step."""
         log, changes = None, list[str]()
         if self.session.leads:
+            stamp("opening the run's files", slow=True)
             with self.files.writing(self.run_dir / "spec.yaml"):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 changes = write_resolved(self.session.assembly, self.run_dir)
@@ -128,14 +129,15 @@ class Trainer:
         conclude(self.session, self.run_dir, self.clock, self.console)
 
     def _stop(self, step: int, log: MetricsLog | None) -> NoReturn:
-        """Save after ``step``, unless that has just happened, and raise StoppedError."""
+        """Save after ``step``, unless that has just happened, and raise StoppedError: with a message on one rank."""
         self.requests.mode = "finish"
         folder = self.run_dir / "checkpoints" / f"step-{step + 1}"
         if not self._due(step, self.spec.checkpoint_every):
             folder = self._save(step)
         if log is not None:
             log.close()
-        raise StoppedError(f"stopped by a signal after step {step + 1}: saved {folder}.", "Continue with --resume.")
+        said = Problem(f"stopped by a signal after step {step + 1}, saved as {folder}.", "Continue with --resume.")
+        raise StoppedError([said] if self.session.leads else [])
 
     def _measured(self) -> str:
         """Write what the GPU has allocated at most so far, and return a line about it."""

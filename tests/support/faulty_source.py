@@ -17,6 +17,7 @@ import moefw
 from moefw.core.data import TokenStream
 from moefw.core.plugin import DataSourcePlugin
 from moefw.training.data import Text
+from moefw.training.faults.stamps import stamp
 
 
 def _block() -> None:
@@ -45,17 +46,23 @@ FAULTS: Mapping[str, Callable[[], Any]] = {
 
 @frozen(kw_only=True)
 class Faulty(Text):
-    """Text that is read well until the ``at``-th read of ``rank``; 0: until it is prepared."""
+    """Text that is read well until the ``at``-th read of ``rank``; 0: until it is prepared. ``mark`` appears then."""
 
     name: ClassVar[str] = "faulty"
 
     fault: str = "none"
     rank: int = 0
     at: int = 9
+    mark: str = "/dev/null"
+
+    def happen(self) -> None:
+        Path(self.mark).touch()
+        FAULTS[self.fault]()
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
         if self.at == 0:
-            FAULTS[self.fault]()
+            stamp("preparing data: text.txt")
+            self.happen()
         source: Any = super().prepare(cache_dir)
         if int(os.environ.get("RANK", "0")) == self.rank:
             source.train = _Stream(source.train, self)
@@ -72,7 +79,7 @@ class _Stream(TokenStream):
     def read(self, start: int, count: int) -> Any:
         self.reads += 1
         if self.reads == self.options.at:
-            FAULTS[self.options.fault]()
+            self.options.happen()
         return self.inner.read(start, count)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 START_S: Final = 300.0
-"""A process has so long until its first stamp: an interpreter and PyTorch start slowly from a shared disk."""
+"""What imports libraries has at least so long, from the start of a process on: from a shared disk that is slow."""
 LOOK_S: Final = 1.0
 """A rank looks at itself and at others at least so often."""
 
 
-def limit_s(timeout_s: float, *, stamps: int) -> float:
-    """Return how long a rank may go without progress after so many ``stamps``."""
-    return timeout_s if stamps else max(timeout_s, START_S)
+def limit_s(timeout_s: float, *, slow: bool) -> float:
+    """Return how long a rank may go without progress, in a phase that is known to be ``slow`` or in another one."""
+    return max(timeout_s, START_S) if slow else timeout_s
 
 
 def look_every_s(timeout_s: float) -> float:

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from attrs import frozen
 
-_STAMP: Final = struct.Struct("<Qq96s")
+_STAMP: Final = struct.Struct("<Qq?95s")
 _LOOK: Final = struct.Struct("<QQ232s")
 _WHO: Final = struct.Struct("<Q64s64s")
 _ENDING: Final = struct.Struct("<8s")
@@ -24,6 +24,7 @@ Ending = Literal["", "done", "told", "lost", "memory"]
 class Record:
     """A rank's last ``phase`` at ``step`` (from 1; 0: before the first), after so many ``stamps``.
 
+    ``slow``: the phase imports libraries.
     ``beats`` counts the looks of its watch thread, ``waits_in`` names the collective that its main thread was seen in.
     ``machine`` is equal for processes that can send each other signals by ``pid``.
     """
@@ -31,6 +32,7 @@ class Record:
     stamps: int
     step: int
     phase: str
+    slow: bool
     beats: int
     waits_in: str
     pid: int
@@ -48,7 +50,7 @@ class Record:
 
 def read_record(buffer: bytes | bytearray | memoryview) -> Record:
     """Return what ``RECORD_BYTES`` say. A text that is being written while it is read may come out mixed."""
-    stamps, step, phase = _STAMP.unpack_from(buffer)
+    stamps, step, slow, phase = _STAMP.unpack_from(buffer)
     beats, seen_at, waits_in = _LOOK.unpack_from(buffer, _LOOK_AT)
     pid, host, machine = _WHO.unpack_from(buffer, _WHO_AT)
     (ending,) = _ENDING.unpack_from(buffer, _ENDING_AT)
@@ -56,6 +58,7 @@ def read_record(buffer: bytes | bytearray | memoryview) -> Record:
         stamps=stamps,
         step=step,
         phase=_text(phase),
+        slow=slow or not stamps,
         beats=beats,
         waits_in=_text(waits_in) if seen_at == stamps else "",
         pid=pid,
@@ -65,9 +68,9 @@ def read_record(buffer: bytes | bytearray | memoryview) -> Record:
     )
 
 
-def write_stamp(buffer: memoryview, stamps: int, step: int, phase: str) -> None:
+def write_stamp(buffer: memoryview, stamps: int, step: int, phase: str, *, slow: bool) -> None:
     """Write the main thread's part."""
-    _STAMP.pack_into(buffer, 0, stamps, step, phase.encode(errors="replace"))
+    _STAMP.pack_into(buffer, 0, stamps, step, slow, phase.encode(errors="replace"))
 
 
 def write_look(buffer: memoryview, beats: int, waits_in: str, *, stamps: int) -> None:

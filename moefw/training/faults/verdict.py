@@ -9,6 +9,7 @@ from attrs import frozen
 
 from moefw.core.errors import Problem
 from moefw.training.faults.limits import limit_s
+from moefw.training.faults.processes import STOPPED
 from moefw.training.faults.record import Record
 
 RESUME = "Continue from the last checkpoint with --resume."
@@ -16,27 +17,40 @@ RESUME = "Continue from the last checkpoint with --resume."
 
 @frozen(kw_only=True)
 class Seen:
-    """A rank as a watcher sees it: ``still_s`` without progress. ``state``: what keeps its process from running."""
+    """A rank as a watcher sees it: ``still_s`` without progress. ``state``: what keeps its process from running.
+
+    ``heard``: the record is what the rank has told, and may be a second old.
+    """
 
     rank: int
     record: Record
     still_s: float
     state: str = ""
+    heard: bool = False
 
     @property
     def waits(self) -> bool:
         """Whether it waits for others."""
         return bool(self.record.waits_in) and not self.state
 
+    def limit_s(self, timeout_s: float) -> float:
+        """Return how long it may go without progress; a stopped process imports nothing."""
+        return limit_s(timeout_s, slow=self.record.slow and self.state != STOPPED)
+
     @property
     def name(self) -> str:
         """Which rank, and where to find it."""
         return named(self.rank, self.record)
 
+    @property
+    def place(self) -> str:
+        """Where it is in the run, as far as is known."""
+        return f"last heard of at {self.record.place}" if self.heard and self.state else self.record.place
+
 
 def named(rank: int, record: Record) -> str:
     """Return which rank, and where to find it."""
-    return f"rank {rank} ({record.host}, pid {record.pid})"
+    return f"rank {rank} ({record.host}, pid {record.pid})" if record.pid else f"rank {rank}"
 
 
 def culprit(ranks: Sequence[Seen], timeout_s: float) -> Seen | None:
@@ -46,11 +60,11 @@ def culprit(ranks: Sequence[Seen], timeout_s: float) -> Seen | None:
     does not run is blamed first, also if others have waited a little longer, then who has the oldest stamp.
     """
     working = [seen for seen in ranks if not seen.record.ending]
-    late = [seen for seen in working if seen.still_s > limit_s(timeout_s, stamps=seen.record.stamps)]
+    late = [seen for seen in working if seen.still_s > seen.limit_s(timeout_s)]
     guilty = [seen for seen in late if not seen.waits]
     if not guilty and len(late) < len(working):
         return None
-    halted = [seen for seen in working if seen.state and seen.still_s > timeout_s / 2]
+    halted = [seen for seen in working if seen.state and seen.still_s > seen.limit_s(timeout_s) / 2]
     return max(halted or guilty or late, key=lambda seen: seen.still_s, default=None)
 
 
@@ -62,14 +76,14 @@ def vanished(ranks: Sequence[Seen]) -> Seen | None:
 
 def left_silently(gone: Seen) -> Problem:
     """Return what is told of a rank that others lost."""
-    return Problem(f"{gone.name} left at {gone.record.place} without a word, or does not answer.", RESUME)
+    return Problem(f"{gone.name} left without a word, {gone.place}.", RESUME)
 
 
 def accusation(found: Seen, ranks: Sequence[Seen], timeout_s: float) -> Problem:
     """Return what is told of a rank that hangs: who, where, for how long, and what the others wait in."""
-    limit = limit_s(timeout_s, stamps=found.record.stamps)
+    limit = found.limit_s(timeout_s)
     what = f"{found.name} has made no progress for {found.still_s:.1f} s (run.timeout_s allows {limit:g}): "
-    what += found.record.place
+    what += found.place
     if found.state:
         what += f"; {found.state}"
     elif found.waits:

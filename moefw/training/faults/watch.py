@@ -20,6 +20,7 @@ from moefw.core.spec.sections import RunSpec
 from moefw.training.faults.board import meeting_folder, record_file, stack_file
 from moefw.training.faults.limits import LOOK_S, look_every_s
 from moefw.training.faults.peers import Accused, Peers, SilentStoreError, silent_store, speaker
+from moefw.training.faults.processes import SILENT, process_state
 from moefw.training.faults.record import RECORD_BYTES, Ending, Record, read_record, write_ending, write_look, write_who
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import keep_own
@@ -50,7 +51,7 @@ class Watch:
         self._peers: Peers | None = None
         self._ended, self._open = False, ExitStack()
         self._thread = threading.Thread(target=self._watch, name="moefw-watch", daemon=True)
-        self.stamps = Stamps(self._record)
+        self.stamps = Stamps(self._record, wake=requests.wake)
 
     @property
     def launched(self) -> bool:
@@ -90,7 +91,7 @@ class Watch:
             self._requests.wait(self._every_s)
             stopped = self._requests.overdue()
             if stopped is not None:
-                self._leave(stopped.problems[0], stopped.exit_code)
+                self._leave(str(stopped), stopped.exit_code)
             if not self._ended:
                 self._look()
 
@@ -132,11 +133,16 @@ class Watch:
             return own
         still = self._still.of({rank: record.stamps for rank, record in records.items()})
         silent = self._silent.of({rank: record.beats for rank, record in records.items()})
-        states = {rank: "its process does not answer" for rank, for_s in silent.items() if for_s > 3 * self._every_s}
         return [
-            Seen(rank=rank, record=record, still_s=still[rank], state=states.get(rank, ""))
+            Seen(rank=rank, record=record, still_s=still[rank], state=self._state(record, silent[rank]), heard=True)
             for rank, record in records.items()
         ]
+
+    def _state(self, record: Record, silent_s: float) -> str:
+        """Return what keeps a peer from running; on another machine, no more is known than that it is silent."""
+        if record.machine == self.seen.machine:
+            return process_state(record.pid)
+        return SILENT if silent_s > 3 * self._every_s else ""
 
     def _accuse(self, found: Seen, problem: Problem) -> NoReturn:
         """Say what is wrong with a rank, unless another one has said so, and leave."""
@@ -148,7 +154,7 @@ class Watch:
                     self._follow(accused)
             self._awaken(accused)
         stacks = keep_own(self._run_dir, self._place.rank)
-        self._leave(evolve(problem, what=f"{problem.what} {stacks}"), 1)
+        self._leave(f"error: {evolve(problem, what=f'{problem.what} {stacks}')}", 1)
 
     def _follow(self, accused: Accused) -> NoReturn:
         """Leave since another rank has said why."""
@@ -165,7 +171,7 @@ class Watch:
             time.sleep(2 * LOOK_S)
             os._exit(1)
         problem = silent_store(keeper, self._timeout_s)
-        self._leave(evolve(problem, what=f"{problem.what} {stacks}"), 1)
+        self._leave(f"error: {evolve(problem, what=f'{problem.what} {stacks}')}", 1)
 
     def _awaken(self, accused: Accused) -> None:
         """Let a stopped process on this machine go on: it leaves its stacks and ends when it reads what is said."""
@@ -173,9 +179,9 @@ class Watch:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(accused.pid, signal.SIGCONT)
 
-    def _leave(self, problem: Problem, code: int) -> NoReturn:
-        """Print a problem and end this process, once the others had the time to see who is accused."""
-        os.write(2, f"error: {problem}\n".encode(errors="replace"))
+    def _leave(self, why: str, code: int) -> NoReturn:
+        """Print why and end this process, once the others had the time to see who is accused."""
+        os.write(2, f"{why}\n".encode(errors="replace"))
         if self._peers is not None:
             time.sleep(2 * LOOK_S)
         os._exit(code)

@@ -1,0 +1,80 @@
+"""Small runs as processes of their own: started, watched, asked and ended by a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import faulty_source
+
+SPEC = """\
+model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
+parallel: {experts: {ep: %d}}
+data: {use: %s, path: %s}
+train: {steps: %d, tokens_per_step: 512, micro_batch: 2, seq_len: 64, eval_tokens: 64}
+run: {dir: %s, device: cpu}
+"""
+MANY = 100_000
+"""Steps that a run does not come to the end of."""
+
+
+def environment_in(folder: Path) -> dict[str, str]:
+    """Return the environment of runs that may use the faulty source, and prepare their text in the folder."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(faulty_source.install(folder / "site"))]))
+    return {**os.environ, "MOEFW_CACHE": str(folder / "cache"), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def spec(folder: Path, *, ranks: int, steps: int = MANY, source: str = "text", name: str = "run") -> Path:
+    text, path = folder / "text.txt", folder / f"{name}.yaml"
+    text.write_text("a fox jumps over a dog\n" * 200)
+    path.write_text(SPEC % (ranks, source, text, steps, folder / name))
+    return path
+
+
+def losses(run: Path) -> dict[int, float]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+
+
+def start(environment: dict[str, str], *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, start_new_session=True, text=True, **pipes)  # type: ignore[call-overload]
+
+
+def wait_until(true: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not true():
+        assert time.monotonic() < deadline, "the run did not get that far"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def ranks_of(parent: int) -> dict[int, int]:
+    """Return the process of each rank that ``parent`` has started."""
+    found = {}
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        rank = next((each for each in variables if each.startswith(b"RANK=")), b"RANK=0")
+        found[int(rank.removeprefix(b"RANK="))] = int(pid)
+    return found
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, list[str], float]:
+    """Return the exit code, the lines on stderr, and after how many seconds; no process of the run is left then."""
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=200)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return process.returncode, [line for line in errors.splitlines() if line], time.monotonic() - began
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "moefw")

@@ -1,0 +1,66 @@
+"""Whole runs in which a rank hangs or leaves: it is named in one message, stacks are kept, and no process is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from run_cases import TORCHRUN, end, environment_in, spec, start
+
+TIMEOUT = "run.timeout_s=6"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return environment_in(tmp_path_factory.mktemp("environment"))
+
+
+def test_a_rank_that_blocks_in_its_data_source_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
+    path = spec(tmp_path, ranks=2, source="faulty")
+    code, said, _ = end(start(environment, "-m", "moefw", "train", path, "data.fault=block", "data.rank=1", TIMEOUT))
+    assert code == 1
+    (line,) = said
+    assert line.startswith("error: rank 1 (")
+    assert "(run.timeout_s allows 6): step 3, data; rank 0 waits in all_reduce of ranks 0 and 1. " in line
+    assert "in _block" in (tmp_path / "run" / "stacks" / "rank-1.txt").read_text()
+    assert "in all_reduce" in (tmp_path / "run" / "stacks" / "rank-0.txt").read_text()
+
+
+@pytest.mark.parametrize(("at", "place"), [(0, "preparing data: text.txt"), (9, "step 2, data")])
+def test_a_single_rank_that_blocks_in_its_data_source_is_named(
+    tmp_path: Path, environment: dict[str, str], at: int, place: str
+) -> None:
+    path = spec(tmp_path, ranks=1, source="faulty")
+    code, said, _ = end(start(environment, "-m", "moefw", "train", path, "data.fault=block", f"data.at={at}", TIMEOUT))
+    assert code == 1
+    (line,) = said
+    assert f"(run.timeout_s allows 6): {place}. The stacks of the ranks are in {tmp_path}/run/stacks. " in line
+    assert "in _block" in (tmp_path / "run" / "stacks" / "rank-0.txt").read_text()
+
+
+def test_a_rank_without_memory_is_told_the_plan(tmp_path: Path, environment: dict[str, str]) -> None:
+    path = spec(tmp_path, ranks=2, source="faulty")
+    code, said, _ = end(start(environment, "-m", "moefw", "train", path, "data.fault=all memory", "data.rank=1"))
+    assert code == 1
+    (line,) = said
+    assert "ran out of memory at step 3, data. The plan of each of 2 ranks: saved for backward 0.3 MiB, " in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_a_stopped_rank_is_named(tmp_path: Path, environment: dict[str, str], rank: int) -> None:
+    path = spec(tmp_path, ranks=2, source="faulty")
+    fault = ("data.fault=stop", f"data.rank={rank}")
+    _, said, _ = end(start(environment, *TORCHRUN, "train", path, *fault, TIMEOUT))
+    (line,) = (line for line in said if line.startswith("error: "))
+    assert line.startswith(f"error: rank {rank} (")
+    assert f"; its process is stopped; rank {1 - rank} waits in all_reduce of ranks 0 and 1. " in line
+    assert "in train" in (tmp_path / "run" / "stacks" / f"rank-{1 - rank}.txt").read_text()
+
+
+def test_under_torchrun_a_rank_that_leaves_without_a_word_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
+    path = spec(tmp_path, ranks=2, source="faulty")
+    _, said, _ = end(start(environment, *TORCHRUN, "train", path, "data.fault=leave with 0", "data.rank=1"))
+    (line,) = (line for line in said if line.startswith("error: "))
+    assert line.startswith("error: rank 1 (")
+    assert " left without a word, last heard of at " in line
