@@ -90,6 +90,7 @@ class Trainer:
         self.console = Console(quiet=not session.leads)
         self.files = RunFiles(spec.on_full_disk, partial(say, self.console))
         self.ledger = ledger and session.leads and session.device.type == "cuda"
+        self.host_group, self.saved = session.layout.host_group(), Path()
         self.resumes, self.notes = resume is not None, list[str]()
         self.start = self._resume(resume)
 
@@ -120,7 +121,7 @@ class Trainer:
                 if self._due(step, self.spec.checkpoint_every):
                     with self.clock("checkpoint"), self._writing_checkpoint(step):
                         progress.note(f"saved {self._save(step)}")
-                if anywhere(self.requests.asked is not None, self.session.layout.host_group()):
+                if step + 1 < self.spec.steps and anywhere(self.requests.asked is not None, self.host_group):
                     self._stop(step, log)
                 self.clock.step_done()
         self.requests.mode = "finish"
@@ -132,8 +133,8 @@ class Trainer:
         """Save after ``step``, unless that has just happened, and raise StoppedError: with a message on one rank."""
         self.requests.mode = "finish"
         folder = self.run_dir / "checkpoints" / f"step-{step + 1}"
-        if not self._due(step, self.spec.checkpoint_every):
-            folder = self._save(step)
+        if self.saved != folder:
+            self._save(step)
         if log is not None:
             log.close()
         said = Problem(f"stopped by a signal after step {step + 1}, saved as {folder}.", "Continue with --resume.")
@@ -202,11 +203,13 @@ class Trainer:
         )
         keep = self.spec.keep_checkpoints
         optimizer = self.engine.optimizer
-        return checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, origin, keep=keep)
+        path = checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, origin, keep=keep)
+        self.saved = path
+        return path
 
     def _resume(self, which: Which | None) -> int:
         """Load the checkpoint that all ranks go on from and return its step; 0 where they start anew."""
-        data, group = self.session.data, self.session.layout.host_group()
+        data, group = self.session.data, self.host_group
         chosen = checkpoint.choose_together(self.run_dir, which, data, group)
         if chosen is None:
             return 0
