@@ -51,6 +51,12 @@ def test_variables_that_contradict_each_other_are_refused() -> None:
         place_from_environment({"SLURM_NTASKS": "abc", "SLURM_PROCID": "0"})
 
 
+@pytest.mark.parametrize("told", ["http", "0", "65536", "-1", "29500.0", ""])
+def test_what_is_no_port_is_refused(told: str) -> None:
+    with pytest.raises(PlanError, match=f"MASTER_PORT is '{told}', which is no port. Use a number from 1 to 65535"):
+        place_from_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": told})
+
+
 @pytest.mark.parametrize(("told", "threads"), [("3", 3), ("4,2", 4), ("", 1)])
 def test_a_rank_computes_with_the_threads_that_openmp_is_told_of(told: str, threads: int) -> None:
     assert threads_of_a_rank(10**6, {"OMP_NUM_THREADS": told}) == threads

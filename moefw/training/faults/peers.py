@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, final
 
 from attrs import frozen
@@ -35,11 +34,13 @@ class Accused:
 
 @final
 class Peers:
-    """What ranks tell each other while they train. ``timeout_s``: how long the store may take to answer."""
+    """What ranks tell each other while they train. ``timeout_s``: how long the store may take to answer.
+
+    A thread of its own calls the store: the client waits for ever for a server whose process is stopped.
+    """
 
     def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
-        self._store = store.clone()
-        self._store.set_timeout(timedelta(seconds=timeout_s))
+        self._store, self._caller = store.clone(), ThreadPoolExecutor(1, "moefw-peers")
         self._rank, self._timeout_s = rank, timeout_s
         self._known = {each: read_record(bytes(RECORD_BYTES)) for each in range(world)}
         self._missing = set(range(world))
@@ -80,12 +81,11 @@ class Peers:
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         """Call the store. Raises SilentStoreError if it does not answer, ConnectionError if it is gone."""
-        began_s = time.monotonic()
         try:
-            return getattr(self._store, operation)(*arguments)
+            return self._caller.submit(getattr(self._store, operation), *arguments).result(self._timeout_s)
+        except TimeoutError as error:
+            raise SilentStoreError from error
         except RuntimeError as error:
-            if time.monotonic() - began_s >= 0.9 * self._timeout_s:
-                raise SilentStoreError from error
             raise ConnectionError from error
 
 

@@ -166,7 +166,10 @@ class Watch:
         assert self._peers is not None
         stacks = keep_own(self._run_dir, self._place.rank)
         keeper = self._peers.last[0]
-        self._awaken(Accused(by=self._place.rank, machine=keeper.machine, pid=keeper.pid))
+        accused = Accused(by=self._place.rank, machine=keeper.machine, pid=keeper.pid)
+        self._awaken(accused)
+        with suppress(SilentStoreError, ConnectionError):
+            self._peers.accuse(accused)
         if self._place.rank != speaker():
             time.sleep(2 * LOOK_S)
             os._exit(1)

@@ -31,8 +31,10 @@ def waits_in(thread: int) -> str:
 
 def _collective(innermost: FrameType) -> str:
     distributed: Any = sys.modules.get("torch.distributed")
+    if not hasattr(distributed, "is_initialized"):
+        return ""  # not imported, or just being imported
     frames = list(_outwards(innermost))
-    name = "" if distributed is None else _name(frames, distributed)
+    name = _name(frames, distributed)
     if not name or not distributed.is_initialized():
         return name
     ranks = next(filter(None, (_ranks(frame, distributed) for frame in frames)), None)
