@@ -5,12 +5,15 @@ BIN    := $(VENV)/bin
 SPEC   ?= examples/quickstart.yaml
 CONSTRAINTS ?= constraints.txt
 JOBS   ?= 2
+FAULTS  = $(shell grep -rl --include='test_*.py' 'mark.fault(' tests | sort)
 
-.PHONY: help setup train test test-oldest test-gpu test-layouts test-third-party lint format clean
+.PHONY: help setup train test test-faults soak test-oldest test-gpu test-layouts test-third-party lint format clean
 
 help:
 	@echo "make train   set up and train $(SPEC) (ARGS='train.steps=20' overrides)"
-	@echo "make test    set up and run all tests, JOBS=$(JOBS) files at a time"
+	@echo "make test    set up and run all tests but the deep ones, JOBS=$(JOBS) files at a time"
+	@echo "make test-faults  every fault that a run must survive or name, and what came of it, as a table"
+	@echo "make soak    train 2,000 steps through faults drawn from a seed, and count what they cost"
 	@echo "make test-oldest  the same with the oldest PyTorch that is supported"
 	@echo "make test-gpu  what awaits a GPU: kernels against their references, layers against fp32, times"
 	@echo "make test-layouts  train under every layout of tests/layouts.yaml and write docs/layouts.md"
@@ -32,7 +35,13 @@ train: setup
 	$(BIN)/moefw train $(SPEC) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not deep" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-faults: setup
+	CI=true $(BIN)/python -m pytest $(FAULTS) -m fault --fault-table -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+soak: setup
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt

@@ -14,6 +14,8 @@ import pytest
 from moefw.testing.pool import RankPool
 from triton_process import begin
 
+pytest_plugins = ("fault_table",)
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")

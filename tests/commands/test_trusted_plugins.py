@@ -47,6 +47,7 @@ def test_parts_of_another_name_beside_an_observer_are_still_refused(install: Ins
 STRANGER = 'raise AssertionError("imported")\n'
 
 
+@pytest.mark.fault("a spec asks for a distribution that is not allowed ({id})", "refused before it is imported")
 @pytest.mark.parametrize("allowed", ["", "moefw", "other-parts, my.parts"])
 @pytest.mark.parametrize("spec", [{"dispatch": {"use": "fast"}}, {"run": {"observers": ["fast"]}}])
 def test_what_is_not_allowed_is_refused_before_it_is_imported(
@@ -86,6 +87,7 @@ def test_what_is_not_allowed_takes_no_name_from_what_is(install: Install, monkey
 CHANGES = HEAD + "import torch\ntorch.set_default_dtype(torch.float64)\n" + dispatcher("fast", "pass")[len(HEAD) :]
 
 
+@pytest.mark.fault("a plugin changes the default dtype as it is imported", "named")
 def test_one_that_changes_the_default_dtype_as_it_is_imported_is_named(install: Install, tmp_path: Path) -> None:
     install("rude-parts", CHANGES, names=["fast"])
     told = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
+
 from data_cases import all_of, prepared_folders, python
 from moefw.training.data import Text, source
 from moefw.training.data.prepared import new_folder, open_prepared
@@ -24,6 +26,7 @@ Text(path=sys.argv[1]).prepare(Path(sys.argv[2]))
 """
 
 
+@pytest.mark.fault("the preparation of data is killed", "the next one cleans up")
 def test_a_killed_preparation_is_cleaned_up_by_the_next_and_a_living_one_is_not(corpus, cache):
     living, killed = (python(STOP_WHILE_FILLING, corpus, cache) for _ in range(2))
     for process in (living, killed):

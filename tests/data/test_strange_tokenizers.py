@@ -43,6 +43,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.fault("a tokenizer.json that is broken: {id}", "a message")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_tokenizer_that_cannot_be_loaded_is_a_message(name, tmp_path, corpus, cache, capfd):
     content, reason = BROKEN[name]
@@ -55,6 +56,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_a_message(name, tmp_path, corpus, 
     assert capfd.readouterr() == ("", ""), "nothing else is said, no stack of Rust either"
 
 
+@pytest.mark.fault("a huge tokenizer.json", "refused before it is read")
 def test_a_huge_tokenizer_is_refused_before_it_is_read(tmp_path, corpus, cache):
     path = tmp_path / "tokenizer.json"
     path.touch()
@@ -78,6 +80,7 @@ FAILING = {
 }
 
 
+@pytest.mark.fault("a tokenizer that fails at a document: {id}", "the document is named")
 @pytest.mark.parametrize("name", FAILING)
 def test_a_document_that_cannot_be_encoded_is_named(name, tmp_path, cache, capfd):
     content, text, reason = FAILING[name]

@@ -73,6 +73,7 @@ def meet_a_hostile_peer(how: str, path: str) -> str:
     return "peer"
 
 
+@pytest.mark.fault("a hostile peer answers: {id}", "it is named, and nothing that it sends is run")
 @pytest.mark.parametrize("how", ["pickle", "100000", "0", "-1"])
 def test_what_a_hostile_peer_sends_is_not_run(pool: RankPool, tmp_path: Path, how: str) -> None:
     """A pickled command, JSON nested too deep, no bytes, or less than none."""

@@ -86,6 +86,7 @@ def nan_in_a_weight(name: str, on: int | None, **parts: Any) -> tuple[int, list[
     return stored_here, [run.failure(2), run.failure(2)]
 
 
+@pytest.mark.fault("NaN in a weight ({id})", "named with step and rank; the run stops under any policy")
 @pytest.mark.parametrize(
     ("world", "name", "parts"),
     [
@@ -111,6 +112,7 @@ def test_a_weight_that_is_not_finite_is_named_and_no_policy_helps(
             assert "\n" not in message
 
 
+@pytest.mark.fault("NaN in one rank's copy of a weight", "named with that rank")
 def test_a_copy_of_a_weight_that_is_bad_on_one_rank_is_named_with_that_rank(pool: RankPool) -> None:
     for _, messages in pool.run(nan_in_a_weight, 4, "embed.weight", 2):
         assert messages[0].startswith("step 2, rank 2: embed.weight holds 64 NaN (of 2,048 values).")
@@ -131,6 +133,10 @@ FAULTS: dict[Fault, str] = {
 }
 
 
+@pytest.mark.fault(
+    "a value that is not finite in an activation, then in a gradient ({id})",
+    "named with layer, expert, rank and micro-batch",
+)
 @pytest.mark.parametrize(
     ("world", "rank", "parts"),
     [
@@ -188,6 +194,9 @@ EVERY_PART = [
 ]
 
 
+@pytest.mark.fault(
+    "NaN in an input, once; on_bad_step: rerun ({id})", "the second run counts; the weights are those without the fault"
+)
 @pytest.mark.parametrize(("world", "parts"), EVERY_PART)
 def test_a_fault_that_does_not_repeat_itself_leaves_no_trace_where_the_step_is_run_again(
     pool: RankPool, world: int, parts: dict[str, Any]
@@ -213,6 +222,7 @@ def skipped(forwards: int, **parts: Any) -> tuple[bool, list[StepResult], list[S
     return same, results, [other.step(1), other.step(3)]
 
 
+@pytest.mark.fault("NaN in an input; on_bad_step: skip ({id})", "the step changes nothing, and the next ones go on")
 @pytest.mark.parametrize(("world", "parts"), EVERY_PART[:3])
 def test_a_skipped_step_changes_nothing_and_the_next_ones_go_on(
     pool: RankPool, world: int, parts: dict[str, Any]
@@ -236,6 +246,7 @@ def stopped(policy: str, forwards: int) -> list[str]:
     return message
 
 
+@pytest.mark.fault("NaN in an input; on_bad_step: stop", "named; nothing has changed")
 def test_a_run_stops_where_its_policy_says_so_and_says_what_was_tried(pool: RankPool) -> None:
     (message,) = pool.run(stopped, 1, "stop", 1)
     assert "run again, it is finite: the fault does not repeat itself. Use train.on_bad_step: rerun" in message
@@ -251,6 +262,7 @@ def bad_for_ever() -> tuple[list[str], str]:
     return [run.step(number).note for number in range(1, 10)], run.failure(10)
 
 
+@pytest.mark.fault("every step is bad; on_bad_step: skip", "the run stops after ten")
 def test_skipping_ends_where_nothing_is_learned_any_more(pool: RankPool) -> None:
     ((notes, message),) = pool.run(bad_for_ever, 1)
     assert all(note.endswith("It is skipped.") for note in notes)
@@ -269,6 +281,7 @@ def bad_moments(value: float) -> list[str]:
     return [run.failure(3)]
 
 
+@pytest.mark.fault("NaN or infinity in an optimizer's state", "named with step and rank")
 def test_a_moment_that_is_not_finite_is_named_as_what_it_is_or_as_the_weight_that_it_spoiled(pool: RankPool) -> None:
     for messages in pool.run(bad_moments, 2, float("nan")):
         assert messages[0].startswith(f"step 3, rank 1: {EXPERT} holds 3 NaN (of 512 values).")

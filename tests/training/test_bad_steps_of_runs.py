@@ -55,6 +55,7 @@ def train(spec: Path, *overrides: str, resume: Which | None = None) -> list[dict
     return read_metrics(spec.parent / "run" / "metrics.jsonl")
 
 
+@pytest.mark.fault("a bad batch is skipped, and the run resumed", "it is counted in the metrics and not met again")
 @pytest.mark.usefixtures("bad_step")
 def test_a_skipped_batch_is_counted_and_not_met_again(
     spec: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -75,6 +76,7 @@ def test_a_skipped_batch_is_counted_and_not_met_again(
     assert "step 3, rank 0: the output of embed, in forward of micro-batch 1 of 2, holds " in capsys.readouterr().out
 
 
+@pytest.mark.fault("a step is bad in a run", "exit code 1; the first bad tensor is named")
 @pytest.mark.usefixtures("bad_step")
 def test_a_run_stops_at_a_bad_step_unless_told_otherwise(spec: Path) -> None:
     with pytest.raises(RunError, match="step 3, rank 0: the output of embed") as caught:
@@ -83,6 +85,7 @@ def test_a_run_stops_at_a_bad_step_unless_told_otherwise(spec: Path) -> None:
     assert len(read_metrics(spec.parent / "run" / "metrics.jsonl")) == 2
 
 
+@pytest.mark.fault("the loss jumps", "a warning, and a flag in the metrics")
 def test_a_loss_above_the_mean_of_recent_ones_is_told_and_flagged(
     spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

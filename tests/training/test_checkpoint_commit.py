@@ -92,6 +92,7 @@ def moment_count(tmp_path: Path) -> int:
     return len(log)
 
 
+@pytest.mark.fault("a save over another one is cut off at any moment", "one of the two is whole")
 def test_at_every_moment_of_a_save_over_another_one_a_checkpoint_of_the_step_is_whole(tmp_path: Path) -> None:
     number = moment_count(tmp_path / "whole")
     assert number >= 10
@@ -188,6 +189,9 @@ def poison(run_dir: Path, parallel: dict[str, Any]) -> list[tuple[set[str], str]
     return found
 
 
+@pytest.mark.fault(
+    "a weight, a state or a moment is NaN at a save ({id})", "no rank saves; the tensor and its rank are named"
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_not_finite_on_one_rank_is_saved_by_none_and_named(pool: RankPool, tmp_path: Path, layout: str) -> None:
     first, second = pool.run(poison, 2, tmp_path, LAYOUTS[layout])
@@ -221,6 +225,7 @@ def fill_the_disk(run_dir: Path) -> str:
     return said
 
 
+@pytest.mark.fault("one rank cannot write its shard", "no rank's checkpoint; earlier ones are untouched")
 def test_a_checkpoint_that_one_rank_cannot_write_is_no_ranks(pool: RankPool, tmp_path: Path) -> None:
     (said,) = set(pool.run(fill_the_disk, 2, tmp_path))
     assert "step-2 could not be saved: [Errno 28] No space left on device (on rank 1)" in said

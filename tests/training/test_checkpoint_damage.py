@@ -25,6 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return checkpoint_cases.save(tmp_path / "run", 4)[0]
 
 
+@pytest.mark.fault("each byte of a shard flips", "refused; the damaged tensor is named")
 def test_every_flipped_byte_of_a_shard_is_named(folder: Path) -> None:
     """Header or tensor; the first bit of one byte, the second of the next, and so on."""
     path = folder / SHARD
@@ -67,6 +68,7 @@ def test_a_file_of_another_length_is_told(folder: Path) -> None:
     assert f"{path} is no file" in refused(folder)
 
 
+@pytest.mark.fault("two shards are exchanged", "refused; both are named")
 def test_exchanged_shards_are_named(folder: Path) -> None:
     one, other = folder / SHARD, folder / "rank-00001.safetensors"
     other.write_bytes(save({"model/more": torch.ones(2)}))
@@ -94,6 +96,7 @@ def retyped(header: dict[str, Any]) -> None:
     header["model/embed"]["dtype"] = "I32"
 
 
+@pytest.mark.fault("a shard's header is changed under a hash that is right ({id})", "refused by name")
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -111,6 +114,7 @@ def test_a_header_that_says_something_else_is_told_though_the_hash_is_right(
     assert told in refused(folder)
 
 
+@pytest.mark.fault("a shard is no safetensors file under a hash that is right ({id})", "refused by name")
 @pytest.mark.parametrize(
     "data",
     [b"", b"x" * 40, struct.pack("<Q", 1 << 62) + b"{}", struct.pack("<Q", 100_000) + b"[" * 100_000],
@@ -176,6 +180,7 @@ def test_the_newest_whole_checkpoint_is_offered(tmp_path: Path) -> None:
     assert "No other checkpoint of the run is whole" in refused(six)
 
 
+@pytest.mark.fault("the newest checkpoints are damaged or hold NaN", "--resume=last-good passes over them and says why")
 def test_last_good_passes_over_what_is_damaged_and_what_is_not_finite(tmp_path: Path) -> None:
     _, four, six, eight = checkpoint_cases.save(tmp_path, 2, 4, 6, 8)
     put(four, "optimizer/exp_avg/norm", torch.full((3,), torch.inf))

@@ -37,6 +37,7 @@ def test_a_whole_checkpoint_is_loaded(folder: Path) -> None:
     assert all(got[name].equal(wanted[name]) for name in wanted)
 
 
+@pytest.mark.fault("each byte of a manifest flips", "refused by name")
 def test_every_flipped_byte_of_a_manifest_is_found(folder: Path) -> None:
     """The first bit of one byte, the second of the next, and so on."""
     path = folder / "manifest.json"
@@ -49,6 +50,7 @@ def test_every_flipped_byte_of_a_manifest_is_found(folder: Path) -> None:
             checkpoint.choose(folder.parent.parent, "last")
 
 
+@pytest.mark.fault("the step in a manifest is edited", "refused by name")
 def test_a_step_edited_by_hand_is_refused(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"step":4', '"step":3'))
@@ -141,6 +143,7 @@ def rename_shard(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda content: content["shards"][0].update(file=name)
 
 
+@pytest.mark.fault("a manifest names a file elsewhere ({id})", "refused by name, and not opened")
 @pytest.mark.parametrize(
     "name",
     ["../rank-00000.safetensors", "/rank-00000.safetensors", "x/y", "..", "", "rank-00000.safetensors\0", "\ud800"],
@@ -151,6 +154,7 @@ def test_a_shard_elsewhere_is_refused(folder: Path, name: str) -> None:
     assert "is not the name of a shard" in refused(folder)
 
 
+@pytest.mark.fault("a shard is a link", "refused by name")
 def test_a_shard_that_is_a_link_is_refused(folder: Path) -> None:
     (folder / SHARD).symlink_to(shutil.move(folder / SHARD, folder.parent / "elsewhere"))
     assert f"{folder / SHARD} is a link" in refused(folder)

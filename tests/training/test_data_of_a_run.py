@@ -67,6 +67,7 @@ def test_each_rank_opens_the_data_once(spec: Path, pool: RankPool) -> None:
     assert pool.run(times_prepared, 2, str(spec), str(spec.parent / "cache")) == [1, 1]
 
 
+@pytest.mark.fault("prepared data are damaged where one rank reads", "named with rank and file")
 def test_damage_that_one_rank_alone_reads_is_told_with_its_rank_and_file(spec: Path) -> None:
     (spec.parent / "text.txt").write_text("a fox jumps over a dog\n" * 200_000)
     overrides = ["parallel={experts: {ep: 2}}"]
@@ -87,6 +88,7 @@ def test_damage_that_one_rank_alone_reads_is_told_with_its_rank_and_file(spec: P
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.fault("an id past the vocabulary", "named with its place")
 def test_an_id_past_the_vocabulary_ends_a_run_with_its_place(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moefw.training.data.tokenizers.ByteTokenizer.vocab_size", 99)
     monkeypatch.setattr("moefw.training.data.tokens.TokenWriter.write", write_unchecked)

@@ -49,6 +49,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(CASES, json.loads(done.stdout), strict=True))
 
 
+@pytest.mark.fault("the disk is full at {id}", "one line names the file; exit code 1")
 @pytest.mark.parametrize("name", ["spec.yaml", "tensorboard", "metrics.jsonl"])
 def test_a_run_that_stops_names_the_file(told: dict[str, Any], name: str) -> None:
     found = told[name]
@@ -58,6 +59,7 @@ def test_a_run_that_stops_names_the_file(told: dict[str, Any], name: str) -> Non
     assert "cannot be written: no space left on device. Make room" in line
 
 
+@pytest.mark.fault("the disk is full; on_full_disk: continue", "each file is named once, and the run ends well")
 def test_a_run_that_goes_on_names_each_file_once_and_ends_well(told: dict[str, Any]) -> None:
     found = told["everything"]
     said = [line for line in found["out"].splitlines() if "Training goes on" in line]

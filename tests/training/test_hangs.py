@@ -16,6 +16,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return environment_in(tmp_path_factory.mktemp("environment"))
 
 
+@pytest.mark.fault(
+    "one rank of a run blocks in its data source", "named with step, phase and what the others wait in; stacks are kept"
+)
 def test_a_rank_that_blocks_in_its_data_source_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
     code, said, _ = end(start(environment, "-m", "moefw", "train", path, "data.fault=block", "data.rank=1", TIMEOUT))
@@ -27,6 +30,7 @@ def test_a_rank_that_blocks_in_its_data_source_is_named(tmp_path: Path, environm
     assert "in all_reduce" in (tmp_path / "run" / "stacks" / "rank-0.txt").read_text()
 
 
+@pytest.mark.fault("a run of one rank blocks ({id})", "named with step and phase; stacks are kept")
 @pytest.mark.parametrize(("at", "place"), [(0, "preparing data: text.txt"), (9, "step 2, data")])
 def test_a_single_rank_that_blocks_in_its_data_source_is_named(
     tmp_path: Path, environment: dict[str, str], at: int, place: str
@@ -39,6 +43,7 @@ def test_a_single_rank_that_blocks_in_its_data_source_is_named(
     assert "in _block" in (tmp_path / "run" / "stacks" / "rank-0.txt").read_text()
 
 
+@pytest.mark.fault("a rank of a run gets no memory", "named, with what the plan says of it")
 def test_a_rank_without_memory_is_told_the_plan(tmp_path: Path, environment: dict[str, str]) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
     code, said, _ = end(start(environment, "-m", "moefw", "train", path, "data.fault=all memory", "data.rank=1"))
@@ -47,6 +52,7 @@ def test_a_rank_without_memory_is_told_the_plan(tmp_path: Path, environment: dic
     assert "ran out of memory at step 3, data. The plan of each of 2 ranks: saved for backward 0.3 MiB, " in line
 
 
+@pytest.mark.fault("rank {id} is stopped under torchrun", "named; stacks of the others are kept")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_torchrun_a_stopped_rank_is_named(tmp_path: Path, environment: dict[str, str], rank: int) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
@@ -58,6 +64,7 @@ def test_under_torchrun_a_stopped_rank_is_named(tmp_path: Path, environment: dic
     assert "in train" in (tmp_path / "run" / "stacks" / f"rank-{1 - rank}.txt").read_text()
 
 
+@pytest.mark.fault("a rank leaves with code 0 under torchrun", "named")
 def test_under_torchrun_a_rank_that_leaves_without_a_word_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
     _, said, _ = end(start(environment, *TORCHRUN, "train", path, "data.fault=leave with 0", "data.rank=1"))

@@ -137,6 +137,7 @@ HANGS = {
 }
 
 
+@pytest.mark.fault("a rank {id}", "named with step, phase and what the others wait in; stacks are kept")
 @pytest.mark.parametrize("how", HANGS.values(), ids=HANGS)
 def test_a_rank_that_does_not_get_on_is_named_with_what_the_others_wait_in(run: RunSpec, how: str) -> None:
     said = complaint(run, "waits_for_others()", f"hangs(lambda: {how})")
@@ -148,6 +149,7 @@ def test_a_rank_that_does_not_get_on_is_named_with_what_the_others_wait_in(run: 
     assert "in waits_for_others" in Path(run.dir, "stacks", "rank-0.txt").read_text()
 
 
+@pytest.mark.fault("a stopped rank", "named, and its stack is kept")
 def test_a_stopped_rank_is_named_first_and_leaves_its_stack(run: RunSpec) -> None:
     said = complaint(run, "hangs(lambda: time.sleep(60))", "hangs(lambda: os.kill(os.getpid(), signal.SIGSTOP))")
     assert "rank 1 (" in said
@@ -160,11 +162,13 @@ def test_a_rank_that_waits_is_excused_while_another_gets_on(run: RunSpec) -> Non
     assert "left with exit code 5" in said
 
 
+@pytest.mark.fault("all ranks wait for each other", "told with the collective")
 def test_ranks_that_all_wait_for_each_other_are_told(run: RunSpec) -> None:
     said = complaint(run, "waits_for_others()", "waits_for_others()")
     assert "backward, waiting in all_reduce of ranks 0 and 1, as every rank waits" in said
 
 
+@pytest.mark.fault("a rank leaves with exit code {id}", "named with its step and phase")
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_rank_that_leaves_before_the_others_is_named(run: RunSpec, code: int) -> None:
     said = complaint(run, "gets_on()", f"hangs(lambda: os._exit({code}))")
@@ -172,6 +176,7 @@ def test_a_rank_that_leaves_before_the_others_is_named(run: RunSpec, code: int) 
     assert f"left with exit code {code} at step 7, data, before the run was done." in said
 
 
+@pytest.mark.fault("a rank calls sys.exit({id})", "named with its step and phase")
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_rank_that_calls_sys_exit_is_named(run: RunSpec, capfd: pytest.CaptureFixture[str], code: int) -> None:
     assert launch(run, "gets_on()", f"hangs(lambda: sys.exit({code}))") == 1
@@ -180,12 +185,14 @@ def test_a_rank_that_calls_sys_exit_is_named(run: RunSpec, capfd: pytest.Capture
     assert f"left with exit code {code} at step 7, data, before the run was done." in line
 
 
+@pytest.mark.fault("a rank is killed", "named with its step and phase")
 def test_a_killed_rank_is_named_with_where_it_was(run: RunSpec) -> None:
     said = complaint(run, "gets_on()", "hangs(lambda: os.kill(os.getpid(), signal.SIGKILL))")
     assert said.startswith("rank 1 was ended by SIGKILL at step 7, data (")
     assert "Memory" not in said
 
 
+@pytest.mark.fault("the kernel kills a rank for memory", "named, with what the plan says of it")
 def test_a_rank_killed_for_memory_is_told_the_plan(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     kills = iter([4])
     monkeypatch.setattr(local_ranks, "oom_kills", lambda: next(kills, 5))
@@ -193,6 +200,7 @@ def test_a_rank_killed_for_memory_is_told_the_plan(run: RunSpec, monkeypatch: py
     assert "Memory had run out: the kernel killed 1 process for it. Planned: a lot." in said
 
 
+@pytest.mark.fault("a rank gets no memory ({id})", "named, with what the plan says of it")
 @pytest.mark.parametrize("how", ["bytearray(1 << 62)", "bytearray(1 << 60)"])
 def test_a_rank_without_memory_is_told_the_plan(run: RunSpec, capfd: pytest.CaptureFixture[str], how: str) -> None:
     said = complaint(run, "gets_on()", f"hangs(lambda: {how})")
@@ -212,6 +220,7 @@ def test_ranks_that_end_well_one_after_the_other_end_the_run_well(run: RunSpec) 
     assert launch(run, "is_done()", "gets_on(until=1.0)") == 0
 
 
+@pytest.mark.fault("{id} to the launcher", "reaches every rank once; exit code 75")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_request_reaches_every_rank_once(run: RunSpec, number: signal.Signals) -> None:
     with when_all_are_ready(run, number):
@@ -256,6 +265,7 @@ def test_ranks_share_a_private_folder_which_goes_with_them(run: RunSpec) -> None
     assert not Path(folder).exists()
 
 
+@pytest.mark.fault("4,096 ranks on two cores", "refused before any is started")
 def test_more_ranks_than_a_machine_holds_are_refused() -> None:
     check_room(64, cores=2)
     check_room(512, cores=64)

@@ -58,6 +58,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     return train
 
 
+@pytest.mark.fault("an observer changes the record of a step", "it gets a copy: nothing changes")
 def test_an_observer_gets_a_copy_of_what_is_measured(train: Train) -> None:
     def spoil(step: int, metrics: Any) -> None:
         metrics["expert_load"][0][0] = "spoiled"
@@ -93,6 +94,10 @@ def observer(change: Callable[[], Any], calls: list[int]) -> Callable[..., None]
     return observe
 
 
+@pytest.mark.fault(
+    "an observer changes dtype, random state or the like ({id})",
+    "named with distribution, hook, step and rank; put back",
+)
 @pytest.mark.parametrize("hook", ["moefw_before_step", "moefw_after_step"])
 def test_what_an_observer_changes_is_put_back_and_it_is_named_once(
     train: Train, hook: str, caplog: pytest.LogCaptureFixture
@@ -113,6 +118,7 @@ def test_what_an_observer_changes_is_put_back_and_it_is_named_once(
     assert before[1:] == (random.getstate(), torch.get_default_dtype())
 
 
+@pytest.mark.fault("an observer raises ({id})", "named; the run goes on as without it")
 @pytest.mark.parametrize("error", [ZeroDivisionError("oh"), SystemExit(0)])
 def test_an_observer_that_raises_or_leaves_is_named_and_what_it_changed_is_put_back(
     train: Train, caplog: pytest.LogCaptureFixture, error: BaseException
@@ -126,6 +132,7 @@ def test_an_observer_that_raises_or_leaves_is_named_and_what_it_changed_is_put_b
     assert "odd-parts 1.5 fails in moefw_after_step, step 1, rank 0 and is not called again: " in record.getMessage()
 
 
+@pytest.mark.fault("a schedule gives no rate ({id})", "named with what it gives")
 @pytest.mark.parametrize(
     ("factor", "shown"),
     [
@@ -173,6 +180,7 @@ def test_a_rate_of_a_numpy_number_is_one(train: Train) -> None:
     assert rates == [1.5e-3, 3e-3, 0.0]
 
 
+@pytest.mark.fault("a data source misbehaves in a step ({id})", "named with distribution, step and rank")
 @pytest.mark.parametrize(
     ("fault", "shown"),
     [

@@ -48,6 +48,10 @@ def test_ranks_that_see_the_same_go_on_together(pool: RankPool, runs: dict[str, 
     assert pool.run(choose, 2, [(runs["none"], "auto", "x")] * 2) == [None] * 2
 
 
+@pytest.mark.fault(
+    "ranks find other checkpoints, other data or other wishes ({id})",
+    "refused before the first step, with what differs",
+)
 @pytest.mark.parametrize(
     ("other", "told"),
     [

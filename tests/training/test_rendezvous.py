@@ -51,6 +51,9 @@ def listening(pid: int) -> set[str]:
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
+@pytest.mark.fault(
+    "another user of the machine looks for a way in", "ranks listen on loopback alone and meet in a folder of mode 0700"
+)
 def test_local_ranks_listen_on_loopback_and_meet_in_a_folder_of_their_own(spec: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "moefw", "train", str(spec), "parallel.experts.ep=2", "train.steps=100000"]
     environment = os.environ | {"TMPDIR": str(tmp_path), "MOEFW_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
@@ -106,6 +109,10 @@ def train_save_and_resume(spec: str, run_dir: str, cache: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.fault(
+    "a peer sends pickled objects at any time of a run",
+    "nothing is unpickled while ranks train, evaluate, save and resume",
+)
 def test_nothing_is_unpickled_in_a_run(pool: RankPool, spec: Path, tmp_path: Path) -> None:
     specs.read(str(spec), []).parts.data.prepare(tmp_path)
     found = pool.run(train_save_and_resume, 4, str(spec), str(tmp_path / "run"), tmp_path)

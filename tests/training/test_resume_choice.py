@@ -120,6 +120,10 @@ def test_going_back_to_a_step_sets_later_ones_aside_and_ends_with_the_same_bits(
     assert (place.run / "checkpoints" / "step-4" / "manifest.json").read_bytes() == last
 
 
+@pytest.mark.fault(
+    "a bit of the newest checkpoint flips",
+    "--resume refuses it and offers the one before; --resume=last-good takes that",
+)
 def test_a_damaged_checkpoint_is_refused_and_last_good_goes_back(place: Place) -> None:
     wanted = place.losses()
     place.flip(4)
@@ -163,6 +167,9 @@ def test_auto_moves_another_run_aside(place: Place) -> None:
     assert place.run.with_name("run.1").is_dir()
 
 
+@pytest.mark.fault(
+    "a weight becomes NaN between two checkpoints", "the run ends before it is saved; --resume goes on from before"
+)
 def test_a_poisoned_state_ends_the_run_before_it_is_saved(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Trainer._step
 
@@ -182,6 +189,7 @@ def test_a_poisoned_state_ends_the_run_before_it_is_saved(place: Place, monkeypa
     assert "continuing after step 4" in place.train("--resume=last-good", "train.steps=5")
 
 
+@pytest.mark.fault("the disk is full at a checkpoint", "one message, exit code 1, nothing lost")
 def test_a_full_disk_fails_the_run_with_one_message(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -223,6 +231,7 @@ def test_reading_ends_where_checkpoints_vanish_forever(place: Place, monkeypatch
     assert "were dropped while they were read, 5 times" in moefw("eval", place.run, code=2)
 
 
+@pytest.mark.fault("eval beside a run that drops checkpoints", "reads the newest that is there")
 def test_eval_beside_a_run_that_drops_a_checkpoint_each_step(new: Place) -> None:
     settings = ["train.steps=20", "train.keep_checkpoints=1", f"run.dir={new.run}"]
     command = [sys.executable, "-m", "moefw", "train", str(new.whole / "spec.yaml"), *settings]

@@ -61,6 +61,9 @@ def test_what_is_no_run_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").is_file()
 
 
+@pytest.mark.fault(
+    "a second run is started in the folder of another (resumed: {id})", "refused; the folder is as it was"
+)
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_under_way_is_left_alone(run: Path, resume: bool) -> None:
     with (
@@ -79,6 +82,7 @@ def test_a_run_that_has_not_written_yet_is_left_alone(tmp_path: Path) -> None:
         assert (tmp_path / "run").is_dir()
 
 
+@pytest.mark.fault("the process that held a run's folder is killed", "the folder is free")
 def test_the_folder_of_a_run_that_was_killed_is_free(run: Path) -> None:
     code = f"import fcntl, os; fcntl.flock(os.open({str(run)!r}, os.O_RDONLY), fcntl.LOCK_EX); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

@@ -29,6 +29,7 @@ def link(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.fault("a run's folder is a link", "refused; the earlier run behind it stays")
 def test_an_earlier_run_behind_a_link_is_not_moved(link: Path) -> None:
     with (
         pytest.raises(SpecError, match=r"is a link to .*disk, and an earlier run there is not moved aside"),
@@ -58,6 +59,7 @@ def test_a_new_run_is_written_through_a_link_to_an_empty_folder(tmp_path: Path) 
     assert (tmp_path / "run").is_symlink()
 
 
+@pytest.mark.fault("a run's folder is a link to no folder ({id})", "refused; the link stays")
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("make", [lambda disk: None, Path.touch], ids=["dangling", "to a file"])
 def test_a_link_to_no_folder_is_told_and_kept(tmp_path: Path, make: Callable[[Path], None], resume: bool) -> None:

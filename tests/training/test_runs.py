@@ -127,6 +127,7 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(trained: t
     assert first.startswith("the quick")
 
 
+@pytest.mark.fault("launcher and ranks are killed, layout {id}", "losses of all steps bit-equal to an unbroken run")
 @pytest.mark.parametrize("layout", [2, SPLIT])
 def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(
     tmp_path: Path, text: Path, trained: tuple[Path, str], split: Path, layout: int | str
@@ -152,6 +153,7 @@ def wait_until(true, process: subprocess.Popen[bytes], timeout_s: float = 120.0)
         time.sleep(0.002)
 
 
+@pytest.mark.fault("one of two ranks is killed", "one message; no rank is left")
 def test_one_killed_rank_ends_the_run_with_one_message(tmp_path: Path, text: Path) -> None:
     path = spec(tmp_path, text, 2)
     command = [sys.executable, "-m", "moefw", "train", str(path), "train.steps=100000"]

@@ -24,6 +24,9 @@ def has_steps(run: Path, number: int) -> bool:
     return len(losses(run)) >= number
 
 
+@pytest.mark.fault(
+    "SIGTERM, Ctrl-C, SIGUSR1 to one rank", "saved after the step, exit code 75; the same end as unbroken"
+)
 def test_every_signal_saves_what_a_resumed_run_continues_to_the_same_end(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -52,6 +55,7 @@ def test_every_signal_saves_what_a_resumed_run_continues_to_the_same_end(
     assert losses(run) == losses(tmp_path / "whole")
 
 
+@pytest.mark.fault("SIGTERM before the first step", "ends at once, exit code 143")
 def test_a_request_before_anything_is_to_save_ends_the_run_at_once(tmp_path: Path, environment: dict[str, str]) -> None:
     path, mark = spec(tmp_path, ranks=1, source="faulty"), tmp_path / "mark"
     process = start(environment, "-m", "moefw", "train", path, "data.fault=block", "data.at=0", f"data.mark={mark}")
@@ -64,6 +68,7 @@ def test_a_request_before_anything_is_to_save_ends_the_run_at_once(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fault("Ctrl-C twice", "ends at once, exit code 130")
 def test_a_second_interrupt_ends_a_run_that_does_not_come_to_the_end_of_its_step(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -78,6 +83,7 @@ def test_a_second_interrupt_ends_a_run_that_does_not_come_to_the_end_of_its_step
     assert seconds < 30
 
 
+@pytest.mark.fault("SIGTERM to torchrun", "its ranks save")
 def test_torchrun_passes_a_request_on_and_its_ranks_save(tmp_path: Path, environment: dict[str, str]) -> None:
     process = start(environment, *TORCHRUN, "train", spec(tmp_path, ranks=2))
     wait_until(lambda: len(losses(tmp_path / "run")) > 1, process)

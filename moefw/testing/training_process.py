@@ -1,0 +1,165 @@
+"""A run of ``moefw train`` in processes of its own: disturbed at a counted step, and looked at when it has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Final, Self, final
+
+from attrs import frozen
+
+from moefw.core.errors import ContractError
+from moefw.testing.run_state import last_step
+
+TRAIN: Final = (sys.executable, "-m", "moefw", "train")
+ORPHANS_S: Final = 5.0
+"""So long after the end of a run none of its ranks may be there."""
+_LOOK_S: Final = 0.005
+
+
+@frozen
+class Ended:
+    """How a run ended: its exit code (below zero: the signal's), and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@final
+class TrainingProcess:
+    """A command that trains into ``run_dir``; a context manager, at whose end it is killed.
+
+    ``environment`` is added to ours. It leads a session, so that the whole of it can be killed.
+    """
+
+    def __init__(self, command: Sequence[str], *, run_dir: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._metrics = run_dir / "metrics.jsonl"
+        self._earlier = _file_of(self._metrics)
+        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+            stdout=self._out,
+            stderr=self._err,
+        )
+        self._ranks: dict[int, int] = {}
+
+    @property
+    def pid(self) -> int:
+        """The process that was started: launcher, torchrun's agent, or a single rank."""
+        return self._process.pid
+
+    def wait_for_step(self, step: int, *, timeout_s: float = 240.0) -> None:
+        """Return when this start has recorded the step. Raises ContractError if it ends before, or is late.
+
+        A start that resumes replaces the file of metrics before its first step: what is there before does not count.
+        """
+        self._wait(lambda: self._began() and last_step(self._metrics) >= step, f"step {step}", timeout_s)
+
+    def restarted(self) -> None:
+        """Let the next start of the run be waited for: what this one has recorded does not count any more."""
+        self._earlier = _file_of(self._metrics)
+
+    def wait_for_ranks(self, number: int, *, timeout_s: float = 240.0) -> dict[int, int]:
+        """Return the process of each rank when all are there. Raises ContractError if the run ends before."""
+        self._wait(lambda: len(self.ranks()) >= number, f"{number} ranks", timeout_s)
+        return self._ranks
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process of each rank that is there, by rank; remember them all."""
+        found = {rank: pid for pid in _children(self.pid) if (rank := _rank_of(pid)) is not None}
+        self._ranks |= found
+        return found
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank."""
+        os.kill(self.ranks()[rank], number)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher and its ranks."""
+        self.ranks()
+        os.killpg(self.pid, number)
+
+    def ended(self, *, timeout_s: float = 240.0) -> Ended:
+        """Return how the run ended, and end its session. Raises ContractError if it does not end in time."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise self._failed(f"does not end in {timeout_s:g} s") from error
+        return Ended(code, _all_of(self._out), _all_of(self._err))
+
+    def orphans(self) -> list[int]:
+        """Return the ranks whose processes are still there ``ORPHANS_S`` after they should have gone."""
+        deadline_s = time.monotonic() + ORPHANS_S
+        while (left := [rank for rank, pid in self._ranks.items() if _runs(pid)]) and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        return left
+
+    def _began(self) -> bool:
+        return _file_of(self._metrics) not in (None, self._earlier)
+
+    def _wait(self, reached: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not reached():
+            if self._process.poll() is not None:
+                raise self._failed(f"ended with {self._process.returncode} before {what}")
+            if time.monotonic() > deadline_s:
+                raise self._failed(f"does not come to {what} in {timeout_s:g} s")
+            time.sleep(_LOOK_S)
+        self.ranks()
+
+    def _failed(self, what: str) -> ContractError:
+        return ContractError(f"the run {what}.\n{_all_of(self._out)}{_all_of(self._err)}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        self._out.close()
+        self._err.close()
+
+
+def _file_of(path: Path) -> int | None:
+    """Return what tells the file at a path from others that were there; None where there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _rank_of(pid: int) -> int | None:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((int(value[5:]) for value in variables if value.startswith(b"RANK=")), None)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def _all_of(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()

@@ -1,0 +1,116 @@
+"""One rank killed, at random moments and inside saves: the run ends, names it, and goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+import kill_chain
+from kill_chain import EVERY, RANKS, KillChain, Unbroken, compiled, train
+from moefw.testing.run_state import newest
+
+SHIM = Path(kill_chain.__file__).with_name("kill_in_save.c")
+
+pytestmark = pytest.mark.deep
+
+
+@frozen
+class WhileTraining:
+    """So many steps after a start."""
+
+    rank: int
+    steps: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is killed {self.steps:.2f} steps after a start"
+
+
+@frozen
+class InASave:
+    """After this share of the system calls of the ``save``-th save of a start."""
+
+    rank: int
+    save: int
+    share: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is killed inside a save, {self.share:.0%} of its system calls done"
+
+
+def draw(chance: random.Random) -> list[WhileTraining | InASave]:
+    """Return twenty kills; those inside saves are spread over the whole of a save of either rank."""
+    training = [WhileTraining(rank, chance.uniform(1, 2 * EVERY)) for rank in range(RANKS) for _ in range(5)]
+    saving = [
+        InASave(rank, chance.choice((1, 2)), (fifth + chance.random()) / 5)
+        for rank in range(RANKS)
+        for fifth in range(5)
+    ]
+    return chance.sample([*training, *saving], 20)
+
+
+@pytest.fixture(scope="module")
+def chain(spec: Path, unbroken: Unbroken, tmp_path_factory: pytest.TempPathFactory) -> KillChain:
+    return KillChain(spec, tmp_path_factory.mktemp("chain") / "run", unbroken)
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    return compiled(SHIM, tmp_path_factory.mktemp("shim"))
+
+
+def preloaded(shim: Path, run_dir: Path, step: int, log: Path) -> dict[str, str]:
+    """Return the environment in which the system calls of the save of a step are counted."""
+    told = {"BELOW": run_dir / "checkpoints", "FROM": f"step-{step}.tmp", "LOG": log}
+    return {"LD_PRELOAD": str(shim), **{f"FAULT_{name}": str(value) for name, value in told.items()}}
+
+
+@pytest.fixture(scope="module")
+def points(shim: Path, spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, int]:
+    """In how many points a rank can be killed in a save that also drops an old checkpoint."""
+    folder = tmp_path_factory.mktemp("points")
+    run_dir, log, last = folder / "run", folder / "log", 3 * EVERY
+    with train(spec, run_dir, f"train.steps={last}", environment=preloaded(shim, run_dir, last, log)) as run:
+        assert (ended := run.ended()).code == 0, ended.err
+    counted = {rank: len(Path(f"{log}-{rank}").read_text().splitlines()) for rank in range(RANKS)}
+    assert counted[0] >= 20
+    assert counted[1] >= 6
+    return counted
+
+
+@pytest.mark.fault("{id}", "the run ends and names it; no torn checkpoint is there, no rank is left after 5 s")
+@pytest.mark.parametrize("kill", draw(random.Random(1)), ids=str)
+def test_a_killed_rank_is_named(
+    chain: KillChain, kill: WhileTraining | InASave, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if isinstance(kill, WhileTraining):
+        with chain.start() as run:
+            chain.at(run, kill.steps)
+            run.signal_rank(kill.rank, signal.SIGKILL)
+            ended = run.ended()
+            chain.check(run)
+    else:
+        point = 1 + int(kill.share * request.getfixturevalue("points")[kill.rank])
+        step, log = newest(chain.run_dir) + kill.save * EVERY, tmp_path / "log"
+        counted = preloaded(request.getfixturevalue("shim"), chain.run_dir, step, log)
+        with chain.start({**counted, "FAULT_RANK": str(kill.rank), "FAULT_AT": str(point)}) as run:
+            ended = run.ended()
+            chain.check(run)
+        assert len(Path(f"{log}-{kill.rank}").read_text().splitlines()) == point
+    assert ended.code == 1, ended.err
+    assert f"rank {kill.rank} was ended by SIGKILL" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.fault(
+    "20 kills of one rank, 10 inside saves", "losses of all steps and the last weights bit-equal to an unbroken run"
+)
+def test_a_run_killed_again_and_again_ends_as_an_unbroken_one(chain: KillChain) -> None:
+    chain.check_end()

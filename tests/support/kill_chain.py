@@ -1,0 +1,86 @@
+"""A run that is killed and resumed again and again, held against one that is not."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from moefw.testing.run_state import checkpoints, history, newest
+from moefw.testing.training_process import TRAIN, TrainingProcess
+
+EVERY, STEPS = 6, 260
+"""Steps between checkpoints, and of the run: twenty starts of which none gets further than twice the former."""
+STEP_S = 0.03
+SPEC = f"""\
+model: {{dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}}
+routing: {{use: topk, score: sigmoid, balance: [{{kind: expert_bias}}]}}
+parallel: {{experts: {{ep: 2}}}}
+data: {{use: text, path: %s}}
+train:
+  {{steps: {STEPS}, tokens_per_step: 256, micro_batch: 2, seq_len: 64, checkpoint_every: {EVERY}, eval_every: 0, eval_tokens: 64}}
+run: {{dir: %s, device: cpu}}
+"""
+RANKS = 2
+QUICK = {"OMP_NUM_THREADS": "1"}
+
+
+@frozen
+class Unbroken:
+    """A run of the spec that nothing happened to: its records, and the tensors of all checkpoints, by step."""
+
+    records: Mapping[int, dict[str, Any]]
+    tensors: Mapping[int, Mapping[str, bytes]]
+
+
+def train(spec: Path, run_dir: Path, *overrides: str, environment: Mapping[str, str] | None = None) -> TrainingProcess:
+    """Start ranks that train into a folder."""
+    command = [*TRAIN, str(spec), f"run.dir={run_dir}", *overrides]
+    return TrainingProcess(command, run_dir=run_dir, environment={**QUICK, **(environment or {})})
+
+
+def unbroken(spec: Path, run_dir: Path) -> Unbroken:
+    with train(spec, run_dir, f"train.keep_checkpoints={STEPS}") as run:
+        ended = run.ended()
+    assert ended.code == 0, ended.err
+    return Unbroken(history(run_dir), checkpoints(run_dir))
+
+
+class KillChain:
+    """The starts of one run; each goes on where the one before was killed."""
+
+    def __init__(self, spec: Path, run_dir: Path, whole: Unbroken) -> None:
+        self.spec, self.run_dir, self.whole = spec, run_dir, whole
+
+    def start(self, environment: Mapping[str, str] | None = None) -> TrainingProcess:
+        return train(self.spec, self.run_dir, "--resume=auto", environment=environment)
+
+    def at(self, run: TrainingProcess, steps: float) -> None:
+        """Return when a start has made so many steps; a fraction is one of a step's usual time."""
+        run.wait_for_step(newest(self.run_dir) + int(steps))
+        run.wait_for_ranks(RANKS)
+        time.sleep(steps % 1 * STEP_S)
+
+    def check(self, run: TrainingProcess) -> None:
+        """Raise AssertionError if ranks are left, or if a checkpoint is there that is not the unbroken run's."""
+        assert not run.orphans()
+        for step, tensors in checkpoints(self.run_dir).items():
+            assert tensors == self.whole.tensors[step], f"the checkpoint of step {step} is torn or another one"
+
+    def check_end(self) -> None:
+        """Let the run come to its end, and hold every step and the last weights against the unbroken run, bit by bit."""
+        with self.start() as run:
+            assert (ended := run.ended()).code == 0, ended.err
+        assert history(self.run_dir) == self.whole.records
+        assert checkpoints(self.run_dir)[STEPS] == self.whole.tensors[STEPS]
+
+
+def compiled(source: Path, folder: Path) -> Path:
+    """Return a C file as a library that can be preloaded."""
+    library = folder / f"{source.stem}.so"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
