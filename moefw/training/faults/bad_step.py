@@ -12,7 +12,7 @@ from torch import nn
 from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
 from moefw.training.faults.bad_values import bad_state, first_of_all
-from moefw.training.faults.watched_step import Watch
+from moefw.training.faults.watched_step import StepWatch
 
 if TYPE_CHECKING:
     from moefw.training.engine import Attempt
@@ -55,7 +55,7 @@ class BadSteps:
         if before := first_of_all(bad_state(self._model, self._optimizer), self._layout):
             fix = "It was so before the step, so no other step is better: continue with --resume=last-good."
             raise RunError(f"step {number}, {before}.", fix)
-        with Watch(self._model, num_batches) as watch:
+        with StepWatch(self._model, num_batches) as watch:
             second = again()
         what = _told(number, bad, second, first_of_all(watch.first(), self._layout))
         if self._policy == "rerun" and second.finite:

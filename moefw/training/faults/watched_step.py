@@ -49,7 +49,7 @@ class _Place:
 
 
 @final
-class Watch:
+class StepWatch:
     """Watches the steps that run while it is open; a context manager. ``num_batches``: micro-batches of a step.
 
     Modules inside routed experts are not looked at: which of them run depends on the rank.
