@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -33,7 +34,7 @@ from moefw.training.launcher import die_with_launcher
 from moefw.training.world import place_from_environment
 
 place = place_from_environment()
-run = RunSpec(dir=sys.argv[1], timeout_s=1.0)
+run = RunSpec(dir=sys.argv[1], timeout_s=2.0)
 
 def gets_on(until=60.0):
     end = time.monotonic() + until
@@ -107,21 +108,22 @@ os._exit(code)
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunSpec:
-    return RunSpec(dir=str(tmp_path), timeout_s=1.0)
+    return RunSpec(dir=str(tmp_path), timeout_s=2.0)
 
 
 def launch(run: RunSpec, *ranks: str, resumable: bool = False) -> int:
     """Return the exit code of a run of ranks that each do something; none is left behind."""
+    before = children(os.getpid())
     with StopRequests(resumable=lambda: resumable) as requests:
         command = [sys.executable, "-c", RANK, run.dir, *ranks]
         try:
             return run_local_ranks(command, len(ranks), run, requests, memory_note=lambda: "Planned: a lot.")
         finally:
-            assert not children(os.getpid())
+            assert children(os.getpid()) <= before
 
 
-def children(parent: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+def children(parent: int) -> set[str]:
+    return set(Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
 
 
 def complaint(run: RunSpec, *ranks: str) -> str:
@@ -142,7 +144,8 @@ HANGS = {
 def test_a_rank_that_does_not_get_on_is_named_with_what_the_others_wait_in(run: RunSpec, how: str) -> None:
     said = complaint(run, "waits_for_others()", f"hangs(lambda: {how})")
     assert said.startswith("rank 1 (")
-    assert "has made no progress for 1." in said
+    still_s = float(re.findall(r"has made no progress for (\S+) s", said)[0])
+    assert 2.0 <= still_s < 3.0
     assert "step 7, data; rank 0 waits in all_reduce of ranks 0 and 1. " in said
     assert f"The stacks of the ranks are in {run.dir}/stacks." in said
     assert "in hangs" in Path(run.dir, "stacks", "rank-1.txt").read_text()
@@ -150,15 +153,15 @@ def test_a_rank_that_does_not_get_on_is_named_with_what_the_others_wait_in(run: 
 
 
 @pytest.mark.fault("a stopped rank", "named, and its stack is kept")
-def test_a_stopped_rank_is_named_first_and_leaves_its_stack(run: RunSpec) -> None:
-    said = complaint(run, "hangs(lambda: time.sleep(60))", "hangs(lambda: os.kill(os.getpid(), signal.SIGSTOP))")
-    assert "rank 1 (" in said
-    assert "step 7, data; its process is stopped." in said
+def test_a_stopped_rank_is_named_and_leaves_its_stack(run: RunSpec) -> None:
+    said = complaint(run, "waits_for_others()", "hangs(lambda: os.kill(os.getpid(), signal.SIGSTOP))")
+    assert said.startswith("rank 1 (")
+    assert "step 7, data; its process is stopped; rank 0 waits" in said
     assert "in hangs" in Path(run.dir, "stacks", "rank-1.txt").read_text()
 
 
 def test_a_rank_that_waits_is_excused_while_another_gets_on(run: RunSpec) -> None:
-    said = complaint(run, "waits_for_others()", "gets_on(until=3.0) or os._exit(5)")
+    said = complaint(run, "waits_for_others()", "gets_on(until=5.0) or os._exit(5)")
     assert "left with exit code 5" in said
 
 
