@@ -96,6 +96,10 @@ class TrainingProcess:
             raise self._failed(f"does not end in {timeout_s:g} s") from error
         return Ended(code, _all_of(self._out), _all_of(self._err))
 
+    def said(self) -> str:
+        """Return what it has printed so far."""
+        return os.pread(self._out.fileno(), os.fstat(self._out.fileno()).st_size, 0).decode(errors="replace")
+
     def orphans(self) -> list[int]:
         """Return the ranks whose processes are still there ``ORPHANS_S`` after they should have gone."""
         deadline_s = time.monotonic() + ORPHANS_S

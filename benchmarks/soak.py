@@ -1,0 +1,229 @@
+"""A run of two ranks through faults drawn from a seed, against one that nothing happens to.
+
+A scheduler's part is played: whenever the run ends, ``moefw train SPEC --resume=auto`` is repeated, with
+``--resume=last-good`` instead where that refuses a damaged checkpoint. How it is counted:
+
+- *repeated*: steps that were recorded before the fault and are made again.
+- *restart*: seconds from the moment when the end of the struck run (of the refused start, where there is one) is seen
+  to the moment when a step is recorded that no start before has recorded: the repeated steps are part of it.
+- *fresh start*: seconds from starting the same command in an empty folder to its first recorded step; text is prepared.
+- *goodput*: seconds inside of the steps that are in ``metrics.jsonl`` at the end, over all from the first start on.
+- memory and files: of each rank of the undisturbed run, from /proc, midway between checkpoints.
+
+Writes ``benchmarks/results/soak.json``; ends with 1 where a promise is not held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import record
+from attrs import asdict, frozen
+from soak_faults import KINDS, Planned, draw, flip_a_bit
+
+from moefw.commands import specs
+from moefw.testing.run_state import checkpoints, history, last_step, newest
+from moefw.testing.training_process import TRAIN, Ended, TrainingProcess
+from moefw.training.metrics import read_metrics
+
+SPEC = Path(__file__).with_name("soak.yaml")
+SETTLED = 200
+"""Steps after which memory and open files no longer grow."""
+FRESH_STARTS = 3
+RESTART, GROWTH = 1.5, 0.02
+"""What is promised: a restart's cost in fresh starts, and the growth of resident memory."""
+METRICS = "metrics.jsonl"
+
+
+@frozen(kw_only=True)
+class Struck:
+    """A fault that has happened: where, how the run ended, after how many seconds, and what going on cost."""
+
+    kind: str
+    step: int
+    exit_code: int
+    noticed_s: float
+    repeated: int
+    restart_s: float
+
+
+class Soak:
+    """Starts of one spec with overrides, in folders of their own."""
+
+    def __init__(self, overrides: Sequence[str], steps: int) -> None:
+        self.overrides, self.steps = [*overrides, f"train.steps={steps}"], steps
+        self.assembly = specs.read(str(SPEC), self.overrides)
+        self.every = self.assembly.spec.train.checkpoint_every
+
+    def start(self, run_dir: Path, resume: str = "auto") -> TrainingProcess:
+        """Start a run, or go on with it."""
+        command = [*TRAIN, str(SPEC), f"run.dir={run_dir}", f"--resume={resume}", *self.overrides]
+        return TrainingProcess(command, run_dir=run_dir)
+
+    def undisturbed(self, run_dir: Path) -> list[dict[str, list[int]]]:
+        """Train to the end; return resident KiB and open files of each rank, midway between checkpoints."""
+        samples = []
+        with self.start(run_dir) as run:
+            for step in range(self.every // 2, self.steps, self.every):
+                run.wait_for_step(step)
+                ranks = [pid for _, pid in sorted(run.ranks().items())]
+                samples.append({"resident_kib": list(map(_resident, ranks)), "open_files": list(map(_open, ranks))})
+            _expect(run.ended(), 0)
+        return samples
+
+    def fresh_start_s(self, run_dir: Path) -> float:
+        """Return the seconds to the first step in an empty folder."""
+        began = time.monotonic()
+        with self.start(run_dir) as run:
+            run.wait_for_step(1)
+            return time.monotonic() - began
+
+    def disturbed(self, run_dir: Path, plan: Sequence[Planned], chance: random.Random) -> list[Struck]:
+        """Train to the end through faults."""
+        found = []
+        run = self.start(run_dir)
+        for planned in plan:
+            with run:
+                kind = KINDS[planned.kind]
+                run.wait_for_step(planned.step)
+                struck_s = time.monotonic()
+                kind.strike(run)
+                ended = run.ended()
+                seen_s = time.monotonic()
+                noticed_s, before = seen_s - struck_s, last_step(run_dir / METRICS)
+                _expect(ended, kind.code, kind.told)
+            resume = "auto"
+            if kind.damages:
+                damaged = flip_a_bit(run_dir / "checkpoints" / f"step-{newest(run_dir)}", chance)
+                with self.start(run_dir) as refused:
+                    _expect(refused.ended(), 2, damaged.name)
+                resume, seen_s = "last-good", time.monotonic()
+            run = self.start(run_dir, resume)
+            run.wait_for_step(before + 1)
+            restart_s = time.monotonic() - seen_s
+            found.append(
+                Struck(
+                    **asdict(planned),
+                    exit_code=ended.code,
+                    noticed_s=round(noticed_s, 2),
+                    repeated=before - _resumed_after(run.said()),
+                    restart_s=round(restart_s, 2),
+                )
+            )
+            print(found[-1], flush=True)
+        with run:
+            _expect(run.ended(), 0)
+        return found
+
+
+def main() -> int:
+    """Run, print and write; return 0 if every promise is held."""
+    arguments = _arguments()
+    measured = measure(arguments.overrides, steps=arguments.steps, faults=arguments.faults, seed=arguments.seed)
+    for name, value in measured.items():
+        print(f"{name}: {value}")
+    if arguments.write:
+        print(record.write("soak", measured))
+    found = broken_promises(measured)
+    print("\n".join(f"NOT HELD: {promise}" for promise in found) or "every promise is held")
+    return 1 if found else 0
+
+
+def measure(overrides: Sequence[str], *, steps: int, faults: int, seed: int) -> dict[str, Any]:
+    """Train twice, undisturbed and through faults, and return what both did."""
+    began_s, chance, soak = time.monotonic(), random.Random(seed), Soak(overrides, steps)
+    plan = draw(chance, faults=faults, steps=steps, apart=2 * soak.every)
+    with tempfile.TemporaryDirectory() as folder:
+        whole, broken = Path(folder) / "whole", Path(folder) / "broken"
+        samples = soak.undisturbed(whole)
+        fresh_s = [soak.fresh_start_s(Path(folder) / f"fresh-{number}") for number in range(FRESH_STARTS)]
+        print(f"fresh starts take {', '.join(f'{seconds:.2f}' for seconds in fresh_s)} s", flush=True)
+        disturbed_s = time.monotonic()
+        struck = soak.disturbed(broken, plan, chance)
+        disturbed_s = time.monotonic() - disturbed_s
+        steps_s = [
+            soak.assembly.spec.train.tokens_per_step / one["tokens_per_s"] for one in read_metrics(broken / METRICS)
+        ]
+        same_steps = history(broken) == history(whole)
+        same_weights = checkpoints(broken)[steps] == checkpoints(whole)[steps]
+    settled = samples[min(SETTLED, steps // 2) // soak.every :]
+    return {
+        **{"steps": steps, "seed": seed, "checkpoint_every": soak.every, "spec": soak.assembly.resolved()},
+        "faults": [asdict(one) for one in struck],
+        "kinds": len({one.kind for one in struck}),
+        "fresh_start_s": [round(seconds, 2) for seconds in fresh_s],
+        "largest_restart_of_fresh_start": round(max(one.restart_s for one in struck) / median(fresh_s), 3),
+        "same_steps": same_steps,
+        "same_weights": same_weights,
+        "step_s": round(median(steps_s), 4),
+        "lost_s_of_a_fault": round((disturbed_s - sum(steps_s)) / len(struck), 2),
+        "goodput": round(sum(steps_s) / disturbed_s, 4),
+        "resident_kib_when_settled": settled[0]["resident_kib"],
+        "largest_growth_of_resident": round(_growth(settled), 4),
+        "open_files": sorted({tuple(one["open_files"]) for one in settled}),
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+def broken_promises(measured: dict[str, Any]) -> list[str]:
+    """Return what is not held."""
+    every = measured["checkpoint_every"]
+    held = {
+        f"a restart costs {RESTART} fresh starts at most": measured["largest_restart_of_fresh_start"] <= RESTART,
+        "the steps are those of the undisturbed run": measured["same_steps"],
+        "the weights are those of the undisturbed run": measured["same_weights"],
+        f"resident memory grows by less than {GROWTH:.0%}": measured["largest_growth_of_resident"] < GROWTH,
+        "the number of open files stays": len(measured["open_files"]) == 1,
+    }
+    for one in measured["faults"]:
+        held[f"{one['kind']} at step {one['step']} repeats {every} steps at most"] = one["repeated"] <= every
+    return [promise for promise, kept in held.items() if not kept]
+
+
+def _growth(samples: Sequence[dict[str, list[int]]]) -> float:
+    """Return by which share the resident memory of a rank has grown at most since the first sample."""
+    first = samples[0]["resident_kib"]
+    return max(now / then - 1 for one in samples for now, then in zip(one["resident_kib"], first, strict=True))
+
+
+def _expect(ended: Ended, code: int, told: str = "") -> None:
+    if ended.code != code or told not in ended.err:
+        raise SystemExit(f"ended with {ended.code} instead of {code}, or without {told!r}:\n{ended.out}{ended.err}")
+
+
+def _resumed_after(said: str) -> int:
+    """Return the step after which a start goes on, as it says itself; 0 where it begins anew."""
+    found = re.search(r"^continuing after step (\d+)$", said, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _resident(pid: int) -> int:
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1])
+
+
+def _open(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--faults", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-write", dest="write", action="store_false", help="print only")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of benchmarks/soak.yaml")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
