@@ -333,13 +333,14 @@ def test_a_temperature_that_gives_no_probabilities_is_refused(trained: tuple[Pat
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "told"), [("0", "0", "error: nope"), ("8", "0", "error: rank 8: nope"), ("9", "1", "")]
+    ("rank", "local_rank", "told"),
+    [("0", "0", "error: nope"), ("8", "0", "error: rank 8: nope"), ("9", "1", "error: rank 9: nope")],
 )
 @pytest.mark.parametrize("names", ["RANK LOCAL_RANK WORLD_SIZE", "SLURM_PROCID SLURM_LOCALID SLURM_NTASKS"])
-def test_the_first_rank_of_each_node_says_what_is_wrong(names: str, rank: str, local_rank: str, told: str) -> None:
+def test_every_rank_that_is_not_ended_says_what_is_wrong(names: str, rank: str, local_rank: str, told: str) -> None:
+    """The first one of a node at once, others when that one had the time to: torchrun and our launcher end them then."""
     place = dict(zip(names.split(), (rank, local_rank, "16"), strict=True))
     command = [sys.executable, "-m", "moefw", "train", "nope.yaml"]
     done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr[: len("error: rank 8: nope")].startswith(told)
-    assert bool(done.stderr) == bool(told)
+    assert done.stderr.startswith(told)
