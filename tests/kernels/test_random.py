@@ -78,9 +78,10 @@ def test_every_sequence_of_a_run_has_a_seed_of_its_own_whoever_asks() -> None:
 
 def seeds_of(rank: int, ranks: int, micro_batch: int, step: int) -> torch.Tensor:
     """The seeds of a rank's sequences in a step of 12, over its micro-batches."""
+    stream = SimpleNamespace(name="text", read=lambda start, count: np.arange(start, start + count))
     session: Any = SimpleNamespace(
         layout=SimpleNamespace(size=lambda _: ranks, index=lambda _: rank),
-        data=SimpleNamespace(train=SimpleNamespace(read=lambda start, count: np.arange(start, start + count))),
+        data=SimpleNamespace(vocab_size=1000, train=stream),
         assembly=SimpleNamespace(spec=SimpleNamespace(run=SimpleNamespace(seed=5))),
         device=torch.device("cpu"),
     )

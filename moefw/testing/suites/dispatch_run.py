@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from moefw.core.assembly import Assembly
 from moefw.core.errors import ContractError, MoefwError, PlanError
 from moefw.core.facts import ANY, Offers
+from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites import dispatch_judge as judge
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.dispatch_case import Case
@@ -237,25 +237,13 @@ def _on_threads(
     def run(group: Any, rank: int) -> Any:
         return function(group, rank, case, assembly, **how)
 
-    with poisoned():
+    with poisoned_memory():
         return thread_world(case.world, run, timeout_s=timeout_s)
 
 
 def _on_gloo(function: Callable[..., Any], trial: Trial, case: Case, how: Mapping[str, Any]) -> Any:
-    with poisoned():
+    with poisoned_memory():
         return function(dist.group.WORLD, dist.get_rank(), case, trial.assemble(), **how)
-
-
-class poisoned:  # noqa: N801
-    """While it is open, memory that nobody wrote reads as NaN."""
-
-    def __enter__(self) -> None:
-        self._before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-
-    def __exit__(self, *_: object) -> None:
-        torch.use_deterministic_algorithms(self._before)
 
 
 def crash(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moefw.core.contracts import ExpertGemm
 from moefw.core.errors import PlanError
 from moefw.core.stages import ExpertBatch
+from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.gemm_case import (
     Results,
@@ -34,7 +35,7 @@ from moefw.testing.suites.gemm_case import (
     terms_of_row_weights,
 )
 from moefw.testing.suites.gemm_passes import Asked, Noting, wanted
-from moefw.testing.suites.runs import poisoned_memory, row_alignment
+from moefw.testing.suites.runs import row_alignment
 from moefw.testing.suites.watch import changed, held, worst_error
 from moefw.testing.trial import Trial
 

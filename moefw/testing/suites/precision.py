@@ -18,8 +18,9 @@ from moefw.core.facts import ANY
 from moefw.core.naming import canonical_parameters
 from moefw.core.stages import Batch
 from moefw.testing.oracle import Rule, dense_moe
+from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites.base import Suite
-from moefw.testing.suites.runs import open_context, poisoned_memory, row_alignment
+from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 from moefw.testing.trial import Trial, build_layer
 

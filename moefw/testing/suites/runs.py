@@ -22,17 +22,6 @@ from moefw.training.engine import Engine, StepResult
 from moefw.training.treated_optimizer import build_optimizer
 
 
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory reads as NaN, and what is not deterministic raises."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def row_alignment(assembly: Assembly) -> int:
     """Return the alignment of rows that the parts of an assembly agreed on."""
     return int(assembly.layers[0].facts.get("row_alignment") or 1)
