@@ -11,6 +11,7 @@ from moefw.core.errors import SpecError
 from moefw.core.resolve import assemble
 from moefw.core.spec.source import Marks, Tree, read_yaml
 from moefw.training.folder import TOKENIZER
+from moefw.training.spec_seal import check_seal
 
 DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
 
@@ -21,8 +22,11 @@ def defaults() -> Tree:
 
 
 def read(spec: str, overrides: Sequence[str], world: int | None = None) -> Assembly:
-    """Resolve a spec file. Raises what is wrong with it, all at once."""
-    return assemble(Path(spec), overrides, defaults=defaults(), world=world)
+    """Resolve a spec file. Raises what is wrong with it, all at once; a run's own is what the run wrote."""
+    path = Path(spec)
+    if path.name == "spec.yaml" and path.is_file():
+        check_seal(path)
+    return assemble(path, overrides, defaults=defaults(), world=world)
 
 
 def read_run(run: str, overrides: Sequence[str]) -> Assembly:
@@ -34,9 +38,9 @@ def read_run(run: str, overrides: Sequence[str]) -> Assembly:
     if not spec.is_file():
         raise SpecError(f"{run} is not the folder of a run: it holds no spec.yaml.", "Give the run.dir of a training.")
     alone = ["parallel={}", f"run.dir={json.dumps(run, ensure_ascii=False)}"]
-    assembly = assemble(spec, [*alone, *overrides], defaults=defaults(), world=1)
+    assembly = read(str(spec), [*alone, *overrides], 1)
     named, kept = assembly.spec.data.options.get("tokenizer"), spec.with_name(TOKENIZER)
     if not isinstance(named, str) or Path(named).name != TOKENIZER or Path(named).exists() or not kept.exists():
         return assembly
     alone.append(f"data.tokenizer={json.dumps(str(kept), ensure_ascii=False)}")
-    return assemble(spec, [*alone, *overrides], defaults=defaults(), world=1)
+    return read(str(spec), [*alone, *overrides], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from moefw.core.errors import PlanError, Problem, show
 from moefw.core.spec.source import KeyPath, dotted
 from moefw.training.agreement import everywhere
 from moefw.training.folder import kept_spec
+from moefw.training.spec_seal import sealed
 
 
 def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
@@ -30,8 +32,9 @@ def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
             before = YAML(typ="safe").load(path)
         except (YAMLError, ValueError):
             before = None
-    with scratch.open("w", encoding="utf-8") as file:
-        YAML().dump(resolved, file)
+    text = StringIO()
+    YAML().dump(resolved, text)
+    scratch.write_text(sealed(text.getvalue()), encoding="utf-8")
     scratch.replace(path)
     if not isinstance(before, dict):
         return [f"{path} was damaged, and is written anew"]
