@@ -13,14 +13,8 @@ from pathlib import Path
 import pytest
 
 import faulty_source
+from small_spec import small_spec
 
-SPEC = """\
-model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
-parallel: {experts: {ep: %d}}
-data: {use: %s, path: %s}
-train: {steps: %d, tokens_per_step: 512, micro_batch: 2, seq_len: 64, eval_tokens: 64}
-run: {dir: %s, device: cpu}
-"""
 MANY = 100_000
 """Steps that a run does not come to the end of."""
 
@@ -32,10 +26,7 @@ def environment_in(folder: Path) -> dict[str, str]:
 
 
 def spec(folder: Path, *, ranks: int, steps: int = MANY, source: str = "text", name: str = "run") -> Path:
-    text, path = folder / "text.txt", folder / f"{name}.yaml"
-    text.write_text("a fox jumps over a dog\n" * 200)
-    path.write_text(SPEC % (ranks, source, text, steps, folder / name))
-    return path
+    return small_spec(folder, ranks=ranks, steps=steps, source=source, name=name)
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,10 @@ from moefw.training.metrics import read_metrics
 from moefw.training.resume import Which
 from moefw.training.world import Place
 
-SPEC = """\
-model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
-data: {use: text, path: %s}
-train: {steps: 4, tokens_per_step: 128, micro_batch: 2, seq_len: 32, eval_tokens: 64}
-run: {dir: %s, device: cpu}
-"""
-
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("a fox jumps over a dog\n" * 200)
-    path = tmp_path / "spec.yaml"
-    path.write_text(SPEC % (tmp_path / "text.txt", tmp_path / "run"))
-    return path
+def spec(write_spec: Callable[..., Path]) -> Path:
+    return write_spec(steps=4, tokens_per_step=128, seq_len=32)
 
 
 @pytest.fixture

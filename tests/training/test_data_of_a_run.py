@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -24,21 +25,10 @@ from moefw.training.data.hashed import CHUNK_BYTES, HashedFile
 from moefw.training.data.order import BatchOrder
 from moefw.training.world import Place
 
-SPEC = """\
-model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
-data: {use: text, path: %s}
-train: {steps: 2, tokens_per_step: 256, micro_batch: 2, seq_len: 64, eval_tokens: 64, eval_every: 1}
-run: {dir: %s, device: cpu}
-"""
-
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("a fox jumps over a dog\n" * 200)
-    path = tmp_path / "spec.yaml"
-    path.write_text(SPEC % (tmp_path / "text.txt", tmp_path / "run"))
-    return path
+def spec(write_spec: Callable[..., Path]) -> Path:
+    return write_spec(tokens_per_step=256, eval_every=1)
 
 
 def test_a_run_of_one_rank_prepares_once_and_reads_the_held_out_text_at_the_end_alone(spec: Path) -> None:

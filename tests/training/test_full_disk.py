@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 import on_a_full_disk
+from small_spec import small_spec
 
-SPEC = """\
-model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
-data: {use: text, path: %s}
-train: {steps: 20, tokens_per_step: 128, micro_batch: 2, seq_len: 64, eval_tokens: 64}
-run: {device: cpu}
-"""
 CASES: dict[str, tuple[int, list[str]]] = {
     "spec.yaml": (0, []),
     "tensorboard": (1, []),
@@ -36,12 +31,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("full")
-    (folder / "text.txt").write_text("a fox jumps over a dog\n" * 400)
-    (folder / "spec.yaml").write_text(SPEC % (folder / "text.txt"))
+    spec = small_spec(folder, steps=20, tokens_per_step=128)
     script = [
         sys.executable,
         on_a_full_disk.__file__,
-        folder / "spec.yaml",
+        spec,
         folder / "disk",
         json.dumps([*CASES.values()]),
     ]

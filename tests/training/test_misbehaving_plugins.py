@@ -26,22 +26,14 @@ from moefw.training.data import Text
 from moefw.training.metrics import read_metrics
 from moefw.training.world import Place
 
-SPEC = """\
-model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
-data: {use: text, path: %s}
-train: {steps: 3, tokens_per_step: 64, micro_batch: 2, seq_len: 32, eval_tokens: 64}
-run: {dir: %s, device: cpu}
-"""
 Train = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+def train(write_spec: Callable[..., Path]) -> Train:
     """Trains with functions for hooks, each of a module of ``odd-parts`` 1.5, and returns what was measured."""
-    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("a fox jumps over a dog\n" * 100)
-    path = tmp_path / "spec.yaml"
-    path.write_text(SPEC % (tmp_path / "text.txt", tmp_path / "run"))
+    path = write_spec(steps=3, tokens_per_step=64, seq_len=32)
+    metrics = path.parent / "run" / "metrics.jsonl"
 
     def train(*overrides: str, hook: str = "", functions: Sequence[Callable[..., Any]] = ()) -> list[dict[str, Any]]:
         registry = Registry()
@@ -51,8 +43,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
             registry.register(module, "odd-parts", "1.5")
         assembly = assemble(path, overrides, defaults=specs.defaults(), registry=registry)
         trainer.train(assembly, Place(0, 1, 0, 1), resume=None)
-        records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-        (tmp_path / "run" / "metrics.jsonl").unlink()
+        records = read_metrics(metrics)
+        metrics.unlink()
         return [{key: value for key, value in record.items() if key != "tokens_per_s"} for record in records]
 
     return train

@@ -23,13 +23,7 @@ from moefw.training.checkpoint import saving
 from moefw.training.checkpoint.commit import discard
 from moefw.training.folder import checkpoint_dirs
 from moefw.training.trainer import Trainer
-
-SPEC = """\
-model: {dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}
-data: {use: text, path: %s}
-train: {steps: 4, tokens_per_step: 512, micro_batch: 2, seq_len: 64, eval_tokens: 64, checkpoint_every: 1, keep_checkpoints: 9}
-run: {dir: %s, device: cpu}
-"""
+from small_spec import small_spec
 
 
 def moefw(*arguments: object, code: int = 0) -> str:
@@ -47,9 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of a spec, its text, and a run of four steps with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("whole")
     before, os.environ["MOEFW_CACHE"] = os.environ.get("MOEFW_CACHE"), str(folder / "cache")
-    (folder / "text.txt").write_text("a fox jumps over a dog\n" * 200)
-    (folder / "spec.yaml").write_text(SPEC % (folder / "text.txt", folder / "run"))
-    moefw("train", folder / "spec.yaml")
+    moefw("train", small_spec(folder, steps=4, checkpoint_every=1, keep_checkpoints=9))
     yield folder
     os.environ.pop("MOEFW_CACHE") if before is None else os.environ.update(MOEFW_CACHE=before)
 
@@ -61,7 +53,7 @@ class Place:
         self.whole, self.run = whole, run
 
     def train(self, *arguments: object, code: int = 0) -> str:
-        return moefw("train", self.whole / "spec.yaml", *arguments, f"run.dir={self.run}", code=code)
+        return moefw("train", self.whole / "run.yaml", *arguments, f"run.dir={self.run}", code=code)
 
     def names(self) -> set[str]:
         return {path.name for path in (self.run / "checkpoints").iterdir()}
@@ -234,7 +226,7 @@ def test_reading_ends_where_checkpoints_vanish_forever(place: Place, monkeypatch
 @pytest.mark.fault("eval beside a run that drops checkpoints", "reads the newest that is there")
 def test_eval_beside_a_run_that_drops_a_checkpoint_each_step(new: Place) -> None:
     settings = ["train.steps=20", "train.keep_checkpoints=1", f"run.dir={new.run}"]
-    command = [sys.executable, "-m", "moefw", "train", str(new.whole / "spec.yaml"), *settings]
+    command = [sys.executable, "-m", "moefw", "train", str(new.whole / "run.yaml"), *settings]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
         seen = []
         while run.poll() is None:
