@@ -14,7 +14,7 @@ import pytest
 from moefw.testing.pool import RankPool
 from triton_process import begin
 
-pytest_plugins = ("fault_table",)
+pytest_plugins = ("cpu_seconds", "fault_table")
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
