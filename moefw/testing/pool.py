@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class RankPool:
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "moefw.core.build"])
+        self._context.set_forkserver_preload(["moefw.training.trainer"])
         self._workers: list[tuple[Any, Connection]] = []
         self._store: Any = None
         self._jobs = 0
@@ -67,20 +67,21 @@ class RankPool:
         unconnected = False
         waiting = set(range(world))
         while waiting and time.monotonic() < deadline:
-            for rank in sorted(waiting):
+            pipes: dict[Any, int] = {self._workers[rank][1]: rank for rank in waiting}
+            answered = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+            for rank in sorted(pipes[pipe] for pipe in answered):
                 process, pipe = self._workers[rank]
-                if pipe.poll(0.001):
+                waiting.discard(rank)
+                try:
                     ok, answer = pickle.loads(pipe.recv_bytes())
-                    waiting.discard(rank)
-                    unconnected |= ok is None
-                    if ok:
-                        answers[rank] = answer
-                    else:
-                        failures.append(f"rank {rank}: {answer}")
-                        deadline = min(deadline, time.monotonic() + 3.0)
-                elif not process.is_alive():
-                    waiting.discard(rank)
-                    failures.append(f"rank {rank}: the process died with exit code {process.exitcode}")
+                except EOFError:
+                    process.join()
+                    ok, answer = False, f"the process died with exit code {process.exitcode}"
+                unconnected |= ok is None
+                if ok:
+                    answers[rank] = answer
+                else:
+                    failures.append(f"rank {rank}: {answer}")
                     deadline = min(deadline, time.monotonic() + 3.0)
         failures += [f"rank {rank}: no answer in time" for rank in sorted(waiting)]
         if failures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -22,6 +23,16 @@ def fail_on_last() -> None:
         raise ValueError("mine")
 
 
+def leave_on_last() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(3)
+
+
+def wait_on_last() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(60)
+
+
 def unconnected_once(pool: RankPool, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the pool find, so many times, that its ranks have not connected."""
     collect, seen = pool._collect, []
@@ -38,11 +49,16 @@ def unconnected_once(pool: RankPool, times: int, monkeypatch: pytest.MonkeyPatch
     return seen
 
 
-def test_each_rank_answers_and_an_error_is_the_functions_own() -> None:
+def test_each_rank_answers_or_is_named_with_what_became_of_it() -> None:
     pool = RankPool(2)
     assert [answer[:2] for answer in pool.run(where, 2)] == [(0, 2), (1, 2)]
     with pytest.raises(ContractError, match=r"rank 1: .*\n(.*\n)*ValueError: mine"):
         pool.run(fail_on_last, 2)
+    with pytest.raises(ContractError, match="rank 1: the process died with exit code 3"):
+        pool.run(leave_on_last, 2)
+    with pytest.raises(ContractError, match="rank 1: no answer in time"):
+        pool.run(wait_on_last, 2, timeout_s=2.0)
+    assert [answer[:2] for answer in pool.run(where, 2)] == [(0, 2), (1, 2)]
     pool.close()
 
 
