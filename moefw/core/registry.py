@@ -66,6 +66,7 @@ class Registry:
         self._parts: dict[tuple[str, str], Part] = {}
         self._owners: dict[int, tuple[str, str]] = {}
         self._silenced: set[int] = set()
+        self._loaded: set[str] = set()
         self._offers: dict[str, list[Offer]] = {}
         self._barred: dict[str, Offer] = {}
         self._observers: dict[str, Offer] = {}
@@ -99,6 +100,8 @@ class Registry:
 
     def load(self, name: str) -> None:
         """Import and register the plugin called ``name``. Raises PluginError; other plugins stay as they are."""
+        if name in self._loaded:
+            return
         found = self._offers.get(name, [])
         if not found:
             if any(known == name for _, known in self._parts):
@@ -125,6 +128,7 @@ class Registry:
         self.register(module, offer.distribution, offer.version, promised=name)
         if self._only_observes(module):
             self._observers[name] = offer
+        self._loaded.add(name)
 
     def register(self, module: Any, distribution: str, version: str, *, promised: str | None = None) -> None:
         """Check and register one plugin module.

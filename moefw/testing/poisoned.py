@@ -13,7 +13,6 @@ def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory reads as NaN inside, and what is not deterministic raises."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
     finally:

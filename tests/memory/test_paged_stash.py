@@ -22,10 +22,11 @@ from moefw.plugins.memory.paged_stash import PagedStash
 from moefw.plugins.memory.paged_stash.order import CudaOrder, PlainOrder
 from moefw.plugins.memory.paged_stash.policy import StashPolicy
 from moefw.plugins.memory.paged_stash.stash import Stash
+from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.memory import MemorySuite
 from moefw.testing.suites.memory_case import observed
-from moefw.testing.suites.runs import global_batch, open_model, poisoned_memory, train, whole_model
+from moefw.testing.suites.runs import global_batch, open_model, train, whole_model
 from moefw.testing.suites.watch import same_bits
 
 CAPACITY = 24.0
