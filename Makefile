@@ -7,7 +7,7 @@ CONSTRAINTS ?= constraints.txt
 JOBS   ?= 2
 # A test that computes with two threads beside another one waits for them most of the time.
 export OMP_NUM_THREADS ?= 1
-FAULTS  = $(shell grep -rl --include='test_*.py' 'mark.fault(' tests | sort)
+FAULTS  = $(shell grep -rl --include='test_*.py' 'mark.fault' tests | sort)
 
 .PHONY: help setup train test test-faults soak test-oldest test-gpu test-layouts test-third-party lint format clean
 
