@@ -5,8 +5,9 @@ A scheduler's part is played: whenever the run ends, ``moefw train SPEC --resume
 
 - *repeated*: steps that were recorded before the fault and are made again.
 - *restart*: seconds from the moment when the end of the struck run (of the refused start, where there is one) is seen
-  to the moment when a step is recorded that no start before has recorded: the repeated steps are part of it.
+  to the moment when the next start has recorded its first step, new or repeated.
 - *fresh start*: seconds from starting the same command in an empty folder to its first recorded step; text is prepared.
+- *lost*: seconds that a fault costs in all: until its end is seen, of the restart, and of the repeated steps.
 - *goodput*: seconds inside of the steps that are in ``metrics.jsonl`` at the end, over all from the first start on.
 - memory and files: of each rank of the undisturbed run, from /proc, midway between checkpoints.
 
@@ -108,7 +109,8 @@ class Soak:
                     _expect(refused.ended(), 2, damaged.name)
                 resume, seen_s = "last-good", time.monotonic()
             run = self.start(run_dir, resume)
-            run.wait_for_step(before + 1)
+            run.wait_for_step(0)  # the metrics are put back to the step after which it goes on
+            run.wait_for_step(last_step(run_dir / METRICS) + 1)
             restart_s = time.monotonic() - seen_s
             found.append(
                 Struck(
