@@ -9,11 +9,12 @@ JOBS   ?= 2
 export OMP_NUM_THREADS ?= 1
 FAULTS  = $(shell grep -rl --include='test_*.py' 'mark.fault' tests | sort)
 
-.PHONY: help setup train test test-faults soak test-oldest test-gpu test-layouts test-third-party lint format clean
+.PHONY: help setup train test test-deep test-faults soak test-oldest test-gpu test-layouts test-third-party lint format clean
 
 help:
 	@echo "make train   set up and train $(SPEC) (ARGS='train.steps=20' overrides)"
 	@echo "make test    set up and run all tests but the deep ones, JOBS=$(JOBS) files at a time"
+	@echo "make test-deep  the tests that take long: all combinations where make test tries every two values, and kills"
 	@echo "make test-faults  every fault that a run must survive or name, and what came of it, as a table"
 	@echo "make soak    train 2,000 steps through faults drawn from a seed, and count what they cost"
 	@echo "make test-oldest  the same with the oldest PyTorch that is supported"
@@ -38,6 +39,9 @@ train: setup
 
 test: setup
 	$(BIN)/python -m pytest -m "not deep" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-deep: setup
+	CI=true $(BIN)/python -m pytest -m deep -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-faults: setup
 	CI=true $(BIN)/python -m pytest $(FAULTS) -m fault --fault-table -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

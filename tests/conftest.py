@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +20,12 @@ pytest_plugins = ("cpu_seconds", "fault_table")
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections of garbage need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

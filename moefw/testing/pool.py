@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import sys
@@ -109,6 +110,7 @@ class RankPool:
 
 def _serve(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported for all ranks stays
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     while True:
         try:

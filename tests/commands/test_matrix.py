@@ -15,6 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from moefw.cli import cli
+from moefw.commands import matrix as command
+from moefw.core.registry import Registry
+from moefw.testing.matrix import Matrix, survey
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,6 +32,24 @@ def printed(*arguments: str) -> str:
 def listed(*arguments: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(printed("--json", *arguments))
     return found
+
+
+@pytest.fixture(scope="module")
+def ours() -> Matrix:
+    return survey(Registry())
+
+
+@pytest.fixture(autouse=True)
+def _survey_once(ours: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the built-in plugins say is asked once for all tests, and what those of others say once for each."""
+    found = {True: ours}
+
+    def once(registry: Registry, *, ours_only: bool) -> Matrix:
+        if ours_only not in found:
+            found[ours_only] = survey(registry, ours_only=ours_only)
+        return found[ours_only]
+
+    monkeypatch.setattr(command, "survey", once)
 
 
 @pytest.fixture
@@ -105,10 +126,9 @@ def test_what_only_fails_for_want_of_a_third_part_says_so() -> None:
 
 
 def test_other_distributions_are_left_out_by_default(install: Callable[..., None]) -> None:
-    before = printed("--markdown")
     install("pager", PAGER)
     install("broken", "raise RuntimeError('oops')")
-    assert printed("--markdown") == before
+    assert command.data(survey(Registry())) == listed()
     assert "broken_module" not in sys.modules
 
 

@@ -9,6 +9,7 @@ import pytest
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
 from moefw.testing.trial import DISPATCHERS, Trial, assert_matches, solve, truth
+from pairwise import pairwise
 
 GEMMS = ("loop", "grouped")
 PRECISIONS = {"fp32": 5e-5, "bf16": 4e-2}
@@ -66,10 +67,12 @@ def check(pool: RankPool, case: Trial, routing: str, precision: str) -> None:
 COMBINATIONS = list(itertools.product(DISPATCHERS, GEMMS, PRECISIONS, MEMORY))
 
 
-@pytest.mark.parametrize("number", range(len(COMBINATIONS)), ids=["-".join(each) for each in COMBINATIONS])
-def test_every_combination_equals_the_oracle(pool: RankPool, number: int) -> None:
+@pytest.mark.parametrize(("dispatch", "gemm", "precision", "memory"), pairwise(DISPATCHERS, GEMMS, PRECISIONS, MEMORY))
+def test_every_combination_equals_the_oracle(
+    pool: RankPool, dispatch: str, gemm: str, precision: str, memory: str
+) -> None:
     """Each on three of the worlds; neighbours take others, with other routings and skews."""
-    dispatch, gemm, precision, memory = COMBINATIONS[number]
+    number = COMBINATIONS.index((dispatch, gemm, precision, memory))
     for seed in (number, number + 3, number + 6):
         routing, world, skew = (list(one)[seed % len(one)] for one in (ROUTINGS, WORLDS, SKEWS))
         case = trial(
@@ -78,9 +81,7 @@ def test_every_combination_equals_the_oracle(pool: RankPool, number: int) -> Non
         check(pool, case, routing, precision)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dispatch", DISPATCHERS)
+@pytest.mark.parametrize(("dispatch", "world", "routing"), pairwise(DISPATCHERS, WORLDS, ROUTINGS))
 def test_every_routing_equals_the_oracle_on_every_world(
     pool: RankPool, dispatch: str, world: str, routing: str
 ) -> None:

@@ -22,6 +22,7 @@ from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL, short_run
 from moefw.testing.trial import DISPATCHERS, Trial, build_layer, received
+from pairwise import pairwise
 
 CPU = torch.device("cpu")
 REGIONS = (
@@ -37,9 +38,9 @@ REGIONS = (
 )
 
 
-@pytest.mark.parametrize("in_flight", [False, True], ids=["accumulated", "two in flight"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dispatch", ["alltoall", "hybridep"])
+@pytest.mark.parametrize(
+    ("dispatch", "precision", "in_flight"), pairwise(("alltoall", "hybridep"), PRECISIONS, (False, True))
+)
 def test_no_bit_changes_in_any_region(pool: RankPool, dispatch: str, precision: str, in_flight: bool) -> None:
     parts = {"dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
     for gemm, regions in (("grouped", REGIONS), ("loop", ("expert_fc1", "moe_act"))):

@@ -21,14 +21,13 @@ from moefw.plugins.memory.recompute.policy import RecomputePolicy
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.trial import DISPATCHERS
+from pairwise import pairwise
 
 FINE = ("attn_norm", "qkv", "core_attn", "attn_proj", "mlp_norm", "router", "dispatch", "expert_fc1")
 EXPERTS = ("expert_fc1", "moe_act")
 
 
-@pytest.mark.parametrize("in_flight", [False, True], ids=["accumulated", "two in flight"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dispatch", DISPATCHERS)
+@pytest.mark.parametrize(("dispatch", "precision", "in_flight"), pairwise(DISPATCHERS, PRECISIONS, (False, True)))
 def test_no_bit_changes_in_any_region(pool: RankPool, dispatch: str, precision: str, in_flight: bool) -> None:
     parts = {"dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
     for gemm, sets in (("grouped", [FINE, ("dispatch",), ("expert_fc1",)]), ("loop", [EXPERTS, ("moe_act",)])):

@@ -148,7 +148,15 @@ def name(sizes: Sizes) -> str:
     return f"{sizes.world}-tp{sizes.tp}-ep{sizes.ep}-etp{sizes.etp}-{sizes.layers}layers"
 
 
-@pytest.mark.parametrize("sizes", FULL + SHALLOW, ids=name)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *(pytest.param(sizes, marks=pytest.mark.deep) for sizes in FULL),
+        *(sizes._replace(layers=3) for sizes in FULL),
+        *SHALLOW,
+    ],
+    ids=name,
+)
 def test_a_rank_of_each_role_holds_its_part_and_trains_it(sizes: Sizes) -> None:
     steps = run_roles(sizes)
     for rank, (_, step) in steps.items():

@@ -117,10 +117,11 @@ MUTATED = st.one_of(
 )
 
 
-def test_2000_mutated_specs_are_sound_or_refused_with_a_place() -> None:
+@pytest.mark.parametrize("number", [600, pytest.param(10_000, marks=pytest.mark.deep)])
+def test_mutated_specs_are_sound_or_refused_with_a_place(number: int) -> None:
     outcomes: Counter[bool] = Counter()
 
-    @settings(max_examples=2000)
+    @settings(max_examples=number)
     @given(MUTATED, st.lists(OVERRIDES, max_size=2))
     @example('{"model": "\\u001e"}', [])
     def check_one(spec: str | bytes, overrides: list[str]) -> None:
@@ -141,5 +142,5 @@ def test_2000_mutated_specs_are_sound_or_refused_with_a_place() -> None:
             assert len(str(problem).splitlines()) == 1
 
     check_one()
-    assert outcomes[True] > 50
-    assert outcomes[False] > 1000
+    assert outcomes[True] > number / 40
+    assert outcomes[False] > number / 2
