@@ -5,6 +5,8 @@ Loaded by every pytest in an environment with moefw, so it imports nothing heavy
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +59,13 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     certificate: Certificate = Certificate.from_parent(parent, path=module_path, nodeid="moefw")
     certificate.named = named
     return certificate
+
+
+def pytest_collection_finish() -> None:
+    """Spare what is imported by now from collections of garbage: suites look often for what is left alive."""
+    if "moefw.testing.suites.base" in sys.modules:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
