@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from io import BytesIO, FileIO
 from numbers import Integral, Real
 from pathlib import Path
@@ -63,8 +63,8 @@ class MetricsLog:
     def close(self) -> None:
         """Write what still waits and close both; closing twice is allowed."""
         for file in (self._lines, self._events):
-            self._append(file, b"")
-            file.close()
+            with closing(file):
+                self._append(file, b"")
 
     def __enter__(self) -> Self:
         return self
@@ -97,6 +97,7 @@ class _Appended:
                 rest = rest[self._file.write(rest) :]
         except OSError:
             self._file.truncate(size)
+            self.close()
             raise
         self._waiting = b""
 

@@ -96,18 +96,12 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step."""
-        log, changes = None, list[str]()
-        if self.session.leads:
-            stamp("opening the run's files", slow=True)
-            with self.files.writing(self.run_dir / "spec.yaml"):
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-                changes = write_resolved(self.session.assembly, self.run_dir)
-            with self.files.writing(self.run_dir / TOKENIZER):
-                self.session.data.save_tokenizer(self.run_dir)
-            keep_until = self.start if self.resumes else None
-            log = MetricsLog(self.run_dir, keep_until=keep_until, writing=self.files.writing)
-        introduce(self.session, self.start, [*self.notes, *changes], self.console)
-        with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
+        log, changes = self._open_files() if self.session.leads else (None, [])
+        with (
+            log or nullcontext(),
+            Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress,
+        ):
+            introduce(self.session, self.start, [*self.notes, *changes], self.console)
             self.requests.mode = "defer"
             for step in range(self.start, self.spec.steps):
                 record = self._step(step)
@@ -122,21 +116,29 @@ class Trainer:
                     with self.clock("checkpoint"), self._writing_checkpoint(step):
                         progress.note(f"saved {self._save(step)}")
                 if step + 1 < self.spec.steps and anywhere(self.requests.asked is not None, self.host_group):
-                    self._stop(step, log)
+                    self._stop(step)
                 self.clock.step_done()
         self.requests.mode = "finish"
-        if log is not None:
-            log.close()
         conclude(self.session, self.run_dir, self.clock, self.console)
 
-    def _stop(self, step: int, log: MetricsLog | None) -> NoReturn:
+    def _open_files(self) -> tuple[MetricsLog, list[str]]:
+        """Write the spec and the tokenizer; return the log of metrics, and what the spec changes in a resumed run."""
+        stamp("opening the run's files", slow=True)
+        changes = list[str]()
+        with self.files.writing(self.run_dir / "spec.yaml"):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            changes = write_resolved(self.session.assembly, self.run_dir)
+        with self.files.writing(self.run_dir / TOKENIZER):
+            self.session.data.save_tokenizer(self.run_dir)
+        keep_until = self.start if self.resumes else None
+        return MetricsLog(self.run_dir, keep_until=keep_until, writing=self.files.writing), changes
+
+    def _stop(self, step: int) -> NoReturn:
         """Save after ``step``, unless that has just happened, and raise StoppedError: with a message on one rank."""
         self.requests.mode = "finish"
         folder = self.run_dir / "checkpoints" / f"step-{step + 1}"
         if self.saved != folder:
             self._save(step)
-        if log is not None:
-            log.close()
         said = Problem(f"stopped by a signal after step {step + 1}, saved as {folder}.", "Continue with --resume.")
         raise StoppedError([said] if self.session.leads else [])
 

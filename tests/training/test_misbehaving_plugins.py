@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,6 +49,14 @@ def train(write_spec: Callable[..., Path]) -> Train:
         return [{key: value for key, value in record.items() if key != "tokens_per_s"} for record in records]
 
     return train
+
+
+def files_open_in(folder: Path) -> Iterator[Path]:
+    """Yield what this process holds open in a folder."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if (path := descriptor.readlink()).is_relative_to(folder):
+                yield path
 
 
 @pytest.mark.fault("an observer changes the record of a step", "it gets a copy: nothing changes")
@@ -141,7 +150,7 @@ def test_an_observer_that_raises_or_leaves_is_named_and_what_it_changed_is_put_b
     ],
 )
 def test_a_schedule_that_gives_no_rate_is_named_with_what_it_gives(
-    train: Train, factor: Callable[[], Any], shown: str
+    train: Train, tmp_path: Path, factor: Callable[[], Any], shown: str
 ) -> None:
     @frozen
     class Odd(SchedulePlugin):
@@ -152,6 +161,7 @@ def test_a_schedule_that_gives_no_rate_is_named_with_what_it_gives(
 
     with pytest.raises(PluginError) as caught:
         train("train.schedule.use=odd", hook="moefw_schedules", functions=[lambda: [Odd]])
+    assert not [*files_open_in(tmp_path / "run")]
     where = "plugin 'odd' (distribution odd-parts 1.5) fails in moefw_schedules, step 3, rank 0: "
     assert str(caught.value).startswith(where + shown)
     assert str(caught.value).endswith(" Mend or uninstall odd-parts.")
