@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import record
@@ -27,12 +26,12 @@ from moefw.core.contracts import Pass, Precision, Role, Rows
 from moefw.core.naming import canonical_parameters, initialise
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, read_yaml
+from moefw.core.spec.source import Marks
 from moefw.core.stages import Batch
+from moefw.defaults import defaults
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, MXFP8, NVFP4, TENSORS, Gpus
 
 RECIPES: Mapping[str, Gpus] = {"fp8-blockwise": BLOCKS_OF_128, "fp8-tensor": TENSORS, "mxfp8": MXFP8, "nvfp4": NVFP4}
-DEFAULTS = Path(moefw.__file__).parent / "defaults.yaml"
 WARM_UP = 5
 GOAL = 1.30
 ALLOWED = {"product": 1e-3, "of_emulated": 1.05}
@@ -139,8 +138,7 @@ def model_context(precision: Mapping[str, Any], device: torch.device, shape: Sha
     """Return what a model of one layer is built from."""
     sizes = {name: size for name, size in asdict(shape).items() if name != "tokens"}
     tree = {"model": {"num_layers": 1, **sizes}, "precision": dict(precision)}
-    defaults = read_yaml(DEFAULTS.read_text(), Marks(DEFAULTS.name), [])
-    assembly = assemble_tree(tree, Marks("fp8_layer"), defaults=defaults, machine=Machine(device="cuda"))
+    assembly = assemble_tree(tree, Marks("fp8_layer"), defaults=defaults(), machine=Machine(device="cuda"))
     layout = assembly.parts.parallel.build(assembly.layout, device.type)
     return ModelContext(assembly, layout, device, Shared())
 

@@ -14,12 +14,12 @@ import click
 from attrs import frozen
 from attrs.validators import and_, ge, min_len, optional
 
-from moefw.commands import specs
 from moefw.core.plugin import FAMILIES
 from moefw.core.registry import Part, Registry
 from moefw.core.spec.sections import Spec
 from moefw.core.spec.source import Tree
 from moefw.core.spec.structure import plain
+from moefw.defaults import defaults
 
 Schema = dict[str, Any]
 
@@ -41,9 +41,7 @@ def schema() -> None:
     registry = Registry()
     for problem in registry.load_all():
         click.echo(f"left out: {problem}", err=True)
-    written = spec_schema(
-        registry.parts(), specs.defaults(), warn=lambda text: click.echo(f"left out: {text}", err=True)
-    )
+    written = spec_schema(registry.parts(), defaults(), warn=lambda text: click.echo(f"left out: {text}", err=True))
     click.echo(json.dumps(written, indent=2, default=str))
 
 

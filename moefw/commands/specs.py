@@ -9,16 +9,9 @@ from pathlib import Path
 from moefw.core.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.core.resolve import assemble
-from moefw.core.spec.source import Marks, Tree, read_yaml
+from moefw.defaults import defaults
 from moefw.training.folder import TOKENIZER
 from moefw.training.spec_seal import check_seal
-
-DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
-
-
-def defaults() -> Tree:
-    """Return what a spec may leave out."""
-    return read_yaml(DEFAULTS.read_text(encoding="utf-8"), Marks(DEFAULTS.name), [])
 
 
 def read(spec: str, overrides: Sequence[str], world: int | None = None) -> Assembly:

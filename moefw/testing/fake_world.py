@@ -25,9 +25,9 @@ from moefw.core.naming import by_parameter, expert_parameters
 from moefw.core.parallel.pieces import local
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, Tree, read_yaml
+from moefw.core.spec.source import Marks, Tree
 from moefw.core.stages import Batch
-from moefw.testing.trial import DEFAULTS
+from moefw.defaults import defaults
 from moefw.training.gradients import split_axis
 
 R = TypeVar("R")
@@ -77,8 +77,7 @@ def fake_step(tree: Tree, rank: int, world: int) -> FakeStep:
 
 def fake_assembly(tree: Tree, world: int) -> Assembly:
     """Resolve a spec for ``world`` ranks that need not exist."""
-    defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), [])
-    return assemble_tree(tree, Marks("fake world"), defaults=defaults, world=world, machine=Machine(device="cpu"))
+    return assemble_tree(tree, Marks("fake world"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
 
 
 def _batch(assembly: Assembly) -> Batch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from attrs import frozen
@@ -17,11 +16,10 @@ from moefw.core.plugin import Plugin
 from moefw.core.registry import Registry
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Dims, Machine, Site
-from moefw.core.spec.source import Marks, Tree, read_yaml
+from moefw.core.spec.source import Marks, Tree
 from moefw.core.spec.structure import structure
+from moefw.defaults import defaults
 from moefw.testing.variants import SECTIONS, Variant
-
-DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
 
 Parts = Mapping[str, Variant]
 """A variant for each section."""
@@ -46,7 +44,6 @@ class Fit:
         self, sections: Mapping[str, Sequence[Variant]], *, registry: Registry, model: Tree, pretend: bool = False
     ) -> None:
         self.sections, self.registry, self.model, self.pretend = sections, registry, model, pretend
-        self._defaults = read_yaml(DEFAULTS.read_text(encoding="utf-8"), Marks(DEFAULTS.name), [])
         self._said: dict[frozenset[Variant], MoefwError | None] = {}
         self._companies: dict[frozenset[Variant], Parts | None] = {}
         self._needs: dict[Variant, list[Need]] = {}
@@ -63,7 +60,7 @@ class Fit:
         return assemble_tree(
             self.tree(parts),
             Marks("spec"),
-            defaults=self._defaults,
+            defaults=defaults(),
             registry=self.registry,
             world=parts["parallel"].world,
             machine=self._machine(parts.values()),

@@ -17,9 +17,9 @@ from moefw.core.naming import by_parameter, initialise, joined, state_tensors
 from moefw.core.parallel.pieces import whole
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, Tree, read_yaml
+from moefw.core.spec.source import Marks, Tree
 from moefw.core.stages import Batch
-from moefw.testing.trial import DEFAULTS
+from moefw.defaults import defaults
 from moefw.training.engine import Engine, StepResult
 from moefw.training.treated_optimizer import build_optimizer
 
@@ -60,9 +60,8 @@ def short_run(tree: Tree, steps: int, padded: bool = False) -> Run:
 
     ``padded``: sequences have unequal numbers of valid tokens, and some have none.
     """
-    defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), [])
     world = dist.get_world_size() if dist.is_initialized() else 1
-    assembly = assemble_tree(tree, Marks("short run"), defaults=defaults, world=world, machine=Machine(device="cpu"))
+    assembly = assemble_tree(tree, Marks("short run"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
     layout = assembly.parts.parallel.build(assembly.layout, "cpu")
     shared = Shared()
     model = build_model(assembly, layout, torch.device("cpu"), shared)

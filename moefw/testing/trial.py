@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,12 @@ from moefw.core.layer import MoELayer
 from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, initialise
 from moefw.core.parallel.pieces import is_shared_out, whole
 from moefw.core.plugin import Plugin
+from moefw.core.registry import Registry
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, Tree, read_yaml
+from moefw.core.spec.source import Marks, Tree
 from moefw.core.stages import Batch, ExpertBatch, Routing
+from moefw.defaults import defaults
 from moefw.models.modules import SwiGLU
 from moefw.models.row_keys import SALT
 from moefw.models.tensor_parallel import TensorParallel
@@ -41,8 +42,6 @@ DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
     "hybridep": {"use": "hybridep", "backend": "torch"},
 }
 """The built-in dispatchers as any machine can run them."""
-
-DEFAULTS = Path(__file__).parent.parent / "defaults.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,17 +113,13 @@ class Trial:
 
     def resolve(self) -> Assembly:
         """Resolve the trial's spec as it stands. Raises what resolve raises."""
-        problems: list[Any] = []
-        defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), problems)
-        machine = Machine(device="cpu")
         return assemble_tree(
             self.tree(),
             Marks("trial"),
-            problems,
-            defaults=defaults,
-            registry=with_plugins(self.plugins),
+            defaults=defaults(),
+            registry=_registry(self.plugins),
             world=self.world,
-            machine=machine,
+            machine=Machine(device="cpu"),
         )
 
     def assemble(self) -> Assembly:
@@ -134,6 +129,12 @@ class Trial:
             n: evolve(p, facts={**p.facts, "row_alignment": self.row_alignment}) for n, p in assembly.layers.items()
         }
         return evolve(assembly, layers=layers)
+
+
+@cache
+def _registry(plugins: tuple[type[Plugin], ...]) -> Registry:
+    """Return the installed plugins and these: looking for what is installed takes longer than resolving a spec."""
+    return with_plugins(plugins)
 
 
 @dataclass(frozen=True)

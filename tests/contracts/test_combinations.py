@@ -18,11 +18,12 @@ from moefw.core.registry import Registry
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
 from moefw.core.spec.source import Marks, read_yaml
+from moefw.defaults import defaults
 from moefw.plugins.dispatchers.alltoall import AllToAll
 from moefw.testing.announce import with_plugins
 from moefw.testing.combinations import Combination, Sections, combinations, usable_here
 from moefw.testing.covering import all_pairs, fitting_pairs, met, pairs
-from moefw.testing.fit import DEFAULTS, Fit, named
+from moefw.testing.fit import Fit, named
 from moefw.testing.matrix import survey
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.combination import CombinationSuite
@@ -166,15 +167,14 @@ def specs() -> Iterator[dict[str, Any]]:
 
 
 def test_what_must_be_accepted_is() -> None:
-    registry, problems = Registry(), []
-    defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), problems)
+    registry = Registry()
     model = {"num_layers": 1, "num_experts": 8, "shared_expert_dim": 256}
     asked = list(specs())
     assert len(asked) > 500
     for spec in asked:
         train = {"tokens_per_step": 64, "micro_batch": 1, "seq_len": 16}
         tree = {"model": model, "train": train, **spec}
-        assemble_tree(tree, Marks(str(spec)), defaults=defaults, registry=registry, machine=Machine(device="cpu"))
+        assemble_tree(tree, Marks(str(spec)), defaults=defaults(), registry=registry, machine=Machine(device="cpu"))
 
 
 @pytest.mark.parametrize("section", ["dispatch", "gemm", "precision"])

@@ -16,6 +16,7 @@ from moefw.commands import specs
 from moefw.core.errors import MoefwError
 from moefw.core.registry import Registry
 from moefw.core.resolve import assemble
+from moefw.defaults import defaults
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -28,7 +29,7 @@ def test_the_first_spec_is_sound(tmp_path: Path) -> None:
     (text,) = blocks("yaml")
     path = tmp_path / "first.yaml"
     path.write_text(text)
-    assembly = assemble(path, defaults=specs.defaults())
+    assembly = assemble(path, defaults=defaults())
     assert assembly.layout.world == 2
     assert set(assembly.layers) == {0, 1, 2}
 
@@ -38,7 +39,7 @@ def test_the_mistake_is_told_as_shown(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("model: {preset: qwen3-moe-tiny}")
     with pytest.raises(MoefwError) as caught:
-        assemble(path, ["dispatch.use=altoall"], defaults=specs.defaults())
+        assemble(path, ["dispatch.use=altoall"], defaults=defaults())
     assert str(caught.value) == shown
 
 
@@ -54,7 +55,7 @@ def test_the_plugin_of_20_lines_registers_and_is_chosen_by_a_spec(
     path.write_text(
         "model: {preset: qwen3-moe-tiny}\ndispatch: {use: ring, both_ways: false}\nparallel: {experts: {ep: 2}}"
     )
-    assembly = assemble(path, defaults=specs.defaults(), registry=registry)
+    assembly = assemble(path, defaults=defaults(), registry=registry)
     assert assembly.parts.dispatch.both_ways is False
 
 

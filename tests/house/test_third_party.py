@@ -33,14 +33,12 @@ test_rows_go_to_neighbours_and_no_further_than_they_are_needed = (
 
 
 def test_a_spec_takes_it_and_its_option(tmp_path: Path) -> None:
-    from moefw.commands import specs
+    from moefw.defaults import defaults
 
     path = tmp_path / "spec.yaml"
     path.write_text("model: {preset: qwen3-moe-tiny}\ndispatch: {use: ring, both_ways: false}")
     registry = Registry(extra=[moefw_ring])
-    assert assemble(path, defaults=specs.defaults(), registry=registry).parts.dispatch == moefw_ring.Ring(
-        both_ways=False
-    )
+    assert assemble(path, defaults=defaults(), registry=registry).parts.dispatch == moefw_ring.Ring(both_ways=False)
 
 
 @pytest.mark.parametrize("tokens", [(5, 3, 0, 2), (0, 0, 0, 3)])

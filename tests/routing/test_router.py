@@ -10,11 +10,12 @@ from moefw.core.build import Shared, build_model
 from moefw.core.naming import canonical_parameters, initialise, routers
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Dims, Machine, Site
-from moefw.core.spec.source import Marks, read_yaml
+from moefw.core.spec.source import Marks
 from moefw.core.stages import Batch
+from moefw.defaults import defaults
 from moefw.plugins.routers.topk import Balance, TopK
 from moefw.plugins.routers.topk.router import TopKRouter
-from moefw.testing.training import DEFAULTS, SMALL
+from moefw.testing.training import SMALL
 
 SITE = Site(dims=Dims(model_dim=4, expert_dim=8, num_experts=6, top_k=2), layer=1, world=1, machine=Machine())
 
@@ -38,8 +39,7 @@ def model_gradients(regions: list[str], coeff: float) -> dict[str, Tensor]:
         "routing": {"use": "topk", "score": "softmax", "balance": [{"kind": "aux_loss", "coeff": coeff}]},
         "memory": [{"use": "recompute", "regions": regions}] if regions else [],
     }
-    defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), [])
-    assembly = assemble_tree(tree, Marks("test"), defaults=defaults, machine=Machine())
+    assembly = assemble_tree(tree, Marks("test"), defaults=defaults(), machine=Machine())
     layout = assembly.parts.parallel.build(assembly.layout, "cpu")
     model = build_model(assembly, layout, torch.device("cpu"), Shared())
     initialise(model, seed=1, std=lambda name: None if "norm" in name else 0.5)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from moefw.commands import specs
 from moefw.core.assembly import Assembly
 from moefw.core.errors import MoefwError
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
 from moefw.core.spec.source import Marks, read_yaml
+from moefw.defaults import defaults
 
 SIZES = {"num_experts": 8, "top_k": 2}
 
@@ -19,7 +19,7 @@ SIZES = {"num_experts": 8, "top_k": 2}
 def resolved(routing: str, **sizes: int) -> Assembly:
     tree: dict[str, Any] = read_yaml(f"routing: {routing}", Marks("spec"), [])
     tree["model"] = {**SIZES, **sizes}
-    return assemble_tree(tree, Marks("spec"), defaults=specs.defaults(), machine=Machine())
+    return assemble_tree(tree, Marks("spec"), defaults=defaults(), machine=Machine())
 
 
 REFUSED: list[tuple[str, dict[str, int], list[str]]] = [
@@ -120,7 +120,7 @@ def test_what_would_be_ignored_or_fail_later_is_refused(routing: str, sizes: dic
 @pytest.mark.parametrize(("routing", "sizes"), ACCEPTED)
 def test_what_makes_sense_is_accepted_and_survives_being_spelled_out(routing: str, sizes: dict[str, int]) -> None:
     found = resolved(routing, **sizes)
-    again = assemble_tree(found.resolved(), Marks("again"), defaults=specs.defaults(), machine=Machine())
+    again = assemble_tree(found.resolved(), Marks("again"), defaults=defaults(), machine=Machine())
     assert again.parts.routing == found.parts.routing
 
 

@@ -24,9 +24,10 @@ from moefw.core.registry import Registry
 from moefw.core.resolve import MAX_LAYERS, assemble, assemble_tree
 from moefw.core.site import Machine, Site
 from moefw.core.spec.source import Marks, read_yaml
+from moefw.defaults import defaults
 
 REGISTRY = Registry()
-DEFAULTS = specs.defaults()
+DEFAULTS = defaults()
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 

@@ -5,13 +5,13 @@ import textwrap
 
 from click.testing import CliRunner
 
-from moefw.commands import specs
 from moefw.commands.plugins import plugins
 from moefw.commands.schema import schema
 from moefw.core.errors import MoefwError
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
 from moefw.core.spec.source import Marks
+from moefw.defaults import defaults
 
 HEAD = "from __future__ import annotations\nfrom typing import *\nfrom attrs import field, frozen\nimport moefw\n"
 
@@ -45,7 +45,7 @@ def written_schema():
 def refusal(tree):
     """What the reader of specs says against a spec, or nothing."""
     try:
-        assemble_tree(tree, Marks("spec"), defaults=specs.defaults(), machine=Machine())
+        assemble_tree(tree, Marks("spec"), defaults=defaults(), machine=Machine())
     except MoefwError as error:
         return str(error)
     return ""

@@ -18,10 +18,11 @@ from moefw.core.contracts import Dispatcher
 from moefw.core.errors import MoefwError
 from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, read_yaml
+from moefw.core.spec.source import Marks
+from moefw.defaults import defaults
 from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
-from moefw.testing.trial import DEFAULTS, Outcome, Trial, build_layer, routed, solve
+from moefw.testing.trial import Outcome, Trial, build_layer, routed, solve
 
 
 @contextmanager
@@ -209,10 +210,8 @@ def refused(trial: Trial, machine: Machine, **dispatch: Any) -> str:
     parts = {**trial.parts, "dispatch": {**trial.parts["dispatch"], "backend": "library", **dispatch}}
     tree = Trial(**{**trial.__dict__, "parts": parts}).tree()
     tree["run"] = {"device": machine.device}
-    problems: list[Any] = []
-    defaults = read_yaml(DEFAULTS.read_text(), Marks("defaults"), problems)
     try:
-        assemble_tree(tree, Marks("trial"), defaults=defaults, world=trial.world, machine=machine)
+        assemble_tree(tree, Marks("trial"), defaults=defaults(), world=trial.world, machine=machine)
     except MoefwError as error:
         return f"{type(error).__name__}: {error}"
     return ""

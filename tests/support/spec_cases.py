@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from moefw.commands import specs
 from moefw.core.assembly import Assembly
 from moefw.core.errors import MoefwError, SpecError
 from moefw.core.registry import Registry
 from moefw.core.resolve import assemble
 from moefw.core.site import Machine
+from moefw.defaults import defaults
 
 REGISTRY = Registry()
-DEFAULTS = specs.defaults()
+DEFAULTS = defaults()
 
 GOOD = """\
 # every section, in the ways in which people write them

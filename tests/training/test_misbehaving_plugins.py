@@ -16,12 +16,12 @@ from attrs import frozen
 
 import moefw
 from broken_gemms import Plain
-from moefw.commands import specs
 from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import PluginError
 from moefw.core.plugin import SchedulePlugin
 from moefw.core.registry import Registry
 from moefw.core.resolve import assemble
+from moefw.defaults import defaults
 from moefw.training import trainer
 from moefw.training.data import Text
 from moefw.training.metrics import read_metrics
@@ -42,7 +42,7 @@ def train(write_spec: Callable[..., Path]) -> Train:
             module = types.ModuleType("odd_parts")
             setattr(module, hook, moefw.hookimpl(function, specname=hook))
             registry.register(module, "odd-parts", "1.5")
-        assembly = assemble(path, overrides, defaults=specs.defaults(), registry=registry)
+        assembly = assemble(path, overrides, defaults=defaults(), registry=registry)
         trainer.train(assembly, Place(0, 1, 0, 1), resume=None)
         records = read_metrics(metrics)
         metrics.unlink()

@@ -24,6 +24,7 @@ class CombinationSuite(Suite):
     """
 
     rtol: ClassVar[float | None] = None
+    _fit: ClassVar[tuple[Sections, Fit]]
 
     @property
     def section(self) -> str:  # type: ignore[override]
@@ -32,6 +33,11 @@ class CombinationSuite(Suite):
 
     def fit(self) -> tuple[Sections, Fit]:
         """Return the variants to combine, and how they fit; of the plugin's own section, the plugin alone."""
+        if "_fit" not in vars(type(self)):
+            type(self)._fit = self._ask()
+        return type(self)._fit
+
+    def _ask(self) -> tuple[Sections, Fit]:
         options: Sequence[dict[str, Any]] | None = [dict(self.options)] if self.options else None
         registry = with_plugins((self.plugin,))
         sections, fit = usable_here(registry=registry, plugin=self.plugin, options=options)
