@@ -15,6 +15,7 @@ from attrs import evolve
 
 from moefw.core.errors import RunError
 from moefw.core.spec.sections import RunSpec
+from moefw.training.faults.blame import Seen, accusation, culprit
 from moefw.training.faults.board import record_file, stack_file
 from moefw.training.faults.departures import Departed, Outcome, lost_contact, outcome
 from moefw.training.faults.memory import oom_kills
@@ -23,7 +24,6 @@ from moefw.training.faults.record import Record, read_record
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import keep_others
 from moefw.training.faults.stillness import Stillness
-from moefw.training.faults.verdict import Seen, accusation, culprit
 
 _LOOK_S: Final = 0.05
 _SEEN_S: Final = 0.2

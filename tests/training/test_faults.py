@@ -18,6 +18,7 @@ import torch.distributed as dist
 from moefw.core.errors import StoppedError
 from moefw.testing.pool import RankPool
 from moefw.training.faults import requests as requests_module
+from moefw.training.faults.blame import Seen, accusation, culprit, in_words
 from moefw.training.faults.limits import START_S, collective_timeout_s
 from moefw.training.faults.memory import is_out_of_memory, oom_kills
 from moefw.training.faults.peers import Accused, Peers, SilentStoreError, silent_store, speaker
@@ -26,7 +27,6 @@ from moefw.training.faults.record import RECORD_BYTES, Ending, Record, read_reco
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stamps import Stamps, stamp, stamping
 from moefw.training.faults.stillness import Stillness
-from moefw.training.faults.verdict import Seen, accusation, culprit, in_words
 from moefw.training.faults.where import waits_in
 
 

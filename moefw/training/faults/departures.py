@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from attrs import frozen
 
 from moefw.core.errors import Problem
+from moefw.training.faults.blame import RESUME, in_words, named
 from moefw.training.faults.record import Record
-from moefw.training.faults.verdict import RESUME, in_words, named
 
 
 @frozen(kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any, Final, final
 from attrs import frozen
 
 from moefw.core.errors import Problem
+from moefw.training.faults.blame import RESUME
 from moefw.training.faults.record import RECORD_BYTES, Record, read_record
-from moefw.training.faults.verdict import RESUME
 
 WATCHERS: Final = (0, 1)
 """These ranks look at all others: one could hang itself. The others only look whether somebody is accused."""

@@ -17,6 +17,7 @@ from attrs import evolve
 
 from moefw.core.errors import Problem
 from moefw.core.spec.sections import RunSpec
+from moefw.training.faults.blame import Seen, accusation, culprit, left_silently, vanished
 from moefw.training.faults.board import meeting_folder, record_file, stack_file
 from moefw.training.faults.limits import LOOK_S, look_every_s
 from moefw.training.faults.peers import Accused, Peers, SilentStoreError, silent_store, speaker
@@ -26,7 +27,6 @@ from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import keep_own
 from moefw.training.faults.stamps import Stamps
 from moefw.training.faults.stillness import Stillness
-from moefw.training.faults.verdict import Seen, accusation, culprit, left_silently, vanished
 from moefw.training.faults.where import waits_in
 from moefw.training.world import Place
 

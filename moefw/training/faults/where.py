@@ -9,7 +9,7 @@ from itertools import takewhile
 from types import FrameType
 from typing import Any, Final
 
-from moefw.training.faults.verdict import in_words
+from moefw.training.faults.blame import in_words
 
 _COLLECTIVES: Final = "/torch/distributed/"
 
