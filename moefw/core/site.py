@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-from functools import cache
 from pathlib import Path
 
 from attrs import evolve, frozen
@@ -43,13 +42,7 @@ class Machine:
         except (ModuleNotFoundError, ValueError):
             return False
         folders = (found and found.submodule_search_locations) or ()
-        return found is not None and (not part or any(_holds(one, part) for one in folders))
-
-
-@cache
-def _holds(folder: str, part: str) -> bool:
-    """Return whether a file ``part.*`` lies somewhere in a folder, which does not change while a process runs."""
-    return any(Path(folder).rglob(f"{part}.*"))
+        return found is not None and (not part or any(any(Path(one).rglob(f"{part}.*")) for one in folders))
 
 
 @frozen(kw_only=True)

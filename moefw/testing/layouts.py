@@ -73,11 +73,11 @@ class Deviation:
 class LayoutTable:
     """The rows of a file, and the runs of one rank that they are held against."""
 
-    def __init__(self, path: Path, pool: RankPool) -> None:
+    def __init__(self, path: Path, pool: RankPool, *, steps: int = STEPS) -> None:
         problems: list[Problem] = []
         tree: Any = read_yaml(path.read_text(), Marks(str(path)), problems)
         assert not problems, problems
-        self.models, self.pool = tree["models"], pool
+        self.models, self.pool, self.steps = tree["models"], pool, steps
         self.rows = [Row(**row) for row in tree["rows"]]
         self._alone: dict[Row, Run] = {}
 
@@ -93,7 +93,7 @@ class LayoutTable:
         return self._alone[same]
 
     def _run(self, row: Row) -> list[Run]:
-        return self.pool.run(short_run, row.ranks, row.spec(self.models), STEPS, row.padded, timeout_s=900.0)
+        return self.pool.run(short_run, row.ranks, row.spec(self.models), self.steps, row.padded, timeout_s=900.0)
 
 
 def deviation(runs: list[Run], alone: Run) -> Deviation:

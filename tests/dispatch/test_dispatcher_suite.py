@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -103,11 +102,12 @@ def the_same_examples_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
 
 
-FULL = list(BROKEN) if os.environ.get("MOEFW_EVERY_BROKEN") else ["WrongForTopOne", "WrongAmongProcesses", "KeepsAPlan"]
-"""Whom a whole run is tried on: with MOEFW_EVERY_BROKEN=1 all of them, some minutes."""
+QUICK = "WrongAmongProcesses"
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize(
+    "name", [QUICK, *(pytest.param(name, marks=pytest.mark.deep) for name in BROKEN if name != QUICK)]
+)
 def test_a_whole_run_finds_it_too(pool: RankPool, name: str) -> None:
     broken = BROKEN[name]
     found = dict(every_check(suite(broken, pool, broken.worlds)))

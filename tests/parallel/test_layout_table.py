@@ -1,4 +1,4 @@
-"""A handful of the layouts of layouts.yaml; `make test-layouts` runs them all and writes docs/layouts.md."""
+"""A handful of the layouts of layouts.yaml, for a few steps; `make test-layouts` runs them all and writes docs/layouts.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = LayoutTable(PATH, RankPool()).rows
 
 @pytest.fixture(scope="module")
 def table(pool: RankPool) -> LayoutTable:
-    return LayoutTable(PATH, pool)
+    return LayoutTable(PATH, pool, steps=6)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.quick], ids=str)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +16,7 @@ from torch import Tensor
 
 import broken_gemms
 import moefw
+from command_here import moefw_says
 from moefw.core.compute.product import linear
 from moefw.core.contracts import Precision, Rows
 from moefw.core.errors import PlanError, SpecError
@@ -276,21 +274,13 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, monkeypatch
     (text / "a.txt").write_text("the quick brown fox jumps over a lazy dog " * 400)
     spec, run = tmp_path / "spec.yaml", tmp_path / "run"
     spec.write_text(SPEC % (text, run))
-    trained(spec)
+    moefw_says("train", spec)
     wanted, checkpoint = losses(run), parameters(run, 8)
     assert len(checkpoint) == 1
     shutil.rmtree(run / "checkpoints" / "step-8")
-    assert "continuing after step 4" in trained(spec, "--resume")
+    assert "continuing after step 4" in moefw_says("train", spec, "--resume")
     assert losses(run) == wanted
     assert parameters(run, 8) == checkpoint
-
-
-def trained(*arguments: object) -> str:
-    command = [sys.executable, "-m", "moefw", "train", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def losses(run: Path) -> list[float]:

@@ -53,7 +53,7 @@ def test_a_rank_without_memory_is_told_the_plan(tmp_path: Path, environment: dic
 
 
 @pytest.mark.fault("rank {id} is stopped under torchrun", "named; stacks of the others are kept")
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.deep), 1])
 def test_under_torchrun_a_stopped_rank_is_named(tmp_path: Path, environment: dict[str, str], rank: int) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
     fault = ("data.fault=stop", f"data.rank={rank}")

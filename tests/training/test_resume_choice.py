@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moefw.cli import main
+from command_here import moefw_says
 from moefw.training import checkpoint, trained
 from moefw.training.checkpoint import saving
 from moefw.training.checkpoint.commit import discard
@@ -26,22 +24,12 @@ from moefw.training.trainer import Trainer
 from small_spec import small_spec
 
 
-def moefw(*arguments: object, code: int = 0) -> str:
-    """Return what a command says, in this process, which is quicker; it ends with the exit code."""
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    assert ended.value.code == code, said.getvalue()
-    assert "Traceback" not in said.getvalue()
-    return said.getvalue()
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of a spec, its text, and a run of four steps with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("whole")
     before, os.environ["MOEFW_CACHE"] = os.environ.get("MOEFW_CACHE"), str(folder / "cache")
-    moefw("train", small_spec(folder, steps=4, checkpoint_every=1, keep_checkpoints=9))
+    moefw_says("train", small_spec(folder, steps=4, checkpoint_every=1, keep_checkpoints=9))
     yield folder
     os.environ.pop("MOEFW_CACHE") if before is None else os.environ.update(MOEFW_CACHE=before)
 
@@ -53,7 +41,7 @@ class Place:
         self.whole, self.run = whole, run
 
     def train(self, *arguments: object, code: int = 0) -> str:
-        return moefw("train", self.whole / "run.yaml", *arguments, f"run.dir={self.run}", code=code)
+        return moefw_says("train", self.whole / "run.yaml", *arguments, f"run.dir={self.run}", code=code)
 
     def names(self) -> set[str]:
         return {path.name for path in (self.run / "checkpoints").iterdir()}
@@ -124,7 +112,7 @@ def test_a_damaged_checkpoint_is_refused_and_last_good_goes_back(place: Place) -
         assert "step-4/rank-00000.safetensors is damaged: " in said
         assert "The checkpoint of step 3 is whole: train on with --resume=last-good or --resume=3." in said
     assert place.names() == {"step-1", "step-2", "step-3", "step-4"}
-    assert "The checkpoint of step 3 is whole" in moefw("eval", place.run, code=2)
+    assert "The checkpoint of step 3 is whole" in moefw_says("eval", place.run, code=2)
     said = place.train("--resume=last-good")
     assert "continuing after step 3" in said
     assert "step-4/rank-00000.safetensors is damaged: " in said
@@ -143,7 +131,7 @@ def test_resume_where_there_is_nothing_is_refused_but_for_auto(new: Place) -> No
 def test_auto_begins_the_same_run_again_where_it_is(place: Place) -> None:
     """As it lies after a kill before the first checkpoint: with the first lines of metrics, the last one torn."""
     wanted = place.losses()
-    moefw("train", place.run / "spec.yaml", "--resume=auto", f"run.dir={place.run}")
+    moefw_says("train", place.run / "spec.yaml", "--resume=auto", f"run.dir={place.run}")
     shutil.rmtree(place.run / "checkpoints")
     with (place.run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 5, "lo')
@@ -207,7 +195,7 @@ def test_eval_reads_the_last_checkpoint_that_is_there_when_others_are_dropped(
         return load(folder, *arguments, **named)
 
     monkeypatch.setattr(trained.checkpoint, "load", late)
-    assert json.loads(moefw("eval", place.run, "--json"))["step"] == 2
+    assert json.loads(moefw_says("eval", place.run, "--json"))["step"] == 2
     assert read == ["step-4", "step-3", "step-2"]
 
 
@@ -220,7 +208,7 @@ def test_reading_ends_where_checkpoints_vanish_forever(place: Place, monkeypatch
         return load(folder, *arguments, **named)
 
     monkeypatch.setattr(trained.checkpoint, "load", late)
-    assert "were dropped while they were read, 5 times" in moefw("eval", place.run, code=2)
+    assert "were dropped while they were read, 5 times" in moefw_says("eval", place.run, code=2)
 
 
 @pytest.mark.fault("eval beside a run that drops checkpoints", "reads the newest that is there")
@@ -231,7 +219,7 @@ def test_eval_beside_a_run_that_drops_a_checkpoint_each_step(new: Place) -> None
         seen = []
         while run.poll() is None:
             if checkpoint_dirs(new.run):
-                seen.append(json.loads(moefw("eval", new.run, "--json"))["step"])
+                seen.append(json.loads(moefw_says("eval", new.run, "--json"))["step"])
     assert run.returncode == 0
     assert seen == sorted(seen)
-    assert json.loads(moefw("eval", new.run, "--json"))["step"] == 20
+    assert json.loads(moefw_says("eval", new.run, "--json"))["step"] == 20

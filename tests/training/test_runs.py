@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -12,13 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 import torch
 
-from moefw.cli import main
+from command_here import complaint, moefw_says
 from moefw.commands import specs
 from moefw.core.build import Shared, build_model
 from moefw.core.naming import initialise
@@ -66,11 +64,12 @@ def spec(folder: Path, text: Path, layout: int | str, name: str = "run") -> Path
     return path
 
 
-def moefw(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moefw", *map(str, arguments)]
+def train(*arguments: object) -> str:
+    """Return what a run of several ranks prints."""
+    command = [sys.executable, "-m", "moefw", "train", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -84,15 +83,14 @@ def losses(run: Path) -> dict[int, float]:
 def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, str]:
     """A finished run on two ranks: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("trained")
-    done = moefw("train", spec(folder, text, 2))
-    return folder / "run", done.stdout
+    return folder / "run", train(spec(folder, text, 2))
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The folder of a finished run on four ranks that split everything."""
     folder = tmp_path_factory.mktemp("split")
-    moefw("train", spec(folder, text, SPLIT))
+    train(spec(folder, text, SPLIT))
     return folder / "run"
 
 
@@ -112,7 +110,7 @@ def test_a_run_leaves_metrics_plots_a_sample_and_checkpoints(trained: tuple[Path
 
 def test_eval_of_the_run_gives_the_loss_that_training_saw(trained: tuple[Path, str]) -> None:
     run, _ = trained
-    found = json.loads(moefw("eval", run, "--json").stdout)
+    found = json.loads(moefw_says("eval", run, "--json"))
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert found["step"] == 14
     assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
@@ -121,18 +119,18 @@ def test_eval_of_the_run_gives_the_loss_that_training_saw(trained: tuple[Path, s
 def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(trained: tuple[Path, str]) -> None:
     run, _ = trained
     first, second = (
-        moefw("generate", run, "--prompt", "the quick", "--tokens", 20, "--seed", 5).stdout for _ in range(2)
+        moefw_says("generate", run, "--prompt", "the quick", "--tokens", 20, "--seed", 5) for _ in range(2)
     )
     assert first == second
     assert first.startswith("the quick")
 
 
 @pytest.mark.fault("launcher and ranks are killed, layout {id}", "losses of all steps bit-equal to an unbroken run")
-@pytest.mark.parametrize("layout", [2, SPLIT])
+@pytest.mark.parametrize("layout", [2, pytest.param(SPLIT, marks=pytest.mark.deep)])
 def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(
-    tmp_path: Path, text: Path, trained: tuple[Path, str], split: Path, layout: int | str
+    tmp_path: Path, text: Path, request: pytest.FixtureRequest, layout: int | str
 ) -> None:
-    whole = split if layout == SPLIT else trained[0]
+    whole = request.getfixturevalue("split") if layout == SPLIT else request.getfixturevalue("trained")[0]
     broken = spec(tmp_path, text, layout, "broken")
     command = [sys.executable, "-m", "moefw", "train", str(broken)]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -140,8 +138,7 @@ def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 7, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    done = moefw("train", broken, "--resume")
-    assert "continuing after step" in done.stdout
+    assert "continuing after step" in train(broken, "--resume")
     assert losses(tmp_path / "broken") == losses(whole)
 
 
@@ -187,19 +184,19 @@ def test_resume_may_change_the_layout(
     earlier, run = {"trained": trained[0], "split": split}[before], tmp_path / "run"
     shutil.copytree(earlier, run)
     shutil.rmtree(run / "checkpoints" / "step-14")
-    moefw("train", spec(tmp_path, text, layout), "--resume", f"run.dir={run}")
+    train(spec(tmp_path, text, layout), "--resume", f"run.dir={run}")
     there, here = losses(earlier), losses(run)
     assert here.keys() == there.keys()
     assert all(here[step] == pytest.approx(there[step], rel=1e-5) for step in there)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert json.loads(moefw("eval", run, "--json").stdout)["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
+    assert json.loads(moefw_says("eval", run, "--json"))["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
 
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
 def learn(overrides: list[str], cache: Path) -> list[float]:
-    """Return the losses of 20 steps of the quickstart on this rank's world."""
+    """Return the losses of 8 steps of the quickstart on this rank's world."""
     assembly = specs.read(str(QUICKSTART), overrides, 2)
     layout, shared = assembly.parts.parallel.build(assembly.layout, "cpu"), Shared()
     data = assembly.parts.data.prepare(cache)
@@ -209,7 +206,7 @@ def learn(overrides: list[str], cache: Path) -> list[float]:
         assembly=assembly, device=torch.device("cpu"), layout=layout, data=data, model=model, shared=shared
     )
     trainer = Trainer(session, resume=None)
-    found = [trainer._step(step)["loss"] for step in range(20)]
+    found = [trainer._step(step)["loss"] for step in range(8)]
     shared.close()
     return found
 
@@ -230,8 +227,8 @@ def test_the_quickstart_learns_the_same_under_every_dispatcher(pool: RankPool, t
 def test_training_again_moves_the_earlier_run_aside(tmp_path: Path, text: Path) -> None:
     path = spec(tmp_path, text, 1)
     for _ in range(2):
-        done = moefw("train", path, "train.steps=1", "train.checkpoint_every=0")
-    assert "held an earlier run" in done.stdout
+        said = moefw_says("train", path, "train.steps=1", "train.checkpoint_every=0")
+    assert "held an earlier run" in said
     assert (tmp_path / "run.1" / "metrics.jsonl").is_file()
 
 
@@ -253,16 +250,6 @@ def test_the_ranks_of_torchrun_are_joined(tmp_path: Path, text: Path) -> None:
     assert list(losses(tmp_path / "run")) == [1, 2]
     failed = subprocess.run([*command, str(path), "train.seq_len=0"], capture_output=True, text=True, timeout=240)
     assert "error: command line, 'train.seq_len=0' train.seq_len" in failed.stderr
-
-
-def complaint(*arguments: object) -> str:
-    """Return the one line that a command leaves that ends for the user's input; in this process, which is quicker."""
-    said = io.StringIO()
-    with redirect_stderr(said), pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    assert ended.value.code == 2, said.getvalue()
-    (line,) = said.getvalue().strip().splitlines()
-    return line
 
 
 def test_bad_input_gets_one_clear_message_and_writes_nothing(tmp_path: Path, text: Path) -> None:
@@ -291,7 +278,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path, train
 def test_a_checkpoint_goes_with_its_tokenizer_which_the_run_keeps(tmp_path: Path, text: Path) -> None:
     shutil.copytree(text, tmp_path / "text")
     settings = ["data.tokenizer=bpe-300", "model.vocab_size=300", "train.steps=2"]
-    moefw("train", spec(tmp_path, tmp_path / "text", 1), *settings)
+    moefw_says("train", spec(tmp_path, tmp_path / "text", 1), *settings)
     run, (changed, *_) = tmp_path / "run", sorted((tmp_path / "text").iterdir())
     changed.write_text("entirely other words " * 500)
     refused = complaint("eval", run)
@@ -302,9 +289,9 @@ def test_a_checkpoint_goes_with_its_tokenizer_which_the_run_keeps(tmp_path: Path
     assert refused.endswith(f"Use data.tokenizer={run}/tokenizer.json")
     own = f"data.tokenizer={run}/tokenizer.json"
     assert "lies in run.dir, which gives way to the new run" in complaint("train", run / "spec.yaml", own)
-    moefw("train", run / "spec.yaml", "--resume", "train.steps=3", own)
+    moefw_says("train", run / "spec.yaml", "--resume", "train.steps=3", own)
     moved = shutil.move(run, tmp_path / "moved")
-    assert json.loads(moefw("eval", moved, "--json").stdout)["step"] == 3
+    assert json.loads(moefw_says("eval", moved, "--json"))["step"] == 3
 
 
 def test_ids_that_the_model_does_not_know_are_refused_before_the_run(tmp_path: Path, text: Path) -> None:
@@ -327,9 +314,8 @@ def test_several_ranks_do_not_read_a_spec_from_a_pipe(tmp_path: Path, text: Path
 
 @pytest.mark.parametrize("temperature", ["nan", "1e-320", "-1", "inf"])
 def test_a_temperature_that_gives_no_probabilities_is_refused(trained: tuple[Path, str], temperature: str) -> None:
-    done = moefw("generate", trained[0], "--prompt", "x", "--temperature", temperature, check=False)
-    assert done.returncode == 2
-    assert "neither 0 nor between 0.001 and 1000" in done.stderr
+    refused = moefw_says("generate", trained[0], "--prompt", "x", "--temperature", temperature, code=2)
+    assert "neither 0 nor between 0.001 and 1000" in refused
 
 
 @pytest.mark.parametrize(

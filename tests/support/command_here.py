@@ -1,0 +1,26 @@
+"""A command in this process: importing torch takes seconds. Ranks that a command starts are processes of their own."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+
+from moefw.cli import main
+
+
+def moefw_says(*arguments: object, code: int = 0) -> str:
+    """Return what a command prints, or its errors where it ends with another exit code than 0."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    assert ended.value.code == code, out.getvalue() + err.getvalue()
+    assert "Traceback" not in err.getvalue()
+    return err.getvalue() if code else out.getvalue()
+
+
+def complaint(*arguments: object) -> str:
+    """Return the one line that a command leaves that ends for the user's input."""
+    (line,) = moefw_says(*arguments, code=2).splitlines()
+    return line
