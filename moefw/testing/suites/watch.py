@@ -16,7 +16,7 @@ _NOT_OURS = ("torch.", "builtins", "moefw.core", "abc", "typing", "hypothesis", 
 
 def held(part: object) -> dict[str, object]:
     """Return everything that a part holds, by path: tensors bit by bit, attributes, closures; gradients apart."""
-    return dict(_walk(part, "", set()))
+    return dict(_walk(part, "", {}))
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
@@ -48,13 +48,14 @@ def worst_error(got: Tensor, wanted: Tensor, *, floor: float = 1e-30) -> float:
     return error / max(wanted.abs().max().item(), floor) if error == error else float("inf")
 
 
-def _walk(thing: Any, path: str, seen: set[int]) -> Iterator[tuple[str, object]]:
+def _walk(thing: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, object]]:
+    """Yield what lies at a path and below; ``seen`` keeps what was met, so that nothing else gets its id."""
     if isinstance(thing, _PLAIN):
         yield path, thing
         return
     if id(thing) in seen:
         return
-    seen.add(id(thing))
+    seen[id(thing)] = thing
     if isinstance(thing, Tensor):
         yield path, (thing.dtype, tuple(thing.shape), bits(thing))
         return

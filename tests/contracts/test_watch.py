@@ -1,0 +1,17 @@
+"""What a suite sees of a part from outside."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from moefw.testing.suites.watch import changed, held
+
+
+@pytest.mark.parametrize("name", ["first", "second", "third"])
+def test_a_member_of_any_set_is_seen(name: str) -> None:
+    part = types.SimpleNamespace(first={1}, second={2}, third={3})
+    before = held(part)
+    getattr(part, name).add(4)
+    assert changed(before, held(part)) == [f"{name}.members.1"]
