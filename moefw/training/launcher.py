@@ -19,18 +19,12 @@ from moefw.core.errors import PlanError, RunError
 from moefw.core.spec.sections import RunSpec
 from moefw.training.faults.board import MEETING
 from moefw.training.faults.requests import StopRequests
+from moefw.training.host_pages import KEEP_PAGES
 from moefw.training.local_ranks import LocalRanks, kill
 from moefw.training.world import threads_of_a_rank
 
 LAUNCHED: Final = "MOEFW_LAUNCHED"
 """Set for ranks that :func:`run_local_ranks` started, to the end of a pipe that closes when it is gone."""
-KEEP_PAGES: Final = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
-    "MALLOC_TOP_PAD_": str(1 << 28),
-}
-"""glibc settings for ranks on a CPU: freed activations are used again instead of returned and faulted in anew
-(a step of the quickstart is 13 to 20 % shorter)."""
 _RANKS_A_CORE: Final = 8
 _LEAVE_S: Final = 1.0
 

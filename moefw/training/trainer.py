@@ -31,6 +31,7 @@ from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stamps import stamp
 from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
+from moefw.training.host_pages import return_free_pages
 from moefw.training.metrics import MetricsLog
 from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce, say
@@ -115,6 +116,7 @@ class Trainer:
                 if self._due(step, self.spec.checkpoint_every):
                     with self.clock("checkpoint"), self._writing_checkpoint(step):
                         progress.note(f"saved {self._save(step)}")
+                        return_free_pages()
                 if step + 1 < self.spec.steps and anywhere(self.requests.asked is not None, self.host_group):
                     self._stop(step)
                 self.clock.step_done()
