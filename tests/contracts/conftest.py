@@ -1,0 +1,38 @@
+"""Holds suites to what they must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+
+from moefw.testing.pool import RankPool
+from moefw.testing.suites.base import Profile, Suite
+
+
+@pytest.fixture
+def must_catch(
+    moefw_pool: RankPool, moefw_profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., None]]:
+    """Expect one test of a suite to fail for a plugin, and to say why.
+
+    There is no search for the smallest example, and the examples are the same every time: no draw decides.
+    """
+
+    def expect(suite: type[Suite], plugin: Any, check: str, says: str, **attributes: Any) -> None:
+        on_trial: Any = type("OnTrial", (suite,), {"plugin": plugin, **attributes})()
+        on_trial.pool, on_trial.profile = moefw_pool, moefw_profile
+        (name,) = [name for name in dir(on_trial) if name.startswith(f"test_{check}")]
+        with pytest.raises(AssertionError) as caught:
+            getattr(on_trial, name)()
+        assert says in str(caught.value)
+        assert str(caught.value).startswith(plugin.name)
+
+    monkeypatch.setenv("CI", "true")
+    before = hypothesis.settings.get_current_profile_name()
+    hypothesis.settings.register_profile("first", phases=[hypothesis.Phase.generate], report_multiple_bugs=False)
+    hypothesis.settings.load_profile("first")
+    yield expect
+    hypothesis.settings.load_profile(before)

@@ -1,0 +1,55 @@
+"""The suite of GEMMs: the built-in ones pass it, and those that are broken on purpose do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import broken_gemms as gemms
+from moefw.plugins.gemm.grouped import Grouped
+from moefw.plugins.gemm.loop import Loop
+from moefw.testing.suites.gemm import GemmSuite
+
+BROKEN: list[tuple[Any, str, str]] = [
+    (gemms.ForgetsTheRowWeight, "outputs_and_gradients", "fits if the row weights are left out"),
+    (gemms.OverlooksPadding, "padding_gives_zero", "not that of the dense formula"),
+    (gemms.LeavesPaddingAsItWas, "padding_gives_zero", "rows that pad a group do not give zero"),
+    (gemms.SwapsGateAndUp, "outputs_and_gradients", "gate_proj and up_proj the wrong way round"),
+    (gemms.LosesTheWeightGradient, "outputs_and_gradients", "gradient of row_weights is not that"),
+    (gemms.LosesAParameter, "outputs_and_gradients", "down_proj.weight is not that"),
+    (gemms.KeepsTheRows, "forward_and_backward_write_nothing", "writes last in forward or backward"),
+    (gemms.ReadsTheTail, "rows_behind_the_last_group", "reads rows behind the last group"),
+    (gemms.NumbersItsOwn, "canonical_names_every", "yields 0.down_proj.weight"),
+    (gemms.LeavesOutAnExpert, "canonical_names_every", "does not yield 0.down_proj.weight"),
+    (gemms.NamesAValueTwice, "canonical_names_every", "does not name every value of up once"),
+    (gemms.ForgetsThatItIsAPart, "canonical_names_every", "(32, 16) is right"),
+    (gemms.AveragesParts, "parts_of_experts_add_up", "experts in two parts added up: the output is not"),
+    (gemms.KnowsNoRegion, "promised_regions", "Is context.region('moe_act', ...) used?"),
+    (gemms.CountsOnTheHost, "counts_on_the_host", "fails without counts_host"),
+    (gemms.ForgetsThePasses, "operands_are_quantized_for_each_pass", "has 0 values quantized as role grad"),
+    (gemms.ForgetsTheKeys, "the_recipe_is_told_the_keys", "has 0 values of gradients rounded by keys"),
+    (gemms.LeavesItForBackward, "two_batches_in_flight", "with two batches in flight"),
+    (gemms.RoundsAtRandom, "the_same_rows_give", "differs in a second run"),
+    (gemms.ReturnsHalf, "outputs_and_gradients", "torch.float32 is right"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "check", "says"), BROKEN, ids=[f"{case[0].name}: {case[1]}" for case in BROKEN])
+def test_what_is_broken_is_caught_and_named(
+    must_catch: Callable[..., None], plugin: Any, check: str, says: str
+) -> None:
+    must_catch(GemmSuite, plugin, check, says)
+
+
+class TestPlainGemm(GemmSuite):
+    plugin = gemms.Plain
+
+
+class TestGrouped(GemmSuite):
+    plugin = Grouped
+
+
+class TestLoop(GemmSuite):
+    plugin = Loop

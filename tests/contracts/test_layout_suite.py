@@ -1,0 +1,104 @@
+"""The suite of layouts: the built-in ones pass it, and those that are broken on purpose do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+import broken_parts as parts
+from moefw.plugins.parallel.coupled import Coupled
+from moefw.plugins.parallel.folded import Folded
+from moefw.testing.suites.layout import LayoutSuite
+
+BROKEN: list[tuple[Any, str, str]] = [
+    (parts.Overlapping, "groups_partition_the_world", "groups overlap"),
+    (parts.Backwards, "groups_are_the_ranks", "in ascending order"),
+    (parts.Miscounted, "the_sizes_of_each_mesh", "do not multiply to"),
+    (parts.Crowded, "coordinates_give_every_rank", "have the same place in"),
+    (parts.Transposed, "groups_are_the_ranks", "by coordinates it is"),
+    (parts.Curt, "a_world_fits_or_is_refused", "with ValueError: no"),
+    (parts.Wasteful, "a_world_fits_or_is_refused", "ranks when asked for"),
+    (parts.Wasteful, "the_smallest_world", "are the fewest, and arranges"),
+    (parts.Slow, "4096_ranks", "s is allowed"),
+    (parts.Scattered, "in_an_expert_group", "ranks of one position are neighbours"),
+    (parts.Uneven, "copies_are_rows", "rows are of unequal length"),
+    (parts.Forgetful, "copies_are_rows", "together they are"),
+    (parts.Selfish, "copies_are_rows", "of them says"),
+    (parts.BackwardRows, "copies_are_rows", "ranks ascend along a row"),
+    (parts.BackwardCopies, "copies_are_rows", "and from row to row in one place"),
+    (parts.OpensAgain, "opened_groups", "are the same ranks and have two groups"),
+    (parts.OpensOthers, "opened_groups", "is this rank alone, and should be None"),
+    (parts.HasNoNodes, "opened_groups", "ranks_per_node is 0"),
+]
+LAYOUTS: dict[str, Any] = {
+    "drawn": st.just({"dense": {"shard": 2}, "experts": {"ep": 2, "etp": 3}}),
+    "opened": [{"experts": {"ep": 2}}],
+}
+SIZES = st.sampled_from([1, 1, 2, 3, 4])
+SHARDS = st.sampled_from([1, 1, 2, 3, "all"])
+
+
+@pytest.mark.parametrize(("plugin", "check", "says"), BROKEN, ids=[f"{case[0].name}: {case[1]}" for case in BROKEN])
+def test_what_is_broken_is_caught_and_named(
+    must_catch: Callable[..., None], plugin: Any, check: str, says: str
+) -> None:
+    must_catch(LayoutSuite, plugin, check, says, **LAYOUTS)
+
+
+class TestFolded(LayoutSuite):
+    plugin = Folded
+    drawn = st.fixed_dictionaries(
+        {
+            "pp": SIZES,
+            "dense": st.fixed_dictionaries({"cp": SIZES, "tp": SIZES}),
+            "experts": st.fixed_dictionaries({"ep": SIZES, "etp": SIZES}),
+        }
+    )
+    opened = (
+        {"experts": {"ep": 2}},
+        {"experts": {"ep": 2, "etp": 2}},
+        {"pp": 2, "dense": {"tp": 2}, "experts": {"ep": 2}, "ranks_per_node": 2},
+    )
+
+
+class TestFoldedInAnyOrder(LayoutSuite):
+    plugin = Folded
+    drawn = st.fixed_dictionaries(
+        {
+            "pp": st.sampled_from([1, 2]),
+            "dense": st.fixed_dictionaries(
+                {"cp": SIZES, "tp": SIZES, "order": st.permutations(["dp", "cp", "tp"]), "shard": SHARDS}
+            ),
+            "experts": st.fixed_dictionaries(
+                {
+                    "ep": SIZES,
+                    "etp": SIZES,
+                    "order": st.sampled_from([["edp", "ep", "etp"], ["ep", "edp", "etp"], ["ep", "etp", "edp"]]),
+                    "shard": SHARDS,
+                }
+            ),
+        }
+    )
+    opened = (
+        {"dense": {"tp": 2, "order": ["tp", "cp", "dp"], "shard": "all"}},
+        {"experts": {"ep": 2, "order": ["ep", "etp", "edp"], "shard": 2}},
+    )
+
+
+class TestCoupled(LayoutSuite):
+    plugin = Coupled
+    drawn = st.fixed_dictionaries(
+        {
+            "pp": SIZES,
+            "dp": st.sampled_from([None, None, 2, 4]),
+            "cp": SIZES,
+            "tp": SIZES,
+            "ep": SIZES,
+            "shard": SHARDS,
+            "expert_shard": SHARDS,
+        }
+    )
+    opened = ({"ep": 2, "tp": 2}, {"cp": 2, "ep": 2, "shard": "all", "expert_shard": 2})

@@ -1,0 +1,60 @@
+"""The suite of memory policies: the built-in ones pass it, and those that are broken on purpose do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import broken_parts as parts
+from moefw.plugins.memory.keep import Keep
+from moefw.plugins.memory.offload import Offload
+from moefw.plugins.memory.recompute import Recompute
+from moefw.testing.suites.memory import MemorySuite
+
+BROKEN: list[tuple[Any, str, str]] = [
+    (parts.RunsTwice, "a_region_runs_once", "runs a region 2 times in forward"),
+    (parts.RunsTwiceInBackward, "a_region_runs_once", "2 times more in backward"),
+    (parts.KeepsGradientsInHalf, "no_bit_changes", "other bits in the gradient of"),
+    (parts.SavesInHalf, "two_micro_batches_in_flight", "other bits in the gradient of"),
+    (parts.LosesStructures, "a_region_gets_what", "the gradient of a tensor in an argument"),
+    (parts.ForgetsKeywords, "a_region_gets_what", "does not pass arguments or results on as they are"),
+    (parts.KeepsOneFunction, "regions_are_told_apart", "the wrong one runs"),
+    (parts.AttachesAgain, "auxiliary_losses_arrive_once", "2 times; once is right"),
+    (parts.AcceptsAnything, "a_region_that_is_not_there", "accepts the region 'nowhere'"),
+    (parts.PlansAgain, "counts_are_not_exchanged", "times instead of 4"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "check", "says"), BROKEN, ids=[f"{case[0].name}: {case[1]}" for case in BROKEN])
+def test_what_is_broken_is_caught_and_named(
+    must_catch: Callable[..., None], plugin: Any, check: str, says: str
+) -> None:
+    must_catch(MemorySuite, plugin, check, says)
+
+
+class TestKeep(MemorySuite):
+    plugin = Keep
+
+
+class TestRecompute(MemorySuite):
+    plugin = Recompute
+
+
+class TestRecomputeOfTheLoop(MemorySuite):
+    plugin = Recompute
+    regions = ("moe_act", "experts")
+    parts = {"gemm": {"use": "loop"}, "precision": {"use": "bf16"}}
+
+
+class TestOffload(MemorySuite):
+    plugin = Offload
+    options = {"min_bytes": 0}
+
+
+class TestOffloadOfTheLoop(MemorySuite):
+    plugin = Offload
+    options = {"min_bytes": 0, "fraction": 0.5}
+    regions = ("moe_act", "experts")
+    parts = {"gemm": {"use": "loop"}, "precision": {"use": "bf16"}}

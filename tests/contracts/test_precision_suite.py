@@ -1,0 +1,99 @@
+"""The suite of precisions: the built-in ones pass it, and those that are broken on purpose do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import broken_recipes as recipes
+from moefw.plugins.precision.native import BF16, FP32
+from moefw.plugins.precision.quantized import MXFP8, NVFP4, FP8Blockwise, FP8Tensor
+from moefw.testing.suites.precision import PrecisionSuite
+
+BROKEN: list[tuple[Any, str, str]] = [
+    (recipes.Rounds, "operands_are_close", "off by"),
+    (recipes.Rounds, "a_layer_stays_close", "of a layer of 13 tokens is off by"),
+    (recipes.OffersAnother, "operands_have_the_shape", "torch.float32 is what the recipe offers"),
+    (recipes.OffersWhatNobodyTakes, "a_gemm_takes", "offers operands that no GEMM takes"),
+    (recipes.Detaches, "gradients_flow", "no gradient flows through an operand (role weight"),
+    (recipes.ScalesTheGradient, "gradients_flow", "not that of the identity"),
+    (recipes.Flattens, "operands_have_the_shape", "the shape must stay"),
+    (recipes.NeedsStrides, "operands_have_the_shape", "fails on"),
+    (recipes.NeedsRows, "operands_have_the_shape", "fails on (0,"),
+    (recipes.RoundsByChance, "the_same_tensor", "has other bits the second time"),
+    (recipes.RemembersTheLargest, "quantize_writes_nothing", "in quantize. A recipe keeps nothing"),
+    (recipes.WritesIntoTheTensor, "quantize_writes_nothing", "writes into the tensor"),
+    (
+        recipes.KeepsAnother,
+        "what_is_kept",
+        "makes an operand off by",
+    ),
+    (recipes.TurnsOneOfTwo, "operands_of_the_weight_gradient", "the product of its operands, is off"),
+    (recipes.KeepsLess, "what_is_kept", "the shape must stay"),
+    (recipes.FlowsInWholeNumbers, "the_residual_dtype", "residual_dtype is torch.int8"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "check", "says"), BROKEN, ids=[f"{case[0].name}: {case[1]}" for case in BROKEN])
+def test_what_is_broken_is_caught_and_named(
+    must_catch: Callable[..., None], plugin: Any, check: str, says: str
+) -> None:
+    must_catch(PrecisionSuite, plugin, check, says)
+
+
+class TestFP32(PrecisionSuite):
+    plugin = FP32
+
+
+class TestBF16(PrecisionSuite):
+    plugin = BF16
+
+
+class TestFP8Blockwise(PrecisionSuite):
+    plugin = FP8Blockwise
+    options = {"backend": "emulate"}
+    rtol, block = 0.15, 128
+
+
+class TestFP8BlockwiseWithExactScales(PrecisionSuite):
+    plugin = FP8Blockwise
+    options = {"backend": "emulate", "scales": "fp32", "saved_activations": "fp8"}
+    rtol, block = 0.15, 128
+
+
+class TestMXFP8(PrecisionSuite):
+    plugin = MXFP8
+    options = {"backend": "emulate"}
+    rtol, block = 0.15, 64
+
+
+class TestFP8Tensor(PrecisionSuite):
+    plugin = FP8Tensor
+    options = {"backend": "emulate"}
+    rtol = 0.2
+
+
+class TestFP8TensorDelayed(PrecisionSuite):
+    plugin = FP8Tensor
+    options = {"backend": "emulate", "scaling": "delayed", "saved_activations": "fp8"}
+    rtol = 0.2
+
+
+class TestNVFP4(PrecisionSuite):
+    plugin = NVFP4
+    options = {"backend": "emulate", "keep_bf16": []}
+    rtol = 0.4
+
+
+class TestNVFP4WithoutItsParts(PrecisionSuite):
+    plugin = NVFP4
+    options = {
+        "backend": "emulate",
+        "keep_bf16": [],
+        "stochastic_rounding": False,
+        "hadamard": False,
+        "square_weights": False,
+    }
+    rtol = 0.4

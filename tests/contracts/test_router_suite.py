@@ -1,0 +1,94 @@
+"""The suite of routers: the built-in ones pass it, and those that are broken on purpose do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import broken_routers as routers
+from moefw.plugins.routers.forced import Forced
+from moefw.plugins.routers.sinkhorn import Sinkhorn
+from moefw.plugins.routers.topk import TopK
+from moefw.testing.suites.router import RouterSuite
+
+BROKEN: list[tuple[Any, str, str]] = [
+    (routers.WritesInForward, "forward_and_backward_write_nothing", "writes last_load in forward"),
+    (routers.AdvancesStateInForward, "forward_and_backward_write_nothing", "writes bias in forward"),
+    (routers.WeighsDroppedChoices, "routings_have_the_shapes", "not zero where a choice is dropped"),
+    (routers.LosesTheGradient, "gradients_are_the_slopes", "carry no gradient"),
+    (routers.LosesTheTokens, "gradients_are_the_slopes", "gradient of the tokens is not the slope"),
+    (routers.LooksAtOthers, "routing_looks_at_no_more", "depends on the other sequences"),
+    (routers.LooksAtThePlace, "routing_looks_at_no_more", "depends on its place among the others"),
+    (routers.LosesByMicroBatch, "routing_looks_at_no_more", "depends on how sequences are split"),
+    (routers.CountsTheMask, "statistics_count_every_choice", "masked tokens left out"),
+    (routers.SendsTheMask, "masked_tokens_go_nowhere", "sends masked tokens to experts"),
+    (routers.AttachesTwice, "auxiliary_losses_are_attached_once", "is 2 times loss_scale"),
+    (routers.AttachesUnscaled, "auxiliary_losses_are_attached_once", "is 2 times loss_scale"),
+    (routers.AttachesUnscaled, "auxiliary_losses_are_attached_in_training", "losses in evaluation"),
+    (routers.DrawsByCall, "the_same_call_again", "differs when the same micro-batch is routed again"),
+    (routers.IsBornAtRandom, "two_routers_compute", "differs between two equal routers"),
+    (routers.ForgetsReplay, "recorded_routes_are_replayed", "does not replay Batch.routes"),
+    (routers.HidesState, "update_depends_on", "writes bias, which state_spec() does not declare"),
+    (routers.NamesStateThatIsNotThere, "declared_state", "has no buffer of that name"),
+    (routers.UpdatesByHabit, "update_depends_on", "depends on more than the reduced statistics"),
+    (routers.DropsAndCountsAfterwards, "statistics_count_every_choice", "dropped afterwards included"),
+    (routers.ChoosesTwice, "routings_have_the_shapes", "chooses the same expert twice"),
+    (routers.WeighsInHalf, "routings_have_the_shapes", "torch.float32 is right"),
+    (routers.DividesByNoTokens, "no_tokens_and_one_token", "'z_loss'] is not finite"),
+    (routers.LeansOnTheRank, "a_model_trains_on_two_ranks", "two ranks do not train like one"),
+]
+AUX = {"kind": "aux_loss", "coeff": 0.1}
+BIAS, Z_LOSS = {"kind": "expert_bias"}, {"kind": "z_loss", "coeff": 0.01}
+
+
+@pytest.mark.parametrize(("plugin", "check", "says"), BROKEN, ids=[f"{case[0].name}: {case[1]}" for case in BROKEN])
+def test_what_is_broken_is_caught_and_named(
+    must_catch: Callable[..., None], plugin: Any, check: str, says: str
+) -> None:
+    must_catch(RouterSuite, plugin, check, says)
+
+
+class TestPlainRouter(RouterSuite):
+    plugin = routers.Plain
+
+
+class TestSoftmax(RouterSuite):
+    plugin = TopK
+    options = {"balance": [AUX, Z_LOSS], "jitter": 0.1}
+
+
+class TestSigmoid(RouterSuite):
+    plugin = TopK
+    options = {"score": "sigmoid", "balance": [BIAS, {**AUX, "over": "global_batch"}, Z_LOSS], "jitter": 0.2}
+
+
+class TestOneOfAll(RouterSuite):
+    plugin = TopK
+    options = {"pre_softmax": True, "scale": 2.5, "dtype": "fp64"}
+    dims = {"num_experts": 6, "top_k": 1, "dim": 8, "expert_dim": 16}
+
+
+class TestGroups(RouterSuite):
+    plugin = TopK
+    options = {"score": "sqrtsoftplus", "groups": {"count": 4, "keep": 2}, "balance": [{**AUX, "over": "sequence"}]}
+
+
+class TestQuantile(RouterSuite):
+    plugin = TopK
+    options = {"balance": [{"kind": "quantile"}]}
+
+
+class TestCapacity(RouterSuite):
+    plugin = TopK
+    options = {"score": "sigmoid", "capacity": {"factor": 0.7, "pad": True}, "balance": [AUX]}
+
+
+class TestSinkhorn(RouterSuite):
+    plugin = Sinkhorn
+    options = {"z_loss": 0.1}
+
+
+class TestForced(RouterSuite):
+    plugin = Forced
