@@ -20,16 +20,18 @@ from timing import race
 from torch import Tensor
 
 import moefw
-from moefw.core.build import ModelContext, Shared
-from moefw.core.compute.product import grouped_mm
-from moefw.core.contracts import Pass, Precision, Role, Rows
-from moefw.core.naming import canonical_parameters, initialise
-from moefw.core.resolve import assemble_tree
+from moefw.compose.build import ModelParts, Shared, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.context import ModelContext
+from moefw.core.contracts import Precision
+from moefw.core.records import Pass, Role, Rows
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks
 from moefw.core.stages import Batch
-from moefw.defaults import defaults
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, MXFP8, NVFP4, TENSORS, Gpus
+from moefw.runtime.compute.product import grouped_mm
+from moefw.runtime.naming import canonical_parameters, initialise
 
 RECIPES: Mapping[str, Gpus] = {"fp8-blockwise": BLOCKS_OF_128, "fp8-tensor": TENSORS, "mxfp8": MXFP8, "nvfp4": NVFP4}
 WARM_UP = 5
@@ -109,7 +111,7 @@ def choice(recipe: str, backend: str) -> dict[str, Any]:
 def product_errors(device: torch.device, shape: Shape, recipe: str) -> dict[str, float]:
     """Return how far each product of the first GEMM is from emulation, for the same operands."""
     contexts = [model_context(choice(recipe, backend), device, shape) for backend in ("torch", "emulate")]
-    mine, emulated = (context.at(0).precision for context in contexts)
+    mine, emulated = (context.at(0).recipe("moe.experts") for context in contexts)
     generator = torch.Generator(device).manual_seed(0)
     each = -(-shape.tokens * shape.top_k // shape.num_experts // 128) * 128
     ends_e = torch.arange(1, shape.num_experts + 1, device=device, dtype=torch.int32) * each
@@ -129,8 +131,6 @@ def product_errors(device: torch.device, shape: Shape, recipe: str) -> dict[str,
             return grouped_mm(operand("grad", "grad"), operand("weight", "weight"), ends_e).bfloat16()
         return grouped_mm(operand("grad", "grad").mT, operand("x", "input"), ends_e).bfloat16()
 
-    assert mine is not None
-    assert emulated is not None
     return {during: relative(product(mine, during), product(emulated, during)) for during in get_args(Pass)}
 
 
@@ -139,8 +139,8 @@ def model_context(precision: Mapping[str, Any], device: torch.device, shape: Sha
     sizes = {name: size for name, size in asdict(shape).items() if name != "tokens"}
     tree = {"model": {"num_layers": 1, **sizes}, "precision": dict(precision)}
     assembly = assemble_tree(tree, Marks("fp8_layer"), defaults=defaults(), machine=Machine(device="cuda"))
-    layout = assembly.parts.parallel.build(assembly.layout, device.type)
-    return ModelContext(assembly, layout, device, Shared())
+    layout = open_layout(assembly, device.type)
+    return ModelParts(assembly, layout, device, Shared())
 
 
 class Layer:
@@ -148,8 +148,7 @@ class Layer:
 
     def __init__(self, precision: Mapping[str, Any], device: torch.device, shape: Shape) -> None:
         context = model_context(precision, device, shape)
-        recipe = context.at(0).precision
-        assert recipe is not None
+        recipe = context.at(0).recipe("moe.experts")
         self.module = context.moe_layer(0)
         initialise(self.module, seed=0, std=lambda name: (shape.expert_dim if "down" in name else shape.dim) ** -0.5)
         generator = torch.Generator().manual_seed(0)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from moefw.core.compute.casts import FP32Recipe
 from moefw.core.stages import Batch
 from moefw.plugins.gemm.grouped.experts import _In, _Out
+from moefw.runtime.compute.casts import FP32Recipe
 from moefw.testing.trial import Trial, build_layer
 from moefw_kernels.permute import gather, gather_sum, group_chunks, sort_slots
 from moefw_kernels.routing import chosen

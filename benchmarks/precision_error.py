@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from moefw.core.naming import canonical_parameters, initialise
 from moefw.core.stages import Batch
 from moefw.models.row_keys import keyed
+from moefw.runtime.naming import canonical_parameters, initialise
 from moefw.testing.trial import Trial, build_layer
 
 RECIPES: dict[str, dict[str, Any]] = {

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from moefw.core.naming import canonical_parameters
 from moefw.core.stages import Batch
+from moefw.runtime.naming import canonical_parameters
 from moefw.testing.trial import Trial, build_layer
 
 SHAPES = (

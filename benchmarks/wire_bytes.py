@@ -21,9 +21,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import Shared
-from moefw.core.communication.traffic import Link, Movement, Sent, Traffic
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared
+from moefw.core.records import Movement, Sent, Traffic
+from moefw.runtime.communication.traffic import Link, by_link
 from moefw.testing.counting import CountingGroup
 from moefw.testing.minima import Scheme, distinct, inside
 from moefw.testing.threads import thread_world
@@ -129,7 +130,7 @@ def bytes_of(name: str, case: Case) -> dict[str, dict[Link, dict[str, float]]]:
     counted = thread_world(case.ranks, on_a_rank, assembly, case, timeout_s=300.0)
     totals: dict[Movement, dict[Link, Sent]] = {}
     for traffic in counted:
-        for movement, links in traffic.by_link(case.ranks_per_node).items():
+        for movement, links in by_link(traffic, case.ranks_per_node).items():
             so_far = totals.setdefault(movement, {"node": Sent(), "network": Sent()})
             totals[movement] = {link: so_far[link] + sent for link, sent in links.items()}
     return {

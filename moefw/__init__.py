@@ -5,21 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from moefw.core.assembly import Assembly
 from moefw.core.contracts import (
-    Canonical,
+    Assembly,
     Dispatcher,
     ExpertGemm,
-    Kept,
     Layout,
     LayoutPlan,
     MemoryPolicy,
     Meter,
-    OptimizerPolicy,
     Precision,
     Router,
-    Shard,
-    State,
     Stateful,
 )
 from moefw.core.data import DataSource, TokenStream
@@ -37,7 +32,6 @@ from moefw.core.errors import (
 )
 from moefw.core.facts import ANY, Need, Offers, need, offers
 from moefw.core.hooks import API_VERSION, hookimpl
-from moefw.core.parallel.meshes import Mesh, MeshPlan
 from moefw.core.plugin import (
     DataSourcePlugin,
     DispatcherPlugin,
@@ -52,26 +46,27 @@ from moefw.core.plugin import (
     RouterPlugin,
     SchedulePlugin,
 )
+from moefw.core.records import Canonical, Kept, Shard, State
 from moefw.core.site import Dims, Machine, Site
+from moefw.runtime.parallel.meshes import Mesh, MeshPlan
 
 if TYPE_CHECKING:
-    from moefw.core.build import BuildContext, ModelContext
-    from moefw.core.communication.movement import Pending
-    from moefw.core.compute.product import SharedInput, linear
-    from moefw.core.layer import MoELayer
-    from moefw.core.memory.optimizer_states import OptimizerStates, StatePart
-    from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, LayerStats, Receipt, Routing
+    from moefw.core.context import BuildContext, ModelContext
+    from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, LayerStats, Pending, Receipt, Routing
+    from moefw.runtime.compute.product import SharedInput, linear
+    from moefw.runtime.layer import MoELayer
+    from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart
 
 __version__ = "0.1.0"
 
 _NEED_TORCH = {
-    "BuildContext": "build",
-    "ModelContext": "build",
-    "MoELayer": "layer",
-    "Pending": "communication.movement",
-    **dict.fromkeys(("SharedInput", "linear"), "compute.product"),
-    **dict.fromkeys(("OptimizerStates", "StatePart"), "memory.optimizer_states"),
-    **dict.fromkeys(("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Receipt", "Routing"), "stages"),
+    "MoELayer": "runtime.layer",
+    **dict.fromkeys(("BuildContext", "ModelContext"), "core.context"),
+    **dict.fromkeys(("SharedInput", "linear"), "runtime.compute.product"),
+    **dict.fromkeys(("OptimizerPolicy", "OptimizerStates", "StatePart"), "runtime.memory.optimizer_states"),
+    **dict.fromkeys(
+        ("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Pending", "Receipt", "Routing"), "core.stages"
+    ),
 }
 
 
@@ -79,7 +74,7 @@ def __getattr__(name: str) -> Any:
     """Import the names that need torch when they are first asked for."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'moefw' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"moefw.core.{_NEED_TORCH[name]}"), name)
+    return getattr(importlib.import_module(f"moefw.{_NEED_TORCH[name]}"), name)
 
 
 __all__ = [

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import click
 
 import moefw
-from moefw.core.errors import MoefwError, StoppedError
+from moefw.core.errors import MoefwError
+from moefw.training.errors import StoppedError
 
 PATIENCE_S = 5.0
 """So long a rank that says nothing stays: torchrun stops the others when one ends, also the one that would say why."""

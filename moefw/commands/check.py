@@ -7,8 +7,8 @@ import json
 import click
 
 from moefw.commands import specs
+from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError
-from moefw.core.spec.structure import plain
 
 
 @click.command()

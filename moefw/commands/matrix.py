@@ -11,8 +11,8 @@ from attrs import frozen
 from rich.console import Console
 from rich.table import Table
 
-from moefw.core.registry import Registry
-from moefw.core.spec.structure import plain
+from moefw.compose.registry import Registry
+from moefw.compose.spec.structure import plain
 from moefw.testing.matrix import Matrix, Refusal, survey
 from moefw.testing.variants import Variant
 

@@ -16,8 +16,8 @@ import click
 from attrs import frozen
 
 import moefw
+from moefw.compose.registry import Registry
 from moefw.core.errors import Problem, SpecError
-from moefw.core.registry import Registry
 
 TEMPLATES: Final = Path(__file__).parent.parent / "templates"
 """``package`` is what all kinds have; a kind's own files go before it. Everything is called ``sample`` there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moefw.commands.doctor.machine import usable_bytes
 from moefw.commands.plan import unit_for
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.planner import ledger
 
 LARGEST = 3

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from moefw.commands import specs
+from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError
-from moefw.core.spec.structure import plain
 from moefw.planner import Ledger, RegionTotals, ledger
 
 GIB, MIB = 2**30, 2**20

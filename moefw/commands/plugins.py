@@ -13,10 +13,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from moefw.compose.machine import this_machine
+from moefw.compose.registry import Offer, Part, Registry
+from moefw.compose.spec.structure import plain
 from moefw.core.plugin import Plugin
-from moefw.core.registry import Offer, Part, Registry
-from moefw.core.site import Dims, Site, this_machine
-from moefw.core.spec.structure import plain
+from moefw.core.site import Dims, Site
 
 HEADINGS = ("hook point", "name", "distribution", "usable here", "what it is")
 

@@ -14,12 +14,12 @@ import click
 from attrs import frozen
 from attrs.validators import and_, ge, min_len, optional
 
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Part, Registry
+from moefw.compose.spec.sections import Spec
+from moefw.compose.spec.source import Tree
+from moefw.compose.spec.structure import plain
 from moefw.core.plugin import FAMILIES
-from moefw.core.registry import Part, Registry
-from moefw.core.spec.sections import Spec
-from moefw.core.spec.source import Tree
-from moefw.core.spec.structure import plain
-from moefw.defaults import defaults
 
 Schema = dict[str, Any]
 
@@ -60,7 +60,7 @@ class _Writer:
     warn: Callable[[str], None]
 
     def of_class(self, cls: type[Any], given: Mapping[str, Any]) -> Schema:
-        """The mapping that :func:`moefw.core.spec.structure.structure` reads as ``cls``, where ``given`` fills in."""
+        """The mapping that ``structure`` reads as ``cls``, where ``given`` fills in."""
         fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
         required = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in given]
         return {

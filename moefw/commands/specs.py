@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble
 from moefw.core.errors import SpecError
-from moefw.core.resolve import assemble
-from moefw.defaults import defaults
 from moefw.training.folder import TOKENIZER
 from moefw.training.spec_seal import check_seal
 

@@ -15,7 +15,7 @@ from attrs import asdict
 from moefw.commands import specs
 from moefw.commands.doctor.machine import usable_cores
 from moefw.commands.out_of_memory import memory_note
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests

@@ -7,75 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
-
-from attrs import frozen
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from moefw.core.errors import PlanError
+from moefw.core.records import Canonical, Kept, Pass, Role, Rows, Side, State, Traffic
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
-    from torch.nn import Parameter
 
-    from moefw.core.communication.movement import Codec, Pending
-    from moefw.core.communication.traffic import Traffic
-    from moefw.core.memory.optimizer_states import OptimizerStates
-    from moefw.core.parallel.primary_weights import WeightCodec
-    from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, Receipt, Routing
-
-Role = Literal["input", "weight", "grad"]
-Pass = Literal["fprop", "dgrad", "wgrad"]
-Side = Literal["dense", "experts"]
-"""One of the two meshes: that of attention, embedding and loss, or that of the routed experts."""
-
-
-@frozen
-class State:
-    """A tensor that a part keeps between steps: an fp32 buffer of that name on the part's module."""
-
-    name: str
-    shape: tuple[int, ...]
-    saved: bool = True
-
-
-@frozen
-class Shard:
-    """Part ``index`` of ``count`` equal parts of a tensor along ``dim``; the ranks of ``axis`` hold the parts."""
-
-    dim: int
-    index: int
-    count: int
-    axis: str
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return this part of the whole tensor."""
-        return whole.chunk(self.count, self.dim)[self.index]
-
-    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a part of a tensor of the shape ``whole``."""
-        return tuple(size // self.count if dim == self.dim else size for dim, size in enumerate(whole))
-
-    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor, of which ``shape`` is a part's."""
-        return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(shape))
-
-
-@frozen(eq=False)
-class Canonical:
-    """A parameter, or the piece ``parameter[index]`` of one, under a name that no layout changes.
-
-    ``shard`` says which part of the named tensor this rank holds; None: all of it.
-    """
-
-    name: str
-    parameter: Parameter
-    index: tuple[Any, ...] = ()
-    shard: Shard | None = None
-
-    def of(self, like: Tensor) -> Tensor:
-        """Return this piece of a tensor shaped like the parameter: itself, its gradient, its moments."""
-        return like[self.index] if self.index else like
+    from moefw.core.site import Site
+    from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, Pending, Receipt, Routing
 
 
 class Stateful:
@@ -203,45 +146,35 @@ class ExpertGemm(Named):
         """
 
 
-@frozen(eq=False)
-class Kept:
-    """What stands for a tensor between forward and backward: tensors to save, and how to make its operand of them.
-
-    ``operand`` holds on to no tensor itself: what a memory policy drops must be free.
-    """
-
-    tensors: tuple[Tensor, ...]
-    operand: Callable[[Sequence[Tensor]], Any]
-
-
-@frozen(eq=False)
-class Rows:
-    """What a recipe may know of the rows of an input or a gradient, beside their values."""
-
-    ends_e: Tensor | None = None
-    """int32 on the device: where each group of rows ends, an expert's. None: one group."""
-    keys_R: Tensor | None = None
-    """int64: from which the random draws for a row start, whatever rank it is on. None: nothing is drawn."""
-    sizes: tuple[int, ...] | None = None
-    """How many rows each group has, where the host knows it: the differences of ``ends_e``."""
-
-
-class Operand(Protocol):
-    """What a GEMM multiplies: a tensor, or what stands for one in a format that torch's operators do not take."""
+class Codec(Protocol):
+    """How rows of some width travel: in fewer bytes than they have. What was packed once packs to the same values."""
 
     @property
-    def mT(self) -> Any:
-        """The transpose of each matrix."""
+    def row_bytes(self) -> int:
+        """The bytes of a packed row, an even number."""
 
-    def __matmul__(self, other: Any) -> Tensor:
-        """Return the product with the operand of the other side."""
+    def pack(self, rows_ND: Tensor) -> Tensor:
+        """Return ``(N, row_bytes / 2)`` bf16, which hold bytes and no numbers."""
+
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows ``(N, D)``."""
 
 
-class GroupedOperand(Operand, Protocol):
-    """One that is no tensor multiplies in groups itself."""
+class WeightCodec(ABC):
+    """What ranks that share out the fp32 master of a weight gather instead of its values: codes and scales.
 
-    def grouped_mm(self, other: Any, ends_e: Tensor) -> Tensor:
-        """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it."""
+    Those of whole blocks of ``rows`` do not depend on what else there is of the weight.
+    """
+
+    rows: int
+
+    @abstractmethod
+    def require(self, weight: str, shape: Sequence[int], shards: int) -> None:
+        """Raise PlanError unless shards of ``weight`` ``(..., R, C)``, cut along the first axis, are whole blocks."""
+
+    @abstractmethod
+    def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes ``(..., r, C)`` and scales ``(..., r / rows, ...)`` of a shard ``(..., r, C)``, contiguous."""
 
 
 class Precision(ABC):
@@ -272,7 +205,9 @@ class Precision(ABC):
 
     @abstractmethod
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Any:
-        """Return the operand (:class:`Operand`) that takes the part of ``x`` in a GEMM.
+        """Return the operand that takes the part of ``x`` in a GEMM.
+
+        It is a tensor, or has ``mT``, ``@`` and ``grouped_mm(other, ends_e)``, which multiply as torch's do.
 
         Where it is a tensor, gradients flow straight through to ``x``. Leading axes, of stacked weights, are apart;
         ``rows`` tells about those of an input or a gradient. With ``by_pass``, the operands of wgrad count as a pair:
@@ -294,7 +229,7 @@ class Precision(ABC):
     def weight_codec(self) -> WeightCodec | None:
         """Return as what weights are gathered where they are shared out; None: in ``weight_dtype``.
 
-        ``quantize`` and ``keep`` then get a :class:`moefw.core.parallel.primary_weights.GatheredWeight`.
+        ``quantize`` and ``keep`` then get a :class:`moefw.runtime.parallel.primary_weights.GatheredWeight`.
         """
         return None
 
@@ -313,7 +248,7 @@ class Precision(ABC):
 class MemoryPolicy(ABC):
     """What happens to what a region saves for backward.
 
-    Hooks on saved tensors do not stack: those of a policy ask :func:`moefw.core.memory.dropped.stand_in` first.
+    Hooks on saved tensors do not stack: those of a policy ask :func:`moefw.runtime.memory.dropped.stand_in` first.
     """
 
     drops_outputs: ClassVar[bool] = False
@@ -331,18 +266,6 @@ class MemoryPolicy(ABC):
         """
         what = f"region {region!r} is a movement of rows, which {type(self).__name__} cannot treat."
         raise PlanError(what, "Name other regions, or a policy that knows how to repeat a movement.")
-
-
-class OptimizerPolicy(MemoryPolicy):
-    """What happens to the states of the optimizer between steps."""
-
-    def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` as it is: the region holds no activations."""
-        return function
-
-    @abstractmethod
-    def treat(self, states: OptimizerStates) -> OptimizerStates:
-        """Return ``states`` as they rest and are updated under this policy. Called once, before the first step."""
 
 
 class LayoutPlan(ABC):
@@ -409,3 +332,16 @@ class Layout(ABC):
     def index(self, *axes: str) -> int:
         """Return this rank's position in ``group(*axes)``."""
         return self.plan.group(self.rank, axes).index(self.rank)
+
+
+class Assembly(Protocol):
+    """Parts that fit, laid out over a world: what a hook looks at that checks the whole.
+
+    ``spec`` by section, ``parts`` the plugins that it names; ``num_layers`` counts those that are no MoE layers, too.
+    """
+
+    spec: Any
+    parts: Any
+    layout: LayoutPlan
+    site: Site
+    num_layers: int

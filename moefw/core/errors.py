@@ -81,32 +81,6 @@ class RunError(MoefwError):
     exit_code = 1
 
 
-class NotWrittenError(RunError):
-    """A file of the run could not be written; what was there before is untouched."""
-
-
-class LostContactError(RunError):
-    """Another rank is gone; that one, or who watches it, says why."""
-
-
-class StoppedError(MoefwError):
-    """A signal asked the run to stop, and it has. ``exit_code``: 128 + the signal's where nothing is to be resumed."""
-
-    def __init__(self, problems: str | Problem | Iterable[Problem], fix: str = "", *, exit_code: int = 75) -> None:
-        super().__init__(problems, fix)
-        self.exit_code = exit_code
-
-
-def show(value: object, *, limit: int = 60) -> str:
-    """Return a value as an error says it: as YAML writes it, cut where it gets long."""
-    try:
-        text = repr(value)
-    except Exception:  # what could not be read has no words, nor have some foreign objects
-        text = f"a {type(value).__name__}"
-    text = {"None": "null", "True": "true", "False": "false"}.get(text, text)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that ``name`` is a likely slip of, or None."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)

@@ -15,11 +15,11 @@ import pluggy
 
 if TYPE_CHECKING:
     from moefw.core import plugin
-    from moefw.core.assembly import Assembly
+    from moefw.core.contracts import Assembly
     from moefw.core.errors import Problem
 
-API_VERSION = "1.0"
-"""The version of this page. A plugin's ``moefw_api = ">=1,<2"`` is held against it before the plugin is used."""
+API_VERSION = "2.0"
+"""The version of this page. A plugin's ``moefw_api = ">=2,<3"`` is held against it before the plugin is used."""
 
 hookspec = pluggy.HookspecMarker("moefw")
 hookimpl = pluggy.HookimplMarker("moefw")

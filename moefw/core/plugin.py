@@ -10,20 +10,18 @@ from attrs.validators import ge, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import Need, Offers, offers
-from moefw.core.memory.ledger import Extent, Fate, Formats, ModelMemory, PartMemory, StateRest, Tensor
-from moefw.core.site import Dims, Machine, Site
+from moefw.core.site import Dims, Site
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from moefw.core.build import BuildContext, ModelContext
+    from moefw.core.context import BuildContext, ModelContext
     from moefw.core.contracts import (
         Dispatcher,
         ExpertGemm,
         Layout,
         LayoutPlan,
         MemoryPolicy,
-        OptimizerPolicy,
         Precision,
         Router,
     )
@@ -64,10 +62,6 @@ class RouterPlugin(Plugin):
 
     hook: ClassVar[str] = "moefw_routers"
 
-    def memory(self, extent: Extent) -> PartMemory | None:
-        """Return what the part takes in one layer, for the ledger; None: it says nothing."""
-        return None
-
     def build(self, context: BuildContext) -> Router:
         """Return the router of one layer."""
         raise NotImplementedError
@@ -79,10 +73,6 @@ class DispatcherPlugin(Plugin):
 
     hook: ClassVar[str] = "moefw_dispatchers"
 
-    def memory(self, extent: Extent) -> PartMemory | None:
-        """Return what the part takes in one layer, for the ledger; None: it says nothing."""
-        return None
-
     def build(self, context: BuildContext) -> Dispatcher:
         """Return the dispatcher that all equal layers of this process share."""
         raise NotImplementedError
@@ -93,10 +83,6 @@ class GemmPlugin(Plugin):
     """Declares expert computation: the grouped GEMMs and the activation between them."""
 
     hook: ClassVar[str] = "moefw_gemms"
-
-    def memory(self, extent: Extent) -> PartMemory | None:
-        """Return what the part takes in one layer, for the ledger; None: it says nothing."""
-        return None
 
     def build(self, context: BuildContext) -> ExpertGemm:
         """Return the experts of one layer on this rank, parameters included."""
@@ -116,14 +102,6 @@ class PrecisionPlugin(Plugin):
     def high(self, context: BuildContext) -> Precision:
         """Return what the head and the modules that are spared compute in."""
         return self.build(context)
-
-    def formats(self) -> Formats | None:
-        """Return what GEMMs keep of their operands, for the ledger; None: it says nothing."""
-        return None
-
-    def high_formats(self) -> Formats | None:
-        """Return the same of what :meth:`high` builds."""
-        return self.formats()
 
     def spares(self, module: str) -> bool:
         """Whether a module stays in high precision: ``layers.3.moe.experts``, or ``layers.-1.moe.experts`` of the last.
@@ -150,18 +128,6 @@ class MemoryPlugin(Plugin):
 
     regions: tuple[str, ...]
 
-    def fates(self, saved: Sequence[Tensor], extent: Extent) -> Sequence[Fate] | None:
-        """Return where each tensor waits that one call of a region saves, in their order; None: says nothing.
-
-        For the ledger; not asked where :attr:`runs_again`. The parts of a fate need not add up to the tensor's bytes:
-        of ``extent.rows`` rows, ``extent.valid_rows`` come from tokens.
-        """
-        return None
-
-    def pool_bytes(self, stashed: int) -> int:
-        """Return what the policy holds on the device for all that it has stashed there at a time, in bytes."""
-        return stashed
-
     def needs(self, site: Site) -> Sequence[Need]:
         """Ask for each named region with this policy's treatment."""
         reason = "a policy can only treat a region that is there and allows it"
@@ -174,25 +140,20 @@ class MemoryPlugin(Plugin):
 
 @frozen
 class OptimizerMemoryPlugin(MemoryPlugin):
-    """Declares what happens to the states of the optimizer between steps: its region is ``optimizer``, always."""
+    """Declares what happens to the states of the optimizer between steps: its region is ``optimizer``, always.
+
+    ``build`` returns a :class:`moefw.OptimizerPolicy`, maybe more than once: what is costly is ``context.shared``.
+    """
 
     joins: ClassVar[bool] = True
 
     regions: tuple[str, ...] = field(default=(OPTIMIZER,), init=False)
-
-    def rests(self, state: StateRest) -> StateRest | None:
-        """Return how a state rests that would rest as ``state`` without this policy; None: says nothing."""
-        return None
 
     def needs(self, site: Site) -> Sequence[Need]:
         """Ask the optimizer to allow the treatment of its states."""
         reason = "the states belong to the optimizer, which says how they may be treated"
         fix = "Use an optimizer that offers it, or take the policy out."
         return [Need("region", (OPTIMIZER, self.treatment), reason, fix=fix)]
-
-    def build(self, context: BuildContext) -> OptimizerPolicy:
-        """Return the policy. It may be asked for more often than once: what is costly is ``context.shared``."""
-        raise NotImplementedError
 
 
 @frozen
@@ -208,11 +169,9 @@ class LayoutPlugin(Plugin):
         """Arrange ``world`` ranks, or the smallest world that fits. Pure; raises PlanError if none fits."""
         raise NotImplementedError
 
-    def build(self, plan: LayoutPlan, device: str) -> Layout:
-        """Return ``plan`` on this rank of an initialised world."""
-        from moefw.core.parallel.opened_layout import OpenedLayout
-
-        return OpenedLayout(plan, device, self.ranks_per_node)
+    def build(self, plan: LayoutPlan, device: str) -> Layout | None:
+        """Return ``plan`` on this rank of an initialised world; None: its groups are opened as they are asked for."""
+        return None
 
 
 @frozen
@@ -228,14 +187,6 @@ class ModelPlugin(Plugin):
     def moe_layers(self) -> Sequence[int]:
         """Return the numbers of the layers that are MoE layers; may be empty."""
         raise NotImplementedError
-
-    def memory(self, extent: Extent, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory | None:
-        """Return what the model takes, for the ledger; None: it says nothing.
-
-        ``moe`` holds router, dispatcher and GEMM of each MoE layer. Their regions go by these names: the model gives
-        them ``x`` (:meth:`Extent.tokens_given`) and puts the experts' into a region ``experts``.
-        """
-        return None
 
     def build(self, context: ModelContext) -> Any:
         """Return the model, a ``torch.nn.Module``; ``context.moe_layer(i)`` gives layer i's MoE layer."""
@@ -303,5 +254,3 @@ FAMILIES: tuple[type[Plugin], ...] = (
     OptimizerPlugin,
     SchedulePlugin,
 )
-
-__all__ = ["FAMILIES", "Machine", "Plugin", *(family.__name__ for family in FAMILIES)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 from pathlib import Path
 
 from attrs import evolve, frozen
@@ -57,30 +55,3 @@ class Site:
     def at(self, layer: int) -> Site:
         """Return this site at another layer."""
         return evolve(self, layer=layer)
-
-
-def this_machine(device: str = "auto") -> Machine:
-    """Look at this machine without importing torch. ``auto`` takes CUDA where a GPU is visible."""
-    num_gpus = _num_visible_gpus()
-    if device == "auto":
-        device = "cuda" if num_gpus else "cpu"
-    if device != "cuda":
-        return Machine(device=device, num_devices=os.cpu_count() or 1)
-    return Machine(device=device, num_devices=num_gpus, capability=_capability() if num_gpus else None)
-
-
-def _num_visible_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if visible is None:
-        return present
-    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
-
-
-def _capability() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return min((line for line in said.split() if line.replace(".", "", 1).isdigit()), key=float, default=None)

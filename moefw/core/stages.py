@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from moefw.core.contracts import Rows, Shard
 from moefw.core.errors import ContractError
+from moefw.core.records import Rows, Shard
 
 T_ = TypeVar("T_")
 
@@ -168,6 +168,15 @@ class Receipt:
     """What the way back needs; only the dispatcher that made it reads ``detail``."""
 
     plan: DispatchPlan
+    detail: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A movement under way: buffers to be read once ``flight`` has finished it. ``detail`` is its maker's."""
+
+    buffers: tuple[Tensor, ...]
+    flight: Any = None
     detail: Any = None
 
 

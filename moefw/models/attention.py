@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefw.core.compute.product import SharedInput
+from moefw.core.context import BuildContext
 from moefw.core.stages import Batch
 from moefw.models.modules import Linear, RMSNorm, apply_rope
+from moefw.models.sizes import Sizes
 from moefw.models.tensor_parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from moefw.core.build import BuildContext
-    from moefw.models.decoder import Decoder
+from moefw.runtime.compute.product import SharedInput
 
 
 @final
@@ -24,7 +22,7 @@ class Attention(nn.Module):
     Where tp does not divide the key-value heads, every rank holds all of them and computes those of its queries.
     """
 
-    def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel) -> None:
+    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, self.head_dim, precision = tp, options.head_dim, context.recipe("attention")
         heads = options.num_heads // tp.size

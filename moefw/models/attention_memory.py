@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from attrs import frozen
 
-from moefw.core.memory.ledger import FP32, Extent, Region, Tensor, Weight
-
-if TYPE_CHECKING:
-    from moefw.models.decoder import Decoder
+from moefw.ledger.parts import FP32, Extent, Region, Tensor, Weight
+from moefw.models.sizes import Sizes
 
 ATTENTION = "attention"
 
@@ -27,7 +23,7 @@ class Heads:
     split: bool
 
     @staticmethod
-    def of(options: Decoder, tp: int) -> Heads:
+    def of(options: Sizes, tp: int) -> Heads:
         """Return those of the first rank."""
         queries = options.num_heads // tp
         needed = [head * options.num_kv_heads // options.num_heads for head in range(queries)]
@@ -36,7 +32,7 @@ class Heads:
         return Heads(queries, keys, keys if even else queries, options.num_kv_heads % tp == 0)
 
 
-def attention(options: Decoder, extent: Extent, *, first: bool) -> tuple[Region, list[Weight]]:
+def attention(options: Sizes, extent: Extent, *, first: bool) -> tuple[Region, list[Weight]]:
     """Return the region ``attention`` and its weights. In the ``first`` layer, RoPE's table is counted.
 
     ``qkv`` saves what the projections read; with norms of queries and keys these and a scale for each head; cosines and
@@ -92,7 +88,7 @@ def _heads(each: int, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _normed(options: Decoder, tokens: int, heads: Heads, b: int) -> tuple[Tensor, ...]:
+def _normed(options: Sizes, tokens: int, heads: Heads, b: int) -> tuple[Tensor, ...]:
     if not options.qk_norm:
         return ()
     counts = {"queries": heads.queries, "keys": heads.keys}
@@ -104,13 +100,13 @@ def _normed(options: Decoder, tokens: int, heads: Heads, b: int) -> tuple[Tensor
     return tuple(Tensor(name=name, nbytes=nbytes) for name, nbytes in sizes.items())
 
 
-def _table(options: Decoder, extent: Extent) -> tuple[Tensor, ...]:
+def _table(options: Sizes, extent: Extent) -> tuple[Tensor, ...]:
     """Return cosines and sines in fp32, which all layers share."""
     each = extent.seq_len * (options.head_dim // 2) * FP32
     return tuple(Tensor(name=name, nbytes=each) for name in ("cosines", "sines"))
 
 
-def _rope(options: Decoder, extent: Extent, b: int, *, first: bool) -> tuple[Tensor, ...]:
+def _rope(options: Sizes, extent: Extent, b: int, *, first: bool) -> tuple[Tensor, ...]:
     """Return what queries and keys are turned by: the table, or a copy of it for each of both."""
     if b == FP32:
         return _table(options, extent) if first else ()
@@ -118,7 +114,7 @@ def _rope(options: Decoder, extent: Extent, b: int, *, first: bool) -> tuple[Ten
     return tuple(Tensor(name=name, nbytes=extent.seq_len * (options.head_dim // 2) * b) for name in names)
 
 
-def _weights(options: Decoder, extent: Extent, heads: Heads) -> list[Weight]:
+def _weights(options: Sizes, extent: Extent, heads: Heads) -> list[Weight]:
     keys = options.num_kv_heads // extent.tp if heads.split else options.num_kv_heads
     rows = (heads.queries * options.head_dim, keys * options.head_dim, keys * options.head_dim)
     split = (True, heads.split, heads.split)

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from attrs import field, frozen
-from attrs.validators import and_, ge, gt, le
+from attrs import frozen
 
 import moefw
-from moefw.core.memory.ledger import Extent, ModelMemory, PartMemory
 from moefw.core.plugin import ModelPlugin
 from moefw.core.site import Dims, Site
+from moefw.ledger.parts import Extent, ModelMemory, PartMemory
 from moefw.models.presets import PRESETS
-
-WIDEST, MOST = 2**22, 2**14
-"""Of the columns of a matrix, and of heads and experts: more is a slip of the pen."""
+from moefw.models.sizes import Sizes
 
 
 @frozen(kw_only=True)
-class Decoder(ModelPlugin):
+class Decoder(Sizes, ModelPlugin):
     """Sizes of the transformer. The first ``num_dense_layers`` layers have a plain MLP of ``dense_dim``, no experts.
 
     ``shared_expert_dim`` 0: no shared expert. ``vocab_size`` must hold the tokenizer's ids (bytes: 256).
@@ -29,26 +26,6 @@ class Decoder(ModelPlugin):
 
     name: ClassVar[str] = "decoder"
 
-    vocab_size: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
-    dim: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
-    num_layers: int = field(default=4, validator=ge(1))
-    num_dense_layers: int = field(default=0, validator=ge(0))
-    num_heads: int = field(default=4, validator=and_(ge(1), le(MOST)))
-    num_kv_heads: int = field(default=2, validator=and_(ge(1), le(MOST)))
-    head_dim: int = field(default=64, validator=and_(ge(2), le(MOST)))
-    dense_dim: int = field(default=1024, validator=and_(ge(1), le(WIDEST)))
-    num_experts: int = field(default=16, validator=and_(ge(1), le(MOST)))
-    top_k: int = field(default=4, validator=and_(ge(1), le(MOST)))
-    expert_dim: int = field(default=256, validator=and_(ge(1), le(WIDEST)))
-    shared_expert_dim: int = field(default=0, validator=and_(ge(0), le(WIDEST)))
-    qk_norm: bool = True
-    tie_embeddings: bool = False
-    rope_theta: float = field(default=10000.0, validator=gt(0.0))
-    norm_eps: float = field(default=1e-6, validator=gt(0.0))
-    init_std: float = field(default=0.02, validator=gt(0.0))
-    embed_init_std: float = field(default=0.02, validator=gt(0.0))
-    zero_init: bool = False
-
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:
         """Return named sizes."""
@@ -57,10 +34,6 @@ class Decoder(ModelPlugin):
     def dims(self) -> Dims:
         """Return the sizes of the MoE layers."""
         return Dims(model_dim=self.dim, expert_dim=self.expert_dim, num_experts=self.num_experts, top_k=self.top_k)
-
-    def moe_layers(self) -> Sequence[int]:
-        """Return the layers behind the dense ones."""
-        return range(self.num_dense_layers, self.num_layers)
 
     def offers(self, site: Site) -> moefw.Offers:
         """Regions outside the expert GEMMs, as far as the model has them; all may be kept, recomputed or offloaded.
@@ -77,7 +50,6 @@ class Decoder(ModelPlugin):
             region=tuple(treated),
             split=("tp",),
             token_ids=(self.vocab_size,),
-            differentiable=True,
             by_pass=True,
             row_keys=True,
         )

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefw.core.communication.gather import all_gather
-from moefw.core.contracts import Canonical, Named
+from moefw.core.contracts import Named
+from moefw.core.records import Canonical
 from moefw.models.tensor_parallel import TensorParallel
+from moefw.runtime.communication.gather import all_gather
 
 IGNORED = -100
 """The label of a token without loss."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
-from moefw.core.memory.ledger import (
+from moefw.ledger.parts import (
     FP32,
     INT64,
     Extent,
@@ -23,12 +22,10 @@ from moefw.core.memory.ledger import (
 )
 from moefw.models.attention_memory import ATTENTION, attention
 from moefw.models.mlp_memory import mlp
-
-if TYPE_CHECKING:
-    from moefw.models.decoder import Decoder
+from moefw.models.sizes import Sizes
 
 
-def model_memory(options: Decoder, extent: Extent, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory:
+def model_memory(options: Sizes, extent: Extent, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory:
     """Return all layers and what lies outside of them."""
 
     @cache
@@ -63,9 +60,7 @@ def _alike(extent: Extent, moe: Mapping[int, Sequence[PartMemory]], num_layers: 
     return found
 
 
-def _layer(
-    options: Decoder, extent: Extent, moe: Sequence[PartMemory] | None, *, kind: str, first: bool
-) -> LayerMemory:
+def _layer(options: Sizes, extent: Extent, moe: Sequence[PartMemory] | None, *, kind: str, first: bool) -> LayerMemory:
     stream = _stream(options, extent)
     entering, between = (Tensor(name=name, nbytes=stream) for name in ("stream in", "stream between"))
     scale = extent.tokens * FP32
@@ -103,7 +98,7 @@ def _moe(extent: Extent, parts: Sequence[PartMemory], shared: tuple[Region, ...]
     return [*router.regions, *shared, *dispatch, experts, *combine]
 
 
-def _stream(options: Decoder, extent: Extent) -> int:
+def _stream(options: Sizes, extent: Extent) -> int:
     return extent.tokens * options.dim * extent.formats_of("head").stream
 
 
@@ -115,7 +110,7 @@ def _norm(name: str, x: Tensor, scale: int, returns: str) -> Region:
     )
 
 
-def _outside(options: Decoder, extent: Extent, vocabulary_elements: int) -> tuple[Tensor, ...]:
+def _outside(options: Sizes, extent: Extent, vocabulary_elements: int) -> tuple[Tensor, ...]:
     """What embedding, final norm, head and loss save."""
     tokens, vocabulary = extent.all_tokens, options.vocab_size // extent.tp
     formats, stream = extent.formats_of("head"), _stream(options, extent)
@@ -137,7 +132,7 @@ def _outside(options: Decoder, extent: Extent, vocabulary_elements: int) -> tupl
     return (*(Tensor(name=name, nbytes=nbytes) for name, nbytes in saves.items()), *copies)
 
 
-def _draws(options: Decoder, extent: Extent) -> bool:
+def _draws(options: Sizes, extent: Extent) -> bool:
     """Return whether backward of a GEMM on tokens draws from their keys."""
     modules = (ATTENTION, "mlp", "moe.shared_expert")
     return any(extent.at(number).formats_of(module).keyed for number in range(options.num_layers) for module in modules)
@@ -151,7 +146,7 @@ def _last(extent: Extent, stream: int, table: Weight) -> Moment:
     )
 
 
-def _moments(options: Decoder, extent: Extent) -> tuple[Moment, ...]:
+def _moments(options: Sizes, extent: Extent) -> tuple[Moment, ...]:
     """The loss: forward holds logits, and fp32 ones beside; backward two fp32 gradients, with tp one and a cast one."""
     formats = extent.formats_of("head")
     logits = extent.all_tokens * options.vocab_size // extent.tp

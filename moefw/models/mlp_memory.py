@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from moefw.core.memory.ledger import FP32, Extent, Region, Tensor, Weight
-
-if TYPE_CHECKING:
-    from moefw.models.decoder import Decoder
+from moefw.ledger.parts import FP32, Extent, Region, Tensor, Weight
+from moefw.models.sizes import Sizes
 
 
 def mlp(
-    name: str, hidden_dim: int, options: Decoder, extent: Extent, *, module: str, unit: str
+    name: str, hidden_dim: int, options: Sizes, extent: Extent, *, module: str, unit: str
 ) -> tuple[Region, list[Weight]]:
     """Return the region and its weights: autograd saves gate, silu(gate), up and their product, and what is read."""
     formats, size, tokens = extent.formats_of(module), hidden_dim // extent.tp, extent.all_tokens

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefw.core.compute.product import SharedInput, linear
-from moefw.core.contracts import Canonical, Named, Precision, Rows, Shard
+from moefw.core.contracts import Named, Precision
+from moefw.core.records import Canonical, Rows, Shard
 from moefw.core.stages import Batch
 from moefw.models.tensor_parallel import TensorParallel
+from moefw.runtime.compute.product import SharedInput, linear
 from moefw_kernels.rmsnorm import rms_norm
 
 

@@ -10,9 +10,10 @@ from typing import final
 
 from torch import Tensor
 
-from moefw.core.communication.gather import gather, reduce
-from moefw.core.communication.movement import finish
-from moefw.core.contracts import Layout, Shard
+from moefw.core.contracts import Layout
+from moefw.core.records import Shard
+from moefw.runtime.communication.gather import gather, reduce
+from moefw.runtime.communication.movement import finish
 
 
 @final

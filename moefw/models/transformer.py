@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefw.core.build import BuildContext, ModelContext
-from moefw.core.layer import Carry, MoELayer
+from moefw.core.context import BuildContext, ModelContext
 from moefw.core.stages import Batch, LayerStats, Output
 from moefw.models.attention import Attention
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.modules import Linear, RMSNorm, SwiGLU, rope_table
 from moefw.models.row_keys import keyed
+from moefw.models.sizes import Sizes
 from moefw.models.tensor_parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from moefw.models.decoder import Decoder
+from moefw.runtime.layer import Carry, MoELayer
 
 Rope = tuple[Tensor, Tensor]
 
@@ -28,7 +26,7 @@ Rope = tuple[Tensor, Tensor]
 class DenseBlock(nn.Module):
     """Attention and a plain MLP, each behind a norm and around a residual."""
 
-    def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel) -> None:
+    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel) -> None:
         super().__init__()
         mlp = context.recipe("mlp")
         self.attention = context.unit(Attention(options, context, tp), context.recipe("attention"))
@@ -55,7 +53,7 @@ class DenseBlock(nn.Module):
 class MoEBlock(nn.Module):
     """Attention and an MoE layer. ``phases`` run in a row, or one by one under a scheduler."""
 
-    def __init__(self, options: Decoder, context: BuildContext, tp: TensorParallel, moe: MoELayer) -> None:
+    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, moe: MoELayer) -> None:
         super().__init__()
         self.attention = context.unit(Attention(options, context, tp), context.recipe("attention"))
         self.moe = moe
@@ -99,13 +97,11 @@ class MoEBlock(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model. Between attention and attention, each rank of tp has its part of the tokens."""
 
-    def __init__(self, options: Decoder, context: ModelContext) -> None:
+    def __init__(self, options: Sizes, context: ModelContext) -> None:
         super().__init__()
         self.options, self.tp = options, TensorParallel(context.layout)
-        precision, recipe = context.at(0).high, context.at(0).precision
-        assert precision is not None
-        assert recipe is not None
-        self.residual_dtype, self.draws = precision.residual_dtype, recipe.draws
+        precision = context.high
+        self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
         self.embed = Embedding(options.vocab_size, options.dim, self.tp)
         self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))
         self.norm = RMSNorm(options.dim, options.norm_eps)

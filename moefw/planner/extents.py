@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from attrs import evolve, frozen
 
-from moefw.core.assembly import Assembly
-from moefw.core.memory.ledger import Extent, Formats, ModelMemory, PartMemory
+from moefw.compose.assembly import Assembly
+from moefw.core.plugin import Plugin
+from moefw.ledger.parts import Extent, Formats, ModelMemory, PartMemory
+from moefw.ledger.protocols import SaysFormats, SaysMemory, SaysModelMemory
 
 
 @frozen(kw_only=True)
@@ -21,7 +23,7 @@ def ask(assembly: Assembly) -> Said:
     """Return what model, router, dispatcher and GEMM take on the first rank; the others are alike."""
     parts = assembly.parts
     silent: dict[str, None] = {}
-    formats, high = parts.precision.formats(), parts.precision.high_formats()
+    formats, high = _formats(parts.precision)
     if formats is None or high is None:
         return Said(extent=None, model=None, silent=(f"precision: {parts.precision.name}",))
     if not (formats.passing_counted and high.passing_counted):
@@ -39,7 +41,7 @@ def ask(assembly: Assembly) -> Said:
     filled, budget = next(((routing.filled, dispatch.rows) for routing, dispatch, _ in moe.values()), (None, None))
     capacity = next((layer.facts.get("budget") for layer in assembly.layers.values()), None) or 1.0
     extent = evolve(extent, row_alignment=alignment, budget=budget, capacity=capacity, filled=filled)
-    model = parts.model.memory(extent, moe)
+    model = parts.model.memory(extent, moe) if isinstance(parts.model, SaysModelMemory) else None
     if model is None:
         silent[f"model: {parts.model.name}"] = None
     return Said(extent=extent, model=model, silent=tuple(silent))
@@ -47,17 +49,26 @@ def ask(assembly: Assembly) -> Said:
 
 def _moe_parts(assembly: Assembly, extent: Extent, silent: dict[str, None]) -> list[PartMemory]:
     parts = assembly.parts
-    routing = parts.routing.memory(extent)
+    routing = _said(parts.routing, extent)
     routed = evolve(extent, filled=routing.filled) if routing else extent
-    dispatch = parts.dispatch.memory(routed)
+    dispatch = _said(parts.dispatch, routed)
     known = evolve(routed, budget=dispatch.rows) if dispatch else routed
     said = {
         f"routing: {parts.routing.name}": routing,
         f"dispatch: {parts.dispatch.name}": dispatch,
-        f"gemm: {parts.gemm.name}": parts.gemm.memory(known),
+        f"gemm: {parts.gemm.name}": _said(parts.gemm, known),
     }
     silent.update({name: None for name, memory in said.items() if memory is None})
     return [memory or PartMemory() for memory in said.values()]
+
+
+def _formats(part: Plugin) -> tuple[Formats | None, Formats | None]:
+    """Return those of the recipe, and of what it spares."""
+    return (part.formats(), part.high_formats()) if isinstance(part, SaysFormats) else (None, None)
+
+
+def _said(part: Plugin, extent: Extent) -> PartMemory | None:
+    return part.memory(extent) if isinstance(part, SaysMemory) else None
 
 
 def _extent(assembly: Assembly, formats: Formats, high: Formats) -> Extent:

@@ -7,8 +7,8 @@ from typing import Any
 
 from attrs import asdict, evolve, frozen
 
-from moefw.core.assembly import Assembly
-from moefw.core.memory.ledger import FP32, Extent, ModelMemory
+from moefw.compose.assembly import Assembly
+from moefw.ledger.parts import FP32, Extent, ModelMemory
 from moefw.planner.extents import ask
 from moefw.planner.regions import WEIGHTS, RegionTotals, by_region, summed
 from moefw.planner.static import Held, held, silent_policies
@@ -77,7 +77,7 @@ def _filled(empty: Ledger, assembly: Assembly, model: ModelMemory, extent: Exten
     sweep = Sweep(model, extent, layers, width_of=_widths(extent), all_gradients=empty.micro_batches > 1)
     step = Peak(place="optimizer", saved=0, gathered=0, passing=lying.step_passing)
     peak = max([*sweep.moments(), step], key=lambda moment: moment.total)
-    pools = _pools(assembly, layers)
+    pools = _pools(layers)
     return evolve(
         empty,
         held=lying,
@@ -88,13 +88,9 @@ def _filled(empty: Ledger, assembly: Assembly, model: ModelMemory, extent: Exten
     )
 
 
-def _pools(assembly: Assembly, layers: list[TreatedLayer]) -> int:
+def _pools(layers: list[TreatedLayer]) -> int:
     """Return what policies hold on the device for what they stash."""
-    stashed: Counter[int] = Counter()
-    for layer in layers:
-        for wait in layer.waits:
-            stashed[id(wait.policy)] += wait.fate.stashed
-    return sum(plugin.pool_bytes(stashed[id(plugin)]) for plugin in assembly.parts.memory if stashed[id(plugin)])
+    return sum(wait.fate.stashed for layer in layers for wait in layer.waits)
 
 
 def _widths(extent: Extent) -> Any:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 
 from attrs import frozen
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.core.facts import ANY
-from moefw.core.memory.ledger import FP32, INT64, Extent, ModelMemory, StateRest, Weight
 from moefw.core.plugin import OPTIMIZER, MemoryPlugin, OptimizerMemoryPlugin
+from moefw.ledger.parts import FP32, INT64, Extent, ModelMemory, StateRest, Weight
+from moefw.ledger.protocols import SaysFates, SaysRest
 
 
 @frozen(kw_only=True)
@@ -73,9 +74,10 @@ def silent_policies(assembly: Assembly, extent: Extent | None) -> list[str]:
 
 def _says(plugin: MemoryPlugin, extent: Extent | None) -> bool:
     if isinstance(plugin, OptimizerMemoryPlugin):
-        return plugin.rests(StateRest()) is not None
-    silent = extent is not None and plugin.fates((), extent) is None
-    return plugin.passive or plugin.runs_again or not silent
+        return isinstance(plugin, SaysRest) and plugin.rests(StateRest()) is not None
+    if plugin.passive or plugin.runs_again or extent is None:
+        return True
+    return isinstance(plugin, SaysFates) and plugin.fates((), extent) is not None
 
 
 def _rest(assembly: Assembly) -> StateRest:
@@ -85,7 +87,7 @@ def _rest(assembly: Assembly) -> StateRest:
     policies = [one for one in assembly.parts.memory if isinstance(one, OptimizerMemoryPlugin)]
     rest = StateRest()
     for policy in sorted(policies, key=lambda one: order.index(one.treatment) if one.treatment in order else 0):
-        rest = policy.rests(rest) or rest
+        rest = (policy.rests(rest) if isinstance(policy, SaysRest) else None) or rest
     return rest
 
 

@@ -7,7 +7,7 @@ from typing import final
 
 from attrs import frozen
 
-from moefw.core.memory.ledger import FP32, Extent, ModelMemory, Weight
+from moefw.ledger.parts import FP32, Extent, ModelMemory, Weight
 from moefw.planner.static import unit_elements
 from moefw.planner.treated import Call, Rerun, TreatedLayer, Wait
 

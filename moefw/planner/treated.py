@@ -8,8 +8,9 @@ from typing import final
 
 from attrs import frozen
 
-from moefw.core.memory.ledger import Extent, Fate, LayerMemory, Region, Tensor
 from moefw.core.plugin import MemoryPlugin
+from moefw.ledger.parts import Extent, Fate, LayerMemory, Region, Tensor
+from moefw.ledger.protocols import SaysFates
 
 
 @frozen(kw_only=True)
@@ -164,7 +165,8 @@ class _Walk:
                 self.reruns.append(Rerun(region=region.name, start=scope.start, last=scope.last_save))
             return
         saved = list(scope.saved.values())
-        fates = scope.policy.fates(saved, self.extent) or [Fate(kept=tensor.nbytes) for tensor in saved]
+        said = scope.policy.fates(saved, self.extent) if isinstance(scope.policy, SaysFates) else None
+        fates = said or [Fate(kept=tensor.nbytes) for tensor in saved]
         scope.fates = {tensor.name: fate for tensor, fate in zip(saved, fates, strict=True)}
 
     def _save(self, tensor: Tensor, region: str, scope: _Scope | None) -> None:

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable
 from types import ModuleType
 
+from moefw.compose.registry import Registry
 from moefw.core.hooks import hookimpl
 from moefw.core.plugin import Plugin
-from moefw.core.registry import Registry
 
 
 def with_plugins(declarations: Iterable[type[Plugin]]) -> Registry:

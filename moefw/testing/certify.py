@@ -12,10 +12,10 @@ import attrs
 import pytest
 from attrs import frozen
 
+from moefw.compose.registry import Registry
+from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import MoefwError, PluginError, SpecError, closest, nearest
 from moefw.core.plugin import OptimizerMemoryPlugin, Plugin
-from moefw.core.registry import Registry
-from moefw.core.spec.source import Marks, read_yaml
 
 
 @frozen

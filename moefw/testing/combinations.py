@@ -16,10 +16,10 @@ from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from moefw.compose.registry import Registry
+from moefw.compose.spec.source import Tree
 from moefw.core.facts import ANY
 from moefw.core.plugin import Plugin
-from moefw.core.registry import Registry
-from moefw.core.spec.source import Tree
 from moefw.testing.announce import with_plugins
 from moefw.testing.fit import Fit
 from moefw.testing.variants import SECTIONS, Variant, of_part, variants

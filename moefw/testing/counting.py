@@ -1,7 +1,7 @@
 """A process group that counts: it passes every collective on and adds up the bytes that leave this rank.
 
 What a collective counts as, whatever algorithm the backend takes: see
-:class:`moefw.core.communication.traffic.Traffic`. Besides, an all-reduce counts as the rank's own tensor to each peer
+:class:`moefw.core.records.Traffic`. Besides, an all-reduce counts as the rank's own tensor to each peer
 (as for an all-gather that every rank reduces by itself), a broadcast as the root's tensor to each peer, a barrier as
 nothing.
 """
@@ -15,8 +15,8 @@ from typing import Any, get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from moefw.core.communication.traffic import Movement, Sent, Traffic
 from moefw.core.errors import ContractError
+from moefw.core.records import Movement, Sent, Traffic
 
 _ProcessGroup: Any = dist.ProcessGroup
 """Its methods are overloaded, and named otherwise in each version of torch."""

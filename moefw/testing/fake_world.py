@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import Shared, build_model
-from moefw.core.naming import by_parameter, expert_parameters
-from moefw.core.parallel.pieces import local
-from moefw.core.resolve import assemble_tree
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks, Tree
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, Tree
 from moefw.core.stages import Batch
-from moefw.defaults import defaults
+from moefw.runtime.naming import by_parameter, expert_parameters
+from moefw.runtime.parallel.pieces import local
 from moefw.training.gradients import split_axis
 
 R = TypeVar("R")
@@ -67,7 +67,7 @@ def fake_step(tree: Tree, rank: int, world: int) -> FakeStep:
     assembly = fake_assembly(tree, world)
     shared = Shared()
     with fake_world(rank, world):
-        layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+        layout = open_layout(assembly, "cpu")
         model = build_model(assembly, layout, torch.device("cpu"), shared)
         batch = _batch(assembly)
         (model(batch).loss_sum * batch.loss_scale).backward()

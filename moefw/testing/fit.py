@@ -9,16 +9,16 @@ from typing import Any
 
 from attrs import frozen
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks, Tree
+from moefw.compose.spec.structure import structure
 from moefw.core.errors import MoefwError, PluginError, Problem
 from moefw.core.facts import Need
 from moefw.core.plugin import Plugin
-from moefw.core.registry import Registry
-from moefw.core.resolve import assemble_tree
 from moefw.core.site import Dims, Machine, Site
-from moefw.core.spec.source import Marks, Tree
-from moefw.core.spec.structure import structure
-from moefw.defaults import defaults
 from moefw.testing.variants import SECTIONS, Variant
 
 Parts = Mapping[str, Variant]

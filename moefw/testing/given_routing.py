@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.core.stages import Batch
 from moefw.testing.budget import over_budget
 from moefw.testing.oracle import Truth

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
+from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import Problem
-from moefw.core.spec.source import Marks, read_yaml
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
 from moefw.testing.trial import DISPATCHERS

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
+from moefw.compose.registry import Registry
 from moefw.core.errors import Problem
-from moefw.core.registry import Registry
 from moefw.testing.fit import Fit
 from moefw.testing.variants import Variant, variants
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from moefw.core.spec.source import Tree
+from moefw.compose.spec.source import Tree
 from moefw.testing.suites.dispatch_case import DTYPES, SKEWS, Case
 from moefw.testing.suites.dispatch_layer import Layer
 from moefw.testing.trial import Trial

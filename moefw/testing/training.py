@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefw.core.build import Shared, build_model
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
-from moefw.core.naming import by_parameter, initialise, joined, state_tensors
-from moefw.core.parallel.pieces import whole
-from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, Tree
 from moefw.core.stages import Batch
-from moefw.defaults import defaults
+from moefw.runtime.naming import by_parameter, initialise, joined, state_tensors
+from moefw.runtime.parallel.pieces import whole
 from moefw.training.engine import Engine, StepResult
 from moefw.training.treated_optimizer import build_optimizer
 
@@ -62,7 +62,7 @@ def short_run(tree: Tree, steps: int, padded: bool = False) -> Run:
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("short run"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
-    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    layout = open_layout(assembly, "cpu")
     shared = Shared()
     model = build_model(assembly, layout, torch.device("cpu"), shared)
     std: Any = model.init_std

@@ -14,22 +14,23 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import ModelContext, Shared
-from moefw.core.contracts import Canonical, Layout
-from moefw.core.layer import MoELayer
-from moefw.core.naming import by_parameter, canonical_parameters, expert_parameters, initialise
-from moefw.core.parallel.pieces import is_shared_out, whole
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import ModelParts, Shared, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks, Tree
+from moefw.core.contracts import Layout
 from moefw.core.plugin import Plugin
-from moefw.core.registry import Registry
-from moefw.core.resolve import assemble_tree
+from moefw.core.records import Canonical
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, Tree
 from moefw.core.stages import Batch, ExpertBatch, Routing
-from moefw.defaults import defaults
 from moefw.models.modules import SwiGLU
 from moefw.models.row_keys import SALT
 from moefw.models.tensor_parallel import TensorParallel
+from moefw.runtime.layer import MoELayer
+from moefw.runtime.naming import by_parameter, canonical_parameters, expert_parameters, initialise
+from moefw.runtime.parallel.pieces import is_shared_out, whole
 from moefw.testing.announce import with_plugins
 from moefw.testing.oracle import Rule, Truth, dense_moe
 from moefw.testing.poisoned import poisoned_memory
@@ -150,10 +151,9 @@ class _Recipe:
 def _residual_dtype(recipe: _Recipe) -> torch.dtype:
     """Return the dtype of the residual stream, as on one rank: a process may ask for the tokens of any."""
     assembly = _alone(recipe.trial).resolve()
-    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    layout = open_layout(assembly, "cpu")
     layout.rank = 0
-    precision = ModelContext(assembly, layout, torch.device("cpu"), Shared()).at(0).precision
-    assert precision is not None
+    precision = ModelParts(assembly, layout, torch.device("cpu"), Shared()).precision
     dtype: torch.dtype = precision.residual_dtype
     return dtype
 
@@ -171,9 +171,9 @@ class Outcome:
 def build_layer(trial: Trial) -> tuple[MoELayer, Shared]:
     """Return the MoE layer of a trial on this rank, initialised by name."""
     assembly = trial.assemble()
-    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    layout = open_layout(assembly, "cpu")
     shared = Shared()
-    context = ModelContext(assembly, layout, torch.device("cpu"), shared)
+    context = ModelParts(assembly, layout, torch.device("cpu"), shared)
     precision = context.at(0).recipe("moe.shared_expert")
     expert = SwiGLU(trial.dim, trial.expert_dim, precision, _not_split(layout)) if trial.shared else None
     layer = context.moe_layer(0, shared_expert=expert)

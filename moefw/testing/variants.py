@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, get_args, get_origin
 import attrs
 from attrs import field, frozen
 
+from moefw.compose.registry import GROUP, Part, Registry
+from moefw.compose.spec.sections import Spec
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin, Plugin
-from moefw.core.registry import GROUP, Part, Registry
-from moefw.core.spec.sections import Spec
 from moefw.testing.built_in import BUILT_IN
 
 SECTIONS: Final[Mapping[str, str]] = {

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
+from attrs import evolve
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import BuildContext, Shared
-from moefw.core.communication.traffic import Traffic
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared, bare_context
 from moefw.core.contracts import Dispatcher, Layout
+from moefw.core.records import Traffic
 from moefw.core.stages import Routing
 from moefw.testing.counting import CountingGroup
 from moefw.testing.trial import Trial
@@ -40,18 +41,12 @@ def dispatch_assembly(
 
 def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: int, shared: Shared) -> Dispatcher:
     """Return the dispatcher of an assembly over ``group``, which is its whole world, ``ranks_per_node`` to a node."""
-    number, placed = next(iter(assembly.layers.items()))
+    number = next(iter(assembly.layers))
     layout = _OneGroup(assembly, group, ranks_per_node)
-    context = BuildContext(
-        site=assembly.site.at(number),
-        facts=placed.facts,
-        layout=layout,
-        device=torch.device("cpu"),
-        shared=shared,
-        policies={},
-    )
-    context.precision = assembly.parts.precision.build(context)
-    return assembly.parts.dispatch.build(context)
+    context = bare_context(assembly, layout, torch.device("cpu"), shared, number)
+    precision = assembly.parts.precision
+    recipes = precision.build(context), precision.high(context)
+    return assembly.parts.dispatch.build(evolve(context, recipes=recipes))
 
 
 @final

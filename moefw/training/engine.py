@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
-from moefw.core.memory.static_rows import UNSAVED
-from moefw.core.naming import routers
-from moefw.core.stages import Batch, LayerStats
+from moefw.core.stages import Batch
+from moefw.runtime.layer import MoELayer
+from moefw.runtime.memory.static_rows import UNSAVED
+from moefw.training.attempt import Attempt, Tally
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.faults.stamps import stamp
-from moefw.training.gradients import STAGE, Gradients
+from moefw.training.gradients import Gradients
 from moefw.training.meters import Meters
 
 
@@ -52,76 +53,6 @@ class StepResult:
         return max((max(load) for load in self.load_LE), default=1.0)
 
 
-@dataclass(slots=True, eq=False)
-class LayerTally:
-    """One layer's statistics and auxiliary losses, summed, fp64."""
-
-    stats: dict[str, Tensor] = field(default_factory=dict)
-    aux_losses: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, new: LayerStats) -> None:
-        """Add those of one forward."""
-        for total, values in ((self.stats, new.stats), (self.aux_losses, new.aux_losses)):
-            for name, value in values.items():
-                total[name] = total.get(name, 0.0) + value.detach().double()
-
-
-class Tally:
-    """Sums over micro-batches and ranks: losses, tokens, and each layer's statistics, in fp64."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros(2, dtype=torch.float64, device=device)
-        self.layers: dict[int, LayerTally] = {}
-
-    def add(self, loss_sum: Tensor, num_tokens: Tensor, layers: Mapping[int, LayerStats]) -> None:
-        """Add one micro-batch."""
-        self.loss += torch.stack([loss_sum.detach().double(), num_tokens.double()])
-        for number, new in layers.items():
-            self.layers.setdefault(number, LayerTally()).add(new)
-
-    def reduce(self, layout: Layout) -> None:
-        """Add up over all ranks that hold different tokens, in one exchange."""
-        group = layout.group(*STAGE)
-        if group is None:
-            return
-        tensors = [self.loss]
-        for layer in self.layers.values():
-            tensors += [*layer.stats.values(), *layer.aux_losses.values()]
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat, group=group)
-        for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
-
-    def counts(self) -> dict[str, float]:
-        """Return the scalar statistics by name, summed over layers."""
-        totals: dict[str, float] = {}
-        for layer in self.layers.values():
-            for name, value in layer.stats.items():
-                if not value.dim():
-                    totals[name] = totals.get(name, 0.0) + value.item()
-        return totals
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Attempt:
-    """A step up to its update: what it reports, and the norm of the gradient that it leaves on the parameters."""
-
-    tally: Tally
-    counts: dict[str, float]
-    norm: Tensor
-
-    @property
-    def loss(self) -> float:
-        """The global mean over tokens in nats."""
-        loss_sum, tokens = self.tally.loss.tolist()
-        return float(loss_sum / max(tokens, 1))
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradient are: the same on every rank."""
-        return bool(torch.isfinite(torch.cat([self.tally.loss, self.norm.view(1)])).all())
-
-
 class Engine:
     """Advances a model. The order of everything that it does depends on nothing but its inputs."""
 
@@ -136,7 +67,10 @@ class Engine:
     ) -> None:
         self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
         self.gradients = Gradients(model, layout)
-        self.routers, self.meters = routers(model), Meters(model, layout)
+        self.meters = Meters(model, layout)
+        self.routers: dict[int, Any] = {
+            layer.number: layer.router for layer in model.modules() if isinstance(layer, MoELayer)
+        }
         self.bad_steps = BadSteps(model, optimizer, layout, on_bad_step)
 
     def step(self, batches: Sequence[Batch], lr: float, clock: Clock, *, number: int = 0) -> StepResult:
@@ -175,8 +109,8 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            for router, layer in zip(self.routers.values(), made.tally.layers.values(), strict=True):
-                router.update(layer.stats)
+            for number, layer in made.tally.layers.items():
+                self.routers[number].update(layer.stats)
             self.meters.update()
 
     def _accumulate(self, batches: Sequence[Batch], clock: Clock) -> Tally:

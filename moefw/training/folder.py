@@ -16,7 +16,7 @@ from attrs import evolve
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"

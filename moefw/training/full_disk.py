@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, final
 
-from moefw.core.errors import NotWrittenError
+from moefw.training.errors import NotWrittenError
 
 
 @final

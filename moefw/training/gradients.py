@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moefw.core.contracts import Canonical, Layout, Side
-from moefw.core.naming import by_parameter, expert_parameters
-from moefw.core.parallel.meshes import COPIES
-from moefw.core.parallel.pieces import local
+from moefw.core.contracts import Layout
+from moefw.core.records import Canonical, Side
+from moefw.runtime.naming import by_parameter, expert_parameters
+from moefw.runtime.parallel.meshes import COPIES
+from moefw.runtime.parallel.pieces import local
 
 STAGE = ("dp", "cp", "tp")
 """The axes of all ranks that have the same layers."""

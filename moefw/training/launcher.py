@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from moefw.compose.spec.sections import RunSpec
 from moefw.core.errors import PlanError, RunError
-from moefw.core.spec.sections import RunSpec
 from moefw.training.faults.board import MEETING
 from moefw.training.faults.requests import StopRequests
 from moefw.training.host_pages import KEEP_PAGES

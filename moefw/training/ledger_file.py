@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.training.full_disk import written
 
 

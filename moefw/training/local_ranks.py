@@ -13,8 +13,8 @@ from typing import Final, final
 
 from attrs import evolve
 
+from moefw.compose.spec.sections import RunSpec
 from moefw.core.errors import RunError
-from moefw.core.spec.sections import RunSpec
 from moefw.training.faults.blame import Seen, accusation, culprit
 from moefw.training.faults.board import record_file, stack_file
 from moefw.training.faults.departures import Departed, Outcome, lost_contact, outcome

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moefw.core.contracts import Layout, Meter, Side
-from moefw.core.naming import by_side
+from moefw.core.contracts import Layout, Meter
+from moefw.core.records import Side
+from moefw.runtime.naming import by_side
 from moefw.training.gradients import STAGE
 
 HOLDERS: Final[Mapping[Side, tuple[str, ...]]] = {"dense": STAGE, "experts": ("edp", "etp")}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from moefw.core.errors import DataError
-from moefw.core.parallel.pieces import local
+from moefw.runtime.parallel.pieces import local
 from moefw.training.clock import StepClock, render
 from moefw.training.evaluation import zlib_bits_per_byte
 from moefw.training.faults.stamps import stamp

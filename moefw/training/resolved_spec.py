@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from moefw.core.assembly import Assembly
-from moefw.core.errors import PlanError, Problem, show
-from moefw.core.spec.source import KeyPath, dotted
+from moefw.compose.assembly import Assembly
+from moefw.compose.spec.source import KeyPath, dotted, show
+from moefw.core.errors import PlanError, Problem
 from moefw.training.agreement import everywhere
 from moefw.training.folder import kept_spec
 from moefw.training.spec_seal import sealed

@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import Shared, build_model
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.contracts import Layout
 from moefw.core.data import DataSource
-from moefw.core.errors import LostContactError, MoefwError, PlanError
-from moefw.core.naming import initialise
+from moefw.core.errors import MoefwError, PlanError
 from moefw.core.stages import Batch
+from moefw.runtime.naming import initialise
 from moefw.training.agreement import raise_together
+from moefw.training.errors import LostContactError
 from moefw.training.faults.limits import collective_timeout_s
 from moefw.training.faults.stamps import met, stamp
 from moefw.training.folder import cache_dir
@@ -93,7 +94,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         agree_on_spec(assembly)
         parts, calling = assembly.parts, assembly.registry.calling
         with calling(parts.parallel, "build()"):
-            layout = parts.parallel.build(assembly.layout, device.type)
+            layout = open_layout(assembly, device.type)
         stamp("preparing data")
         with calling(parts.data, "prepare()"):
             data = _prepare_once(assembly, place, layout)

@@ -15,8 +15,8 @@ import torch._dynamo
 from attrs import evolve
 from rich.console import Console
 
-from moefw.core.assembly import Assembly
-from moefw.core.errors import Problem, StoppedError
+from moefw.compose.assembly import Assembly
+from moefw.core.errors import Problem
 from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
 from moefw.training.agreement import anywhere
@@ -24,6 +24,7 @@ from moefw.training.clock import StepClock
 from moefw.training.data.order import BatchOrder
 from moefw.training.data.windows import read_windows
 from moefw.training.engine import Engine, StepResult
+from moefw.training.errors import StoppedError
 from moefw.training.evaluation import evaluation, evaluation_starts
 from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
 from moefw.training.faults.plugin_guard import PluginGuard

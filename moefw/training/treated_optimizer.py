@@ -8,15 +8,17 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import BuildContext, Shared
-from moefw.core.contracts import Canonical, Layout, OptimizerPolicy
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared, bare_context
+from moefw.core.context import BuildContext
+from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.facts import ANY
-from moefw.core.memory.optimizer_states import OptimizerStates, StatePart, local_rows, origins
-from moefw.core.naming import by_parameter
-from moefw.core.parallel.pieces import local, shared_out_like
 from moefw.core.plugin import OPTIMIZER, MemoryPlugin
+from moefw.core.records import Canonical
+from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows, origins
+from moefw.runtime.naming import by_parameter
+from moefw.runtime.parallel.pieces import local, shared_out_like
 
 STEP = "step"
 
@@ -30,9 +32,7 @@ def build_optimizer(
     policies = [policy for policy in assembly.parts.memory if OPTIMIZER in policy.regions]
     if not policies:
         return optimizer
-    context = BuildContext(
-        site=assembly.site, facts={}, layout=layout, device=device, shared=shared, policies={}, sharding=None
-    )
+    context = bare_context(assembly, layout, device, shared)
     offered = plugin.offers(assembly.site)["region"]
     order = [] if offered == ANY else [treatment for region, treatment in offered if region == OPTIMIZER]
     states: OptimizerStates = TorchStates(optimizer)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from moefw.cli import cli
 from moefw.commands import matrix as command
-from moefw.core.registry import Registry
+from moefw.compose.registry import Registry
 from moefw.testing.matrix import Matrix, survey
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 PAGER = """
     def offers(self, site):
-        return moefw.offers(row_alignment=moefw.ANY, rows=("ragged",), counts=("device",), differentiable=True)
+        return moefw.offers(row_alignment=moefw.ANY, rows=("ragged",), counts=("device",))
     def needs(self, site):
         return [moefw.need("package", "pagerlib", reason="it pages"), moefw.need("device", ("cuda",), reason="it pages")]
 """

@@ -116,8 +116,8 @@ BROKEN = {
         "Did you mean 'moefw_dispatchers'?",
     ),
     "is for another api": (
-        'moefw_api = ">=2,<3"\n' + dispatcher("broken", "pass"),
-        f"is written for hook API >=2,<3; this moefw has {moefw.API_VERSION}",
+        'moefw_api = ">=3,<4"\n' + dispatcher("broken", "pass"),
+        f"is written for hook API >=3,<4; this moefw has {moefw.API_VERSION}",
     ),
     "returns the wrong class": (
         dispatcher("broken", "pass").replace("moefw_dispatchers", "moefw_routers"),

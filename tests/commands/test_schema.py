@@ -14,10 +14,10 @@ from jsonschema import Draft202012Validator
 from command_cases import dispatcher, refusal, written_schema
 from moefw.commands import plugins as plugins_module
 from moefw.commands.schema import schema
-from moefw.core.registry import Registry
-from moefw.core.spec.sections import Spec, TrainSpec
-from moefw.core.spec.source import Marks
-from moefw.core.spec.structure import plain, structure
+from moefw.compose.registry import Registry
+from moefw.compose.spec.sections import Spec, TrainSpec
+from moefw.compose.spec.source import Marks
+from moefw.compose.spec.structure import plain, structure
 
 
 def complaint(spec, against=None):

@@ -14,11 +14,11 @@ from attrs import evolve
 from hypothesis import HealthCheck, Phase, given, settings
 
 from combination_parts import Again, Crashing, Exact, Faulty, Forgetful, Hashed, Puzzling, Sulky
-from moefw.core.registry import Registry
-from moefw.core.resolve import assemble_tree
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, read_yaml
-from moefw.defaults import defaults
 from moefw.plugins.dispatchers.alltoall import AllToAll
 from moefw.testing.announce import with_plugins
 from moefw.testing.combinations import Combination, Sections, combinations, usable_here

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from broken_dispatchers import BROKEN, Broken
 from broken_movements import ON_REAL_RANKS
-from moefw.core.registry import Registry
+from moefw.compose.registry import Registry
 from moefw.plugins.dispatchers.allgather import AllGather
 from moefw.plugins.dispatchers.alltoall import AllToAll
 from moefw.plugins.dispatchers.deepep import DeepEP

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefw.core.communication.movement import finish, start
 from moefw.core.stages import Batch
+from moefw.runtime.communication.movement import finish, start
 from moefw.testing.pool import RankPool
 from moefw.testing.trial import DISPATCHERS, Trial, build_layer, routed
 
@@ -93,7 +93,7 @@ def overlap_log(case: Trial) -> list[str]:
 
 
 def _log_collective(name: str, log: list[str]) -> None:
-    import moefw.core.communication.gather as gather
+    import moefw.runtime.communication.gather as gather
 
     inner = getattr(dist, name, None)
     if inner is None:

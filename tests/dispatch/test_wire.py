@@ -13,13 +13,14 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import Shared
-from moefw.core.communication.traffic import Movement, Sent, Traffic
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared
+from moefw.compose.registry import Registry
 from moefw.core.contracts import Dispatcher
 from moefw.core.errors import ContractError
-from moefw.core.registry import Registry
+from moefw.core.records import Movement, Sent, Traffic
 from moefw.core.stages import Routing
+from moefw.runtime.communication.traffic import by_link
 from moefw.testing.counting import CountingGroup
 from moefw.testing.minima import Scheme, distinct, inside
 from moefw.testing.pool import RankPool
@@ -418,7 +419,7 @@ def totals(group, rank: int, use: str, assembly: Assembly, ids: Sequence[Tensor]
     x_TD = torch.zeros(len(ids[rank]), DIM, dtype=torch.bfloat16)
     claimed, counted = measure(dispatcher, counting, x_TD, torch.ones(ids[rank].shape), ids[rank])
     assert differences(claimed, counted) == []
-    return counted.by_link(each)
+    return by_link(counted, each)
 
 
 @pytest.mark.parametrize("each", [4, 8])

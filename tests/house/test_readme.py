@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from moefw.cli import COMMANDS, cli
 from moefw.commands import specs
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import assemble
 from moefw.core.errors import MoefwError
-from moefw.core.registry import Registry
-from moefw.core.resolve import assemble
-from moefw.defaults import defaults
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

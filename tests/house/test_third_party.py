@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moefw.core.registry import Registry
-from moefw.core.resolve import assemble
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import assemble
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
 from moefw.testing.trial import Trial, assert_matches, solve, truth
@@ -33,7 +33,7 @@ test_rows_go_to_neighbours_and_no_further_than_they_are_needed = (
 
 
 def test_a_spec_takes_it_and_its_option(tmp_path: Path) -> None:
-    from moefw.defaults import defaults
+    from moefw.compose.defaults import defaults
 
     path = tmp_path / "spec.yaml"
     path.write_text("model: {preset: qwen3-moe-tiny}\ndispatch: {use: ring, both_ways: false}")

@@ -15,9 +15,9 @@ import torch
 from test_quantize_kernels import awkward, same
 from torch import Tensor
 
-from moefw.core.build import Shared
-from moefw.core.communication.movement import finish, start, stay
-from moefw.core.contracts import Precision, Rows
+from moefw.compose.build import Shared
+from moefw.core.contracts import Precision
+from moefw.core.records import Rows
 from moefw.core.stages import Routing
 from moefw.plugins.precision.quantized import recipe as recipe_module
 from moefw.plugins.precision.quantized import wire
@@ -26,6 +26,7 @@ from moefw.plugins.precision.quantized.encoders import MX, Blockwise, Encoder
 from moefw.plugins.precision.quantized.recipe import EmulatedRecipe, QuantizedRecipe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
 from moefw.plugins.precision.quantized.wire import PackedRows
+from moefw.runtime.communication.movement import finish, start, stay
 from moefw.testing.threads import thread_world
 from moefw.testing.trial import DISPATCHERS, Trial, solve
 from moefw.testing.wire import dispatch_assembly, open_dispatcher

@@ -28,9 +28,9 @@ from ledger_cases import (
 )
 from memory_cases import qwen3_235b
 from moefw.commands.plan import plan
-from moefw.core.build import Shared, build_model
-from moefw.core.memory.ledger import Extent, Fate, LayerMemory, Region, Tensor
+from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.plugin import DispatcherPlugin, MemoryPlugin
+from moefw.ledger.parts import Extent, Fate, LayerMemory, Region, Tensor
 from moefw.planner import Ledger, ledger
 from moefw.planner.treated import treat
 from moefw.testing.fake_world import fake_assembly
@@ -64,7 +64,7 @@ def of_optimizer(*policies: str) -> tuple[Ledger, dict[str, int]]:
     """Return the ledger, and the bytes of states by device as a real optimizer has them."""
     assembly = fake_assembly(with_policies({**LOOPING, "parallel": {}}, *({"use": name} for name in policies)), 1)
     shared, device = Shared(), torch.device("cpu")
-    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    layout = open_layout(assembly, "cpu")
     model = build_model(assembly, layout, device, shared)
     optimizer = build_optimizer(assembly, model, layout, device, shared)
     found: Counter[str] = Counter()

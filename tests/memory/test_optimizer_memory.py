@@ -15,9 +15,6 @@ from torch import Tensor, nn
 
 import moefw
 from fake_cuda import FakeCuda
-from moefw.core.memory.optimizer_states import OptimizerStates, StatePart, buckets, local_rows, origins
-from moefw.core.naming import by_parameter, canonical_parameters
-from moefw.core.parallel.pieces import local
 from moefw.plugins.memory.offload import OptimizerOffload
 from moefw.plugins.memory.offload.host import STATES, host_memory
 from moefw.plugins.memory.offload.states import HostStates
@@ -27,6 +24,9 @@ from moefw.plugins.memory.offload.streams import CudaTransfers, PlainTransfers
 from moefw.plugins.memory.optimizer_bf16 import OptimizerBF16
 from moefw.plugins.memory.optimizer_bf16.rounding import draws, rounded
 from moefw.plugins.memory.optimizer_bf16.states import BF16Policy, BF16States
+from moefw.runtime.memory.optimizer_states import OptimizerStates, StatePart, buckets, local_rows, numbers, origins
+from moefw.runtime.naming import by_parameter, canonical_parameters
+from moefw.runtime.parallel.pieces import local
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.optimizer_memory import OptimizerMemorySuite
 from moefw.testing.suites.optimizer_memory_case import give_gradients
@@ -307,7 +307,7 @@ def test_buckets_hold_all_rows_in_order_and_cut_where_vectors_are_full(elements:
         assert len(bucket) == 1 or sum(part.parameter.numel() for part in bucket) <= elements
         for part in bucket:
             (origin,) = part.origins
-            assert same_bits(origin.numbers(CPU), part.parameter)
+            assert same_bits(numbers(origin, CPU), part.parameter)
             assert part.parameter.flatten()[0] % 64 == 0
 
 

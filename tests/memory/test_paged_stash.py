@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import moefw
 from memory_cases import PRECISIONS, Allocations, assert_same, model_trial, offload, recompute, run
-from moefw.core.build import Shared
-from moefw.core.memory.static_rows import UNSAVED, StaticRows, computing_on
+from moefw.compose.build import Shared
 from moefw.core.stages import ExpertBatch
 from moefw.planner import ledger
 from moefw.plugins.memory.paged_stash import PagedStash
 from moefw.plugins.memory.paged_stash.order import CudaOrder, PlainOrder
 from moefw.plugins.memory.paged_stash.policy import StashPolicy
 from moefw.plugins.memory.paged_stash.stash import Stash
+from moefw.runtime.memory.static_rows import UNSAVED, StaticRows, computing_on
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.memory import MemorySuite

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memory_cases import PRECISIONS, Allocations, assert_same, model_trial, offload, recompute, run
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.errors import ContractError, PlanError
-from moefw.core.layer import MoELayer
-from moefw.core.memory.dropped import drops
 from moefw.plugins.memory.recompute.policy import RecomputePolicy
+from moefw.runtime.layer import MoELayer
+from moefw.runtime.memory.dropped import drops
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.trial import DISPATCHERS

@@ -18,14 +18,14 @@ from layout_cases import (
     folded,
 )
 from moefw.cli import cli
+from moefw.compose.spec.source import Marks
+from moefw.compose.spec.structure import structure
 from moefw.core.errors import PlanError, Problem
-from moefw.core.parallel.meshes import MeshPlan
 from moefw.core.plugin import LayoutPlugin
 from moefw.core.site import Dims, Machine, Site
-from moefw.core.spec.source import Marks
-from moefw.core.spec.structure import structure
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import DenseMesh, Folded
+from moefw.runtime.parallel.meshes import MeshPlan
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "parallel-layouts.md").read_text()
 

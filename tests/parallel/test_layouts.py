@@ -23,12 +23,12 @@ from layout_cases import (
     layouts,
     plans,
 )
-from moefw.core.contracts import Side
 from moefw.core.errors import PlanError
-from moefw.core.parallel.meshes import COPIES, DENSE, EXPERT, Mesh, MeshPlan
 from moefw.core.plugin import LayoutPlugin
+from moefw.core.records import Side
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import Folded
+from moefw.runtime.parallel.meshes import COPIES, DENSE, EXPERT, Mesh, MeshPlan
 
 
 def cut(world: int, places: Sequence[tuple[str, int]], over: Sequence[str]) -> set[tuple[int, ...]]:

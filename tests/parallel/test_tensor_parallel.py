@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moefw.core.parallel.meshes import Mesh, MeshPlan
-from moefw.core.parallel.opened_layout import OpenedLayout
 from moefw.core.stages import Batch
 from moefw.models.embedding import Embedding, cross_entropy
 from moefw.models.tensor_parallel import TensorParallel
+from moefw.runtime.parallel.meshes import Mesh, MeshPlan
+from moefw.runtime.parallel.opened_layout import OpenedLayout
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import open_model, whole_model
 from moefw.testing.training import SMALL, short_run

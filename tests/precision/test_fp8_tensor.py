@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefw.core.contracts import Rows
 from moefw.core.errors import ContractError, PlanError, SpecError
-from moefw.core.naming import state_tensors
+from moefw.core.records import Rows
 from moefw.plugins.precision.quantized.delayed import DelayedScales, GemmScales
 from moefw.plugins.precision.quantized.tensorwise import FORMATS
+from moefw.runtime.naming import state_tensors
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_context, open_model, whole_model
 from moefw.testing.suites.runs import train as trained
@@ -320,7 +320,6 @@ def test_a_saved_activation_is_nothing_that_the_gemm_multiplies() -> None:
 
 
 def test_a_gemm_that_has_no_name_is_refused_under_delayed_scaling() -> None:
-    recipe = open_context(Trial(parts={"precision": delayed()}))[0].precision
-    assert recipe is not None
+    recipe = open_context(Trial(parts={"precision": delayed()}))[0].recipe("moe.experts")
     with pytest.raises(ContractError, match=r"Precision\.at\(name, groups="):
         recipe.quantize(torch.zeros(4, 4), role="input", during="fprop")

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import moefw
-from moefw.core.compute.product import SharedInput
 from moefw.core.contracts import Precision
+from moefw.runtime.compute.product import SharedInput
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import open_context
 from moefw.testing.suites.watch import same_bits
@@ -45,9 +45,7 @@ def layer(form: Format, gemm: str = "grouped", kind: type[Trial] = InFP32, **giv
 
 
 def recipe(form: Format) -> Precision:
-    precision = open_context(layer(form))[0].precision
-    assert precision is not None
-    return precision
+    return open_context(layer(form))[0].recipe("moe.experts")
 
 
 def powers(count: int, seed: int) -> Tensor:

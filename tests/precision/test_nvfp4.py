@@ -10,17 +10,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from test_low_precision_models import MODULES, quantized_modules
 from torch import Tensor
 
 import broken_gemms
 import moefw
 from command_here import moefw_says
-from moefw.core.compute.product import linear
-from moefw.core.contracts import Precision, Rows
+from moefw.core.contracts import Precision
 from moefw.core.errors import PlanError, SpecError
+from moefw.core.records import Rows
 from moefw.plugins.dispatchers.alltoall import AllToAll
+from moefw.runtime.compute.product import linear
 from moefw.testing.suites.runs import open_context, train, whole_model
 from moefw.testing.trial import Trial
 from moefw_kernels.quantize import quantize_nvfp4
@@ -32,12 +33,11 @@ CHOICE: Mapping[str, Any] = FORMATS["nvfp4"].choice
 PLAIN = {**CHOICE, "stochastic_rounding": False}
 
 
-def recipe(layer: int = 0, **options: Any) -> Precision:
+def recipe(layer: int = 0, module: str = "attention", gemm: str = "q_proj", **options: Any) -> Precision:
     """Return the recipe of a GEMM."""
-    trial = Trial(parts={"precision": {**CHOICE, **options}})
-    context, assembly = open_context(trial)
-    context.site = context.site.at(layer)
-    return assembly.parts.precision.build(context).at("attention").at("q_proj", groups=1)
+    context, assembly = open_context(Trial(parts={"precision": {**CHOICE, **options}}))
+    placed = evolve(context, site=context.site.at(layer))
+    return assembly.parts.precision.build(placed).at(module).at(gemm, groups=1)
 
 
 def exact_blocks(rows: int) -> Tensor:
@@ -88,14 +88,11 @@ VARIATIONS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def drawn(*, step: int = 0, layer: int = 0, module: str = "attention", gemm: str = "q_proj", during: Any = "dgrad"):
+def drawn(*, step: int = 0, during: Any = "dgrad", **place: Any):
     """Return which numbers of rows are rounded up: the numbers lie in the middle between two codes."""
-    context, assembly = open_context(Trial(parts={"precision": {**CHOICE, "hadamard": False}}))
-    context.site = context.site.at(layer)
-    one = assembly.parts.precision.build(context).at(module).at(gemm, groups=1)
     x = torch.full((512, 64), 2.5)
     x[::16], x[:, ::16] = 6.0, 6.0
-    found = one.quantize(x, role="grad", during=during, rows=keys(512, step))
+    found = recipe(hadamard=False, **place).quantize(x, role="grad", during=during, rows=keys(512, step))
     return found[x == 2.5] > 2.5
 
 

@@ -16,12 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moefw.core.compute.product import linear
-from moefw.core.contracts import Pass
 from moefw.core.errors import ContractError, MoefwError, PlanError
-from moefw.core.naming import by_parameter, canonical_parameters
-from moefw.core.parallel.pieces import local
-from moefw.core.parallel.primary_weights import GatheredWeight, Master
+from moefw.core.records import Pass
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized import encoders
 from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProducts
@@ -29,6 +25,10 @@ from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
 from moefw.plugins.precision.quantized.primary import SquareBlocks
 from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
+from moefw.runtime.compute.product import linear
+from moefw.runtime.naming import by_parameter, canonical_parameters
+from moefw.runtime.parallel.pieces import local
+from moefw.runtime.parallel.primary_weights import GatheredWeight, Master
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.compute import product
+from moefw.runtime.compute import product
 
 ENDS = torch.tensor([3, 3, 8, 8], dtype=torch.int32)
 """The second and the last of four groups have no rows."""

@@ -21,8 +21,10 @@ from torch.nn import functional as F
 
 import moefw
 from codes_stay import dequantize_in_kernel_alone
-from moefw.core.contracts import Pass, Precision, Role, Rows
-from moefw.core.site import Machine, Site, this_machine
+from moefw.compose.machine import this_machine
+from moefw.core.contracts import Precision
+from moefw.core.records import Pass, Role, Rows
+from moefw.core.site import Machine, Site
 from moefw.plugins.gemm.loop import Loop
 from moefw.plugins.precision.quantized import blockwise_products
 from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProducts
@@ -318,9 +320,9 @@ def test_the_capability_of_a_machine_is_the_lowest_of_its_gpus(
     program.write_text(f"#!/bin/sh\n{answer}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("moefw.core.site._num_visible_gpus", lambda: 2)
+    monkeypatch.setattr("moefw.compose.machine._num_visible_gpus", lambda: 2)
     assert this_machine("cuda") == Machine(device="cuda", num_devices=2, capability=found)
-    monkeypatch.setattr("moefw.core.site._num_visible_gpus", lambda: 0)
+    monkeypatch.setattr("moefw.compose.machine._num_visible_gpus", lambda: 0)
     assert this_machine("cuda").capability is None
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import moefw
 from codes_stay import dequantize_in_kernel_alone
 from moefw.commands.doctor.fp8_products import SIZE, _products
-from moefw.core.contracts import Pass, Role, Rows
+from moefw.core.records import Pass, Role, Rows
 from moefw.core.site import Machine, Site
 from moefw.plugins.precision.quantized import MXFP8, NVFP4, FP8Tensor, tensorwise_products
 from moefw.plugins.precision.quantized.encoders import MX, Encoder

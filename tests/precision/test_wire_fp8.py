@@ -10,11 +10,11 @@ import torch
 from test_low_precision import WORLDS, tolerance
 from torch import Tensor
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import Shared
-from moefw.core.communication.movement import Codec
-from moefw.core.communication.traffic import Traffic
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared
+from moefw.core.contracts import Codec
 from moefw.core.errors import PlanError
+from moefw.core.records import Traffic
 from moefw.testing.counting import CountingGroup
 from moefw.testing.minima import Scheme
 from moefw.testing.pool import RankPool

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from moefw.core.build import Shared, build_model
-from moefw.core.naming import canonical_parameters, initialise, routers
-from moefw.core.resolve import assemble_tree
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
 from moefw.core.site import Dims, Machine, Site
-from moefw.core.spec.source import Marks
 from moefw.core.stages import Batch
-from moefw.defaults import defaults
-from moefw.plugins.routers.topk import Balance, TopK
+from moefw.plugins.routers.topk import TopK
+from moefw.plugins.routers.topk.options import Balance
 from moefw.plugins.routers.topk.router import TopKRouter
+from moefw.runtime.naming import canonical_parameters, initialise
+from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL
+from moefw.training.engine import Engine
 
 SITE = Site(dims=Dims(model_dim=4, expert_dim=8, num_experts=6, top_k=2), layer=1, world=1, machine=Machine())
 
@@ -40,7 +46,7 @@ def model_gradients(regions: list[str], coeff: float) -> dict[str, Tensor]:
         "memory": [{"use": "recompute", "regions": regions}] if regions else [],
     }
     assembly = assemble_tree(tree, Marks("test"), defaults=defaults(), machine=Machine())
-    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    layout = open_layout(assembly, "cpu")
     model = build_model(assembly, layout, torch.device("cpu"), Shared())
     initialise(model, seed=1, std=lambda name: None if "norm" in name else 0.5)
     tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -125,6 +131,16 @@ def test_a_rank_without_tokens_routes_nothing() -> None:
     assert all(loss.item() == 0.0 for loss in routing.aux_losses.values())
 
 
-def test_every_router_of_a_model_is_found_by_name() -> None:
-    found = routers(torch.nn.ModuleDict({"a": router(), "b": router()}))
-    assert list(found) == ["a", "b"]
+def test_statistics_reach_the_router_of_their_layer_in_whatever_order_a_model_reports_them() -> None:
+    rule = {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias"}]}
+    biases = []
+    for order in (list, reversed):
+        model, assembly, layout, _ = open_model(whole_model(1, parts={"routing": rule}, plugins=()))
+        model.register_forward_hook(
+            lambda _, __, output, order=order: replace(output, layers=dict(order(output.layers.items())))
+        )
+        engine = Engine(model, torch.optim.SGD(model.parameters()), layout, clip_norm=None)
+        engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
+        biases.append([engine.routers[number].expert_bias.tolist() for number in sorted(engine.routers)])
+    assert biases[0] == biases[1]
+    assert biases[0][0] != biases[0][1]

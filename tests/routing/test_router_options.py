@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import MoefwError
-from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks, read_yaml
-from moefw.defaults import defaults
 
 SIZES = {"num_experts": 8, "top_k": 2}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import asdict
 from test_router_topk import EXPERTS, batch_of, probe, tokens
 from torch import Tensor
 
@@ -24,7 +25,7 @@ KINDS: dict[str, tuple[type, type]] = {"sinkhorn": (Sinkhorn, SinkhornRouter), "
 def router(kind: str, top_k: int, *, experts: int = EXPERTS, **options: Any) -> Any:
     dims = Dims(model_dim=16, expert_dim=8, num_experts=experts, top_k=top_k)
     declaration, runtime = KINDS[kind]
-    made = runtime(Site(dims=dims, layer=0, world=1, machine=Machine()), declaration(**options))
+    made = runtime(Site(dims=dims, layer=0, world=1, machine=Machine()), **asdict(declaration(**options)))
     torch.nn.init.normal_(made.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     return made
 

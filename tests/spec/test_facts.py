@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moefw.compose.fitting import Misfit, match
 from moefw.core.errors import PluginError
-from moefw.core.facts import ANY, FACTS, Misfit, Need, match, need, offers
+from moefw.core.facts import ANY, FACTS, Need, need, offers
 
 ROWS = ("ragged", "padded", "static")
 CHOICES = st.lists(st.sampled_from(ROWS), min_size=1, unique=True).map(tuple)
@@ -117,9 +118,7 @@ def test_the_order_of_parts_does_not_matter(data: st.DataObject) -> None:
             st.tuples(
                 st.just("row_alignment"), st.lists(ALIGNMENTS, max_size=3), st.lists(st.integers(1, 32), max_size=3)
             ),
-            st.tuples(
-                st.just("deterministic"), st.lists(st.booleans(), max_size=3), st.lists(st.booleans(), max_size=3)
-            ),
+            st.tuples(st.just("by_pass"), st.lists(st.booleans(), max_size=3), st.lists(st.booleans(), max_size=3)),
         )
     )
     promises = [(f"o{i}", offers(**{fact: value})) for i, value in enumerate(offered)]
@@ -140,9 +139,9 @@ def test_the_order_of_parts_does_not_matter(data: st.DataObject) -> None:
         ("region", [(("act", "keep"),), (("act", "recompute"),)], [("act", "recompute"), ("act", "offload")], ["n1"]),
         ("region", [ANY], [("act", "recompute")], []),
         ("package", [("torch",)], ["torch", "deep_ep"], ["n1"]),
-        ("deterministic", [True, True], [True, False], []),
-        ("deterministic", [True, False], [True, False], ["n0"]),
-        ("two_in_flight", [False], [False], []),
+        ("by_pass", [True, True], [True, False], []),
+        ("by_pass", [True, False], [True, False], ["n0"]),
+        ("row_keys", [False], [False], []),
         ("device", [("cpu",)], [("cuda", "cpu")], []),
         ("device", [("cpu",)], [("cuda",)], ["n0"]),
     ],
@@ -192,7 +191,7 @@ def test_an_axis_divides_if_it_is_there_and_leaves_no_rest(sizes: dict[str, int]
             "n0 needs region act to allow offload: why0; o0 offers act=keep, o1 offers act=drop. Change n0 or o0 or o1.",
         ),
         ("region", [(("act", "keep"),)], [("atc", "keep")], "nothing here offers that. Did you mean 'act'?"),
-        ("deterministic", [True, False], [True], "n0 needs the same bits from every part in two runs: why0;"),
+        ("by_pass", [True, False], [True], "n0 needs operands quantized for each pass: why0;"),
         ("device", [("cpu",)], [("cuda",)], "n0 needs device cuda: why0; o0 offers cpu."),
     ],
 )
@@ -223,7 +222,7 @@ def test_an_unknown_fact_is_a_plugin_error_with_the_nearest_name(say: Any) -> No
 
 
 def test_every_fact_names_sections_that_exist() -> None:
-    from moefw.core.assembly import Parts
+    from moefw.compose.assembly import Parts
 
     for fact in FACTS.values():
         assert set(fact.offered_by) <= set(Parts.__annotations__)

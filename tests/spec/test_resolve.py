@@ -17,14 +17,14 @@ from ruamel.yaml import YAML
 
 import moefw
 from moefw.commands import specs
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import MAX_LAYERS, assemble, assemble_tree
+from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError
 from moefw.core.plugin import DispatcherPlugin, LayoutPlugin, ModelPlugin
-from moefw.core.registry import Registry
-from moefw.core.resolve import MAX_LAYERS, assemble, assemble_tree
 from moefw.core.site import Machine, Site
-from moefw.core.spec.source import Marks, read_yaml
-from moefw.defaults import defaults
 
 REGISTRY = Registry()
 DEFAULTS = defaults()

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefw.commands.check import check
+from moefw.compose.spec.source import dotted, key_path
 from moefw.core.errors import MoefwError, Problem
-from moefw.core.spec.source import dotted, key_path
 from spec_cases import GOOD, assembled, complaint, complaints
 
 pytestmark = pytest.mark.usefixtures("empty_folder")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import MoefwError, Problem
-from moefw.core.spec.source import Marks, read_yaml
 from spec_cases import GOOD, assembled
 
 pytestmark = pytest.mark.usefixtures("empty_folder")

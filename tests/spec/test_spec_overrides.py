@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from moefw.compose.spec.source import dotted, key_path, read_spec_file
 from moefw.core.errors import SpecError
-from moefw.core.spec.source import dotted, key_path, read_spec_file
 from spec_cases import GOOD, assembled, complaint
 
 pytestmark = pytest.mark.usefixtures("empty_folder")

@@ -9,10 +9,10 @@ import pytest
 from attrs import field, frozen
 from attrs.validators import ge, max_len
 
+from moefw.compose.spec.sections import with_defaults
+from moefw.compose.spec.source import UNREAD, Marks
+from moefw.compose.spec.structure import plain, structure
 from moefw.core.errors import PluginError, Problem
-from moefw.core.spec.sections import with_defaults
-from moefw.core.spec.source import UNREAD, Marks
-from moefw.core.spec.structure import plain, structure
 from spec_cases import assembled, complaint, complaints
 
 pytestmark = pytest.mark.usefixtures("empty_folder")

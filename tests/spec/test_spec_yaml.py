@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from moefw.compose.resolve import assemble
+from moefw.compose.spec.source import MAX_BYTES, Marks, read_yaml, scalar
 from moefw.core.errors import SpecError
-from moefw.core.resolve import assemble
-from moefw.core.spec.source import MAX_BYTES, Marks, read_yaml, scalar
 from spec_cases import DEFAULTS, REGISTRY, complaint, complaints
 
 pytestmark = pytest.mark.usefixtures("empty_folder")

@@ -36,9 +36,6 @@ def breaks(words: str, check: str, *, worlds: tuple[int, ...] = (1, 2), offers: 
         "row_alignment": moefw.ANY,
         "rows": ("ragged", "padded"),
         "counts": ("host", "device"),
-        "differentiable": True,
-        "deterministic": True,
-        "two_in_flight": True,
         **(offers or {}),
     }
 

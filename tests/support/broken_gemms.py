@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefw
-from moefw.core.contracts import Canonical
 from moefw.core.plugin import GemmPlugin
+from moefw.core.records import Canonical
 from moefw.core.stages import ExpertBatch
 
 
@@ -24,7 +24,7 @@ class PlainExperts(nn.Module, moefw.ExpertGemm):
         dims = context.site.dims
         f, e = dims.expert_dim // context.layout.size("etp"), len(context.local_experts)
         self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
-        self.recipe = context.precision
+        self.recipe = context.recipe("moe.experts")
         self.gate = nn.Parameter(torch.empty(e, f, dims.model_dim))
         self.up = nn.Parameter(torch.empty(e, f, dims.model_dim))
         self.down = nn.Parameter(torch.empty(e, dims.model_dim, f))
@@ -70,7 +70,7 @@ class Plain(GemmPlugin):
     regions: ClassVar[tuple[tuple[str, str], ...]] = (("moe_act", "keep"), ("moe_act", "recompute"))
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(region=self.regions, differentiable=True, deterministic=True)
+        return moefw.offers(region=self.regions)
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         return [moefw.need("operand", ("bf16", "fp32"), reason="it calls torch.nn.functional.linear")]

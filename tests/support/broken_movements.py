@@ -8,7 +8,7 @@ import torch.distributed as dist
 import broken_dispatchers
 import moefw
 from broken_dispatchers import Arriving, Returning, ScaledGradient, Wrapper, WrongOrder, breaks, changed
-from moefw.core.communication.traffic import Sent, Traffic
+from moefw.core.records import Sent, Traffic
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 
 # Gradients.
@@ -216,7 +216,7 @@ ASKED = [0]
 
 def _fickle(self, site):
     ASKED[0] += 1
-    return moefw.offers(row_alignment=moefw.ANY, rows=("ragged",), counts=("host",), two_in_flight=ASKED[0] % 2 == 0)
+    return moefw.offers(row_alignment=moefw.ANY, rows=("ragged",), counts=("host", "device")[: ASKED[0] % 2 + 1])
 
 
 class Fickle(Wrapper):

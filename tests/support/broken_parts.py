@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moefw
-from moefw.core.contracts import Side
-from moefw.core.layer import MoELayer
-from moefw.core.parallel.meshes import Mesh, MeshPlan
-from moefw.core.parallel.opened_layout import OpenedLayout
 from moefw.core.plugin import MemoryPlugin
+from moefw.core.records import Side
 from moefw.core.stages import Routing
 from moefw.plugins.parallel.folded import Folded
+from moefw.runtime.layer import MoELayer
+from moefw.runtime.parallel.meshes import Mesh, MeshPlan
+from moefw.runtime.parallel.opened_layout import OpenedLayout
 
 
 @frozen
@@ -396,6 +396,6 @@ class HasNoNodes(_Layout):
     name: ClassVar[str] = "has-no-nodes"
 
     def build(self, plan: moefw.LayoutPlan, device: str) -> moefw.Layout:
-        layout = super().build(plan, device)
+        layout = OpenedLayout(plan, device)
         layout.ranks_per_node = 0
         return layout

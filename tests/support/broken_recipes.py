@@ -9,8 +9,8 @@ from attrs import frozen
 from torch import Tensor
 
 import moefw
-from moefw.core.contracts import Kept
 from moefw.core.plugin import PrecisionPlugin
+from moefw.core.records import Kept
 
 
 @frozen
@@ -21,7 +21,7 @@ class _Recipe(PrecisionPlugin, moefw.Precision):
     operands: ClassVar[tuple[str, ...]] = ("fp32",)
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(operand=self.operands, wire=("fp32",), deterministic=True, differentiable=True)
+        return moefw.offers(operand=self.operands, wire=("fp32",))
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         return self

@@ -11,10 +11,10 @@ from attrs import frozen
 from torch import Tensor, nn
 
 import moefw
-from moefw.core.compute.aux_loss import attach
-from moefw.core.contracts import State
 from moefw.core.plugin import RouterPlugin
+from moefw.core.records import State
 from moefw.core.stages import Batch, Routing
+from moefw.runtime.compute.aux_loss import attach
 
 
 class PlainRouter(nn.Module, moefw.Router):
@@ -82,7 +82,7 @@ class Plain(RouterPlugin):
     runtime: ClassVar[type[PlainRouter]] = PlainRouter
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(partition=("token",), differentiable=True, deterministic=True)
+        return moefw.offers(partition=("token",))
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         return self.runtime(context.site)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moefw.core.errors import CheckpointError
-from moefw.core.parallel.opened_layout import OpenedLayout
+from moefw.runtime.parallel.opened_layout import OpenedLayout
 from moefw.testing.fake_world import fake_assembly
 from moefw.testing.training import SMALL
 from moefw.training import checkpoint

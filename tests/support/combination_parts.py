@@ -78,7 +78,7 @@ class Hashed(moefw.RouterPlugin):
     gate: Literal["plain", "squared"]
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(partition=("token",), differentiable=True, deterministic=True)
+        return moefw.offers(partition=("token",))
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         return HashedRouter(context.site, squared=self.gate == "squared")

@@ -7,11 +7,11 @@ from click.testing import CliRunner
 
 from moefw.commands.plugins import plugins
 from moefw.commands.schema import schema
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
 from moefw.core.errors import MoefwError
-from moefw.core.resolve import assemble_tree
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks
-from moefw.defaults import defaults
 
 HEAD = "from __future__ import annotations\nfrom typing import *\nfrom attrs import field, frozen\nimport moefw\n"
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefw.core.communication.traffic import Traffic
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
 from moefw.core.contracts import Dispatcher
 from moefw.core.errors import MoefwError
-from moefw.core.resolve import assemble_tree
+from moefw.core.records import Traffic
 from moefw.core.site import Machine
-from moefw.core.spec.source import Marks
-from moefw.defaults import defaults
 from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
 from moefw.testing.trial import Outcome, Trial, build_layer, routed, solve

@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from moefw.core.parallel.meshes import DENSE, EXPERT, MeshPlan
 from moefw.core.plugin import LayoutPlugin
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import DenseMesh, ExpertMesh, Folded
+from moefw.runtime.parallel.meshes import DENSE, EXPERT, MeshPlan
 
 MAX_WORLD = 4096
 SIZES = st.sampled_from([1, 1, 2, 3, 4, 5, 6, 8, 16])

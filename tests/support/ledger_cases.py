@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.planner import Ledger, ledger
 from moefw.testing.fake_world import fake_assembly
 from moefw.testing.measured import Measured, measure

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.testing.fake_world import fake_assembly
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.memory_case import Observed, observed

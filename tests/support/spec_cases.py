@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import assemble
 from moefw.core.errors import MoefwError, SpecError
-from moefw.core.registry import Registry
-from moefw.core.resolve import assemble
 from moefw.core.site import Machine
-from moefw.defaults import defaults
 
 REGISTRY = Registry()
 DEFAULTS = defaults()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from faulty_experts import Fault, Faulty, FaultyExperts
 from moefw.core.errors import RunError
-from moefw.core.naming import canonical_parameters, state_tensors
-from moefw.core.parallel.pieces import local, stored
+from moefw.runtime.naming import canonical_parameters, state_tensors
+from moefw.runtime.parallel.pieces import local, stored
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL

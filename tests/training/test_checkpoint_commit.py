@@ -17,9 +17,9 @@ from torch import Tensor
 
 from checkpoint_cases import SHARD, save, tiny
 from moefw.core.errors import RunError
-from moefw.core.naming import by_parameter, state_tensors
-from moefw.core.parallel.opened_layout import OpenedLayout
-from moefw.core.parallel.pieces import local, whole
+from moefw.runtime.naming import by_parameter, state_tensors
+from moefw.runtime.parallel.opened_layout import OpenedLayout
+from moefw.runtime.parallel.pieces import local, whole
 from moefw.testing.fake_world import fake_assembly
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.optimizer_memory_case import give_gradients

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from moefw.commands import specs
 from moefw.commands.eval import evaluate
 from moefw.commands.train import train
+from moefw.compose.build import open_layout
 from moefw.core.errors import DataError
 from moefw.testing.pool import RankPool
 from moefw.training import session
@@ -44,7 +45,7 @@ def test_a_run_of_one_rank_prepares_once_and_reads_the_held_out_text_at_the_end_
 
 def times_prepared(spec: str, cache: str) -> int:
     assembly, rank = specs.read(spec, ["parallel={experts: {ep: 2}}"], 2), dist.get_rank()
-    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    layout = open_layout(assembly, "cpu")
     with (
         mock.patch.dict("os.environ", {"MOEFW_CACHE": cache}),
         mock.patch.object(Text, "prepare", autospec=True, side_effect=Text.prepare) as prepare,

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefw.core.errors import StoppedError
 from moefw.testing.pool import RankPool
+from moefw.training.errors import StoppedError
 from moefw.training.faults import requests as requests_module
 from moefw.training.faults.blame import Seen, accusation, culprit, in_words
 from moefw.training.faults.limits import START_S, collective_timeout_s

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefw.core.naming import initialise
+from moefw.runtime.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
 from moefw.testing.trial import DISPATCHERS

@@ -14,17 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from moefw.core.errors import PlanError, RunError, StoppedError
-from moefw.core.spec.sections import RunSpec
+from moefw.compose.spec.sections import RunSpec
+from moefw.core.errors import PlanError, RunError
 from moefw.training import local_ranks
+from moefw.training.errors import StoppedError
 from moefw.training.faults.requests import StopRequests
 from moefw.training.launcher import check_room, run_local_ranks
 
 RANK = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from moefw.core.errors import LostContactError, RunError, StoppedError
-from moefw.core.spec.sections import RunSpec
+from moefw.core.errors import RunError
+from moefw.training.errors import LostContactError, StoppedError
+from moefw.compose.spec.sections import RunSpec
 from moefw.training.faults import watch
 from moefw.training.faults.board import meeting_folder
 from moefw.training.faults.rank import watched

@@ -16,12 +16,12 @@ from attrs import frozen
 
 import moefw
 from broken_gemms import Plain
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import assemble
 from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import PluginError
 from moefw.core.plugin import SchedulePlugin
-from moefw.core.registry import Registry
-from moefw.core.resolve import assemble
-from moefw.defaults import defaults
 from moefw.training import trainer
 from moefw.training.data import Text
 from moefw.training.metrics import read_metrics

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from moefw.commands import specs
-from moefw.core.build import Shared, build_model
-from moefw.core.naming import initialise
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.runtime.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.training.session import Session
 from moefw.training.trainer import Trainer
@@ -95,7 +95,7 @@ def train_save_and_resume(spec: str, run_dir: str, cache: Path) -> list[float]:
         mock.patch.object(dist.distributed_c10d, "_tensor_to_object", refuse),
         mock.patch.object(pickle, "loads", refuse),
     ):
-        layout, shared, device = assembly.parts.parallel.build(assembly.layout, "cpu"), Shared(), torch.device("cpu")
+        layout, shared, device = open_layout(assembly, "cpu"), Shared(), torch.device("cpu")
         model = build_model(assembly, layout, device, shared)
         initialise(model, seed=0, std=model.init_std)
         session = Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)

@@ -18,8 +18,8 @@ import torch
 
 from command_here import complaint, moefw_says
 from moefw.commands import specs
-from moefw.core.build import Shared, build_model
-from moefw.core.naming import initialise
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.runtime.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.testing.trial import DISPATCHERS
 from moefw.training.session import Session
@@ -198,7 +198,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 def learn(overrides: list[str], cache: Path) -> list[float]:
     """Return the losses of 8 steps of the quickstart on this rank's world."""
     assembly = specs.read(str(QUICKSTART), overrides, 2)
-    layout, shared = assembly.parts.parallel.build(assembly.layout, "cpu"), Shared()
+    layout, shared = open_layout(assembly, "cpu"), Shared()
     data = assembly.parts.data.prepare(cache)
     model = build_model(assembly, layout, torch.device("cpu"), shared)
     initialise(model, seed=assembly.spec.run.seed, std=model.init_std)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moefw.core.build import Shared
-from moefw.core.parallel.opened_layout import OpenedLayout
+from moefw.compose.build import Shared
+from moefw.runtime.parallel.opened_layout import OpenedLayout
 from moefw.testing.fake_world import fake_assembly
 from moefw.testing.training import SMALL
 from moefw.training import session

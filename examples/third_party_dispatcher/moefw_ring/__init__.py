@@ -9,7 +9,7 @@ from attrs import frozen
 
 import moefw
 
-moefw_api = ">=1,<2"
+moefw_api = ">=2,<3"
 
 
 @frozen
@@ -29,9 +29,6 @@ class Ring(moefw.DispatcherPlugin):
             row_alignment=moefw.ANY,
             rows=("ragged", "padded"),
             counts=("host", "device"),
-            differentiable=True,
-            deterministic=True,
-            two_in_flight=True,
             row_keys=True,
         )
 

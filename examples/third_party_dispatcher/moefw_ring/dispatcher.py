@@ -14,10 +14,11 @@ from attrs import frozen
 from torch import Tensor
 
 import moefw
-from moefw.core.communication.exchange import exchange_now
-from moefw.core.communication.movement import finish, start, stay
-from moefw.core.communication.traffic import Traffic, traffic_of
-from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.context import ExpertGroup
+from moefw.core.records import Traffic
+from moefw.runtime.communication.exchange import exchange_now
+from moefw.runtime.communication.movement import finish, start, stay
+from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, Slots, arrange, gather, gather_sum, sort_slots
 from moefw_ring.lane import Lane, Onward, Return
 

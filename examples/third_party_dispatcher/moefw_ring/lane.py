@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.communication.movement import Work
+from moefw.runtime.communication.movement import Work
 
 Round = list[Work]
 """What is under way at a time: one hop of every lane."""

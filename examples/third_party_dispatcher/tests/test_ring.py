@@ -8,9 +8,9 @@ import pytest
 import torch
 from moefw_ring import Ring
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import Shared
-from moefw.core.communication.traffic import Traffic
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared
+from moefw.core.records import Traffic
 from moefw.testing import DispatcherSuite
 from moefw.testing.counting import CountingGroup
 from moefw.testing.threads import thread_world

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from moefw.core.build import BuildContext
+from moefw.compose.build import LayerContext
 
 OUTSIDE: Final = "outside"
 """What lies in no region: embedding, head and loss, or the optimizer."""
@@ -80,14 +80,13 @@ class Places:
         """Follow the regions of all models that are built in this block."""
         with ExitStack() as stack:
             for name in ("region", "movement"):
-                bind = getattr(BuildContext, name, None)
-                if bind is not None:
-                    stack.enter_context(mock.patch.object(BuildContext, name, self._binding(bind)))
+                bind = self._binding(getattr(LayerContext, name))
+                stack.enter_context(mock.patch.object(LayerContext, name, bind))
             yield
 
     def _binding(self, bind: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(bind)
-        def watching(context: BuildContext, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        def watching(context: LayerContext, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
             place = Place(_BUILD, name, context.site.layer)
             inside = self._marked(function, place)
             bound = bind(context, name, inside, *args, **kwargs)

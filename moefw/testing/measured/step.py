@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import Shared, build_model
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
-from moefw.core.naming import initialise
-from moefw.core.parallel.pieces import local
 from moefw.core.stages import Batch
 from moefw.plugins.memory.offload.pool import Pool
+from moefw.runtime.naming import initialise
+from moefw.runtime.parallel.pieces import local
 from moefw.testing.measured.even import EvenChoice
 from moefw.testing.measured.places import Place
 from moefw.testing.measured.recorder import GATHERED, Life, Recorder
@@ -64,7 +64,7 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
         stack.enter_context(recorder.places.watched())
         stack.enter_context(_parts_known(recorder))
         stack.callback(shared.close)
-        layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+        layout = open_layout(assembly, "cpu")
         model = build_model(assembly, layout, torch.device("cpu"), shared)
         if values:
             std: Any = model.init_std

@@ -37,6 +37,7 @@ class Suite:
 
     ``options`` is what a spec would say beside ``use:``. What the plugin offers decides what is checked: a promise that
     is not kept fails, one that is not made skips with the reason. ``parts`` fills the other sections of the spec.
+    ``repeats`` False: the part is right, and does not give the same bits in two runs (it adds up by atomics, say).
     """
 
     section: ClassVar[str]
@@ -44,6 +45,7 @@ class Suite:
     plugin: ClassVar[type[Plugin]]
     options: ClassVar[Mapping[str, Any]] = {}
     parts: ClassVar[Mapping[str, Any]] = {}
+    repeats: ClassVar[bool] = True
 
     pool: RankPool
     profile: Profile
@@ -74,6 +76,11 @@ class Suite:
         if not value:
             pytest.skip(f"{self.plugin.name} does not offer {fact}")
         return value
+
+    def must_repeat(self) -> None:
+        """Skip the check where the part does not repeat itself."""
+        if not self.repeats:
+            pytest.skip(f"{self.plugin.name} does not give the same bits in two runs, as the suite is told")
 
     def for_all(self, check: Callable[[Any], None], examples: st.SearchStrategy[Any], *, shrink: bool = True) -> None:
         """Run ``check`` on drawn examples, as many as the profile says; the smallest that fails is reported.

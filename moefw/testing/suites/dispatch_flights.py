@@ -14,7 +14,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Dispatcher
 from moefw.core.stages import Routing
 from moefw.testing.suites.dispatch_case import Case

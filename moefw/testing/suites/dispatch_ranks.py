@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import Shared
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared
 from moefw.core.contracts import Dispatcher
 from moefw.core.stages import ExpertBatch, Receipt, Routing
 from moefw.testing.suites.dispatch_case import Case

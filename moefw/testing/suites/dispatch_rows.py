@@ -146,7 +146,7 @@ class RowChecks(DispatcherRunner):
             for rank, (wanted, got, saved) in enumerate(self.ranks(without_gradients, case)):
                 if saved:
                     return f"rank {rank}: under torch.no_grad {saved[0]}"
-                fault = judge.different({f"rank {rank}": (wanted, got)}, exact=self.exact)
+                fault = judge.different({f"rank {rank}": (wanted, got)}, exact=self.repeats)
                 if fault:
                     return f"{fault} under torch.no_grad"
             return None
@@ -158,7 +158,7 @@ class RowChecks(DispatcherRunner):
 
         def look(case: Case) -> str | None:
             pairs = list(zip(self.moved(case), self.ranks(moved, case, padding=float("nan")), strict=True))
-            fault = judge.different(pairs, exact=self.exact)
+            fault = judge.different(pairs, exact=self.repeats)
             return f"{fault} when the rows that pad groups hold NaN: combine reads padding" if fault else None
 
         self.each([*self.some(row_alignment=4), *self.some(row_alignment=16, skew="starved")], look)
@@ -168,7 +168,7 @@ class RowChecks(DispatcherRunner):
 
         def look(case: Case) -> str | None:
             for rank, (shuffled_TD, straight_TD) in enumerate(self.ranks(permuted, case)):
-                same = same_bits(shuffled_TD, straight_TD) if self.exact else torch.allclose(shuffled_TD, straight_TD)
+                same = same_bits(shuffled_TD, straight_TD) if self.repeats else torch.allclose(shuffled_TD, straight_TD)
                 if not same:
                     return f"rank {rank}: tokens in another order get other outputs"
             return None

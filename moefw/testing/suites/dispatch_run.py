@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 import pytest
 import torch.distributed as dist
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.core.errors import ContractError, MoefwError, PlanError
 from moefw.core.facts import ANY, Offers
 from moefw.testing.poisoned import poisoned_memory
@@ -130,11 +130,6 @@ class DispatcherRunner(Suite):
             return True
 
         return bool(self._once("threads", probe))
-
-    @property
-    def exact(self) -> bool:
-        """Whether the same movement must give the same bits: it is offered."""
-        return bool(self.offers().get("deterministic", False))
 
     def offers(self, **settings: Any) -> Offers:
         """Return what the plugin promises in the first world that it takes; skips the check where it takes none."""

@@ -29,7 +29,7 @@ class StateChecks(RowChecks):
         for rank, pairs in enumerate(ranks):
             named = {f"rank {rank}": pairs} if isinstance(pairs, tuple) else pairs
             named = {f"rank {rank}, {n}": pair for n, pair in enumerate(named)} if isinstance(named, list) else named
-            fault = judge.different(named, exact=self.exact)
+            fault = judge.different(named, exact=self.repeats)
             if fault:
                 where = "" if fault.startswith("rank") else f"rank {rank}, "
                 return f"{where}{fault}: {why}"
@@ -42,7 +42,7 @@ class StateChecks(RowChecks):
             pairs = self.twice(case)
             again = [second for _, second in pairs]
             wrong = next(filter(None, (one(case, again) for one in judge.JUDGES)), None)
-            fault = judge.different(pairs, exact=self.exact) or wrong
+            fault = judge.different(pairs, exact=self.repeats) or wrong
             return f"{fault}: a later call on the same dispatcher gives something else" if fault else None
 
         self.each([*self.some(), *self.some(top_k=1, skew="one"), *self.some(row_alignment=4)], look)
@@ -72,7 +72,6 @@ class StateChecks(RowChecks):
 
     def test_two_movements_in_flight_do_not_disturb_each_other(self) -> None:
         """Interleaved and with the backwards in either order they give what they give in a row."""
-        self.promised("two_in_flight")
 
         def look(case: Case) -> str | None:
             by_order = {order: self.ranks(flights.two_at_once, case, order=order) for order in ORDERS}
@@ -81,7 +80,7 @@ class StateChecks(RowChecks):
                     named = {
                         f"rank {rank}, {name}": pair for name, pair in zip("AB", zip(straight, crossed), strict=True)
                     }
-                    fault = judge.different(named, exact=self.exact)
+                    fault = judge.different(named, exact=self.repeats)
                     if fault:
                         how = f"its backward: {order}" if order != "together" else "both backwards at once"
                         return f"{fault} when another movement is in flight ({how})"
@@ -131,14 +130,14 @@ class StateChecks(RowChecks):
 
     def test_two_runs_give_the_same_bits(self) -> None:
         """Also when one rank is slow."""
-        self.promised("deterministic")
+        self.must_repeat()
 
         def look(case: Case) -> str | None:
             for slow in (0, case.world - 1):
                 slowed = [result for result, _, _ in self.ranks(witnessed, case, slow=slow)]
                 fault = judge.different(list(zip(self.moved(case), slowed, strict=True)))
                 if fault:
-                    return f"{fault} in a second run: deterministic is offered, and two runs give different bits"
+                    return f"{fault} in a second run: two runs give different bits"
             return None
 
         self.each(self.some(), look)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from moefw.core.assembly import Assembly
+from moefw.compose.assembly import Assembly
 from moefw.testing.suites.dispatch_case import SKEWS, Case
 from moefw.testing.suites.dispatch_ranks import opened
 from moefw.testing.suites.dispatch_run import DispatcherRunner

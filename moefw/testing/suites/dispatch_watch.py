@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefw.core.assembly import Assembly
-from moefw.core.communication.traffic import Traffic
+from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Dispatcher
+from moefw.core.records import Traffic
 from moefw.testing.counting import CountingGroup
 from moefw.testing.suites.dispatch_case import Case
 from moefw.testing.suites.dispatch_flights import other_case

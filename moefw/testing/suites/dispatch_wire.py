@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from moefw.core.communication.traffic import Sent
+from moefw.core.records import Sent
 from moefw.testing.suites import dispatch_judge as judge
 from moefw.testing.suites.dispatch_case import Case, unequal
 from moefw.testing.suites.dispatch_run import DispatcherRunner
@@ -56,7 +56,7 @@ class WireChecks(DispatcherRunner):
                 if overwritten:
                     return f"rank {rank}: what the {overwritten[0]} sends is overwritten before it was awaited"
             late = [result for result, _, _ in ranks]
-            fault = judge.different(list(zip(self.moved(case), late, strict=True)), exact=self.exact)
+            fault = judge.different(list(zip(self.moved(case), late, strict=True)), exact=self.repeats)
             return f"{fault}: a buffer is read before the collective that fills it was awaited" if fault else None
 
         self.each(self.worlds(), look)

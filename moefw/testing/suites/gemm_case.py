@@ -11,11 +11,11 @@ from attrs import frozen
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moefw.core.assembly import Assembly
-from moefw.core.contracts import Canonical
-from moefw.core.memory.dropped import drops, inside, output_of
-from moefw.core.naming import initialise
+from moefw.compose.assembly import Assembly
+from moefw.core.records import Canonical
 from moefw.core.stages import ExpertBatch
+from moefw.runtime.memory.dropped import drops, inside, output_of
+from moefw.runtime.naming import initialise
 from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import same_bits, worst_error
 from moefw.testing.trial import Trial

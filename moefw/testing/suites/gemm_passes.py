@@ -11,8 +11,9 @@ from attrs import frozen
 from torch import Tensor
 
 import moefw
-from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
+from moefw.core.contracts import Precision
 from moefw.core.plugin import PrecisionPlugin
+from moefw.core.records import Kept, Pass, Role, Rows
 
 Asked = Counter[tuple[Role, Pass]]
 PRODUCTS: Mapping[Pass, tuple[Role, Role]] = {
@@ -55,7 +56,7 @@ class Noting(PrecisionPlugin):
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
         """Operands are fp32."""
-        return moefw.offers(operand=("fp32",), wire=("fp32",), deterministic=True, differentiable=True)
+        return moefw.offers(operand=("fp32",), wire=("fp32",))
 
     def build(self, context: moefw.BuildContext) -> Precision:
         """Return the recipe, which has noted nothing yet."""

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from moefw.core.contracts import LayoutPlan, Side
+from moefw.compose.spec.source import Marks
+from moefw.compose.spec.structure import structure
+from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import PlanError, Problem
-from moefw.core.parallel.meshes import COPIES
-from moefw.core.spec.source import Marks
-from moefw.core.spec.structure import structure
+from moefw.core.records import Side
+from moefw.runtime.parallel.meshes import COPIES
+from moefw.runtime.parallel.opened_layout import open_by
 from moefw.testing.suites.base import Suite
 
 MAX_RANKS, MAX_SECONDS = 4096, 1.0
@@ -287,7 +289,7 @@ class Opened:
 
 def open_on_this_rank(declaration: Any, world: int, meshes: Sequence[Sequence[str]]) -> Opened:
     """Open a layout and look at the groups over all sets of axes of each mesh, and at those of copies. Collective."""
-    layout = declaration.build(declaration.plan(world), "cpu")
+    layout = open_by(declaration, declaration.plan(world), "cpu")
     groups = {}
     opened: dict[tuple[int, ...], tuple[str, Any]] = {}
     twice = []

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.layer import MoELayer
-from moefw.core.naming import canonical_parameters
 from moefw.core.stages import Routing
+from moefw.runtime.layer import MoELayer
+from moefw.runtime.naming import canonical_parameters
 from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.trial import Trial
 

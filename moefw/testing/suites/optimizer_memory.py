@@ -9,9 +9,9 @@ import pytest
 import torch
 from attrs import frozen
 
-from moefw.core.contracts import OptimizerPolicy
 from moefw.core.errors import MoefwError, PlanError
 from moefw.core.plugin import OptimizerPlugin
+from moefw.runtime.memory.optimizer_states import OptimizerPolicy
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.optimizer_memory_case import Rested, rested
 from moefw.testing.suites.runs import open_context, whole_model

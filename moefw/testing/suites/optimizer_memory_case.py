@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moefw.core.naming import by_parameter, joined
-from moefw.core.parallel.pieces import all_of, is_shared_out, local, whole
+from moefw.runtime.naming import by_parameter, joined
+from moefw.runtime.parallel.pieces import all_of, is_shared_out, local, whole
 from moefw.testing.suites.runs import open_model
 from moefw.testing.trial import Trial
 from moefw.training.treated_optimizer import build_optimizer

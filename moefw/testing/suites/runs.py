@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefw.core.assembly import Assembly
-from moefw.core.build import BuildContext, ModelContext, Shared, build_model
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import ModelParts, Shared, build_model, open_layout
+from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout
-from moefw.core.naming import canonical_parameters, initialise, state_tensors
 from moefw.core.plugin import Plugin
 from moefw.core.stages import Batch
+from moefw.runtime.naming import canonical_parameters, initialise, state_tensors
 from moefw.testing.training import SMALL
 from moefw.testing.trial import Trial
 from moefw.training.engine import Engine, StepResult
@@ -30,8 +31,8 @@ def row_alignment(assembly: Assembly) -> int:
 def open_context(trial: Trial) -> tuple[BuildContext, Assembly]:
     """Return what the parts of the trial's layer get to build themselves on this rank, and the assembly."""
     assembly = trial.resolve()
-    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
-    return ModelContext(assembly, layout, torch.device("cpu"), Shared()).at(0), assembly
+    layout = open_layout(assembly, "cpu")
+    return ModelParts(assembly, layout, torch.device("cpu"), Shared()).at(0), assembly
 
 
 def whole_model(
@@ -51,7 +52,7 @@ def whole_model(
 def open_model(trial: Trial) -> tuple[nn.Module, Assembly, Layout, Shared]:
     """Return the whole model of a trial on this rank, initialised by name."""
     assembly = trial.resolve()
-    layout = assembly.parts.parallel.build(assembly.layout, "cpu")
+    layout = open_layout(assembly, "cpu")
     shared = Shared()
     model = build_model(assembly, layout, torch.device("cpu"), shared)
     std: Any = model.init_std

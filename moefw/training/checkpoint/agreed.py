@@ -6,8 +6,9 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
+from moefw.compose.spec.source import show
 from moefw.core.data import DataSource
-from moefw.core.errors import CheckpointError, PlanError, Problem, show
+from moefw.core.errors import CheckpointError, PlanError, Problem
 from moefw.training.agreement import everywhere, raise_together
 from moefw.training.checkpoint.choice import Chosen, choose
 from moefw.training.resume import Which

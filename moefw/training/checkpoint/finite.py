@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moefw.core.contracts import Canonical, Layout
+from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
-from moefw.core.naming import by_parameter, state_tensors
-from moefw.core.parallel.pieces import is_shared_out, local, stored
+from moefw.core.records import Canonical
+from moefw.runtime.naming import by_parameter, state_tensors
+from moefw.runtime.parallel.pieces import is_shared_out, local, stored
 from moefw.training.agreement import everywhere
 from moefw.training.checkpoint.shards import is_finite, words
 from moefw.training.folder import checkpoint_dirs

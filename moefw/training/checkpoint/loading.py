@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.errors import CheckpointError
-from moefw.core.parallel.pieces import all_of
+from moefw.runtime.parallel.pieces import all_of
 from moefw.training.agreement import raise_together
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, SavedTensor, read_manifest

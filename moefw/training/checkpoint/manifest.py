@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 from attrs import Factory, asdict, frozen
 
-from moefw.core.errors import show
+from moefw.compose.spec.source import show
 from moefw.training.folder import MANIFEST
 
 FORMAT: Final = 2

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
-from moefw.core.errors import NotWrittenError
-from moefw.core.naming import by_parameter, expert_parameters, joined, states
-from moefw.core.parallel.pieces import whole
+from moefw.runtime.naming import by_parameter, expert_parameters, joined, states
+from moefw.runtime.parallel.pieces import whole
 from moefw.training.agreement import everywhere
 from moefw.training.checkpoint.commit import begin, commit, prune, sync
 from moefw.training.checkpoint.finite import require_finite
 from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
 from moefw.training.checkpoint.shards import described
+from moefw.training.errors import NotWrittenError
 from moefw.training.faults.stamps import stamp
 from moefw.training.gradients import copied_over, split_axis
 from moefw.training.meters import HOLDERS

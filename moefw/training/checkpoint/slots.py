@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moefw.core.contracts import Canonical
-from moefw.core.naming import canonical_parameters, state_tensors
+from moefw.core.records import Canonical
+from moefw.runtime.naming import canonical_parameters, state_tensors
 from moefw.training.checkpoint.manifest import SavedTensor
 from moefw.training.checkpoint.shards import DTYPES
 

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from attrs import evolve, field, frozen
-from attrs.validators import and_, gt, lt, min_len, optional
+from attrs import evolve, frozen
 
 import moefw
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
+from moefw.training.data.options import Options
 
 NUM_BYTES = 256
 
 
 @frozen(kw_only=True)
-class Text(DataSourcePlugin):
+class Text(Options, DataSourcePlugin):
     """The text in a file or a folder; one file is one document.
 
     ``path`` null: the sources of the running Python's standard library. ``suffixes`` keeps the files of a folder
@@ -30,17 +30,6 @@ class Text(DataSourcePlugin):
     """
 
     name: ClassVar[str] = "text"
-
-    path: str | None = field(default=None, validator=optional(min_len(1)))
-    suffixes: tuple[str, ...] = ()
-    tokenizer: str = field(default="bytes", validator=min_len(1))
-    heldout: float = field(default=0.05, validator=and_(gt(0.0), lt(1.0)))
-
-    @property
-    def bpe_size(self) -> int | None:
-        """How many ids a vocabulary gets that is made from the text; None: it is not made from it."""
-        number = re.fullmatch("bpe-([0-9]{1,9})", self.tokenizer)
-        return int(number[1]) if number else None
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Room for the ids that are asked for."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from moefw.core.data import DataSource
 from moefw.core.errors import DataError
@@ -16,14 +16,12 @@ from moefw.training.data.bpe import train_bpe
 from moefw.training.data.corpus import CACHE_TAG, Corpus, Document, find_corpus, halves, pieces, text_documents
 from moefw.training.data.corpus_ids import Encode, write_tokens
 from moefw.training.data.encoding import EncodingError, EncodingProcess
+from moefw.training.data.options import Options
 from moefw.training.data.prepared import HELDOUT, HELDOUT_TEXT, TRAIN, Prepared, describe, new_folder, open_prepared
 from moefw.training.data.progress import EncodingProgress
 from moefw.training.data.tokenizers import TextTokenizer, fingerprint, load_tokenizer, not_a_tokenizer, read_tokenizer
 from moefw.training.data.tokens import TokenFile, token_dtype
 from moefw.training.folder import TOKENIZER
-
-if TYPE_CHECKING:
-    from moefw.training.data import Text
 
 FORMAT = 2
 """Counted up when files of the same corpus would come out differently."""
@@ -78,7 +76,7 @@ class TextSource(DataSource):
             path.write_bytes(content)
 
 
-def prepare_text(options: Text, cache_dir: Path) -> TextSource:
+def prepare_text(options: Options, cache_dir: Path) -> TextSource:
     """Return the corpus that ``options`` name, tokenized in this call unless an earlier one did it.
 
     Files are written beside their place and moved there whole, so a process may be killed at any time, and
@@ -137,7 +135,7 @@ def _digest(corpus: Corpus, tokenizer: str, heldout: float) -> str:
     return digest.hexdigest()[:32]
 
 
-def _fill(folder: Path, corpus: Corpus, content: bytes | None, options: Text) -> None:
+def _fill(folder: Path, corpus: Corpus, content: bytes | None, options: Options) -> None:
     documents = text_documents(corpus)
     train, heldout = split_documents(documents, options.heldout)
     (folder / CACHE_TAG).write_text(_TAG, encoding="utf-8")

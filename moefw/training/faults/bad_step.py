@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import Final, Literal, final
 
 import torch
 from attrs import frozen
@@ -11,11 +11,9 @@ from torch import nn
 
 from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
+from moefw.training.attempt import Attempt
 from moefw.training.faults.bad_values import bad_state, first_of_all
 from moefw.training.faults.watched_step import StepWatch
-
-if TYPE_CHECKING:
-    from moefw.training.engine import Attempt
 
 Policy = Literal["stop", "skip", "rerun"]
 

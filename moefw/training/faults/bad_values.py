@@ -8,9 +8,10 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from moefw.core.contracts import Canonical, Layout
-from moefw.core.naming import by_parameter, state_tensors
-from moefw.core.parallel.pieces import local, stored
+from moefw.core.contracts import Layout
+from moefw.core.records import Canonical
+from moefw.runtime.naming import by_parameter, state_tensors
+from moefw.runtime.parallel.pieces import local, stored
 from moefw.training.agreement import everywhere
 
 _FINITE, _NAN, _INF = 1, 2, 3

@@ -9,11 +9,12 @@ from functools import partial
 from numbers import Real
 from typing import Any, final
 
-from moefw.core.assembly import Assembly
-from moefw.core.errors import ContractError, MoefwError, PluginError, show
+from moefw.compose.assembly import Assembly
+from moefw.compose.process_state import kept
+from moefw.compose.registry import OURS, Part
+from moefw.compose.spec.source import show
+from moefw.core.errors import ContractError, MoefwError, PluginError
 from moefw.core.plugin import Plugin
-from moefw.core.process_state import kept
-from moefw.core.registry import OURS, Part
 
 
 class MisbehaviourError(PluginError):

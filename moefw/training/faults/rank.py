@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from moefw.core.errors import LostContactError, RunError
-from moefw.core.spec.sections import RunSpec
+from moefw.compose.spec.sections import RunSpec
+from moefw.core.errors import RunError
+from moefw.training.errors import LostContactError
 from moefw.training.faults.departures import left_early, out_of_memory
 from moefw.training.faults.memory import is_out_of_memory
 from moefw.training.faults.requests import StopRequests

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Literal, Self, final
 
-from moefw.core.errors import StoppedError
+from moefw.training.errors import StoppedError
 
 ASKING: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INTERRUPTED: Final = 128 + signal.SIGINT

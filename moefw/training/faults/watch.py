@@ -15,8 +15,8 @@ from typing import NoReturn, Self, final
 
 from attrs import evolve
 
+from moefw.compose.spec.sections import RunSpec
 from moefw.core.errors import Problem
-from moefw.core.spec.sections import RunSpec
 from moefw.training.faults.blame import Seen, accusation, culprit, left_silently, vanished
 from moefw.training.faults.board import meeting_folder, record_file, stack_file
 from moefw.training.faults.limits import LOOK_S, look_every_s

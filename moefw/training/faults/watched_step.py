@@ -16,11 +16,12 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from moefw.core.contracts import Canonical, ExpertGemm
-from moefw.core.memory.dropped import in_backward
-from moefw.core.naming import by_parameter
-from moefw.core.parallel.pieces import is_shared_out
+from moefw.core.contracts import ExpertGemm
+from moefw.core.records import Canonical
 from moefw.core.stages import ExpertBatch, Routing
+from moefw.runtime.memory.dropped import in_backward
+from moefw.runtime.naming import by_parameter
+from moefw.runtime.parallel.pieces import is_shared_out
 from moefw.training.faults.bad_values import BadTensor, bad_pieces, bad_values
 
 _FORWARD, _BACKWARD = 0, 1

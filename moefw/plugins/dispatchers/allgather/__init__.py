@@ -8,11 +8,11 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.communication.dispatch_options import SendsRows
-from moefw.core.communication.row_indices import arrival
-from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
+from moefw.ledger.indices import arrival
+from moefw.ledger.parts import Extent, PartMemory
+from moefw.plugins.dispatchers.wire_option import SendsRows
 
 
 @frozen(kw_only=True)
@@ -27,9 +27,6 @@ class AllGather(SendsRows):
             row_alignment=moefw.ANY,
             rows=("ragged", "padded"),
             counts=("host", "device"),
-            differentiable=True,
-            deterministic=True,
-            two_in_flight=True,
             row_keys=True,
         )
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.communication.gather import all_gather, gather, reduce
-from moefw.core.communication.movement import Codec, Pending, finish
-from moefw.core.communication.traffic import Traffic, traffic_of
-from moefw.core.contracts import Dispatcher
-from moefw.core.parallel.expert_group import ExpertGroup
-from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.context import ExpertGroup
+from moefw.core.contracts import Codec, Dispatcher
+from moefw.core.records import Traffic
+from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
+from moefw.runtime.communication.gather import all_gather, gather, reduce
+from moefw.runtime.communication.movement import finish
+from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, arrange
 
 LENGTH_BYTES, ID_BYTES, WEIGHT_BYTES = 16, 4, 4

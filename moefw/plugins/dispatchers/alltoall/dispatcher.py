@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.communication.exchange import Splits, exchange, exchange_now
-from moefw.core.communication.movement import Codec, Pending, finish
-from moefw.core.communication.traffic import Traffic, traffic_of
-from moefw.core.contracts import Dispatcher
-from moefw.core.parallel.expert_group import ExpertGroup
-from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.context import ExpertGroup
+from moefw.core.contracts import Codec, Dispatcher
+from moefw.core.records import Traffic
+from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
 from moefw.plugins.dispatchers.alltoall.parts import Parts
+from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
+from moefw.runtime.communication.movement import finish
+from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Groups, Slots, gather_sum, group_chunks, sort_slots
 
 Counts = Sequence[Sequence[int]]

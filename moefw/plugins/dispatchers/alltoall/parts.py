@@ -8,9 +8,10 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.communication.exchange import Splits, exchange
-from moefw.core.communication.movement import Codec, finish
-from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.context import ExpertGroup
+from moefw.core.contracts import Codec
+from moefw.runtime.communication.exchange import Splits, exchange
+from moefw.runtime.communication.movement import finish
 
 
 @frozen

@@ -8,10 +8,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moefw.core.communication.movement import Work
-from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.wire import Arrived, EventWork, Moved, Wire
+from moefw.runtime.communication.movement import Work
 
 BF16_BYTES = 2
 WEIGHTS_MULTIPLE = 8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import moefw
-from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.wire import Arrived, EventWork, Moved, Wire
 

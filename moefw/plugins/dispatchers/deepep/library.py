@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moefw
-from moefw.core.communication.movement import Pending, finish, start
-from moefw.core.communication.traffic import Traffic, traffic_of
+from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
-from moefw.core.parallel.expert_group import ExpertGroup
-from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.records import Traffic
+from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.probe import open_wire
 from moefw.plugins.dispatchers.deepep.torch_backend import COUNT_BYTES, ID_BYTES, WEIGHT_BYTES, TorchDeepEP
 from moefw.plugins.dispatchers.deepep.wire import Moved, Wire
+from moefw.runtime.communication.movement import finish, start
+from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, arrange
 
 

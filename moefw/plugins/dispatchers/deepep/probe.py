@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import moefw
-from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.deepep.limits import INSTALL, PACKAGE, Shape, buffer_limits, elastic_limits
 from moefw.plugins.dispatchers.deepep.wire import Wire
 

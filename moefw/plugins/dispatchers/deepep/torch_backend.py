@@ -12,12 +12,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moefw.core.communication.exchange import Splits, exchange, exchange_now
-from moefw.core.communication.movement import Codec, Pending, finish
-from moefw.core.communication.traffic import Traffic, traffic_of
-from moefw.core.contracts import Dispatcher
-from moefw.core.parallel.expert_group import ExpertGroup
-from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.context import ExpertGroup
+from moefw.core.contracts import Codec, Dispatcher
+from moefw.core.records import Traffic
+from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
+from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
+from moefw.runtime.communication.movement import finish
+from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, RowMap, arrange, distinct, gather_sum, sort_slots
 
 ID_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 16

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from moefw.core.communication.movement import Work
+from moefw.runtime.communication.movement import Work
 
 Moved = tuple[list[Tensor], list[Work]]
 """Buffers that fill, and the works to wait for."""

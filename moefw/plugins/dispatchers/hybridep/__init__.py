@@ -10,13 +10,13 @@ from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
-from moefw.core.communication.dispatch_options import SendsRows
-from moefw.core.communication.row_indices import Indices, arrival, distinct_choices
-from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
+from moefw.ledger.indices import Indices, arrival, distinct_choices
+from moefw.ledger.parts import Extent, PartMemory
 from moefw.plugins.dispatchers.hybridep.limits import Shape, library_needs, limits
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node, uneven_nodes
+from moefw.plugins.dispatchers.wire_option import SendsRows
 
 
 @frozen(kw_only=True)
@@ -46,9 +46,6 @@ class HybridEP(SendsRows):
             row_alignment=moefw.ANY,
             rows=("static",) if self.rank_capacity else ("ragged", "padded"),
             counts=("device",) if sync_free else ("host", "device"),
-            differentiable=True,
-            deterministic=True,
-            two_in_flight=True,
             row_keys=True,
             **budget,
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
 
 INT_BYTES, ID_BYTES, WEIGHT_BYTES = 8, 4, 4

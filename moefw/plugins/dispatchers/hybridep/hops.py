@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefw.core.communication.exchange import Splits, exchange, exchange_now
-from moefw.core.communication.movement import Codec, Pending
-from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.context import ExpertGroup
+from moefw.core.contracts import Codec
+from moefw.core.stages import Pending
+from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
 from moefw_kernels.permute import RowMap, distinct, gather_sum, sort_slots
 
 Lines = list[list[int]]

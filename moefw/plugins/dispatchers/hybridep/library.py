@@ -18,17 +18,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import moefw
-from moefw.core.communication.exchange import exchange_now
-from moefw.core.communication.movement import Pending, Work, finish, start
-from moefw.core.communication.traffic import Traffic, traffic_of
+from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
-from moefw.core.parallel.expert_group import ExpertGroup
-from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.records import Traffic
+from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
 from moefw.plugins.dispatchers.hybridep.counted import WEIGHT_BYTES, both_hops, told_beforehand
 from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Shape
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 from moefw.plugins.dispatchers.hybridep.wire import COUNTS, OVERFLOW, HybridWire, Landed
+from moefw.runtime.communication.exchange import exchange_now
+from moefw.runtime.communication.movement import Work, finish, start
+from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Groups, group_chunks
 
 Moved = tuple[list[Tensor], list[Work]]

@@ -14,15 +14,16 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moefw.core.communication.exchange import exchange, exchange_now
-from moefw.core.communication.movement import Codec, Pending, finish
-from moefw.core.communication.traffic import Traffic, traffic_of
-from moefw.core.contracts import Dispatcher
-from moefw.core.parallel.expert_group import ExpertGroup
-from moefw.core.stages import DispatchPlan, ExpertBatch, Receipt, Routing
+from moefw.core.context import ExpertGroup
+from moefw.core.contracts import Codec, Dispatcher
+from moefw.core.records import Traffic
+from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
 from moefw.plugins.dispatchers.hybridep.counted import WEIGHT_BYTES, told_beforehand
 from moefw.plugins.dispatchers.hybridep.hops import Hop, Told, between_nodes, inside_the_node
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
+from moefw.runtime.communication.exchange import exchange, exchange_now
+from moefw.runtime.communication.movement import finish
+from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, arrange
 
 

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 import moefw
-from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.hybridep.limits import INSTALL, Shape, limits
 
 COUNTS, OVERFLOW = 7, -1

@@ -9,9 +9,9 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 import moefw
-from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
+from moefw.ledger.parts import Extent, PartMemory
 
 DIM_MULTIPLE = 8
 GPU_ROW_ALIGNMENT = 8
@@ -37,11 +37,9 @@ class Grouped(GemmPlugin):
         regions = [(region, way) for region in ("expert_fc1", "expert_fc2") for way in ("keep", "offload", "stash")]
         return moefw.offers(
             region=(*regions, ("expert_fc1", "recompute"), ("experts", "stash"), ("moe_act", "recompute")),
-            differentiable=True,
             by_pass=True,
             activations_kept=True,
             row_keys=True,
-            deterministic=True,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moefw.core.compute.product import grouped_mm, keep_activation, keep_input
-from moefw.core.contracts import Canonical, ExpertGemm, Kept, Precision, Rows
+from moefw.core.contracts import ExpertGemm, Precision
+from moefw.core.records import Canonical, Kept, Rows
 from moefw.core.stages import ExpertBatch
+from moefw.runtime.compute.product import grouped_mm, keep_activation, keep_input
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 if TYPE_CHECKING:
-    from moefw.core.build import BuildContext
+    from moefw.core.context import BuildContext
 
 Sizes = tuple[int, ...] | None
 """``ExpertBatch.counts_host``."""
@@ -30,9 +31,8 @@ class GroupedExperts(nn.Module, ExpertGemm):
         super().__init__()
         d, f = context.site.dims.model_dim, context.site.dims.expert_dim // context.layout.size("etp")
         self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
-        assert context.precision is not None
-        experts = len(self.numbers)
-        self.into, self.out_of = (context.precision.at(name, groups=experts) for name in ("gate_up", "down"))
+        experts, recipe = len(self.numbers), context.recipe("moe.experts")
+        self.into, self.out_of = (recipe.at(name, groups=experts) for name in ("gate_up", "down"))
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * f, d))
         self.down = nn.Parameter(torch.empty(experts, d, f))
         self._fc1 = context.region("expert_fc1", self._project_in)

@@ -5,7 +5,7 @@ Shapes: legend in :mod:`moefw.core.stages`; H = 2F.
 
 from __future__ import annotations
 
-from moefw.core.memory.ledger import FP32, Extent, PartMemory, Region, Weight
+from moefw.ledger.parts import FP32, Extent, PartMemory, Region, Weight
 
 EXPERTS = "moe.experts"
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
+from moefw.ledger.parts import Extent, PartMemory
 
 
 @frozen
@@ -25,11 +25,9 @@ class Loop(GemmPlugin):
         kept = [(region, way) for region in regions for way in ("keep", "offload")]
         return moefw.offers(
             region=(*kept, ("expert_fc1", "recompute"), ("moe_act", "recompute")),
-            differentiable=True,
             by_pass=True,
             activations_kept=True,
             row_keys=True,
-            deterministic=True,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:

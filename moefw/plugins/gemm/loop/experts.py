@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moefw.core.compute.product import keep_activation, linear
-from moefw.core.contracts import Canonical, ExpertGemm, Precision, Rows
+from moefw.core.contracts import ExpertGemm, Precision
+from moefw.core.records import Canonical, Rows
 from moefw.core.stages import ExpertBatch
+from moefw.runtime.compute.product import keep_activation, linear
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 if TYPE_CHECKING:
-    from moefw.core.build import BuildContext
+    from moefw.core.context import BuildContext
 
 
 @final
@@ -26,9 +27,9 @@ class LoopExperts(nn.Module, ExpertGemm):
         super().__init__()
         d, f = context.site.dims.model_dim, context.site.dims.expert_dim // context.layout.size("etp")
         self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
-        assert context.precision is not None
+        recipe = context.recipe("moe.experts")
         self.into, self.out_of = (
-            _owned([context.precision.at(name, groups=1) for _ in self.numbers]) for name in ("gate_up", "down")
+            _owned([recipe.at(name, groups=1) for _ in self.numbers]) for name in ("gate_up", "down")
         )
         self.gate = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.up = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)

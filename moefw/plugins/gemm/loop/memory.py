@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moefw.core.memory.ledger import Extent, PartMemory, Region, Tensor, Weight
+from moefw.ledger.parts import Extent, PartMemory, Region, Tensor, Weight
 
 EXPERTS = "moe.experts"
 

@@ -9,9 +9,9 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge, le, min_len, optional
 
 import moefw
-from moefw.core.memory.ledger import Extent, Fate, StateRest, Tensor
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
 from moefw.core.site import Site
+from moefw.ledger.parts import Extent, Fate, StateRest, Tensor
 
 MIN_BYTES = 1 << 20
 BUCKET_BYTES = 1 << 26

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.memory.dropped import StandIn, in_backward, stand_in, stay, unpack
 from moefw.plugins.memory.offload.pool import Copy, Pool
 from moefw.plugins.memory.offload.span import Span, view
+from moefw.runtime.memory.dropped import StandIn, in_backward, stand_in, stay, unpack
 
 
 @final

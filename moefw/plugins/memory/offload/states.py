@@ -7,9 +7,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from moefw.core.memory.optimizer_states import OptimizerStates
 from moefw.plugins.memory.offload.pool import Allocate
 from moefw.plugins.memory.offload.streams import Transfers
+from moefw.runtime.memory.optimizer_states import OptimizerStates
 
 ALIGN_BYTES = 64
 

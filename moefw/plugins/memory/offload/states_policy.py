@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, final
 
-from moefw.core.contracts import OptimizerPolicy
-from moefw.core.memory.optimizer_states import OptimizerStates
 from moefw.plugins.memory.offload.pool import Allocate
 from moefw.plugins.memory.offload.states import HostStates
 from moefw.plugins.memory.offload.states_streamed import StreamedStates
 from moefw.plugins.memory.offload.states_updated_there import StatesUpdatedThere
 from moefw.plugins.memory.offload.streams import Transfers
+from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates
 
 
 @final

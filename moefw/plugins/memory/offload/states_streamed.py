@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moefw.core.memory.optimizer_states import StatePart, buckets
 from moefw.plugins.memory.offload.states import HostStates, Slot, slots
+from moefw.runtime.memory.optimizer_states import StatePart, buckets
 
 
 @final

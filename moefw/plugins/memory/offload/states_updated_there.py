@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
-from moefw.core.memory.optimizer_states import OptimizerStates, StatePart, buckets
 from moefw.plugins.memory.offload.pool import Allocate
 from moefw.plugins.memory.offload.states import HostStates, Slot, slots
 from moefw.plugins.memory.offload.streams import Transfers
+from moefw.runtime.memory.optimizer_states import OptimizerStates, StatePart, buckets
 
 
 @final

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 from attrs import evolve, frozen
 
 import moefw
-from moefw.core.memory.ledger import StateRest
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
+from moefw.ledger.parts import StateRest
 
 
 @frozen

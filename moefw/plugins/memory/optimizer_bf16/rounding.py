@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from moefw.core.memory.optimizer_states import StatePart
+from moefw.runtime.memory.optimizer_states import StatePart, numbers
 from moefw_kernels.random import stream
 
 DROPPED_BITS: Final = 16
@@ -26,7 +26,7 @@ def draws(part: StatePart, number: int) -> Tensor:
     bits = torch.zeros(part.parameter.shape, dtype=torch.int64, device=part.parameter.device)
     for origin in part.origins:
         key = hashlib.sha256(f"{part.seed}:{part.step}:{number}:{origin.name}".encode()).digest()
-        bits[origin.box] = stream(int.from_bytes(key[:8], "big"), origin.numbers(bits.device))
+        bits[origin.box] = stream(int.from_bytes(key[:8], "big"), numbers(origin, bits.device))
     return bits
 
 

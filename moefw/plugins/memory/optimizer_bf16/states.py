@@ -9,9 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moefw.core.contracts import OptimizerPolicy
-from moefw.core.memory.optimizer_states import OptimizerStates, StatePart, buckets
 from moefw.plugins.memory.optimizer_bf16.rounding import DROPPED_BITS, WORDS, draws, rounded
+from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets
 
 ELEMENTS = 1 << 24
 """So many elements are in fp32 at a time: 64 MiB a state."""

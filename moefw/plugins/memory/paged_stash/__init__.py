@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final, Literal
 
@@ -10,14 +9,13 @@ from attrs import Attribute, field, frozen
 from attrs.validators import ge, gt
 
 import moefw
-from moefw.core.memory.ledger import Extent, Fate, Tensor
 from moefw.core.plugin import MemoryPlugin
 from moefw.core.site import Site
+from moefw.ledger.parts import Extent, Fate, Tensor
+from moefw.plugins.memory.paged_stash.pages import num_pages
 
 PAGE_ROWS: Final = 64
 FACTOR: Final = 1.1
-ROUNDING: Final = 1e-6
-"""So much of a page is no reason for a further one."""
 
 
 def _power_of_two(plugin: Any, attribute: Attribute[int], value: int) -> None:
@@ -59,9 +57,8 @@ class PagedStash(MemoryPlugin):
 
     def fates(self, saved: Sequence[Tensor], extent: Extent) -> Sequence[Fate]:
         """Of rows, so many pages as their pool has for them; everything else stays."""
-        pages = extent.rows / self.page_rows
         share = min(1.0, self.factor / extent.capacity)
-        rows = math.ceil(share * pages - ROUNDING) * self.page_rows
+        rows = num_pages(share * extent.rows, self.page_rows) * self.page_rows
         return [
             Fate(kept=tensor.nbytes - extent.rows * tensor.row_bytes, stashed=rows * tensor.row_bytes)
             for tensor in saved

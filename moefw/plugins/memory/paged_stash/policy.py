@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.memory.dropped import StandIn, in_backward, stand_in, stay, unpack
-from moefw.core.memory.static_rows import UNSAVED, StaticRows, current
 from moefw.plugins.memory.paged_stash.stash import Held, Kind, Stash
+from moefw.runtime.memory.dropped import StandIn, in_backward, stand_in, stay, unpack
+from moefw.runtime.memory.static_rows import UNSAVED, StaticRows, current
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Rows are copied as integers of their size."""

@@ -12,8 +12,8 @@ from attrs import frozen
 from torch import Tensor
 
 from moefw.core.errors import RunError
-from moefw.plugins.memory.paged_stash import ROUNDING
 from moefw.plugins.memory.paged_stash.order import Order, open_order
+from moefw.plugins.memory.paged_stash.pages import num_pages
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
 
 
@@ -110,7 +110,7 @@ class Stash:
 
     def _open(self, kind: Kind, num_rows: int, share: float, device: torch.device) -> Pool:
         most = math.ceil(num_rows / self._page_rows)
-        near = min(most, math.ceil(share * num_rows / self._page_rows - ROUNDING))
+        near = min(most, num_pages(share * num_rows, self._page_rows))
         num_tensors = max(1, self.num_layers[kind.region])
         shape = (self._page_rows, kind.width)
         pages = open_pages(

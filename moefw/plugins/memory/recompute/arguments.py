@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moefw.core.memory.dropped import output_of
+from moefw.runtime.memory.dropped import output_of
 
 
 @final

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moefw.core.errors import ContractError
-from moefw.core.memory.dropped import Output, current, inside, stay
 from moefw.plugins.memory.recompute.arguments import Arguments
+from moefw.runtime.memory.dropped import Output, current, inside, stay
 
 
 class Call(ABC):

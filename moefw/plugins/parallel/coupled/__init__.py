@@ -9,9 +9,9 @@ from attrs import field, frozen
 from attrs.validators import ge, optional
 
 import moefw
-from moefw.core.parallel.layout_options import Sharing, fit_world, shards_validator, split_needs
 from moefw.core.plugin import LayoutPlugin
 from moefw.core.site import Site
+from moefw.plugins.parallel.options import Sharing, fit_world, shards_validator, split_needs
 
 
 @frozen(kw_only=True)

@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 from attrs import frozen
 
 import moefw
-from moefw.core.memory.ledger import BF16_FORMATS, FP32, Codes, Formats
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
+from moefw.ledger.parts import BF16_FORMATS, FP32, Codes, Formats
 from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.te.machine import te_needs
 
@@ -55,7 +55,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
     def offers(self, site: Site) -> moefw.Offers:
         """Operands are codes and scales, or dequantized to fp32."""
         operand = "fp32" if self.backend == "emulate" else self.codes
-        return moefw.offers(operand=(operand,), wire=self.wire, deterministic=True, differentiable=True)
+        return moefw.offers(operand=(operand,), wire=self.wire)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Whole blocks of rows, GEMMs that quantize for each pass, and the GPU that multiplies codes."""
@@ -70,7 +70,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
 
     def high(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return bf16."""
-        from moefw.core.compute.casts import BF16Recipe
+        from moefw.runtime.compute.casts import BF16Recipe
 
         return BF16Recipe()
 

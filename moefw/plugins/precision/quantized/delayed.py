@@ -12,8 +12,9 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from moefw.core.contracts import Meter, Pass, Role, Rows, State
+from moefw.core.contracts import Meter
 from moefw.core.errors import ContractError
+from moefw.core.records import Pass, Role, Rows, State
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw.plugins.precision.quantized.tensorwise import FORMATS
 from moefw_kernels.quantize import Quantized, delayed_scale, group_amax, matrix_amax, quantize_tensor

@@ -7,11 +7,11 @@ from typing import final
 
 from torch import Tensor
 
-from moefw.core.communication.movement import Codec
-from moefw.core.contracts import Pass, Role, Rows
-from moefw.core.parallel.primary_weights import GatheredWeight, WeightCodec
+from moefw.core.contracts import Codec, WeightCodec
+from moefw.core.records import Pass, Role, Rows
 from moefw.plugins.precision.quantized.primary import SquareBlocks, quantized_weight
 from moefw.plugins.precision.quantized.wire import PackedRows
+from moefw.runtime.parallel.primary_weights import GatheredWeight
 from moefw_kernels.quantize import Quantized, Scales, quantize_fp8, quantize_mxfp8
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.contracts import Pass, Role, Rows
+from moefw.core.records import Pass, Role, Rows
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw_kernels.hadamard import SIZE, hadamard
 from moefw_kernels.quantize import Quantized, matrix_amax, quantize_nvfp4

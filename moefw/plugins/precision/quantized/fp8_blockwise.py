@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, get_args
 from attrs import frozen
 
 import moefw
-from moefw.core.contracts import Side
-from moefw.core.memory.ledger import Formats
+from moefw.core.records import Side
 from moefw.core.site import Site
+from moefw.ledger.parts import Formats
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, Gpus
 from moefw.plugins.precision.quantized.te.machine import BLOCKS, EXACT_BLOCKS

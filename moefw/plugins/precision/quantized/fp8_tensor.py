@@ -9,8 +9,8 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge, optional
 
 import moefw
-from moefw.core.memory.ledger import FP32, Codes, Formats
 from moefw.core.site import Site
+from moefw.ledger.parts import FP32, Codes, Formats
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
 from moefw.plugins.precision.quantized.gpus import TENSORS, Gpus
 from moefw.plugins.precision.quantized.te.machine import WHOLE_TENSORS

@@ -8,8 +8,8 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.memory.ledger import FP32, Codes, Formats
 from moefw.core.site import Site
+from moefw.ledger.parts import FP32, Codes, Formats
 from moefw.plugins.precision.quantized.declaration import LowPrecisionPlugin
 from moefw.plugins.precision.quantized.gpus import NVFP4 as GPUS_OF_NVFP4
 from moefw.plugins.precision.quantized.gpus import Gpus
@@ -35,11 +35,6 @@ class NVFP4(LowPrecisionPlugin):
     stochastic_rounding: bool = True
     hadamard: bool = True
     square_weights: bool = True
-
-    def offers(self, site: Site) -> moefw.Offers:
-        """Transformer Engine draws from a generator that runs on: not the same bits in two runs."""
-        same = self.backend != "te" or not self.stochastic_rounding
-        return {**super().offers(site), **moefw.offers(deterministic=same)}
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Also the keys of rows, from which random rounding draws, and rows that torch's grouped GEMM takes."""

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
-from moefw.core.communication.movement import Codec
-from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
-from moefw.core.parallel.primary_weights import WeightCodec
+from moefw.core.contracts import Codec, Precision, WeightCodec
+from moefw.core.records import Kept, Pass, Role, Rows
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw_kernels.quantize import Quantized, from_integers, integer_rows
 from moefw_kernels.swiglu_quantize import swiglu_quantize

@@ -12,7 +12,8 @@ from attrs import evolve
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.contracts import Pass, Precision, Role, Rows
+from moefw.core.contracts import Precision
+from moefw.core.records import Pass, Role, Rows
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw.plugins.precision.quantized.products import Products
 from moefw.plugins.precision.quantized.recipe import Activations, QuantizedRecipe

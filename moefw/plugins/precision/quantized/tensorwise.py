@@ -7,7 +7,7 @@ from typing import Final, final
 
 from torch import Tensor
 
-from moefw.core.contracts import Pass, Role, Rows
+from moefw.core.records import Pass, Role, Rows
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw_kernels.quantize import E4M3, E5M2, Format, Quantized, quantize_tensor
 

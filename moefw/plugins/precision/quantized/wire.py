@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.communication.movement import Permutation
+from moefw.runtime.communication.movement import Permutation
 from moefw_kernels.permute import RowMap
 from moefw_kernels.permute_quantize import permute_quantize
 from moefw_kernels.quantize import E4M3, Scales, quantize_rows, row_block, rows_of, scale_dtype

@@ -8,9 +8,9 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.memory.ledger import FP32, INT64, Extent, PartMemory, Region, Tensor, Weight
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Site
+from moefw.ledger.parts import FP32, INT64, Extent, PartMemory, Region, Tensor, Weight
 
 
 @frozen(kw_only=True)
@@ -27,7 +27,7 @@ class Forced(RouterPlugin):
 
     def offers(self, site: Site) -> moefw.Offers:
         """A token's experts depend on its place in the micro-batch."""
-        return moefw.offers(partition=("micro_batch",), differentiable=True, deterministic=True)
+        return moefw.offers(partition=("micro_batch",))
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """K different experts must exist."""
@@ -62,7 +62,7 @@ class Forced(RouterPlugin):
         """Return the router of one layer."""
         from moefw.plugins.routers.forced.router import ForcedRouter
 
-        return ForcedRouter(context.site, self)
+        return ForcedRouter(context.site, known_counts=self.known_counts)
 
 
 @moefw.hookimpl

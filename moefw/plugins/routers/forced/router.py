@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from moefw.core.compute.product import wide_linear
 from moefw.core.contracts import Router
 from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
+from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.routing import count_choices
-
-if TYPE_CHECKING:
-    from moefw.plugins.routers.forced import Forced
 
 
 @final
 class ForcedRouter(nn.Module, Router):
     """Weight ``(E, D)``, which only gives weights their gradients; no state."""
 
-    def __init__(self, site: Site, options: Forced) -> None:
+    def __init__(self, site: Site, *, known_counts: bool) -> None:
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
         self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
-        self._known_counts = options.known_counts
+        self._known_counts = known_counts
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens; masked tokens go nowhere, and their turns are lost."""

@@ -9,9 +9,9 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 import moefw
-from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Site
+from moefw.ledger.parts import Extent, PartMemory
 
 
 @frozen(kw_only=True)
@@ -31,7 +31,7 @@ class Sinkhorn(RouterPlugin):
 
     def offers(self, site: Site) -> moefw.Offers:
         """All tokens of a micro-batch are looked at together."""
-        return moefw.offers(partition=("micro_batch",), differentiable=True, deterministic=True)
+        return moefw.offers(partition=("micro_batch",))
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """K experts must exist."""
@@ -45,13 +45,13 @@ class Sinkhorn(RouterPlugin):
         """The weight; scores, choices and the loss."""
         from moefw.plugins.routers.sinkhorn.memory import memory
 
-        return memory(self, extent)
+        return memory(extent, dtype=self.dtype, z_loss=self.z_loss)
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""
         from moefw.plugins.routers.sinkhorn.router import SinkhornRouter
 
-        return SinkhornRouter(context.site, self)
+        return SinkhornRouter(context.site, max_rounds=self.max_rounds, z_loss=self.z_loss, dtype=self.dtype)
 
 
 @moefw.hookimpl

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from moefw.core.memory.ledger import FP32, FP64, INT64, Extent, PartMemory, Region, Tensor, Weight
-
-if TYPE_CHECKING:
-    from moefw.plugins.routers.sinkhorn import Sinkhorn
+from moefw.ledger.parts import FP32, FP64, INT64, Extent, PartMemory, Region, Tensor, Weight
 
 SIZES: Final = {"fp32": FP32, "fp64": FP64}
 
 
-def memory(options: Sinkhorn, extent: Extent) -> PartMemory:
+def memory(extent: Extent, *, dtype: str, z_loss: float) -> PartMemory:
     """Return weight and the region ``router``: the gradient of a chosen score reaches the scores of all experts."""
-    dims, x, size = extent.dims, extent.tokens_given(), SIZES[options.dtype]
+    dims, x, size = extent.dims, extent.tokens_given(), SIZES[dtype]
     scores, each = extent.tokens * dims.num_experts * size, extent.tokens * size
     wide = 0 if x.nbytes == extent.tokens * dims.model_dim * size else extent.tokens * dims.model_dim * size
     ids = Tensor(name="chosen experts", nbytes=extent.choices * INT64)
     saved = {"scores": scores, "experts found": ids.nbytes, "absent": extent.choices}
-    if options.z_loss:
+    if z_loss:
         saved |= {"logits": scores, "log-sum-exp of logits": each, "valid tokens": each, "scale of losses": size}
     router = Region(
         name="router",

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
-from moefw.core.compute.aux_loss import attach
-from moefw.core.compute.product import wide_linear
 from moefw.core.contracts import Router
 from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
+from moefw.runtime.compute.aux_loss import attach
+from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.routing import count_choices, z_loss
-
-if TYPE_CHECKING:
-    from moefw.plugins.routers.sinkhorn import Sinkhorn
 
 SETTLED: Final = 1e-4
 """Mean change of the experts' scales in one round at which they have settled."""
@@ -29,13 +26,13 @@ class SinkhornRouter(nn.Module, Router):
     A plan looks at all tokens of a micro-batch, those that come later too: no evaluation may rest on it.
     """
 
-    def __init__(self, site: Site, options: Sinkhorn) -> None:
+    def __init__(self, site: Site, *, max_rounds: int, z_loss: float, dtype: str) -> None:
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
         self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
-        self._max_rounds, self._z_coeff = options.max_rounds, options.z_loss
-        self._dtype = {"fp32": torch.float32, "fp64": torch.float64}[options.dtype]
+        self._max_rounds, self._z_coeff = max_rounds, z_loss
+        self._dtype = {"fp32": torch.float32, "fp64": torch.float64}[dtype]
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens; masked tokens go nowhere, count nowhere, and scale nothing."""

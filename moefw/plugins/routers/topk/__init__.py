@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from attrs import field, frozen
-from attrs.validators import and_, ge, gt, lt
+from attrs import frozen
 
 import moefw
-from moefw.core.memory.ledger import Extent, PartMemory
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Dims, Site
+from moefw.ledger.parts import Extent, PartMemory
 from moefw.plugins.routers.topk.options import (
-    Balance,
-    Capacity,
-    Groups,
+    Options,
     check_capacity,
     check_groups,
     check_quantile,
@@ -24,7 +21,7 @@ from moefw.plugins.routers.topk.options import (
 
 
 @frozen(kw_only=True)
-class TopK(RouterPlugin):
+class TopK(Options, RouterPlugin):
     """Scores every expert, takes the K best.
 
     ``score`` softmax: experts compete by logits and weights are the softmax over the chosen ones; with
@@ -38,20 +35,6 @@ class TopK(RouterPlugin):
 
     name: ClassVar[str] = "topk"
 
-    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    pre_softmax: bool | None = None
-    renormalise: bool | None = None
-    scale: float = field(default=1.0, validator=gt(0.0))
-    groups: Groups | None = None
-    balance: tuple[Balance, ...] = ()
-    capacity: Capacity | None = None
-    jitter: float = field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
-    dtype: Literal["fp32", "fp64"] = "fp32"
-
-    def renormalised(self, top_k: int) -> bool:
-        """Whether chosen scores that are no softmax are divided by their sum."""
-        return top_k > 1 if self.renormalise is None else self.renormalise
-
     def offers(self, site: Site) -> moefw.Offers:
         """Which tokens are looked at together; what comes from past global batches looks at one token at a time."""
         levels = {rule.level for rule in self.balance}
@@ -60,7 +43,7 @@ class TopK(RouterPlugin):
             partition = "sequence"
         if self.capacity is not None or levels & {"aux_loss over micro_batch", "quantile"}:
             partition = "micro_batch"
-        return moefw.offers(partition=(partition,), differentiable=True, deterministic=True)
+        return moefw.offers(partition=(partition,))
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Rows padded to the capacity, if that is asked for."""
@@ -111,7 +94,7 @@ class TopK(RouterPlugin):
         """Return the router of one layer."""
         from moefw.plugins.routers.topk.router import TopKRouter
 
-        return TopKRouter(context.site, self, context.group("cp", "tp"))
+        return TopKRouter(context.site, self, context.layout.group("cp", "tp"))
 
 
 @moefw.hookimpl

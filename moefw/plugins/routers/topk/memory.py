@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from moefw.core.memory.ledger import FP32, FP64, INT64, Extent, PartMemory, Region, Tensor, Weight
-
-if TYPE_CHECKING:
-    from moefw.plugins.routers.topk import TopK
+from moefw.ledger.parts import FP32, FP64, INT64, Extent, PartMemory, Region, Tensor, Weight
+from moefw.plugins.routers.topk.options import Options
 
 WEIGHTS: Final = "weights"
 SCORES: Final = "scores"
@@ -18,7 +16,7 @@ STATES: Final = {"expert_bias", "quantile", "aux_loss over global_batch"}
 """The rules with a number for each expert that lasts."""
 
 
-def memory(options: TopK, extent: Extent) -> PartMemory | None:
+def memory(options: Options, extent: Extent) -> PartMemory | None:
     """Return weight, state and the region ``router``; None where a capacity drops choices of even routing."""
     dims, x, size = extent.dims, extent.tokens_given(), _size(options)
     capacity = _capacity(options, extent)
@@ -52,23 +50,23 @@ def memory(options: TopK, extent: Extent) -> PartMemory | None:
     )
 
 
-def _size(options: TopK) -> int:
+def _size(options: Options) -> int:
     return {"fp32": FP32, "fp64": FP64}[options.dtype]
 
 
-def _ranked(options: TopK, extent: Extent) -> int:
+def _ranked(options: Options, extent: Extent) -> int:
     """Return how many experts are ranked: a quantile looks at one more, and what it chooses is a view."""
     return extent.dims.top_k + any(rule.kind == "quantile" for rule in options.balance)
 
 
-def _capacity(options: TopK, extent: Extent) -> int | None:
+def _capacity(options: Options, extent: Extent) -> int | None:
     """Return how many choices of this rank an expert takes."""
     if options.capacity is None:
         return None
     return math.ceil(Fraction(str(options.capacity.factor)) * extent.choices / extent.dims.num_experts)
 
 
-def _read(options: TopK, extent: Extent) -> tuple[Tensor, ...]:
+def _read(options: Options, extent: Extent) -> tuple[Tensor, ...]:
     """Return what the gating GEMM reads; with jitter a product in the router's dtype, which saves both factors too."""
     if not options.jitter:
         return (extent.tokens_given(),)
@@ -82,7 +80,7 @@ def _tensors(sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
     return tuple(Tensor(name=name, nbytes=nbytes) for name, nbytes in sizes.items())
 
 
-def _weights(options: TopK, extent: Extent, *, limits: bool) -> dict[str, int]:
+def _weights(options: Options, extent: Extent, *, limits: bool) -> dict[str, int]:
     """Return what weights save: values of the chosen, unless their gradient reaches all experts."""
     size = _size(options)
     if options.pre_softmax:
@@ -93,13 +91,13 @@ def _weights(options: TopK, extent: Extent, *, limits: bool) -> dict[str, int]:
     return kept | ({"their sum": extent.tokens * size} if shares else {})
 
 
-def _score(name: str, options: TopK, each: int) -> dict[str, int]:
+def _score(name: str, options: Options, each: int) -> dict[str, int]:
     """Return what a score saves: its values, and for the root of softplus what it is the root of."""
     before = ("logits", "softplus") if options.score == "sqrtsoftplus" else ()
     return {name: each} | {f"{one} before {name}": each for one in before}
 
 
-def _losses(options: TopK, extent: Extent) -> dict[str, int]:
+def _losses(options: Options, extent: Extent) -> dict[str, int]:
     """Return what the losses save: shares of experts, valid tokens, and for each level the tokens' rows and mass."""
     size = _size(options)
     scores, each = extent.tokens * extent.dims.num_experts * size, extent.tokens * size
@@ -124,7 +122,7 @@ def _level(over: str, scores: int, extent: Extent) -> dict[str, int]:
     return {f"rows by {over}": extent.tokens * INT64, f"mass by {over}": scores, f"counts by {over}": counts}
 
 
-def _passing(options: TopK, extent: Extent) -> tuple[int, int]:
+def _passing(options: Options, extent: Extent) -> tuple[int, int]:
     """Return the bytes that pass forward and backward: the tokens in a wider dtype, and the bits of their jitter."""
     x, size = extent.tokens_given(), _size(options)
     elements = extent.tokens * extent.dims.model_dim

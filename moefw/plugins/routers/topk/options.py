@@ -69,6 +69,25 @@ class Capacity:
     pad: bool = False
 
 
+@frozen(kw_only=True)
+class Options:
+    """What the router and its memory depend on: see :class:`moefw.plugins.routers.topk.TopK`."""
+
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    pre_softmax: bool | None = None
+    renormalise: bool | None = None
+    scale: float = field(default=1.0, validator=gt(0.0))
+    groups: Groups | None = None
+    balance: tuple[Balance, ...] = ()
+    capacity: Capacity | None = None
+    jitter: float = field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
+    dtype: Literal["fp32", "fp64"] = "fp32"
+
+    def renormalised(self, top_k: int) -> bool:
+        """Whether chosen scores that are no softmax are divided by their sum."""
+        return top_k > 1 if self.renormalise is None else self.renormalise
+
+
 def check_rules(score: str, rules: Sequence[Balance]) -> Iterator[Problem]:
     """Each rule knows its own options, counts once, and goes with the score and with the other rules."""
     for index, rule in enumerate(rules):

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moefw.core.compute.aux_loss import attach
-from moefw.core.compute.product import wide_linear
-from moefw.core.contracts import Router, State
+from moefw.core.contracts import Router
+from moefw.core.records import State
 from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.topk.capacity import Limit
 from moefw.plugins.routers.topk.jitter import jittered
 from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses
+from moefw.plugins.routers.topk.options import Options
 from moefw.plugins.routers.topk.scores import (
     SCORES,
     Weigh,
@@ -30,10 +30,9 @@ from moefw.plugins.routers.topk.scores import (
     softmax_of_chosen,
 )
 from moefw.plugins.routers.topk.selection import BelowQuantile, Best, Select, Stats, next_quantile
+from moefw.runtime.compute.aux_loss import attach
+from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.routing import count_choices
-
-if TYPE_CHECKING:
-    from moefw.plugins.routers.topk import TopK
 
 BIAS, BETA = "expert_bias", "quantile_beta"
 
@@ -45,7 +44,7 @@ class TopKRouter(nn.Module, Router):
     ``stats["tokens_per_expert"]`` counts choices before a capacity drops any: that is what balance must see.
     """
 
-    def __init__(self, site: Site, options: TopK, group: ProcessGroup | None = None) -> None:
+    def __init__(self, site: Site, options: Options, group: ProcessGroup | None = None) -> None:
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
@@ -171,7 +170,7 @@ class TopKRouter(nn.Module, Router):
             seen_E.copy_(torch.where(choices_E.sum() > 0, choices_E / choices_E.mean().clamp_min(1e-9), seen_E))
 
 
-def _weigh(options: TopK, top_k: int) -> Weigh:
+def _weigh(options: Options, top_k: int) -> Weigh:
     if options.score == "softmax":
         return chosen_scores if options.pre_softmax else softmax_of_chosen
     weigh = share_of_chosen if options.renormalised(top_k) else scores_of_chosen

@@ -8,7 +8,7 @@ from typing import ClassVar
 import moefw
 from attrs import frozen
 
-moefw_api = ">=1,<2"
+moefw_api = ">=2,<3"
 
 
 @frozen
@@ -23,9 +23,6 @@ class Sample(moefw.DispatcherPlugin):
             row_alignment=moefw.ANY,
             rows=("ragged", "padded"),
             counts=("host", "device"),
-            differentiable=True,
-            deterministic=True,
-            two_in_flight=True,
             row_keys=True,
         )
 

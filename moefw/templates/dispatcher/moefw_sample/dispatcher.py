@@ -10,10 +10,11 @@ from typing import final
 
 import moefw
 from attrs import frozen
-from moefw.core.communication.exchange import exchange, exchange_now
-from moefw.core.communication.movement import finish
-from moefw.core.communication.traffic import Traffic, traffic_of
-from moefw.core.parallel.expert_group import ExpertGroup
+from moefw.core.context import ExpertGroup
+from moefw.core.records import Traffic
+from moefw.runtime.communication.exchange import exchange, exchange_now
+from moefw.runtime.communication.movement import finish
+from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Groups, Slots, gather, gather_sum, group_chunks, sort_slots
 from torch import Tensor
 from torch.nn import functional as F

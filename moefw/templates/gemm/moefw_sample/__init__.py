@@ -8,7 +8,7 @@ from typing import ClassVar
 import moefw
 from attrs import frozen
 
-moefw_api = ">=1,<2"
+moefw_api = ">=2,<3"
 
 
 @frozen
@@ -20,7 +20,7 @@ class Sample(moefw.GemmPlugin):
     def offers(self, site: moefw.Site) -> moefw.Offers:
         """The activation may be kept, or recomputed together with the input of the second GEMM."""
         regions = (("moe_act", "keep"), ("moe_act", "recompute"))
-        return moefw.offers(region=regions, differentiable=True, by_pass=True, deterministic=True)
+        return moefw.offers(region=regions, by_pass=True)
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         """Group sizes on the host, equal shares of the experts."""

@@ -26,8 +26,7 @@ class SampleExperts(nn.Module, moefw.ExpertGemm):
         self.up = nn.Parameter(torch.empty(e, f, d))
         self.down = nn.Parameter(torch.empty(e, d, f))
         self._shards = {"gate": context.expert_shard(0), "up": context.expert_shard(0), "down": context.expert_shard(1)}
-        assert context.precision is not None, "the context of a layer has a precision"
-        self._precision = context.precision
+        self._precision = context.recipe("moe.experts")
         self._activate = context.region("moe_act", self._activate_and_project)
 
     def forward(self, batch: moefw.ExpertBatch) -> Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import moefw
 from attrs import frozen
 
-moefw_api = ">=1,<2"
+moefw_api = ">=2,<3"
 
 
 @frozen

@@ -7,7 +7,7 @@ from typing import ClassVar
 import moefw
 from attrs import frozen
 
-moefw_api = ">=1,<2"
+moefw_api = ">=2,<3"
 
 
 @frozen
@@ -18,7 +18,7 @@ class Sample(moefw.PrecisionPlugin):
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
         """Operands are plain fp32 tensors; rows travel as they are."""
-        return moefw.offers(operand=("fp32",), wire=("fp32",), deterministic=True, differentiable=True)
+        return moefw.offers(operand=("fp32",), wire=("fp32",))
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return the recipe of one layer."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, final
 
 import moefw
 import torch
-from moefw.core.contracts import Pass, Role, Rows
+from moefw.core.records import Pass, Role, Rows
 from torch import Tensor
 
 

@@ -9,7 +9,7 @@ import moefw
 from attrs import field, frozen
 from attrs.validators import gt
 
-moefw_api = ">=1,<2"
+moefw_api = ">=2,<3"
 
 
 @frozen
@@ -25,7 +25,7 @@ class Sample(moefw.RouterPlugin):
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
         """Each token is routed by itself."""
-        return moefw.offers(partition=("token",), differentiable=True, deterministic=True)
+        return moefw.offers(partition=("token",))
 
     def check(self, site: moefw.Site) -> Sequence[moefw.Problem]:
         """K different experts must exist."""

@@ -13,8 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moefw.core.contracts import Kept
 from moefw.core.errors import ContractError
+from moefw.core.records import Kept
 from moefw.plugins.precision.quantized.te.library import Library
 
 
@@ -67,7 +67,7 @@ class TEOperand:
         mine, theirs = self.form, other.form
         if mine.sizes is not None:
             what = "rows in groups have scales of their own, and are multiplied as one matrix."
-            raise ContractError(what, "Multiply them with moefw.core.compute.product.grouped_mm.")
+            raise ContractError(what, "Multiply them with moefw.runtime.compute.product.grouped_mm.")
         (left,), (right,) = self.matrices, other.matrices
         product: Tensor = mine.te.gemm(
             right,

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from moefw.core.contracts import Pass, Role
 from moefw.core.errors import ContractError
+from moefw.core.records import Pass, Role
 from moefw.plugins.precision.quantized.delayed import GemmScales
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw.plugins.precision.quantized.te.library import Library

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.contracts import Kept, Pass, Precision, Role, Rows
+from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
+from moefw.core.records import Kept, Pass, Role, Rows
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.recipe import Activations, LowPrecisionRecipe

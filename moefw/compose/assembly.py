@@ -1,0 +1,99 @@
+"""The assembly: what resolve found to fit, and build constructs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import Factory, field, fields, frozen
+
+from moefw.compose.spec.sections import Spec
+from moefw.compose.spec.structure import plain
+from moefw.core.plugin import (
+    DataSourcePlugin,
+    DispatcherPlugin,
+    GemmPlugin,
+    LayoutPlugin,
+    MemoryPlugin,
+    ModelPlugin,
+    OptimizerPlugin,
+    PrecisionPlugin,
+    RouterPlugin,
+    SchedulePlugin,
+)
+from moefw.core.site import Site
+
+if TYPE_CHECKING:
+    from moefw.compose.registry import Registry
+    from moefw.core.contracts import LayoutPlan
+
+
+@frozen(kw_only=True)
+class Parts:
+    """The plugins that a spec names, with their options, one of a kind but for memory policies."""
+
+    model: ModelPlugin
+    routing: RouterPlugin
+    dispatch: DispatcherPlugin
+    gemm: GemmPlugin
+    precision: PrecisionPlugin
+    memory: tuple[MemoryPlugin, ...]
+    parallel: LayoutPlugin
+    data: DataSourcePlugin
+    optimizer: OptimizerPlugin
+    schedule: SchedulePlugin
+
+
+@frozen(kw_only=True)
+class LayerAssembly:
+    """One MoE layer: where it stands and the facts that its parts agreed on (``facts["row_alignment"]``)."""
+
+    site: Site
+    facts: Mapping[str, Any]
+
+
+@frozen(kw_only=True)
+class Assembly:
+    """Parts that fit, laid out over a world. ``layers`` holds the MoE layers by number."""
+
+    spec: Spec
+    parts: Parts
+    layout: LayoutPlan
+    layers: Mapping[int, LayerAssembly]
+    site: Site
+    registry: Registry = field(eq=False, repr=False)
+    notes: tuple[str, ...] = Factory(tuple)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the model says that it has; if it does not, those up to the last MoE layer."""
+        found: int = getattr(self.parts.model, "num_layers", max(self.layers, default=-1) + 1)
+        return found
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the spec with every option spelled out, as plain data that loads again."""
+        data: dict[str, Any] = plain(self.spec)
+        for section in ("model", "routing", "dispatch", "gemm", "precision", "parallel", "data"):
+            data[section] = _spelled(getattr(self.parts, section))
+        data["memory"] = [_spelled(part) for part in self.parts.memory]
+        data["train"]["optimizer"] = _spelled(self.parts.optimizer)
+        data["train"]["schedule"] = _spelled(self.parts.schedule)
+        return data
+
+    def versions(self) -> list[list[str]]:
+        """Return ``[hook, name, distribution, version]`` of each part that the spec names."""
+        parts = (getattr(self.parts, field.name) for field in fields(Parts) if field.name != "memory")
+        named = {type(part) for part in (*parts, *self.parts.memory)}
+        loaded = (part for part in self.registry.parts() if part.declaration in named)
+        return [[part.hook, part.name, part.distribution, part.version] for part in loaded]
+
+    def digest(self) -> str:
+        """Return a hash of the resolved spec, the world and each part's version: equal on all ranks of a run."""
+        identity = [self.resolved(), self.layout.world, self.versions()]
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _spelled(part: Any) -> dict[str, Any]:
+    return {"use": part.name, **plain(part)}

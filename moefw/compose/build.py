@@ -1,0 +1,260 @@
+"""Assembly -> modules: the only place that constructs runtime parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from attrs import Factory, evolve, frozen
+from torch import nn
+
+from moefw.compose.assembly import Assembly
+from moefw.core.context import BuildContext, ExpertGroup, ModelContext
+from moefw.core.contracts import Layout, MemoryPolicy, Precision
+from moefw.core.plugin import Plugin
+from moefw.core.records import Shard, Side
+from moefw.core.site import Site
+from moefw.runtime.layer import MoELayer
+from moefw.runtime.memory.dropped import drops
+from moefw.runtime.naming import expert_parameters
+from moefw.runtime.parallel.opened_layout import open_by
+
+if TYPE_CHECKING:
+    from moefw.runtime.parallel.sharding import Sharding
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+
+
+class Shared:
+    """What must exist once a process: built at first use, counted, closed in reverse order."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, Any] = {}
+
+    def get(self, key: Any, factory: Callable[[], T]) -> T:
+        """Return the object under ``key``, made by ``factory`` the first time."""
+        if key not in self._held:
+            self._held[key] = factory()
+        held: T = self._held[key]
+        return held
+
+    def close(self, *, together: bool = True) -> None:
+        """Close everything that has a ``close``, whichever fails; may be called twice.
+
+        ``together``: all ranks do. If not, what has ``closes_together`` is let go of without its ``close``.
+        """
+        held, self._held = self._held, {}
+        with ExitStack() as stack:
+            for each in held.values():
+                if hasattr(each, "close") and (together or not getattr(each, "closes_together", False)):
+                    stack.callback(each.close)
+
+
+@frozen(kw_only=True, eq=False)
+class LayerContext(BuildContext):
+    """A layer as its parts see it. ``recipes``: the precision recipe, and what spared modules compute in."""
+
+    site: Site
+    facts: Mapping[str, Any]
+    layout: Layout
+    device: torch.device
+    held: Shared
+    spared_by: Callable[[str], bool]
+    num_layers: int
+    sharding: Sharding | None = None
+    recipes: tuple[Precision, Precision] | None = None
+    policies: Mapping[str, MemoryPolicy] = Factory(dict)
+
+    @property
+    def local_experts(self) -> range:
+        """The numbers of the experts that this rank holds."""
+        each = self.site.dims.num_experts // self.layout.size("ep")
+        first = each * self.layout.index("ep")
+        return range(first, first + each)
+
+    def expert_shard(self, dim: int) -> Shard | None:
+        """Return which part of each expert this rank holds if it is split along ``dim``; None: all of it."""
+        count = self.layout.size("etp")
+        return Shard(dim, self.layout.index("etp"), count, "etp") if count > 1 else None
+
+    def expert_group(self) -> ExpertGroup:
+        """Return the ranks that share out the experts."""
+        layout, axes = self.layout, ("ep", "etp")
+        ranks = layout.plan.group(layout.rank, axes)
+        return ExpertGroup(
+            group=layout.group(*axes),
+            rank=layout.index(*axes),
+            ep=layout.size("ep"),
+            etp=layout.size("etp"),
+            num_experts=self.site.dims.num_experts,
+            nodes=tuple(rank // layout.ranks_per_node for rank in ranks),
+        )
+
+    def spares(self, module: str) -> bool:
+        """Whether the precision recipe spares a module, by the layer's number from the front or from the end."""
+        numbers = (self.site.layer, self.site.layer - self.num_layers)
+        return any(self.spared_by(f"layers.{number}.{module}") for number in numbers)
+
+    def recipe(self, module: str) -> Precision:
+        """Return what a module computes in: the recipe, if it does not spare it."""
+        assert self.recipes is not None, "recipes are built before there are any to ask for"
+        precision, high = self.recipes
+        return (high if self.spares(module) else precision).at(module)
+
+    def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
+        """Return ``module``, whose weights a call gathers where the layout shares them out. Raises PlanError."""
+        if self.sharding is None:
+            return module
+        name = f"layers.{self.site.layer}: {type(module).__name__}"
+        gathered_as = {"dtype": precision.weight_dtype, "codec": precision.weight_codec()}
+        return self.sharding.unit(module, side, name=name, **gathered_as)
+
+    def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` under the memory policy of the region ``name``."""
+        policy = self.policies.get(name)
+        return function if policy is None else policy.wrap(name, function)
+
+    def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``finish`` under the policy of the region ``name``."""
+        policy = self.policies.get(name)
+        return finish if policy is None else policy.wrap_movement(name, finish, again)
+
+    def layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a whole layer under the policy of ``layer``."""
+        function = self.region("layer", function)
+        return drops(function) if any(policy.drops_outputs for policy in self.policies.values()) else function
+
+    def shared(self, key: Any, factory: Callable[[], T]) -> T:
+        """Return what exists once a process under ``key``."""
+        return self.held.get(key, factory)
+
+
+def bare_context(
+    assembly: Assembly, layout: Layout, device: torch.device, shared: Shared, layer: int = 0
+) -> LayerContext:
+    """Return the context of a layer in which recipes and policies are built: there are none yet."""
+    placed = assembly.layers.get(layer)
+    return LayerContext(
+        site=assembly.site.at(layer),
+        facts=placed.facts if placed else {},
+        layout=layout,
+        device=device,
+        held=shared,
+        spared_by=assembly.parts.precision.spares,
+        num_layers=assembly.num_layers,
+    )
+
+
+class ModelParts(ModelContext):
+    """Builds the contexts of a model's layers, each once, and its MoE layers."""
+
+    def __init__(self, assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> None:
+        self.assembly, self._layout, self.device = assembly, layout, device
+        self._shared, self._sharding = shared, _sharding(layout)
+        self._contexts: dict[int, LayerContext] = {}
+
+    @property
+    def layout(self) -> Layout:
+        """This rank's place, and its groups."""
+        return self._layout
+
+    @property
+    def precision(self) -> Precision:
+        """The recipe of the first layer."""
+        return self._recipes()[0]
+
+    @property
+    def high(self) -> Precision:
+        """What modules that are spared compute in, and the head."""
+        return self._recipes()[1]
+
+    def _recipes(self) -> tuple[Precision, Precision]:
+        recipes = self.at(0).recipes
+        assert recipes is not None
+        return recipes
+
+    def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
+        """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shares them out."""
+        return module if self._sharding is None else self._sharding.unit(module, "dense", dtype=dtype)
+
+    def whole(self, model: M) -> M:
+        """Return ``model``, with what is in no unit as one of its own, but for experts."""
+        return model if self._sharding is None else self._sharding.root(model, apart=expert_parameters(model))
+
+    def at(self, layer: int) -> LayerContext:
+        """Return the context of one layer, dense or MoE."""
+        if layer not in self._contexts:
+            self._contexts[layer] = self._at(layer)
+        return self._contexts[layer]
+
+    def _at(self, layer: int) -> LayerContext:
+        parts = self.assembly.parts
+        bare = bare_context(self.assembly, self._layout, self.device, self._shared, layer)
+        with self._calling(parts.precision):
+            recipes = parts.precision.build(bare), parts.precision.high(bare)
+        policies: dict[str, MemoryPolicy] = {}
+        for plugin in parts.memory:
+            with self._calling(plugin):
+                policy = plugin.build(bare)
+            policies |= dict.fromkeys(plugin.regions, policy)
+        return evolve(bare, recipes=recipes, policies=policies, sharding=self._sharding)
+
+    def _calling(self, part: Plugin) -> AbstractContextManager[None]:
+        return self.assembly.registry.calling(part, "build()")
+
+    def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
+        """Build the MoE layer of layer ``layer``; dispatchers of equal layers are one object."""
+        context, parts = self.at(layer), self.assembly.parts
+        recipe = context.recipe("moe.experts")
+        key = (
+            parts.dispatch,
+            repr(sorted(context.facts.items())),
+            repr(context.site.dims),
+            context.spares("moe.experts"),
+        )
+        with torch.device(self.device):
+            with self._calling(parts.routing):
+                router = parts.routing.build(context)
+            with self._calling(parts.gemm):
+                experts = parts.gemm.build(context)
+        with self._calling(parts.dispatch):
+            dispatcher = context.shared(key, lambda: parts.dispatch.build(context))
+        assert isinstance(router, nn.Module)
+        assert isinstance(experts, nn.Module)
+        context.unit(experts, recipe, "experts")
+        return MoELayer(
+            number=layer,
+            router=router,
+            dispatcher=dispatcher,
+            experts=experts,
+            shared_expert=shared_expert,
+            budgeted=context.facts.get("budget") is not None,
+            first_expert=context.local_experts.start if recipe.draws else None,
+            region=context.region,
+            movement=context.movement,
+        )
+
+
+def open_layout(assembly: Assembly, device: str) -> Layout:
+    """Return the assembly's layout on this rank of an initialised world."""
+    return open_by(assembly.parts.parallel, assembly.layout, device)
+
+
+def build_model(assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> nn.Module:
+    """Construct the model of an assembly on ``device``; parameters are not initialised yet."""
+    context = ModelParts(assembly, layout, device, shared)
+    with torch.device(device), assembly.registry.calling(assembly.parts.model, "build()"):
+        model: nn.Module = assembly.parts.model.build(context)
+    return context.whole(model)
+
+
+def _sharding(layout: Layout) -> Sharding | None:
+    sides: tuple[Side, Side] = ("dense", "experts")
+    if all(len(layout.plan.copies(layout.rank, side)[0]) == 1 for side in sides):
+        return None
+    from moefw.runtime.parallel.sharding import Sharding
+
+    return Sharding(layout)

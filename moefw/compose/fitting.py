@@ -1,0 +1,172 @@
+"""Whether what parts offer meets what they need, and the sentence that says why not. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+from attrs import frozen
+
+from moefw.core.errors import Problem, nearest
+from moefw.core.facts import ANY, FACTS, NONE, Fact, Need, Offers, Rule
+
+Settled = tuple[Any, list[int]]
+"""What a fact settles on (None if it cannot), and the positions of the needs that stay unmet."""
+
+Asker = TypeVar("Asker")
+
+
+@frozen
+class Misfit(Generic[Asker]):
+    """A need that is unmet: nothing offers it, or what is offered went to other needs (``rivals``)."""
+
+    asker: Asker
+    need: Need
+    offers: tuple[tuple[object, Any], ...]
+    rivals: tuple[tuple[Asker, Need], ...]
+
+    def problem(self) -> Problem:
+        """Return the sentence that names both parts and the reason, and what to do."""
+        need, fact = self.need, FACTS[self.need.fact]
+        relevant = [(part, _about(fact, offer, need.value)) for part, offer in self.offers]
+        relevant = [(part, offer) for part, offer in relevant if offer != ()]
+        heard = [f"{part} offers {_words(offer)}" for part, offer in relevant]
+        heard += [f"{part} needs {_asked(fact, other.value)}: {other.reason}" for part, other in self.rivals]
+        what = f"{self.asker} needs {_asked(fact, need.value)}: {need.reason};"
+        if not heard:
+            known = {str(_subject(item)) for _, offer in self.offers if fact.itemised for item in offer}
+            fix = need.fix or nearest(str(_subject(need.value)), known) or f"Change {self.asker}."
+            return Problem(f"{what} nothing here offers that.", fix)
+        others = " or ".join(str(part) for part, _ in self.rivals or relevant)
+        return Problem(f"{what} {', '.join(heard)}.", need.fix or f"Change {self.asker} or {others}.")
+
+
+def silence(section: str) -> Offers:
+    """Return what a part of a section is taken to say of the facts that it does not speak of."""
+    return {
+        name: fact.silence for name, fact in FACTS.items() if section in fact.offered_by and fact.silence is not None
+    }
+
+
+def match(
+    promises: Iterable[tuple[object, Offers]], demands: Iterable[tuple[Asker, Need]]
+) -> tuple[dict[str, Any], list[Misfit[Asker]]]:
+    """Settle every fact that is offered. The first item of each pair stands for the part; errors print it."""
+    promised = list(promises)
+    demanded = list(demands)
+    settled: dict[str, Any] = {}
+    misfits: list[Misfit[Asker]] = []
+    for name, fact in FACTS.items():
+        offered = tuple((part, promise[name]) for part, promise in promised if name in promise)
+        asked = [(part, demand) for part, demand in demanded if demand.fact == name]
+        if offered:
+            values = [value for _, value in offered]
+            settled[name], unmet = RULES[fact.rule](values, [demand.value for _, demand in asked])
+        else:
+            values, unmet = [], list(range(len(asked)))
+        for part, demand in (asked[index] for index in unmet):
+            could = offered and not RULES[fact.rule](values, [demand.value])[1]
+            met = tuple(pair for index, pair in enumerate(asked) if index not in unmet)
+            misfits.append(Misfit(part, demand, offered, met if could else ()))
+    return settled, misfits
+
+
+def _choose(
+    candidates: Iterable[Any], needed: Sequence[Any], meets: Callable[[Any, Any], bool], cost: Callable[[Any], Any]
+) -> Settled:
+    """The candidate that meets the most needs; among equals the cheapest."""
+    best = min(candidates, key=lambda one: (sum(not meets(one, wanted) for wanted in needed), cost(one)), default=None)
+    unmet = [index for index, wanted in enumerate(needed) if best is None or not meets(best, wanted)]
+    return None if unmet else best, unmet
+
+
+def _in_common(offered: Sequence[Any]) -> list[Any] | None:
+    """What every offer lists; None if every offer is ANY."""
+    lists = [offer for offer in offered if offer != ANY]
+    return [item for item in lists[0] if all(item in other for other in lists)] if lists else None
+
+
+def _multiple(offered: Sequence[Any], needed: Sequence[int]) -> Settled:
+    """The smallest number in every offer that is a multiple of every need."""
+    common = _in_common(offered)
+    candidates = [math.lcm(1, *needed)] if common is None else common
+    return _choose(candidates, needed, lambda number, wanted: number % wanted == 0, lambda number: number)
+
+
+def _one_of(offered: Sequence[Any], needed: Sequence[Sequence[Any]]) -> Settled:
+    """The alternative in every offer and every need that stands nearest to the front of the needs, then the offers."""
+    common = _in_common(offered)
+    candidates = [item for wanted in needed for item in wanted] if common is None else common
+
+    def places(one: Any, lists: Sequence[Any]) -> int:
+        return sum(list(each).index(one) for each in lists if each != ANY and one in each)
+
+    def cost(one: Any) -> tuple[int, int, str]:
+        return places(one, needed), places(one, offered), str(one)
+
+    return _choose(candidates, needed, lambda one, wanted: one in wanted, cost)
+
+
+def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequence[Any]], Settled]:
+    """Each need is met by some item of some offer."""
+
+    def settle(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
+        items = tuple(item for offer in offered if offer != ANY for item in offer)
+        unmet = (i for i, wanted in enumerate(needed) if not any(meets(item, wanted) for item in items))
+        return items, [] if ANY in offered else list(unmet)
+
+    return settle
+
+
+def _given(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
+    """The number that every offer names; a need asks that there be one."""
+    numbers = [item for item in _in_common(offered) or () if item != NONE]
+    return numbers[0] if numbers else None, [] if numbers else list(range(len(needed)))
+
+
+def _divides(axis: tuple[str, int], wanted: tuple[str, int]) -> bool:
+    return axis[0] == wanted[0] and wanted[1] % axis[1] == 0
+
+
+def _all_true(offered: Sequence[bool], needed: Sequence[bool]) -> Settled:
+    """True only if every offer is true."""
+    value = all(offered)
+    return value, [index for index, wanted in enumerate(needed) if wanted and not value]
+
+
+RULES: Final[Mapping[Rule, Callable[[Sequence[Any], Sequence[Any]], Settled]]] = {
+    "multiple": _multiple,
+    "one of": _one_of,
+    "some": _some(operator.eq),
+    "some at least": _some(operator.ge),
+    "some dividing": _some(_divides),
+    "given": _given,
+    "all": _all_true,
+}
+"""By rule: gets what each part offers and what each part needs, in any order."""
+
+
+def _asked(fact: Fact, value: Any) -> str:
+    """Return a need as an error says it."""
+    return fact.asks.format(*(value if fact.itemised and isinstance(value, tuple) else [_words(value)]))
+
+
+def _about(fact: Fact, offer: Any, value: Any) -> Any:
+    """Return the part of an offer that speaks of a needed value."""
+    if not fact.itemised or offer == ANY:
+        return offer
+    return tuple(item for item in offer if _subject(item) == _subject(value))
+
+
+def _subject(item: Any) -> Any:
+    return item[0] if isinstance(item, tuple) else item
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple | list):
+        return " or ".join("=".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
+    return str(value)

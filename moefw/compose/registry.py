@@ -1,0 +1,337 @@
+"""Finds, loads and remembers plugins. Only what a spec names is imported, in the spec's order."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import attrs
+import pluggy
+from attrs import frozen
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+from moefw.compose.process_state import kept
+from moefw.core import hooks
+from moefw.core.errors import MoefwError, PluginError, Problem, nearest
+from moefw.core.plugin import FAMILIES, Plugin
+
+GROUP = "moefw"
+"""The entry-point group. An entry point's name is the name of the part that it brings."""
+
+OURS = "moefw"
+"""The distribution that brings the built-in plugins."""
+
+ALLOWED = "MOEFW_ALLOWED_DISTRIBUTIONS"
+"""The environment variable with the distributions whose plugins may be loaded, beside ours; unset: all.
+
+It is none of the spec, which may be a stranger's.
+"""
+
+_log = logging.getLogger(__name__)
+
+
+@frozen
+class Part:
+    """A declared plugin and where it comes from."""
+
+    hook: str
+    name: str
+    declaration: type[Plugin]
+    distribution: str
+    version: str
+
+
+@frozen
+class Offer:
+    """An installed entry point, not imported yet. Its name is that of a part, or of an observer."""
+
+    entry: EntryPoint
+    distribution: str
+    version: str
+
+
+class Registry:
+    """The plugins of one process. ``extra`` adds modules that no distribution announces, for tests and notebooks."""
+
+    def __init__(self, extra: Iterable[Any] = ()) -> None:
+        self._manager = pluggy.PluginManager(GROUP)
+        self._manager.add_hookspecs(hooks)
+        self._families = {family.hook: family for family in FAMILIES}
+        self._parts: dict[tuple[str, str], Part] = {}
+        self._owners: dict[int, tuple[str, str]] = {}
+        self._silenced: set[int] = set()
+        self._loaded: set[str] = set()
+        self._offers: dict[str, list[Offer]] = {}
+        self._barred: dict[str, Offer] = {}
+        self._observers: dict[str, Offer] = {}
+        allowed = _allowed(os.environ)
+        known_as: dict[Any, tuple[str, str]] = {None: ("?", "?")}
+        for entry in entry_points(group=GROUP):
+            if entry.dist and entry.dist not in known_as:  # both parse the whole metadata
+                known_as[entry.dist] = entry.dist.name, entry.dist.version
+            offer = Offer(entry, *known_as[entry.dist])
+            if not allowed(offer.distribution):
+                self._barred[entry.name] = offer
+            elif not any(offer.distribution == known.distribution for known in self._offers.get(entry.name, [])):
+                self._offers.setdefault(entry.name, []).append(offer)
+        for module in extra:
+            self.register(module, "this process", "0")
+
+    @property
+    def barred(self) -> list[Offer]:
+        """What is installed and not allowed, by name."""
+        return [offer for _, offer in sorted(self._barred.items())]
+
+    @property
+    def observers(self) -> list[Offer]:
+        """What is loaded and declares no part, but observes or checks, by name."""
+        return [offer for _, offer in sorted(self._observers.items())]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that can be loaded, whether or not their plugins work."""
+        return tuple(sorted({*self._offers, *(name for _, name in self._parts)}))
+
+    def load(self, name: str) -> None:
+        """Import and register the plugin called ``name``. Raises PluginError; other plugins stay as they are."""
+        if name in self._loaded:
+            return
+        found = self._offers.get(name, [])
+        if not found:
+            if any(known == name for _, known in self._parts):
+                return
+            if name in self._barred:
+                offer = self._barred[name]
+                what = f"plugin {name!r} is of distribution {offer.distribution} {offer.version}, which is not allowed."
+                raise PluginError(what, f"Name it in {ALLOWED} if you trust its code.")
+            raise PluginError(f"no plugin is called {name!r}.", nearest(name, self.names))
+        if len(found) > 1:
+            rivals = " and ".join(f"{offer.distribution} {offer.version}" for offer in found)
+            what = f"two distributions bring a plugin called {name!r}: {rivals}."
+            raise PluginError(what, _way_out(name, [offer.distribution for offer in found]))
+        (offer,) = found
+        what = f"plugin {name!r} (distribution {offer.distribution} {offer.version}) fails to import"
+        fix = f"Mend or uninstall {offer.distribution}."
+        try:
+            with _as_it_was(offer.distribution, what):
+                module = offer.entry.load()
+        except PluginError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"{what}: {type(error).__name__}: {error}.", fix) from error
+        self.register(module, offer.distribution, offer.version, promised=name)
+        if self._only_observes(module):
+            self._observers[name] = offer
+        self._loaded.add(name)
+
+    def register(self, module: Any, distribution: str, version: str, *, promised: str | None = None) -> None:
+        """Check and register one plugin module.
+
+        Where ``promised`` is given, it must declare a part of that name, or no part at all and observe or check.
+
+        Raises PluginError and leaves nothing behind if it is not sound.
+        """
+        if id(module) in self._owners:
+            if not self._only_observes(module):
+                _keep_promise(promised, self._parts.values(), distribution, version)
+            return
+        label = f"{getattr(module, '__name__', module)!r} (distribution {distribution} {version})"
+        _check_api(module, label)
+        try:
+            self._manager.register(module, name=f"{distribution}:{id(module)}")
+            self._manager.check_pending()
+            self._owners[id(module)] = (distribution, version)
+            declared = list(self._declared(module, distribution, version, label))
+            if not self._only_observes(module):
+                _keep_promise(promised, declared, distribution, version)
+        except (pluggy.PluginValidationError, PluginError) as error:
+            self._manager.unregister(module)
+            self._owners.pop(id(module), None)
+            if isinstance(error, PluginError):
+                raise
+            specs = [name for name in vars(hooks) if name.startswith("moefw_")]
+            typo = next((name for name in vars(module) if name.startswith("moefw_") and name not in specs), "")
+            hint = nearest(typo, specs) if typo and typo != "moefw_api" else "See moefw/core/hooks.py."
+            raise PluginError(
+                f"plugin {label} breaks the hook interface: {' '.join(str(error).split())}.", hint
+            ) from error
+        self._parts |= {(part.hook, part.name): part for part in declared}
+
+    def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[Part]:
+        for hook, family in self._families.items():
+            for implementation in self._implementations(hook, of=module):
+                try:
+                    declarations = list(implementation())
+                except Exception as error:
+                    what = f"plugin {label} raises in {hook}: {type(error).__name__}: {error}."
+                    raise PluginError(what, f"Mend or uninstall {distribution}.") from error
+                for declaration in declarations:
+                    if not (isinstance(declaration, type) and issubclass(declaration, family)):
+                        what = f"plugin {label} returns {declaration!r} from {hook}"
+                        raise PluginError(f"{what}, which wants {family.__name__} classes.")
+                    name = _checked_name(declaration, label)
+                    rival: Part | Offer | None = self._parts.get((hook, name))
+                    announced = (offer for offer in self._offers.get(name, ()) if offer.distribution != distribution)
+                    rival = rival or next(announced, None)
+                    if rival:
+                        what = f"two plugins are called {name!r} in {hook}: one of {rival.distribution} {rival.version}"
+                        fix = _way_out(name, [rival.distribution, distribution])
+                        raise PluginError(f"{what}, one of {distribution} {version}.", fix)
+                    yield Part(hook, name, declaration, distribution, version)
+
+    def _only_observes(self, module: Any) -> bool:
+        """Whether a module has hooks, and none that declares."""
+        callers = self._manager.get_hookcallers(module) or []
+        return bool(callers) and not any(caller.name in self._families for caller in callers)
+
+    def _implementations(self, hook: str, of: Any = None) -> Iterator[Callable[..., Any]]:
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
+            if of is None or implementation.plugin is of:
+                yield implementation.function
+
+    def get(self, hook: str, name: str) -> Part:
+        """Return a part, loading its plugin if need be. Raises PluginError with the nearest known name."""
+        self.load(name)
+        part = self._parts.get((hook, name))
+        if part is None and name in self._observers:
+            raise PluginError(f"{name!r} is no part: it observes a run.", "Name it in run.observers.")
+        if part is None:
+            others = [known for kind, known in self._parts if kind == hook]
+            kinds = ", ".join(kind.removeprefix("moefw_") for kind, known in self._parts if known == name)
+            raise PluginError(
+                f"{name!r} is none of the {hook.removeprefix('moefw_')}; it is one of the {kinds}.",
+                nearest(name, others),
+            )
+        return part
+
+    def origin(self, plugin: Plugin) -> Part:
+        """Return the part of which ``plugin`` is an instance."""
+        return next(part for part in self._parts.values() if part.declaration is type(plugin))
+
+    def calling(self, plugin: Plugin, method: str) -> AbstractContextManager[None]:
+        """Be in a call of a plugin before training. Raises PluginError if it changes what the process shares."""
+        part = self.origin(plugin)
+        who = f"plugin {part.name!r} (distribution {part.distribution} {part.version}) breaks its contract in {method}"
+        return _as_it_was(part.distribution, who)
+
+    def load_all(self) -> list[Problem]:
+        """Load every installed plugin and return what is wrong with those that fail."""
+        problems: list[Problem] = []
+        for name in sorted(self._offers):
+            try:
+                self.load(name)
+            except PluginError as error:
+                problems += error.problems
+        return problems
+
+    def parts(self) -> list[Part]:
+        """Return the loaded parts by hook point and name."""
+        order = list(self._families)
+        return sorted(self._parts.values(), key=lambda part: (order.index(part.hook), part.name))
+
+    def gather(self, hook: str, **arguments: Any) -> list[Any]:
+        """Call a hook that returns lists in every loaded plugin and join the lists."""
+        found: list[Any] = []
+        for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
+            distribution, version = self._owners[id(implementation.plugin)]
+            with _as_it_was(distribution, f"a plugin of {distribution} {version} breaks its contract in {hook}"):
+                found += implementation.function(**{name: arguments[name] for name in implementation.argnames})
+        return found
+
+    def notify(
+        self,
+        hook: str,
+        *,
+        place: str,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        **arguments: Any,
+    ) -> None:
+        """Call an observer hook inside ``around()``, each observer with a copy of the arguments.
+
+        One that raises, or in which ``around()`` does, is named once, with ``place``, and not called again; the run
+        goes on.
+        """
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
+            if id(implementation.plugin) in self._silenced:
+                continue
+            given = deepcopy({name: arguments[name] for name in implementation.argnames})
+            try:
+                with around():
+                    implementation.function(**given)
+            except (Exception, SystemExit) as error:
+                self._silenced.add(id(implementation.plugin))
+                distribution, version = self._owners[id(implementation.plugin)]
+                who = f"an observer of {distribution} {version} fails in {place} and is not called again"
+                _log.error("%s: %s", who, error, exc_info=not isinstance(error, MoefwError))
+
+
+def _as_it_was(distribution: str, who: str) -> AbstractContextManager[None]:
+    """Be in code of a distribution. Raises PluginError, which begins with ``who``, if it changes what all share."""
+    if distribution == OURS:
+        return nullcontext()
+    return kept(lambda what: PluginError(f"{who}: {what}", f"Mend or uninstall {distribution}."), draws=True)
+
+
+def _allowed(environment: Mapping[str, str]) -> Callable[[str], bool]:
+    """Return which distributions may be loaded, however their names are spelled (PEP 503)."""
+    told = environment.get(ALLOWED)
+    if told is None:
+        return lambda distribution: True
+    names = {canonicalize_name(name.strip()) for name in (OURS, *told.split(","))}
+    return lambda distribution: canonicalize_name(distribution) in names
+
+
+def _way_out(name: str, distributions: Sequence[str]) -> str:
+    """Return what to do about two plugins of one name; a built-in one stays."""
+    if OURS not in distributions:
+        return "Uninstall one of them."
+    others = " and ".join(each for each in distributions if each != OURS)
+    return f"{name!r} is built in: uninstall {others}, or give its plugin another name."
+
+
+def _keep_promise(promised: str | None, declared: Iterable[Part], distribution: str, version: str) -> None:
+    names = {part.name for part in declared if part.distribution == distribution}
+    if promised is not None and promised not in names:
+        what = (
+            f"distribution {distribution} {version} announces a plugin {promised!r} and declares no part of that name"
+        )
+        hint = f"It declares {', '.join(sorted(names))}." if names else "Is @moefw.hookimpl on its hooks?"
+        raise PluginError(f"{what}.", f"{hint} Mend or uninstall {distribution}.")
+
+
+def _checked_name(declaration: type[Plugin], label: str) -> str:
+    """Return the name of a declaration whose options can be read. Raises PluginError."""
+    name = getattr(declaration, "name", None)
+    if not isinstance(name, str):
+        raise PluginError(f"plugin {label}: {declaration.__name__} has no name.", 'Write name: ClassVar[str] = "...".')
+    if "__attrs_attrs__" not in vars(declaration):
+        raise PluginError(
+            f"plugin {label}: {declaration.__name__} is not an attrs class.", "Decorate it with @attrs.frozen."
+        )
+    try:
+        attrs.resolve_types(declaration)
+    except NameError as error:
+        what = f"plugin {label}: an annotation of {declaration.__name__} does not resolve: {error}."
+        raise PluginError(what, "Import the name at module level.") from error
+    return name
+
+
+def _check_api(module: Any, label: str) -> None:
+    wanted = getattr(module, "moefw_api", None)
+    if wanted is None:
+        return
+    try:
+        fits = SpecifierSet(wanted).contains(hooks.API_VERSION)
+    except (InvalidSpecifier, TypeError) as error:
+        raise PluginError(
+            f"plugin {label} states moefw_api = {wanted!r}, which is no version range.", "For example '>=2,<3'."
+        ) from error
+    if not fits:
+        what = f"plugin {label} is written for hook API {wanted}; this moefw has {hooks.API_VERSION}."
+        raise PluginError(what, "Install a version of it, or of moefw, that fits.")

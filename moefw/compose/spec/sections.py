@@ -1,0 +1,143 @@
+"""The spec: what the user writes. Options of a part live with its plugin, not here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+from attrs import Attribute, Factory, field, frozen
+from attrs.validators import ge, gt, optional
+
+from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, show
+from moefw.core.errors import Problem
+
+RESERVED = ("use", "preset")
+
+
+@frozen
+class Choice:
+    """A plugin by name, and the options written beside ``use:`` (a ``preset:`` names a set of them)."""
+
+    use: str
+    options: Mapping[str, Any] = Factory(dict)
+
+    @classmethod
+    def from_data(cls, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Choice | None:
+        """Read ``{use: name, option: value, ...}``; None where no plugin is named."""
+        if not isinstance(data, Mapping):
+            example = data if isinstance(data, str) and data.isprintable() else "name, option: value"
+            fix = f"Write {{use: {example}}}."
+            problems.append(Problem(f"{show(data)} is not a mapping that names a plugin.", fix, marks.where(path)))
+            return None
+        use = data.get("use")
+        if isinstance(use, str):
+            return cls(use, {key: value for key, value in data.items() if key != "use"})
+        if use is not UNREAD:
+            what = "'use' is missing." if use is None else f"{show(use)} is not the name of a plugin."
+            problems.append(Problem(what, "`moefw plugins` lists them.", marks.where((*path, "use"))))
+        return None
+
+    def to_data(self) -> dict[str, object]:
+        """Return the mapping as it stands in a file."""
+        return {"use": self.use, **self.options}
+
+
+def chosen(hook: str, **kwargs: Any) -> Any:
+    """Declare a spec field that holds a :class:`Choice` among the plugins of ``hook``."""
+    return field(metadata={"hook": hook}, **kwargs)
+
+
+@frozen(kw_only=True)
+class TrainSpec:
+    """How long and how fast to train. Token counts are global, ``micro_batch`` is sequences a rank.
+
+    ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues and says so.
+    ``on_bad_step``: what is done about a step whose loss or gradient is not finite; ``loss_spike``: warn of a loss that
+    exceeds so many times the mean of recent ones (null: never). In the metrics, ``skipped_steps``, ``rerun_steps`` and
+    ``loss_spikes`` are 1 where it happened, and absent elsewhere.
+    """
+
+    steps: int = field(default=300, validator=ge(1))
+    tokens_per_step: int = field(default=8192, validator=ge(1))
+    micro_batch: int = field(default=4, validator=ge(1))
+    seq_len: int = field(default=512, validator=ge(2))
+    lr: float = field(default=3e-3, validator=gt(0.0))
+    optimizer: Choice = chosen("moefw_optimizers")
+    schedule: Choice = chosen("moefw_schedules")
+    clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))  # type: ignore[arg-type]
+    eval_every: int = field(default=0, validator=ge(0))
+    eval_tokens: int = field(default=262144, validator=ge(1))
+    checkpoint_every: int = field(default=0, validator=ge(0))
+    keep_checkpoints: int = field(default=2, validator=ge(1))
+    on_full_disk: Literal["stop", "continue"] = "stop"
+    on_bad_step: Literal["stop", "skip", "rerun"] = "stop"
+    loss_spike: float | None = field(default=2.0, validator=optional(gt(1.0)))  # type: ignore[arg-type]
+
+
+def _names_a_folder(_: object, attribute: Attribute[str], value: str) -> None:
+    if Path(value).name in ("", "..") or value.startswith("~"):
+        raise ValueError(f"'{attribute.name}' must end in the name of a folder, and not begin with ~: {value!r}")
+
+
+@frozen(kw_only=True)
+class RunSpec:
+    """Where a run writes, its seed, the device, the observers that watch it.
+
+    ``timeout_s``: how long a rank may go without progress (a batch, a shard, a piece of text) until the run ends.
+    """
+
+    dir: str = field(default="runs/default", validator=_names_a_folder)
+    seed: int = field(default=0, validator=ge(0))
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    observers: tuple[str, ...] = ()
+    timeout_s: float = field(default=600.0, validator=gt(0.0))
+
+
+@frozen(kw_only=True)
+class Spec:
+    """A whole spec file. Sections without a default are filled from the defaults file when left out."""
+
+    model: Choice = chosen("moefw_models")
+    routing: Choice = chosen("moefw_routers")
+    dispatch: Choice = chosen("moefw_dispatchers")
+    gemm: Choice = chosen("moefw_gemms")
+    precision: Choice = chosen("moefw_precisions")
+    memory: tuple[Choice, ...] = chosen("moefw_memory_policies", default=())
+    parallel: Choice = chosen("moefw_layouts")
+    data: Choice = chosen("moefw_data_sources")
+    train: TrainSpec
+    run: RunSpec = RunSpec()
+
+
+def choices(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Any]]:
+    """Yield path, hook and choice of every place of a spec at which a plugin is named."""
+    for place in attrs.fields(type(section)):
+        value, here, hook = getattr(section, place.name), (*path, place.name), place.metadata.get("hook")
+        if hook and isinstance(value, tuple):
+            yield from (((*here, index), hook, choice) for index, choice in enumerate(value))
+        elif hook:
+            yield here, hook, value
+        elif attrs.has(type(value)):
+            yield from choices(value, here)
+
+
+def with_defaults(tree: Tree, defaults: Tree) -> Tree:
+    """Return ``tree`` with the keys of ``defaults`` that it leaves out, section by section.
+
+    The options of a default choice are dropped when the user chose another plugin for that place.
+    """
+    filled = dict(tree)
+    for key, default in defaults.items():
+        value = tree.get(key)
+        if value is None:
+            filled[key] = default
+        elif isinstance(default, dict) and isinstance(value, dict) and _same_use(value, default):
+            filled[key] = with_defaults(value, default)
+    return filled
+
+
+def _same_use(value: Tree, default: Tree) -> bool:
+    use = value.get("use")
+    return "use" not in value or "use" not in default or (isinstance(use, str) and use == default["use"])

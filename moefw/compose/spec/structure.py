@@ -1,0 +1,189 @@
+"""Turns plain data into attrs classes, reporting every wrong key and value instead of the first."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+
+import attrs
+
+from moefw.compose.spec.source import UNREAD, KeyPath, Marks, scalar, show
+from moefw.core.errors import PluginError, Problem, closest, nearest
+
+T = TypeVar("T")
+
+
+def structure(
+    cls: type[T],
+    data: object,
+    path: KeyPath,
+    marks: Marks,
+    problems: list[Problem],
+    *,
+    also: Collection[str] = (),
+) -> T | None:
+    """Build the attrs class ``cls`` from the mapping ``data``; None where that cannot be.
+
+    A field that is wrong, or that a misspelt key was meant for, is ``UNREAD``, so that later checks of the others
+    still run. ``also`` names keys that are known although they are no fields. Raises PluginError for a field whose
+    type no spec can hold.
+    """
+    if data is None:
+        data = {}
+    if not isinstance(data, Mapping):
+        what = f"{show(data)} is not a mapping of options."
+        problems.append(Problem(what, "Write for example {key: value}.", marks.where(path)))
+        return None
+    num_before = len(problems)
+    options: Any = attrs.fields(attrs.resolve_types(cls))  # type: ignore[type-var, arg-type]
+    fields: dict[str, attrs.Attribute[Any]] = {field.name: field for field in options if field.init}
+    given = {key: value for key, value in data.items() if key in fields}
+    for key in (str(key) for key in data if key not in fields and key not in also):
+        what = f"{show(key)} is not an option here."
+        problems.append(Problem(what, nearest(key, [*fields, *also]), marks.where((*path, key))))
+        meant = closest(key, fields)
+        if meant is not None and (*path, meant) not in marks.places:
+            given[meant] = UNREAD
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in given:
+            values[name] = _field(field, given[name], (*path, name), marks, problems)
+        elif field.default is attrs.NOTHING:
+            fix = f"It has no default. {_hint(field.type, None)}"
+            problems.append(Problem(f"{name!r} is missing.", fix, marks.where((*path, name))))
+            values[name] = UNREAD
+    unread = [name for name, value in values.items() if value is UNREAD]
+    for name in unread:
+        if fields[name].default is not attrs.NOTHING:
+            del values[name]
+    try:
+        built = cls(**{fields[name].alias or name: value for name, value in values.items()})
+    except (ValueError, TypeError) as error:
+        if len(problems) == num_before and not unread:
+            problems.append(Problem(_sentence(error), where=marks.where(path)))
+        return None
+    for name in unread:
+        object.__setattr__(built, name, UNREAD)
+    return built
+
+
+def _field(field: attrs.Attribute[Any], data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
+    num_before = len(problems)
+    value = _value(field.type, data, path, marks, problems)
+    if value is UNREAD or field.validator is None or len(problems) > num_before:
+        return value
+    try:
+        field.validator(None, field, value)
+    except AttributeError:
+        return value  # a validator that looks at other fields: it runs when the class is built
+    except (ValueError, TypeError) as error:
+        problems.append(Problem(_sentence(error), where=marks.where(path)))
+        return UNREAD
+    return value
+
+
+def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
+    """Return ``data`` as a ``kind``; where it is none, report it and return UNREAD."""
+    origin, args = get_origin(kind), get_args(kind)
+    if data is UNREAD or kind is Any or (kind is types.NoneType and data is None):
+        return data
+    if origin in (Union, types.UnionType):
+        return _either(args, data, path, marks, problems)
+    if attrs.has(kind):
+        from_data = getattr(kind, "from_data", None)
+        built = from_data(data, path, marks, problems) if from_data else structure(kind, data, path, marks, problems)
+        return UNREAD if built is None else built
+    if origin in (tuple, list) and isinstance(data, tuple | list):
+        kinds = args if origin is tuple and args[-1] is not Ellipsis else args[:1] * len(data)
+        if len(kinds) == len(data):
+            items = enumerate(zip(kinds, data, strict=True))
+            return origin(_value(inner, item, (*path, index), marks, problems) for index, (inner, item) in items)
+    if origin in _MAPPINGS and isinstance(data, Mapping):
+        return {key: _value(args[1], item, (*path, key), marks, problems) for key, item in data.items()}
+    if origin is Literal:
+        for choice in args:
+            if data == choice and type(data) is type(choice):
+                return choice
+    if kind in _SCALARS and _is_scalar(kind, data):
+        return kind(data)
+    problems.append(Problem(f"{show(data)} is not {_words(kind)}.", _hint(kind, data), marks.where(path)))
+    return UNREAD
+
+
+def _either(kinds: tuple[Any, ...], data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
+    """Return ``data`` as the first kind that takes it. With one kind beside None, the report is that of the kind."""
+    if data is None and types.NoneType in kinds:
+        return None
+    kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
+    for kind in kinds:
+        tried: list[Problem] = []
+        value = _value(kind, data, path, marks, tried)
+        if not tried or len(kinds) == 1:
+            problems += tried
+            return value
+    choices = (", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else _words(kind) for kind in kinds)
+    what = f"{show(data)} is not {' or '.join(choices)}."
+    problems.append(Problem(what, where=marks.where(path)))
+    return UNREAD
+
+
+_MAPPINGS: Final = (dict, Mapping)
+_SCALARS: Final = {bool: "true or false", int: "a whole number", float: "a finite number", str: "plain text"}
+_EXAMPLES: Final = {bool: "true", int: "8", float: "0.5", str: "word"}
+
+
+def _is_scalar(kind: type, data: object) -> bool:
+    if isinstance(data, bool) or kind is bool:
+        return kind is bool and isinstance(data, bool)
+    if kind is float:
+        return isinstance(data, int | float) and math.isfinite(data)
+    return isinstance(data, kind)
+
+
+def _words(kind: Any) -> str:
+    origin, args = get_origin(kind), get_args(kind)
+    if kind in _SCALARS:
+        return _SCALARS[kind]
+    if origin is Literal:
+        return "one of the choices"
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"a list of {len(args)}"
+    if origin in (tuple, list):
+        return "a list"
+    if origin in _MAPPINGS or attrs.has(kind):
+        return "a mapping"
+    raise PluginError(f"an option of type {kind} cannot be written in a spec.")
+
+
+def _hint(kind: Any, data: object) -> str:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return nearest(data if isinstance(data, str) else "", map(str, get_args(kind)))
+    if kind is str and isinstance(data, bool | int | float):
+        return "Put it in quotes."
+    if kind in _SCALARS and isinstance(data, str):
+        with suppress(ValueError):
+            if _is_scalar(kind, scalar(data)):
+                return "Leave out the quotes."
+    return f"Write for example {_EXAMPLES.get(kind, '[a, b]' if origin in (tuple, list) else '{key: value}')}."
+
+
+def _sentence(error: Exception) -> str:
+    return f"{str(error.args[0] if error.args else error).rstrip('.')}."
+
+
+def plain(value: object) -> Any:
+    """Return attrs objects as dicts of what may be given and tuples as lists, for YAML and JSON."""
+    kind: Any = type(value)
+    if hasattr(kind, "to_data"):
+        return kind.to_data(value)
+    if attrs.has(kind):
+        return {field.name: plain(getattr(value, field.name)) for field in attrs.fields(kind) if field.init}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value

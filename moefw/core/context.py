@@ -1,0 +1,152 @@
+"""What parts get to build themselves: their place in the model, the facts, the groups, the regions.
+
+Shapes follow the legend of :mod:`moefw.core.stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moefw.core.contracts import Layout, Precision
+from moefw.core.records import Shard, Side
+from moefw.core.site import Site
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+
+
+@frozen(kw_only=True, eq=False)
+class ExpertGroup:
+    """Ranks of the axes ep x etp, etp innermost: rank ``r`` holds share ``r // etp`` of the experts, part ``r % etp``.
+
+    ``group`` is None where this rank is alone. ``nodes`` is the node of each rank.
+    """
+
+    group: ProcessGroup | None
+    rank: int
+    ep: int
+    etp: int
+    num_experts: int
+    nodes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.ep * self.etp
+
+    @property
+    def local_experts(self) -> int:
+        """The number of experts that each rank holds, or holds a part of."""
+        return self.num_experts // self.ep
+
+    @property
+    def first_expert(self) -> int:
+        """The number of this rank's first expert."""
+        return self.rank // self.etp * self.local_experts
+
+    def owners(self, expert_ids_TK: Tensor) -> Tensor:
+        """Return the ranks that hold the experts, ``(T, K * etp)`` int64; -1 for a dropped choice."""
+        share_TK = expert_ids_TK.div(self.local_experts, rounding_mode="floor")
+        if self.etp == 1:
+            return share_TK
+        parts = torch.arange(self.etp, device=share_TK.device)
+        owner = share_TK.unsqueeze(-1) * self.etp + parts
+        return owner.masked_fill((share_TK < 0).unsqueeze(-1), -1).flatten(1)
+
+    def parts(self, expert_ids_TK: Tensor) -> Tensor:
+        """Return the choices with each part of an expert numbered as an expert of its rank, ``(T, K * etp)`` int64.
+
+        Rank ``r`` holds the parts ``r * local_experts`` and on; -1 stands for a dropped choice.
+        """
+        owner = self.owners(expert_ids_TK)
+        within = expert_ids_TK.remainder(self.local_experts).repeat_interleave(self.etp, 1)
+        return (owner * self.local_experts + within).masked_fill(owner < 0, -1)
+
+
+class BuildContext(Protocol):
+    """One layer, as a part sees it that builds itself there. Nothing of it changes.
+
+    A recipe and a memory policy are built before there are recipes and regions to ask for.
+    """
+
+    @property
+    def site(self) -> Site:
+        """The layer's sizes and number, the world, the machine."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the parts of the layer agreed on: ``facts["row_alignment"]``."""
+
+    @property
+    def layout(self) -> Layout:
+        """This rank's place, and its groups."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live."""
+
+    @property
+    def local_experts(self) -> range:
+        """The numbers of the experts that this rank holds."""
+
+    def expert_shard(self, dim: int) -> Shard | None:
+        """Return which part of each expert this rank holds if it is split along ``dim``; None: all of it."""
+
+    def expert_group(self) -> ExpertGroup:
+        """Return the ranks that share out the experts."""
+
+    def spares(self, module: str) -> bool:
+        """Whether the precision recipe spares a module of this layer (``moe.experts``)."""
+
+    def recipe(self, module: str) -> Precision:
+        """Return what a module of this layer (``moe.experts``) computes in: the recipe, if it does not spare it."""
+
+    def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
+        """Return ``module``, a unit of weights of GEMMs: where the layout shares them out, a call gathers them.
+
+        They come in the recipe's ``weight_dtype``: a copy in another dtype would stay until backward. Or as its
+        ``weight_codec`` says; raises PlanError where the codec cannot tell the shards of a weight.
+        """
+
+    def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` under the memory policy of the region ``name``, bound once and for all."""
+
+    def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``finish`` under the policy of the region ``name``: see :meth:`MemoryPolicy.wrap_movement`."""
+
+    def layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a whole layer, which holds its other regions, under the policy of ``layer``."""
+
+    def shared(self, key: Any, factory: Callable[[], T]) -> T:
+        """Return what exists once a process under ``key``; it is closed with the model."""
+
+
+class ModelContext(Protocol):
+    """What a model gets to build itself: a :class:`BuildContext` for each layer, and the MoE layers."""
+
+    @property
+    def layout(self) -> Layout:
+        """This rank's place, and its groups."""
+
+    @property
+    def precision(self) -> Precision:
+        """What the precision recipe makes of whatever it does not spare."""
+
+    @property
+    def high(self) -> Precision:
+        """What the head and the modules that the precision recipe spares compute in."""
+
+    def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
+        """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shares them out."""
+
+    def at(self, layer: int) -> BuildContext:
+        """Return the context of one layer, dense or MoE."""
+
+    def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> Any:
+        """Return the MoE layer of layer ``layer``, a :class:`moefw.MoELayer`."""

@@ -1,0 +1,40 @@
+"""The sizes of the transformer: what its modules and their memory depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, le
+
+WIDEST, MOST = 2**22, 2**14
+"""Of the columns of a matrix, and of heads and experts: more is a slip of the pen."""
+
+
+@frozen(kw_only=True)
+class Sizes:
+    """Sizes and switches: see :class:`moefw.models.decoder.Decoder`."""
+
+    vocab_size: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
+    dim: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
+    num_layers: int = field(default=4, validator=ge(1))
+    num_dense_layers: int = field(default=0, validator=ge(0))
+    num_heads: int = field(default=4, validator=and_(ge(1), le(MOST)))
+    num_kv_heads: int = field(default=2, validator=and_(ge(1), le(MOST)))
+    head_dim: int = field(default=64, validator=and_(ge(2), le(MOST)))
+    dense_dim: int = field(default=1024, validator=and_(ge(1), le(WIDEST)))
+    num_experts: int = field(default=16, validator=and_(ge(1), le(MOST)))
+    top_k: int = field(default=4, validator=and_(ge(1), le(MOST)))
+    expert_dim: int = field(default=256, validator=and_(ge(1), le(WIDEST)))
+    shared_expert_dim: int = field(default=0, validator=and_(ge(0), le(WIDEST)))
+    qk_norm: bool = True
+    tie_embeddings: bool = False
+    rope_theta: float = field(default=10000.0, validator=gt(0.0))
+    norm_eps: float = field(default=1e-6, validator=gt(0.0))
+    init_std: float = field(default=0.02, validator=gt(0.0))
+    embed_init_std: float = field(default=0.02, validator=gt(0.0))
+    zero_init: bool = False
+
+    def moe_layers(self) -> Sequence[int]:
+        """Return the layers behind the dense ones."""
+        return range(self.num_dense_layers, self.num_layers)

@@ -1,0 +1,57 @@
+"""All-to-all over a group: metadata at once, rows as a movement whose dual is the exchange the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moefw.core.contracts import Codec
+from moefw.core.stages import Pending
+from moefw.runtime.communication.movement import Launch, Permutation, Work, start, stay
+
+Splits = Sequence[int]
+"""Rows to or from each rank of a group."""
+
+
+def exchange(
+    tensors: Sequence[Tensor],
+    sent: Splits,
+    received: Splits,
+    group: ProcessGroup | None,
+    *,
+    codec: Codec | None = None,
+    rows: Permutation | None = None,
+    detail: object = None,
+) -> Pending:
+    """Start sending ``sent[rank]`` rows of each tensor, which lie in order of rank, to each rank. Differentiable.
+
+    ``codec`` packs the first tensor for the way. With ``rows`` that tensor is tokens, of which those rows are sent.
+    """
+    if group is None:
+        return stay(tensors, codec=codec, rows=rows, detail=detail)
+    out, back = _all_to_all(sent, received, group), _all_to_all(received, sent, group)
+    return start(tensors, forward=out, dual=back, codec=codec, rows=rows, detail=detail)
+
+
+def exchange_now(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup | None) -> Tensor:
+    """Return the rows that the ranks sent here. Not differentiable: for metadata."""
+    if group is None:
+        return rows
+    (buffer,), (work,) = _all_to_all(sent, received, group)([rows])
+    work.wait()
+    return buffer
+
+
+def _all_to_all(sent: Splits, received: Splits, group: ProcessGroup) -> Launch:
+    def launch(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
+        buffers = [tensor.new_empty(sum(received), *tensor.shape[1:]) for tensor in tensors]
+        works = [
+            dist.all_to_all_single(buffer, tensor, list(received), list(sent), group=group, async_op=True)
+            for buffer, tensor in zip(buffers, tensors, strict=True)
+        ]
+        return buffers, works
+
+    return launch

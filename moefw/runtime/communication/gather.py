@@ -1,0 +1,54 @@
+"""All-gather and reduce-scatter of rows over a group: movements that are each other's dual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moefw.core.contracts import Codec
+from moefw.core.stages import Pending
+from moefw.runtime.communication.movement import Launch, Work, start, stay
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 renamed both."""
+
+
+def gather(
+    tensors: Sequence[Tensor], group: ProcessGroup | None, *, codec: Codec | None = None, detail: object = None
+) -> Pending:
+    """Start bringing the rows of every rank, in order of rank, to all. Ranks have equally many. Differentiable.
+
+    ``codec`` packs the first tensor for the way.
+    """
+    if group is None:
+        return stay(tensors, codec=codec, detail=detail)
+    return start(tensors, forward=_gather(group), dual=_reduce(group), codec=codec, detail=detail)
+
+
+def reduce(tensors: Sequence[Tensor], group: ProcessGroup | None, *, detail: object = None) -> Pending:
+    """Start adding up the tensors of all ranks; each gets its part of the rows. Differentiable."""
+    if group is None:
+        return stay(tensors, detail=detail)
+    return start(tensors, forward=_reduce(group), dual=_gather(group), detail=detail)
+
+
+def _gather(group: ProcessGroup) -> Launch:
+    def launch(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
+        buffers = [tensor.new_empty(len(tensor) * group.size(), *tensor.shape[1:]) for tensor in tensors]
+        pairs = zip(buffers, tensors, strict=True)
+        return buffers, [all_gather(buffer, tensor, group=group, async_op=True) for buffer, tensor in pairs]
+
+    return launch
+
+
+def _reduce(group: ProcessGroup) -> Launch:
+    def launch(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
+        buffers = [tensor.new_empty(len(tensor) // group.size(), *tensor.shape[1:]) for tensor in tensors]
+        pairs = zip(buffers, tensors, strict=True)
+        return buffers, [reduce_scatter(buffer, tensor, group=group, async_op=True) for buffer, tensor in pairs]
+
+    return launch

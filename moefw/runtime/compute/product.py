@@ -1,0 +1,165 @@
+"""``y = x W^T`` under a recipe: forward and both products of backward, each with operands of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from moefw.core.contracts import Precision
+from moefw.core.errors import ContractError
+from moefw.core.records import Kept, Rows
+from moefw.runtime.memory.dropped import output_of
+
+
+class SharedInput:
+    """What the first of several GEMMs has made of the input ``x`` they all read: quantized once, saved once."""
+
+    __slots__ = ("_made", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self._made: tuple[Any, Kept] | None = None
+
+    def made_of(self, x: Tensor, precision: Precision, rows: Rows) -> tuple[Any, Kept]:
+        """Return the operand of fprop, and what to save for wgrad."""
+        if self._made is not None:
+            return self._made
+        operand = precision.quantize(x, role="input", during="fprop", rows=rows)
+        made = operand, keep_input(x, operand, precision, rows)
+        if precision.shares_inputs:
+            self._made = made
+        return made
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    precision: Precision,
+    rows: Rows | None = None,
+    *,
+    shared: SharedInput | None = None,
+) -> Tensor:
+    """Return ``x W^T`` in the dtype of ``x``; x ``(..., I)``, weight ``(O, I)``, ``rows`` about the flattened ones.
+
+    GEMMs of one ``Precision.at`` that read the same ``x`` may be given one ``shared``. Raises ContractError if that is
+    of another tensor.
+    """
+    if not precision.by_pass:
+        operand = precision.quantize(x, role="input", during="fprop")
+        return F.linear(operand, precision.quantize(weight, role="weight", during="fprop"))
+    about = Rows() if rows is None else rows
+    shared = SharedInput(x) if shared is None else shared
+    if shared.x is not x:
+        what = "a GEMM reads another tensor than the one whose operand it is to share."
+        raise ContractError(what, "Make one SharedInput for each input, of the very tensor that GEMMs are given.")
+    given = (x.reshape(-1, x.shape[-1]), weight, precision, about.ends_e, about.keys_R, about.sizes, shared)
+    out: Tensor = _Linear.apply(*given)  # type: ignore[no-untyped-call]
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x W^T`` computed and returned in a wider ``dtype``; saves ``x`` (T, I) as it is, not its wider copy."""
+    if x.dtype == dtype:
+        return F.linear(x, weight.to(dtype))
+    out: Tensor = _WideLinear.apply(x, weight, dtype)  # type: ignore[no-untyped-call]
+    return out
+
+
+def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
+    """Return the products of groups: ``a`` (R, I) with ``b`` (e, I, O), or, summing over rows, (O, R) with (R, I).
+
+    A sum over no rows is zero.
+    """
+    if not isinstance(a, Tensor):
+        product: Tensor = a.grouped_mm(b, ends_e)
+        return product
+    if not a.numel():
+        groups = (len(ends_e),) if b.dim() == 2 else ()
+        return a.new_zeros(*groups, len(a), b.shape[-1])
+    product = F.grouped_mm(a, b, offs=ends_e)
+    if b.dim() == 2 and _leaves_empty_sums_unwritten(product.device):
+        sizes_e = ends_e.diff(prepend=ends_e.new_zeros(1))
+        product.masked_fill_((sizes_e == 0).view(-1, 1, 1), 0.0)
+    return product
+
+
+@cache
+def _leaves_empty_sums_unwritten(device: torch.device) -> bool:
+    """Whether a grouped product writes what it finds where it sums over no rows: Blackwell's (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+
+
+def keep_input(x: Tensor, used: Any, precision: Precision, rows: Rows) -> Kept:
+    """Return what to save of an input for wgrad: ``x`` itself where it will be computed again, and need not be kept."""
+    if output_of(x) is None:
+        return precision.keep(x, used, role="input", during="wgrad", rows=rows)
+    about = {name: tensor for name, tensor in (("ends_e", rows.ends_e), ("keys_R", rows.keys_R)) if tensor is not None}
+    return Kept((x, *about.values()), partial(_quantize_again, precision, tuple(about), rows.sizes))
+
+
+def keep_activation(x: Tensor, precision: Precision, rows: Rows) -> Kept:
+    """Return what to save of rows that backward reads as they are: themselves where they will be computed again."""
+    return Kept((x,), lambda saved: saved[0]) if output_of(x) else precision.keep_activation(x, rows)
+
+
+def _quantize_again(
+    precision: Precision, about: Sequence[str], sizes: tuple[int, ...] | None, saved: Sequence[Tensor]
+) -> Any:
+    x, *others = saved
+    rows = Rows(**dict(zip(about, others, strict=True)), sizes=sizes)
+    return precision.quantize(x, role="input", during="wgrad", rows=rows)
+
+
+class _Linear(torch.autograd.Function):
+    """Saves ``x`` as wgrad will need it, and the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        precision: Precision,
+        ends_e: Tensor | None,
+        keys_R: Tensor | None,
+        sizes: tuple[int, ...] | None,
+        shared: SharedInput,
+    ) -> Tensor:
+        operand, kept = shared.made_of(x, precision, Rows(ends_e, keys_R, sizes))
+        out: Tensor = operand @ precision.quantize(weight, role="weight", during="fprop").mT
+        ctx.save_for_backward(weight, ends_e, keys_R, *kept.tensors)
+        ctx.precision, ctx.operand, ctx.dtype, ctx.sizes = precision, kept.operand, x.dtype, sizes
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, ends_e, keys_R, *tensors = ctx.saved_tensors
+        precision: Precision = ctx.precision
+        rows, grad_x, grad_weight = Rows(ends_e, keys_R, ctx.sizes), None, None
+        if ctx.needs_input_grad[0]:
+            operand = precision.quantize(grad, role="grad", during="dgrad", rows=rows)
+            grad_x = (operand @ precision.quantize(weight, role="weight", during="dgrad")).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            operand = precision.quantize(grad, role="grad", during="wgrad", rows=rows)
+            grad_weight = (operand.mT @ ctx.operand(tensors)).to(weight.dtype)
+        return grad_x, grad_weight, None, None, None, None, None
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -1,0 +1,126 @@
+"""Canonical names: every parameter, expert by expert, under a name that no layout changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moefw.core.contracts import ExpertGemm, Meter, Named, Stateful
+from moefw.core.records import Canonical, Shard, Side
+from moefw.runtime.parallel.pieces import all_of
+
+
+def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
+    """Yield every parameter on this rank under its canonical name, experts one by one."""
+    if isinstance(model, Named):
+        yield from model.canonical()
+        return
+    for name, parameter in model.named_parameters(recurse=False):
+        yield Canonical(name, parameter)
+    for prefix, child in model.named_children():
+        for piece in canonical_parameters(child):
+            yield evolve(piece, name=f"{prefix}.{piece.name}")
+
+
+def by_parameter(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Canonical]]]:
+    """Yield every parameter with the canonical pieces that it holds."""
+    pieces: dict[nn.Parameter, list[Canonical]] = {}
+    for piece in canonical_parameters(model):
+        pieces.setdefault(piece.parameter, []).append(piece)
+    yield from pieces.items()
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that belong to routed experts: they live on the expert mesh."""
+    return {p for module in model.modules() if isinstance(module, ExpertGemm) for p in module.parameters()}
+
+
+def by_side(model: nn.Module) -> dict[Side, dict[str, Stateful]]:
+    """Return the parts that keep state by name, in the order of the layers, those inside routed experts apart."""
+    experts = {part for gemm in _experts(model).values() for part in gemm.modules()}
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, Stateful)}
+    return {
+        "dense": {name: part for name, part in parts.items() if part not in experts},
+        "experts": {name: part for name, part in parts.items() if part in experts},
+    }
+
+
+def states(model: nn.Module) -> dict[Side, dict[str, Tensor]]:
+    """Return the declared state that is saved, by canonical name; that of routed experts, one by one, apart."""
+    dense = by_side(model)["dense"].items()
+    experts = _experts(model).items()
+    return {
+        "dense": {f"{prefix}.{name}": tensor for prefix, part in dense for name, tensor in _saved(part)},
+        "experts": {f"{prefix}.{name}": tensor for prefix, gemm in experts for name, tensor in _by_expert(gemm)},
+    }
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the declared state that is saved, by canonical name."""
+    return {name: tensor for side in states(model).values() for name, tensor in side.items()}
+
+
+def _experts(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, ExpertGemm)}
+
+
+def _saved(part: Stateful) -> Iterator[tuple[str, Tensor]]:
+    return ((state.name, getattr(part, state.name)) for state in part.state_spec() if state.saved)
+
+
+def _by_expert(experts: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield views of what meters save as ``{e}.gate_up.scale``, in whatever way a GEMM stacks its experts."""
+    numbers = dict.fromkeys(piece.name.split(".", 1)[0] for piece in experts.canonical())
+    found: dict[str, list[Tensor]] = {}
+    for meter in experts.modules():
+        if isinstance(meter, Meter):
+            for name, tensor in _saved(meter):
+                found.setdefault(f"{meter.gemm}.{name}", []).extend(tensor.unbind())
+    for name, tensors in found.items():
+        yield from ((f"{e}.{name}", tensor) for e, tensor in zip(numbers, tensors, strict=True))
+
+
+def joined(part: Tensor, shard: Shard, group: ProcessGroup | None) -> Tensor:
+    """Return the whole of a tensor of which every rank of ``group`` holds a part; a scalar is whole. Collective."""
+    if not part.dim():
+        return part
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(shard.count)]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, shard.dim)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None]) -> None:
+    """Fill every parameter from a generator keyed by seed and canonical name, so no layout changes a bit.
+
+    ``std(name)`` is the standard deviation of a normal distribution cut at three of them; None means ones.
+    """
+    for parameter, pieces in by_parameter(model):
+        with all_of(parameter) as values:
+            for piece in pieces:
+                _draw(piece, piece.of(values), seed, std(piece.name))
+
+
+def _draw(piece: Canonical, target: Tensor, seed: int, deviation: float | None) -> None:
+    if deviation is None:
+        target.fill_(1.0)
+        return
+    key = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+    drawn = _cut_normal(piece.shard.whole(target.shape) if piece.shard else target.shape, deviation, generator)
+    target.copy_(piece.shard.of(drawn) if piece.shard else drawn)
+
+
+def _cut_normal(shape: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
+    """Draw, and draw again what lies beyond three deviations: the same in every PyTorch, unlike ``trunc_normal_``."""
+    drawn = torch.empty(shape).normal_(0.0, deviation, generator=generator)
+    while (beyond := drawn.abs() > 3 * deviation).any():
+        drawn = torch.where(beyond, torch.empty(shape).normal_(0.0, deviation, generator=generator), drawn)
+    return drawn

@@ -1,0 +1,112 @@
+"""Mesh arithmetic: rank -> coordinates -> groups. No process group, no torch, any world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, final
+
+from attrs import field, frozen
+
+from moefw.core.contracts import LayoutPlan
+from moefw.core.records import Side
+
+DENSE: Final = ("pp", "dp", "cp", "tp")
+EXPERT: Final = ("pp", "edp", "ep", "etp")
+COPIES: Final[Mapping[Side, tuple[str, ...]]] = {"dense": ("dp", "cp"), "experts": ("edp",)}
+"""Axes along which the ranks of a mesh hold copies of the same parameters, or share them out (FSDP)."""
+
+
+@final
+@frozen
+class Mesh:
+    """Axes and their sizes, outermost first: the last one joins neighbouring ranks.
+
+    An axis may stand in several places; its position is read from them outermost first.
+    """
+
+    places: tuple[tuple[str, int], ...]
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The names of the axes."""
+        return frozenset(axis for axis, _ in self.places)
+
+    def size(self, *axes: str) -> int:
+        """Return the product of the sizes of axes; of all without names."""
+        return math.prod(size for axis, size in self.places if not axes or axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the position of a rank on each axis."""
+        position: dict[str, int] = {}
+        stride = self.size()
+        for axis, size in self.places:
+            stride //= size
+            here, rank = divmod(rank, stride)
+            position[axis] = position.get(axis, 0) * size + here
+        return position
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` only on ``axes``, in ascending order."""
+        ranks, stride = [0], self.size()
+        for axis, size in self.places:
+            stride //= size
+            here = range(size) if axis in axes else (rank // stride % size,)
+            ranks = [outer + position * stride for outer in ranks for position in here]
+        return tuple(ranks)
+
+
+@frozen(kw_only=True)
+class MeshPlan(LayoutPlan):
+    """A dense mesh and an expert mesh over the same ranks.
+
+    ``shards``: over how many ranks a parameter of each mesh is shared out; 1: each holds all of it.
+    """
+
+    dense: Mesh
+    experts: Mesh
+    shards: Mapping[Side, int] = field(factory=lambda: {"dense": 1, "experts": 1})
+
+    def __attrs_post_init__(self) -> None:
+        assert self.dense.size() == self.experts.size(), "both meshes cover the same ranks"
+        assert self.dense.places[0] == self.experts.places[0], "both meshes have the same pipeline stages, outermost"
+        assert self.dense.places[0][0] == "pp", "pipeline stages are outermost"
+        assert self.dense.axes == {*DENSE}, "the dense mesh has all of its axes and no other"
+        assert self.experts.axes == {*EXPERT}, "the expert mesh has all of its axes and no other"
+        for side, axes in COPIES.items():
+            copies = math.prod(self.sizes[axis] for axis in axes)
+            assert copies % self.shards[side] == 0, f"shards of {side} divide the copies"
+
+    @property
+    def world(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return self.dense.size()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each axis of both meshes."""
+        return {
+            axis: (self.dense if axis in DENSE else self.experts).size(axis) for axis in dict.fromkeys(DENSE + EXPERT)
+        }
+
+    def coordinates(self, rank: int) -> Mapping[str, int]:
+        """Return a rank's position on every axis of both meshes."""
+        self._look_at(rank)
+        return self.experts.coordinates(rank) | self.dense.coordinates(rank)
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` only on ``axes``, all of one mesh, in ascending order."""
+        self._look_at(rank)
+        for mesh in (self.dense, self.experts):
+            if mesh.axes.issuperset(axes):
+                return mesh.group(rank, axes)
+        raise ValueError(f"axes {tuple(axes)} are not axes of one mesh: {DENSE} or {EXPERT}")
+
+    def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks with this rank's parameters of a mesh, a row for each set that shares them out."""
+        ranks, each = self.group(rank, COPIES[side]), self.shards[side]
+        return tuple(ranks[first : first + each] for first in range(0, len(ranks), each))
+
+    def _look_at(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not in a world of {self.world}")

@@ -1,0 +1,53 @@
+"""An opened layout: the process groups of a plan, in a world that somebody else has initialised."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Final, final
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moefw.core.contracts import Layout, LayoutPlan
+from moefw.core.plugin import LayoutPlugin
+
+TIMEOUT: Final = timedelta(days=1)
+"""Of collectives, which name nobody: a rank that hangs is named by who watches it, long before."""
+
+
+@final
+class OpenedLayout(Layout):
+    """Groups are opened when first asked for, once for the same ranks; without a world, there is one rank."""
+
+    def __init__(self, plan: LayoutPlan, device: str, ranks_per_node: int | None = None) -> None:
+        self.plan, self.device = plan, device
+        self.ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._opened: dict[tuple[int, ...], ProcessGroup] = {}
+        self._host: ProcessGroup | None = None
+
+    def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Return the process group of ``ranks``, or None where it is this rank alone. Collective over ``ranks``."""
+        if len(ranks) == 1:
+            return None
+        if ranks not in self._opened:
+            everybody = len(ranks) == self.plan.world
+            group = dist.group.WORLD
+            if not everybody:
+                group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
+            assert group is not None
+            self._opened[ranks] = group
+        return self._opened[ranks]
+
+    def host_group(self) -> ProcessGroup | None:
+        """Return a group of all ranks over gloo, whatever the devices talk over."""
+        if self._host is None and self.plan.world > 1:
+            self._host = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        return self._host
+
+
+def open_by(plugin: LayoutPlugin, plan: LayoutPlan, device: str) -> Layout:
+    """Return ``plan`` on this rank of an initialised world, as its plugin opens it."""
+    layout = plugin.build(plan, device)
+    return OpenedLayout(plan, device, plugin.ranks_per_node) if layout is None else layout

@@ -1,0 +1,73 @@
+"""What a rank stores of a tensor that may be shared out, and all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+from moefw.runtime.parallel.primary_weights import Master
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_shared_out(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether this rank stores only a piece of a tensor."""
+    return hasattr(tensor, "placements")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank stores of a tensor that may be shared out."""
+    if not is_shared_out(tensor):
+        return tensor
+    own = tensor.to_local()
+    return own.stored if isinstance(own, Master) else own
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor that may be shared out. Collective over its ranks."""
+    return tensor.full_tensor() if is_shared_out(tensor) else tensor
+
+
+@contextmanager
+def all_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield room for all of a tensor that may be shared out; what is written there is stored, without any exchange."""
+    if not is_shared_out(tensor):
+        yield tensor
+        return
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    yield values
+    tensor.to_local().copy_(stored(tensor, values))
+
+
+def stored(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return the part of ``values``, shaped like all of a tensor, that this rank stores of the tensor."""
+    if not is_shared_out(tensor):
+        return values
+    for dim, placement in enumerate(tensor.placements):
+        axis = getattr(placement, "dim", None)  # a copy has none
+        if axis is not None:
+            index = tensor.device_mesh.get_local_rank(dim)
+            pieces = values.chunk(tensor.device_mesh.size(dim), axis)
+            values = pieces[index] if index < len(pieces) else values.narrow(axis, 0, 0)
+    return values
+
+
+def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return ``values``, of what this rank stores of a tensor, as a tensor that is shared out as that one is.
+
+    They stay where they are, also if that is another device.
+    """
+    if not is_shared_out(tensor):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    spec = tensor._spec
+    meta = spec.tensor_meta
+    assert meta is not None
+    return DTensor(values, replace(spec, tensor_meta=meta._replace(dtype=values.dtype)), requires_grad=False)

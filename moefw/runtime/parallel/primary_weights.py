@@ -1,0 +1,169 @@
+"""fp32 masters that ranks share out and gather as codes and scales: FSDP2's extension for tensor subclasses.
+
+:class:`Master` is what a rank stores, and says what it sends; :class:`GatheredWeight` is what a module's parameter is
+while it is gathered. Optimizer, gradients and checkpoints see fp32 values alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from moefw.core.contracts import WeightCodec
+from moefw.core.errors import ContractError
+
+_aten = torch.ops.aten
+
+
+@final
+class Master(Tensor):
+    """A weight, or this rank's shard of it, ``stored`` in fp32 and gathered as ``codec`` says.
+
+    Shards and views are masters, too; everything else that is computed of one is a plain tensor.
+    """
+
+    stored: Tensor
+    codec: WeightCodec
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, stored: Tensor, codec: WeightCodec) -> Master:
+        """Wrap what is ``stored``, which is written through."""
+        made: Master = _wrapper(cls, stored.shape, stored.stride(), stored)
+        made.stored, made.codec = stored, codec
+        return made
+
+    def __init__(self, stored: Tensor, codec: WeightCodec) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute with what is stored."""
+        given, named = tree_map_only(Master, lambda one: one.stored, (args, kwargs or {}))
+        result = func(*given, **named)
+        if func in _SHARDED:
+            return tree_map_only(Tensor, lambda stored: Master(stored, args[0].codec), result)
+        return args[0] if isinstance(result, Tensor) and result is given[0] else result
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], WeightCodec]:
+        """Return what this rank sends: the codes and scales of its shard, which are quantized now."""
+        return self.codec.encode(self.stored), self.codec
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: WeightCodec,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the weight, which lies in what came from all ranks; in ``out``, from the second time on, it does."""
+        if out is not None:
+            return None
+        return GatheredWeight(all_gather_outputs, metadata.rows), ()
+
+
+@final
+class GatheredWeight(Tensor):
+    """A weight ``(..., R, C)`` of which there are only codes ``(..., R, C)`` and scales ``(..., R / rows, ...)``.
+
+    To autograd it is fp32, so its gradients are. Matrices may be cut and joined between whole blocks of ``rows``.
+    """
+
+    parts: tuple[Tensor, ...]
+    rows: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, parts: tuple[Tensor, ...], rows: int) -> GatheredWeight:
+        """Stand for a weight; ``parts`` are codes and scales, and stay where they are."""
+        codes = parts[0]
+        made: GatheredWeight = _wrapper(cls, codes.shape, codes.stride(), codes)
+        made.parts, made.rows = parts, rows
+        return made
+
+    def __init__(self, parts: tuple[Tensor, ...], rows: int) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Cut, join or pass on. Raises ContractError for whatever takes values."""
+        treat = _TREATED.get(func)
+        found = treat(*args, **(kwargs or {})) if treat is not None else None
+        if found is None:
+            what = f"{func} of a weight that was gathered as codes and scales: there are no values."
+            fix = "Quantize it with role='weight' (Precision.quantize), and cut it between whole blocks of rows alone."
+            raise ContractError(what, fix)
+        return found
+
+
+def _wrapper(cls: type[Any], shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Any:
+    """Return an fp32 tensor of a subclass, without memory of its own."""
+    return Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, dtype=torch.float32, device=like.device, requires_grad=False
+    )
+
+
+def _again(weight: GatheredWeight) -> GatheredWeight:
+    return GatheredWeight(weight.parts, weight.rows)
+
+
+def _strided(weight: GatheredWeight, size: Sequence[int], stride: Sequence[int], start: int | None = None) -> Any:
+    """Return the weight, if these are its own strides, for which FSDP2 asks."""
+    return None if start or (tuple(size), tuple(stride)) != (weight.shape, weight.stride()) else _again(weight)
+
+
+def _zeros(weight: GatheredWeight, **given: Any) -> Tensor:
+    """Return the gradient of a weight that had no part in the loss."""
+    return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def _cut(weight: GatheredWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    """Return some rows of a matrix; None: they are no whole blocks."""
+    begin, stop, _ = slice(start, end).indices(weight.shape[0])
+    if weight.ndim != 2 or dim or step != 1 or begin % weight.rows or stop % weight.rows:
+        return None
+    codes, scales = weight.parts
+    blocks = slice(begin // weight.rows, stop // weight.rows)
+    return GatheredWeight((codes[begin:stop], scales[blocks]), weight.rows)
+
+
+def _join(weights: Sequence[Any], dim: int = 0) -> Any:
+    """Return matrices below each other; None: they are no whole blocks."""
+    rows = {weight.rows for weight in weights if isinstance(weight, GatheredWeight)}
+    whole = all(isinstance(one, GatheredWeight) and one.ndim == 2 and len(one) % one.rows == 0 for one in weights)
+    if not whole or dim or len(rows) != 1:
+        return None
+    return GatheredWeight(tuple(map(torch.cat, zip(*(weight.parts for weight in weights), strict=True))), rows.pop())
+
+
+_SHARDED: Final = {
+    _aten.alias.default,
+    _aten.as_strided.default,
+    _aten.detach.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.view.default,
+}
+"""What a layout makes of a master: its shards, and views of them."""
+_TREATED: Final[Mapping[Any, Callable[..., Any]]] = {
+    _aten.alias.default: _again,
+    _aten.as_strided.default: _strided,
+    _aten.detach.default: _again,
+    _aten.slice.Tensor: _cut,
+    _aten.cat.default: _join,
+    _aten.zeros_like.default: _zeros,
+}

@@ -1,0 +1,108 @@
+"""Parameters shared out over the ranks that would hold copies: FSDP2, unit by unit, as the model is built.
+
+Importing this takes a second: only a layout that shares out anything does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from functools import cache
+from typing import TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
+
+from moefw.core.contracts import Layout, WeightCodec
+from moefw.core.records import Side
+from moefw.runtime.parallel.primary_weights import Master
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@final
+class Sharding:
+    """Shares out parameters as the layout says. Gradients arrive summed over all copies: never divided."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._mesh = cache(self._open)
+
+    def unit(
+        self,
+        module: M,
+        side: Side,
+        *,
+        dtype: torch.dtype | None = None,
+        codec: WeightCodec | None = None,
+        name: str = "",
+        apart: Set[nn.Parameter] = frozenset(),
+    ) -> M:
+        """Gather the module's parameters in ``dtype`` whenever it runs, and only then; return the module.
+
+        Units inside keep to themselves, and parameters ``apart`` stay as they are. Gradients are added up in fp32.
+        With ``codec``, matrices are gathered as it says. Raises PlanError where it cannot, naming the unit ``name``.
+        """
+        mesh = self._mesh(side)
+        if mesh is None:
+            return module
+        each = mesh.size(-1)
+        if codec is not None:
+            _become_masters(module, codec, name, each)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
+            ignored_params=set(apart),
+            shard_placement_fn=lambda parameter: Shard(
+                0 if isinstance(parameter, Master) else _even_dim(parameter, each)
+            ),
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        return module
+
+    def root(self, model: M, apart: Set[nn.Parameter]) -> M:
+        """Return ``model`` with what is in no unit as one of its own, also for ``model.logits``."""
+        self.unit(model, "dense", apart=apart)
+        if isinstance(model, FSDPModule):
+            register_fsdp_forward_method(model, "logits")
+        return model
+
+    def _open(self, side: Side) -> DeviceMesh | None:
+        """Return the mesh (copies, shard), whose dimensions are named after their groups.
+
+        torch takes meshes of equal ranks and names for equal, and what it remembers of one for true of the other,
+        also when a world has ended and another one began.
+        """
+        layout = self.layout
+        rows = layout.plan.copies(layout.rank, side)
+        if len(rows[0]) == 1:
+            return None
+        own = next(row for row in rows if layout.rank in row)
+        shared = layout.open(own)
+        assert shared is not None
+        if len(rows) == 1:
+            return DeviceMesh.from_group(shared, layout.device, mesh_dim_names=(shared.group_name,))
+        copies = layout.open(tuple(row[own.index(layout.rank)] for row in rows))
+        assert copies is not None
+        names = (copies.group_name, shared.group_name)
+        return DeviceMesh.from_group([copies, shared], layout.device, mesh=rows, mesh_dim_names=names)
+
+
+def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int) -> None:
+    """Have the matrices of a unit, alone or stacked, gathered as ``codec`` says; vectors stay as they are."""
+    for path, module in unit.named_modules():
+        for key, parameter in [*module.named_parameters(recurse=False)]:
+            if parameter.ndim > 1:
+                codec.require(".".join(filter(None, (name, path, key))), parameter.shape, shards)
+                module.register_parameter(key, nn.Parameter(Master(parameter.detach(), codec)))
+
+
+def _even_dim(parameter: Tensor, count: int) -> int:
+    """Return the first dimension that ``count`` divides, so that no rank gets less; 0 if there is none."""
+    return next((dim for dim, size in enumerate(parameter.shape) if size % count == 0), 0)

@@ -1,0 +1,101 @@
+"""Imports run down from room to room, those for types and those inside of functions included, and never in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = (
+    {"core"},
+    {"ledger"},
+    {"runtime"},
+    {"moefw"},
+    {"plugins", "models"},
+    {"compose"},
+    {"planner"},
+    {"training"},
+    {"testing"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+)
+"""Each imports of itself and of those before it. ``moefw`` is the file with the public names."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted((ROOT / "moefw").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "templates" not in parts:
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(module: str) -> Iterator[str]:
+    """Yield the modules of ours that a module imports, and of others the names."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                yield inside if inside in MODULES else str(node.module)
+
+
+GRAPH = {module: set(imports(module)) - {module} for module in MODULES}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def floor(module: str) -> int:
+    return next(number for number, rooms in enumerate(ROOMS) if room(module) in rooms)
+
+
+def test_imports_run_down() -> None:
+    up = [(one, other) for one in GRAPH for other in GRAPH[one] & GRAPH.keys() if floor(other) > floor(one)]
+    assert not up
+
+
+def test_imports_make_no_circle() -> None:
+    TopologicalSorter({one: others & GRAPH.keys() for one, others in GRAPH.items()}).prepare()
+
+
+def test_the_core_is_what_an_author_reads() -> None:
+    files = [MODULES[module] for module in MODULES if room(module) == "core"]
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 1500
+
+
+def test_the_kernels_stand_alone() -> None:
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] == "moefw" for name in names), path
+
+
+def test_a_spec_is_read_by_a_room_that_needs_nothing_but_errors() -> None:
+    for module in (one for one in GRAPH if one.startswith("moefw.compose.spec")):
+        ours = {other for other in GRAPH[module] & GRAPH.keys() if not other.startswith("moefw.compose.spec")}
+        assert ours <= {"moefw.core.errors"}
+
+
+@pytest.mark.parametrize("plugin", [one for one in MODULES if one.startswith("moefw.plugins.") and one.count(".") > 2])
+def test_a_plugin_imports_no_other_plugin(plugin: str) -> None:
+    """What several plugins of a hook point share lies beside them, as a file."""
+    family, own = plugin.split(".")[2:4]
+    for other in GRAPH[plugin]:
+        if other.startswith("moefw.plugins."):
+            beside = MODULES[other].name != "__init__.py" and other.count(".") == 3
+            assert other.split(".")[2] == family
+            assert beside or other.split(".")[3] == own
