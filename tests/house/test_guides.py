@@ -62,7 +62,8 @@ class Reader:
         if shown and (found := re.fullmatch(r"\(exit (\d)\)", shown[-1])):
             exit_code, shown = int(found[1]), shown[:-1]
         path = os.pathsep.join(map(str, (Path(sys.executable).parent, os.environ["PATH"])))
-        env = {**os.environ, "PATH": path, "PYTHONPATH": str(self.site), "PYTEST_ADDOPTS": "-q -p no:cacheprovider"}
+        modules = os.pathsep.join([str(self.site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        env = {**os.environ, "PATH": path, "PYTHONPATH": modules, "PYTEST_ADDOPTS": "-q -p no:cacheprovider"}
         done = subprocess.run(
             ["bash", "-c", command], cwd=self.folder, env=env, capture_output=True, text=True, timeout=280
         )
