@@ -26,7 +26,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.context import ModelContext
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, MXFP8, NVFP4, TENSORS, Gpus
@@ -120,7 +120,7 @@ def product_errors(device: torch.device, shape: Shape, recipe: str) -> dict[str,
     drawn["weight"] = torch.randn(shape.num_experts, shape.expert_dim, shape.dim, device=device, generator=generator)
 
     def product(recipe: Precision, during: Pass) -> Tensor:
-        rows = Rows(ends_e=ends_e)
+        rows = RowGroups(ends_e=ends_e)
 
         def operand(name: str, role: Role) -> Any:
             return recipe.quantize(drawn[name], role=role, during=during, rows=None if role == "weight" else rows)

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from moefw.core.stages import Batch
 from moefw.plugins.gemm.grouped.experts import _In, _Out
 from moefw.runtime.compute.casts import FP32Recipe
-from moefw.testing.trial import Trial, build_layer
+from moefw.testing.layer_case import LayerCase, build_layer
 from moefw_kernels.permute import gather, gather_sum, group_chunks, sort_slots
 from moefw_kernels.routing import chosen
 
@@ -63,11 +63,11 @@ def main() -> None:
 def race(dim: int, expert_dim: int, rounds: int) -> dict[str, list[float]]:
     """Return the CPU seconds of each round of each way."""
     routing = {"use": "topk", "score": "sigmoid"}
-    trial = Trial(
+    layer_case = LayerCase(
         tokens=(TOKENS,), dim=dim, expert_dim=expert_dim, num_experts=EXPERTS, top_k=TOP_K, parts={"routing": routing}
     )
-    layer, shared = build_layer(trial)
-    x_TD, probe_TD = trial.draw(0)
+    layer, shared = build_layer(layer_case)
+    x_TD, probe_TD = layer_case.draw(0)
     x_TD.requires_grad_()
     ids = torch.zeros(1, TOKENS, dtype=torch.int64)
     batch = Batch(ids_BS=ids, labels_BS=ids)

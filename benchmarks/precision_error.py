@@ -23,7 +23,7 @@ from torch import Tensor
 from moefw.core.stages import Batch
 from moefw.models.row_keys import keyed
 from moefw.runtime.naming import canonical_parameters, initialise
-from moefw.testing.trial import Trial, build_layer
+from moefw.testing.layer_case import LayerCase, build_layer
 
 RECIPES: dict[str, dict[str, Any]] = {
     "bf16": {"use": "bf16"},
@@ -98,7 +98,7 @@ def relative(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 def solved(shape: Shape, recipe: Mapping[str, Any], seed: int) -> dict[str, list[Tensor]]:
     """Return the output and the gradients of the layer in a precision, by figure."""
-    trial = Trial(
+    layer_case = LayerCase(
         tokens=(shape.tokens,),
         num_experts=shape.num_experts,
         top_k=shape.top_k,
@@ -107,9 +107,9 @@ def solved(shape: Shape, recipe: Mapping[str, Any], seed: int) -> dict[str, list
         row_alignment=ROW_ALIGNMENT,
         parts={"precision": dict(recipe)},
     )
-    layer, shared = build_layer(trial)
+    layer, shared = build_layer(layer_case)
     initialise(layer, seed=seed, std=lambda name: (shape.expert_dim if "down" in name else shape.dim) ** -0.5)
-    x_TD, probe_TD = (tensor.to(trial.dtype) for tensor in drawn(shape, seed))
+    x_TD, probe_TD = (tensor.to(layer_case.dtype) for tensor in drawn(shape, seed))
     ids = torch.zeros(1, shape.tokens, dtype=torch.int64)
     x_TD.requires_grad_()
     out_TD, _ = layer(x_TD, keyed(Batch(ids_BS=ids, labels_BS=ids, seeds_B=torch.tensor([seed]))))

@@ -26,7 +26,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from moefw.core.stages import Batch
 from moefw.runtime.naming import canonical_parameters
-from moefw.testing.trial import Trial, build_layer
+from moefw.testing.layer_case import LayerCase, build_layer
 
 SHAPES = (
     {"tokens": 1024, "dim": 2048, "expert_dim": 768, "experts": 16, "top_k": 8},
@@ -123,7 +123,7 @@ class Ours(nn.Module):
         memory = [{"use": "recompute", "regions": regions}] if regions else []
         parts = {"precision": {"use": "bf16"}, "memory": memory, "routing": {"use": "topk"}}
         self.layer, self.shared = build_layer(
-            Trial(
+            LayerCase(
                 tokens=(shape["tokens"],),
                 dim=shape["dim"],
                 expert_dim=shape["expert_dim"],

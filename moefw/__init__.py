@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moefw.core.contracts import (
-    Assembly,
     Dispatcher,
     ExpertGemm,
     Layout,
@@ -31,7 +30,7 @@ from moefw.core.errors import (
     SpecError,
 )
 from moefw.core.facts import ANY, Need, Offers, need, offers
-from moefw.core.hooks import API_VERSION, hookimpl
+from moefw.core.hooks import API_VERSION, Assembly, hookimpl
 from moefw.core.plugin import (
     DataSourcePlugin,
     DispatcherPlugin,
@@ -46,13 +45,13 @@ from moefw.core.plugin import (
     RouterPlugin,
     SchedulePlugin,
 )
-from moefw.core.records import Canonical, Kept, Shard, State
+from moefw.core.records import Canonical, SavedOperand, Shard, State
 from moefw.core.site import Dims, Machine, Site
 from moefw.runtime.parallel.meshes import Mesh, MeshPlan
 
 if TYPE_CHECKING:
     from moefw.core.context import BuildContext, ModelContext
-    from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, LayerStats, Pending, Receipt, Routing
+    from moefw.core.stages import Batch, DispatchHandle, DispatchPlan, ExpertBatch, LayerStats, Pending, Routing
     from moefw.runtime.compute.product import SharedInput, linear
     from moefw.runtime.layer import MoELayer
     from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart
@@ -65,7 +64,7 @@ _NEED_TORCH = {
     **dict.fromkeys(("SharedInput", "linear"), "runtime.compute.product"),
     **dict.fromkeys(("OptimizerPolicy", "OptimizerStates", "StatePart"), "runtime.memory.optimizer_states"),
     **dict.fromkeys(
-        ("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Pending", "Receipt", "Routing"), "core.stages"
+        ("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Pending", "DispatchHandle", "Routing"), "core.stages"
     ),
 }
 
@@ -91,13 +90,13 @@ __all__ = [
     "DataSource",
     "DataSourcePlugin",
     "Dims",
+    "DispatchHandle",
     "DispatchPlan",
     "Dispatcher",
     "DispatcherPlugin",
     "ExpertBatch",
     "ExpertGemm",
     "GemmPlugin",
-    "Kept",
     "LayerStats",
     "Layout",
     "LayoutPlan",
@@ -125,11 +124,11 @@ __all__ = [
     "Precision",
     "PrecisionPlugin",
     "Problem",
-    "Receipt",
     "Router",
     "RouterPlugin",
     "Routing",
     "RunError",
+    "SavedOperand",
     "SchedulePlugin",
     "Shard",
     "SharedInput",

@@ -13,8 +13,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from moefw.compose.machine import this_machine
-from moefw.compose.registry import Offer, Part, Registry
+from moefw.compose.machine import lone_site, this_machine
+from moefw.compose.registry import Offer, RegisteredPlugin, Registry
 from moefw.compose.spec.structure import plain
 from moefw.core.plugin import Plugin
 from moefw.core.site import Dims, Site
@@ -29,7 +29,7 @@ def plugins(as_json: bool) -> None:
     registry = Registry()
     problems = registry.load_all()
     dims = Dims(model_dim=256, expert_dim=256, num_experts=16, top_k=4)
-    site = Site(dims=dims, layer=0, world=1, machine=this_machine())
+    site = lone_site(dims, this_machine())
     listed = [describe(part, site) for part in registry.parts()]
     if as_json:
         others = {"observers": [*map(_origin, registry.observers)], "not_allowed": [*map(_origin, registry.barred)]}
@@ -47,7 +47,7 @@ def plugins(as_json: bool) -> None:
         console.print(f"broken: {problem}", style="bold red", soft_wrap=True)
 
 
-def describe(part: Part, site: Site) -> dict[str, Any]:
+def describe(part: RegisteredPlugin, site: Site) -> dict[str, Any]:
     """Return what is told of a part, as plain data.
 
     ``usable`` is None where only the options decide; ``options`` holds the defaults, None for those in ``required``.
@@ -81,7 +81,7 @@ def _default(field: attrs.Attribute[Any]) -> Any:
 def _usable(declaration: type[Plugin], site: Site) -> tuple[bool | None, str]:
     """Try the defaults, with every choice of what has none; what a choice lacks is told even if another is usable."""
     try:
-        lacks = {label: _lack(declaration(**options), site) for label, options in _trials(declaration)}
+        lacks = {label: _lack(declaration(**options), site) for label, options in _layer_cases(declaration)}
     except Exception as error:
         return False, f"its declaration raises {type(error).__name__}: {error}"
     if not lacks:
@@ -90,7 +90,7 @@ def _usable(declaration: type[Plugin], site: Site) -> tuple[bool | None, str]:
     return len(reasons) < len(lacks), "; ".join(reasons)
 
 
-def _trials(declaration: type[Plugin]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _layer_cases(declaration: type[Plugin]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield labelled sets of required options: each choice of a Literal, an empty list; nothing if one has no guess."""
     required = [field for field in attrs.fields(attrs.resolve_types(declaration)) if field.default is attrs.NOTHING]
     choices = [_guesses(field.type) for field in required]

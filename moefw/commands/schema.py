@@ -15,7 +15,7 @@ from attrs import frozen
 from attrs.validators import and_, ge, min_len, optional
 
 from moefw.compose.defaults import defaults
-from moefw.compose.registry import Part, Registry
+from moefw.compose.registry import RegisteredPlugin, Registry
 from moefw.compose.spec.sections import Spec
 from moefw.compose.spec.source import Tree
 from moefw.compose.spec.structure import plain
@@ -45,7 +45,7 @@ def schema() -> None:
     click.echo(json.dumps(written, indent=2, default=str))
 
 
-def spec_schema(parts: Sequence[Part], defaults: Tree, *, warn: Callable[[str], None]) -> Schema:
+def spec_schema(parts: Sequence[RegisteredPlugin], defaults: Tree, *, warn: Callable[[str], None]) -> Schema:
     """Return the schema (draft 2020-12) of a spec over ``parts``, where ``defaults`` fill what a spec leaves out.
 
     A part whose options cannot be described is left out, and told to ``warn``.
@@ -56,7 +56,7 @@ def spec_schema(parts: Sequence[Part], defaults: Tree, *, warn: Callable[[str], 
 
 @frozen
 class _Writer:
-    parts: Sequence[Part]
+    parts: Sequence[RegisteredPlugin]
     warn: Callable[[str], None]
 
     def of_class(self, cls: type[Any], given: Mapping[str, Any]) -> Schema:
@@ -99,7 +99,7 @@ class _Writer:
         family = next(family for family in FAMILIES if family.hook == hook)
         return {"description": _summary(family), "oneOf": branches or [False]}
 
-    def of_part(self, part: Part, given: Mapping[str, Any]) -> Schema:
+    def of_part(self, part: RegisteredPlugin, given: Mapping[str, Any]) -> Schema:
         """The options of one plugin beside ``use`` and ``preset``; a preset may bring what has no default."""
         is_default = given.get("use") == part.name
         body = self.of_class(part.declaration, given if is_default else {})

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @frozen(kw_only=True)
-class Parts:
+class ChosenPlugins:
     """The plugins that a spec names, with their options, one of a kind but for memory policies."""
 
     model: ModelPlugin
@@ -56,21 +56,19 @@ class LayerAssembly:
 
 @frozen(kw_only=True)
 class Assembly:
-    """Parts that fit, laid out over a world. ``layers`` holds the MoE layers by number."""
+    """Parts that fit, laid out over a world. ``layers`` holds the MoE layers by number; ``site`` is the first layer."""
 
     spec: Spec
-    parts: Parts
-    layout: LayoutPlan
+    parts: ChosenPlugins
     layers: Mapping[int, LayerAssembly]
     site: Site
     registry: Registry = field(eq=False, repr=False)
     notes: tuple[str, ...] = Factory(tuple)
 
     @property
-    def num_layers(self) -> int:
-        """How many layers the model says that it has; if it does not, those up to the last MoE layer."""
-        found: int = getattr(self.parts.model, "num_layers", max(self.layers, default=-1) + 1)
-        return found
+    def layout(self) -> LayoutPlan:
+        """How the ranks are arranged."""
+        return self.site.layout
 
     def resolved(self) -> dict[str, Any]:
         """Return the spec with every option spelled out, as plain data that loads again."""
@@ -84,7 +82,7 @@ class Assembly:
 
     def versions(self) -> list[list[str]]:
         """Return ``[hook, name, distribution, version]`` of each part that the spec names."""
-        parts = (getattr(self.parts, field.name) for field in fields(Parts) if field.name != "memory")
+        parts = (getattr(self.parts, field.name) for field in fields(ChosenPlugins) if field.name != "memory")
         named = {type(part) for part in (*parts, *self.parts.memory)}
         loaded = (part for part in self.registry.parts() if part.declaration in named)
         return [[part.hook, part.name, part.distribution, part.version] for part in loaded]

@@ -55,15 +55,14 @@ class Shared:
 
 @frozen(kw_only=True, eq=False)
 class LayerContext(BuildContext):
-    """A layer as its parts see it. ``recipes``: the precision recipe, and what spared modules compute in."""
+    """A layer as its parts see it. ``recipes``: the precision recipe, and that of modules kept in high precision."""
 
     site: Site
     facts: Mapping[str, Any]
     layout: Layout
     device: torch.device
     held: Shared
-    spared_by: Callable[[str], bool]
-    num_layers: int
+    in_high_precision: Callable[[str], bool]
     sharding: Sharding | None = None
     recipes: tuple[Precision, Precision] | None = None
     policies: Mapping[str, MemoryPolicy] = Factory(dict)
@@ -81,7 +80,7 @@ class LayerContext(BuildContext):
         return Shard(dim, self.layout.index("etp"), count, "etp") if count > 1 else None
 
     def expert_group(self) -> ExpertGroup:
-        """Return the ranks that share out the experts."""
+        """Return the ranks that split the experts."""
         layout, axes = self.layout, ("ep", "etp")
         ranks = layout.plan.group(layout.rank, axes)
         return ExpertGroup(
@@ -93,16 +92,16 @@ class LayerContext(BuildContext):
             nodes=tuple(rank // layout.ranks_per_node for rank in ranks),
         )
 
-    def spares(self, module: str) -> bool:
-        """Whether the precision recipe spares a module, by the layer's number from the front or from the end."""
-        numbers = (self.site.layer, self.site.layer - self.num_layers)
-        return any(self.spared_by(f"layers.{number}.{module}") for number in numbers)
+    def keeps_high_precision(self, module: str) -> bool:
+        """Whether the recipe keeps a module in high precision, by the layer's number from the front or from the end."""
+        numbers = (self.site.layer, self.site.layer - self.site.num_layers)
+        return any(self.in_high_precision(f"layers.{number}.{module}") for number in numbers)
 
     def recipe(self, module: str) -> Precision:
-        """Return what a module computes in: the recipe, if it does not spare it."""
+        """Return what a module computes in: the recipe, if it does not keep it in high precision."""
         assert self.recipes is not None, "recipes are built before there are any to ask for"
         precision, high = self.recipes
-        return (high if self.spares(module) else precision).at(module)
+        return (high if self.keeps_high_precision(module) else precision).at(module)
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
         """Return ``module``, whose weights a call gathers where the layout shares them out. Raises PlanError."""
@@ -143,8 +142,7 @@ def bare_context(
         layout=layout,
         device=device,
         held=shared,
-        spared_by=assembly.parts.precision.spares,
-        num_layers=assembly.num_layers,
+        in_high_precision=assembly.parts.precision.keeps_high_precision,
     )
 
 
@@ -167,8 +165,8 @@ class ModelParts(ModelContext):
         return self._recipes()[0]
 
     @property
-    def high(self) -> Precision:
-        """What modules that are spared compute in, and the head."""
+    def fallback(self) -> Precision:
+        """What modules in high precision compute in, and the head."""
         return self._recipes()[1]
 
     def _recipes(self) -> tuple[Precision, Precision]:
@@ -194,7 +192,7 @@ class ModelParts(ModelContext):
         parts = self.assembly.parts
         bare = bare_context(self.assembly, self._layout, self.device, self._shared, layer)
         with self._calling(parts.precision):
-            recipes = parts.precision.build(bare), parts.precision.high(bare)
+            recipes = parts.precision.build(bare), parts.precision.fallback(bare)
         policies: dict[str, MemoryPolicy] = {}
         for plugin in parts.memory:
             with self._calling(plugin):
@@ -213,7 +211,7 @@ class ModelParts(ModelContext):
             parts.dispatch,
             repr(sorted(context.facts.items())),
             repr(context.site.dims),
-            context.spares("moe.experts"),
+            context.keeps_high_precision("moe.experts"),
         )
         with torch.device(self.device):
             with self._calling(parts.routing):

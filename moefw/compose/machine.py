@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch."""
+"""What this machine has, found without importing torch, and a layer that stands on it alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from moefw.core.site import Machine
+from moefw.core.site import Dims, Machine, Site
+from moefw.runtime.parallel.meshes import DENSE, EXPERT, Mesh, MeshPlan
 
 
 def this_machine(device: str = "auto") -> Machine:
@@ -17,6 +18,13 @@ def this_machine(device: str = "auto") -> Machine:
     if device != "cuda":
         return Machine(device=device, num_devices=os.cpu_count() or 1)
     return Machine(device=device, num_devices=num_gpus, capability=_capability() if num_gpus else None)
+
+
+def lone_site(dims: Dims, machine: Machine, *, layer: int = 0) -> Site:
+    """Return the place of a layer, the last of its model, in a world of one rank."""
+    dense, experts = (Mesh(tuple((axis, 1) for axis in axes)) for axes in (DENSE, EXPERT))
+    plan = MeshPlan(dense=dense, experts=experts)
+    return Site(dims=dims, layer=layer, num_layers=layer + 1, layout=plan, ranks_per_node=None, machine=machine)
 
 
 def _num_visible_gpus() -> int:

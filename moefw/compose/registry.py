@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 @frozen
-class Part:
+class RegisteredPlugin:
     """A declared plugin and where it comes from."""
 
     hook: str
@@ -63,7 +63,7 @@ class Registry:
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hooks)
         self._families = {family.hook: family for family in FAMILIES}
-        self._parts: dict[tuple[str, str], Part] = {}
+        self._parts: dict[tuple[str, str], RegisteredPlugin] = {}
         self._owners: dict[int, tuple[str, str]] = {}
         self._silenced: set[int] = set()
         self._loaded: set[str] = set()
@@ -163,7 +163,7 @@ class Registry:
             ) from error
         self._parts |= {(part.hook, part.name): part for part in declared}
 
-    def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[Part]:
+    def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[RegisteredPlugin]:
         for hook, family in self._families.items():
             for implementation in self._implementations(hook, of=module):
                 try:
@@ -176,14 +176,14 @@ class Registry:
                         what = f"plugin {label} returns {declaration!r} from {hook}"
                         raise PluginError(f"{what}, which wants {family.__name__} classes.")
                     name = _checked_name(declaration, label)
-                    rival: Part | Offer | None = self._parts.get((hook, name))
+                    rival: RegisteredPlugin | Offer | None = self._parts.get((hook, name))
                     announced = (offer for offer in self._offers.get(name, ()) if offer.distribution != distribution)
                     rival = rival or next(announced, None)
                     if rival:
                         what = f"two plugins are called {name!r} in {hook}: one of {rival.distribution} {rival.version}"
                         fix = _way_out(name, [rival.distribution, distribution])
                         raise PluginError(f"{what}, one of {distribution} {version}.", fix)
-                    yield Part(hook, name, declaration, distribution, version)
+                    yield RegisteredPlugin(hook, name, declaration, distribution, version)
 
     def _only_observes(self, module: Any) -> bool:
         """Whether a module has hooks, and none that declares."""
@@ -195,7 +195,7 @@ class Registry:
             if of is None or implementation.plugin is of:
                 yield implementation.function
 
-    def get(self, hook: str, name: str) -> Part:
+    def get(self, hook: str, name: str) -> RegisteredPlugin:
         """Return a part, loading its plugin if need be. Raises PluginError with the nearest known name."""
         self.load(name)
         part = self._parts.get((hook, name))
@@ -210,7 +210,7 @@ class Registry:
             )
         return part
 
-    def origin(self, plugin: Plugin) -> Part:
+    def origin(self, plugin: Plugin) -> RegisteredPlugin:
         """Return the part of which ``plugin`` is an instance."""
         return next(part for part in self._parts.values() if part.declaration is type(plugin))
 
@@ -230,7 +230,7 @@ class Registry:
                 problems += error.problems
         return problems
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[RegisteredPlugin]:
         """Return the loaded parts by hook point and name."""
         order = list(self._families)
         return sorted(self._parts.values(), key=lambda part: (order.index(part.hook), part.name))
@@ -295,7 +295,7 @@ def _way_out(name: str, distributions: Sequence[str]) -> str:
     return f"{name!r} is built in: uninstall {others}, or give its plugin another name."
 
 
-def _keep_promise(promised: str | None, declared: Iterable[Part], distribution: str, version: str) -> None:
+def _keep_promise(promised: str | None, declared: Iterable[RegisteredPlugin], distribution: str, version: str) -> None:
     names = {part.name for part in declared if part.distribution == distribution}
     if promised is not None and promised not in names:
         what = (

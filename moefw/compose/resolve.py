@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import attrs
 
-from moefw.compose.assembly import Assembly, LayerAssembly, Parts
+from moefw.compose.assembly import Assembly, ChosenPlugins, LayerAssembly
 from moefw.compose.fitting import match, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
-from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, choices, with_defaults
+from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, plugin_fields, with_defaults
 from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
 from moefw.core.contracts import LayoutPlan
@@ -65,7 +65,7 @@ def assemble_tree(
         work.ask(("train", "tokens_per_step"), _check_batch, spec.train, layout)
     work.raise_problems()
     assert layout is not None, "a layout that is missing is a problem"
-    assembly = Assembly(spec=spec, parts=work.parts(), layout=layout, layers=layers, site=site, registry=work.registry)
+    assembly = Assembly(spec=spec, parts=work.parts(), layers=layers, site=site, registry=work.registry)
     spelled = structure(Spec, assembly.resolved(), (), marks, work.problems[SpecError])
     assembly = attrs.evolve(assembly, spec=spelled or spec)
     for problem in work.ask((), work.registry.gather, "moefw_check", assembly=assembly) or ():
@@ -140,7 +140,7 @@ class _Resolution:
 
     def choose(self, spec: Spec) -> None:
         """Load the plugins that the spec names and read their options."""
-        for path, hook, choice in choices(spec):
+        for path, hook, choice in plugin_fields(spec):
             part = None if choice is UNREAD else self._part(hook, choice, path)
             placed = _Placed(path, part)
             if part is None:
@@ -177,15 +177,15 @@ class _Resolution:
         return next((placed.part for placed in self.placed if placed.section == section), None)
 
     def check_regions(self) -> None:
-        """Report a region that is named twice: one policy treats it, or one of a treatment where policies join."""
+        """Report a region that is named twice: one policy treats it, or one by each mechanism where policies join."""
         owners: dict[tuple[str, str], tuple[_Placed, int]] = {}
         for placed in self.placed:
             named = placed.part.regions if placed.section == "memory" else ()
             for index, region in enumerate(() if named is UNREAD else named):
                 if region is UNREAD:
                     continue
-                treatment = placed.part.treatment if placed.part.joins else ""
-                first = owners.setdefault((region, treatment), (placed, index))
+                mechanism = placed.part.mechanism if placed.part.joins else ""
+                first = owners.setdefault((region, mechanism), (placed, index))
                 if first != (placed, index):
                     what = f"{placed} and {first[0]} both treat region {region!r}."
                     self.tell((*placed.path, "regions", index), Problem(what, "Name it once."))
@@ -199,12 +199,23 @@ class _Resolution:
         return layout
 
     def fit(self, layout: LayoutPlan | None, machine: Machine) -> tuple[Site, dict[int, LayerAssembly]]:
-        """Match offers and needs at every MoE layer, or once where there are none; equal layers share their facts."""
+        """Have the parts check themselves, and match offers and needs at every MoE layer, or once where there are none.
+
+        Equal layers share their facts.
+        """
         model = self._find("model")
         dims = self.ask(("model",), model.dims) if model else None
-        dims = dims or Dims(model_dim=UNREAD, expert_dim=UNREAD, num_experts=UNREAD, top_k=UNREAD)
-        site = Site(dims=dims, layer=0, world=layout.world if layout else UNREAD, machine=machine)
         layers = self.ask(("model",), _moe_layers, model) if model else None
+        site = Site(
+            dims=dims or Dims(model_dim=UNREAD, expert_dim=UNREAD, num_experts=UNREAD, top_k=UNREAD),
+            layer=0,
+            num_layers=UNREAD if layers is None else getattr(model, "num_layers", max(layers, default=-1) + 1),
+            layout=layout or UNREAD,
+            ranks_per_node=self._find("parallel").ranks_per_node if layout else UNREAD,
+            machine=machine,
+        )
+        for placed in self.placed:
+            self.ask((), self._check, placed, site)
         stated: Statements | None = None
         facts: Mapping[str, Any] = {}
         settled: dict[int, LayerAssembly] = {}
@@ -216,13 +227,15 @@ class _Resolution:
             settled[layer] = LayerAssembly(site=here, facts=facts)
         return site, settled if layers else {}
 
+    def _check(self, placed: _Placed, site: Site) -> None:
+        for problem in self.ask(placed.path, placed.part.check, site) or ():
+            self.tell((*placed.path, *key_path(problem.where)), problem)
+
     def _state(self, here: Site, layout: LayoutPlan | None) -> Statements:
-        """Return what everybody offers and needs at ``here``, and report what the parts find wrong themselves."""
+        """Return what everybody offers and needs at ``here``."""
         promises: list[tuple[object, Offers]] = []
         demands: list[tuple[_Placed, Need]] = []
         for placed in self.placed:
-            for problem in self.ask(placed.path, placed.part.check, here) or ():
-                self.tell((*placed.path, *key_path(problem.where)), problem)
             demands += [(placed, need) for need in self.ask(placed.path, placed.part.needs, here) or ()]
             offered = self.ask(placed.path, placed.part.offers, here)
             offered = None if offered is None else self.ask(placed.path, offers, **offered)
@@ -247,10 +260,12 @@ class _Resolution:
                 self.tell((*misfit.asker.path, *key_path(misfit.need.option)), misfit.problem())
         return facts
 
-    def parts(self) -> Parts:
+    def parts(self) -> ChosenPlugins:
         """Return the parts by section."""
         single = {placed.section: placed.part for placed in self.placed if placed.section != "memory"}
-        return Parts(**single, memory=tuple(placed.part for placed in self.placed if placed.section == "memory"))
+        return ChosenPlugins(
+            **single, memory=tuple(placed.part for placed in self.placed if placed.section == "memory")
+        )
 
 
 def _moe_layers(model: ModelPlugin) -> list[int]:

@@ -99,13 +99,13 @@ class BuildContext(Protocol):
         """Return which part of each expert this rank holds if it is split along ``dim``; None: all of it."""
 
     def expert_group(self) -> ExpertGroup:
-        """Return the ranks that share out the experts."""
+        """Return the ranks that split the experts."""
 
-    def spares(self, module: str) -> bool:
-        """Whether the precision recipe spares a module of this layer (``moe.experts``)."""
+    def keeps_high_precision(self, module: str) -> bool:
+        """Whether the recipe keeps a module of this layer in high precision (``moe.experts``)."""
 
     def recipe(self, module: str) -> Precision:
-        """Return what a module of this layer (``moe.experts``) computes in: the recipe, if it does not spare it."""
+        """Return what a module of this layer (``moe.experts``) computes in: the recipe or its fallback."""
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
         """Return ``module``, a unit of weights of GEMMs: where the layout shares them out, a call gathers them.
@@ -136,11 +136,11 @@ class ModelContext(Protocol):
 
     @property
     def precision(self) -> Precision:
-        """What the precision recipe makes of whatever it does not spare."""
+        """The precision recipe."""
 
     @property
-    def high(self) -> Precision:
-        """What the head and the modules that the precision recipe spares compute in."""
+    def fallback(self) -> Precision:
+        """What the head and the modules that the recipe keeps in high precision compute in."""
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
         """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shares them out."""

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from moefw.core.errors import PlanError
-from moefw.core.records import Canonical, Kept, Pass, Role, Rows, Side, State, Traffic
+from moefw.core.records import Canonical, Pass, Role, RowGroups, SavedOperand, Side, State, Traffic
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from moefw.core.site import Site
-    from moefw.core.stages import Batch, DispatchPlan, ExpertBatch, Pending, Receipt, Routing
+    from moefw.core.stages import Batch, DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 
 
 class Stateful:
@@ -88,11 +87,11 @@ class Dispatcher(ABC):
         """Send each token to the ranks of its experts."""
 
     @abstractmethod
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Wait, and return this rank's rows grouped by expert, and what the way back needs."""
 
     @abstractmethod
-    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Send rows back to the ranks of their tokens."""
 
     @abstractmethod
@@ -100,24 +99,26 @@ class Dispatcher(ABC):
         """Wait, and return ``out_TD``: the plain sum of each token's rows (zero where a token has none)."""
 
     @abstractmethod
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
-        """Repeat the dispatch of ``receipt`` with other values, without exchanging metadata."""
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
+        """Repeat the dispatch of ``handle`` with other values, without exchanging metadata."""
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> tuple[ExpertBatch, Receipt]:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> tuple[ExpertBatch, DispatchHandle]:
         """Start and finish in one go."""
         return self.finish_dispatch(self.start_dispatch(x_TD, weights_TK, plan))
 
-    def redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> tuple[ExpertBatch, Receipt]:
+    def redispatch(
+        self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle
+    ) -> tuple[ExpertBatch, DispatchHandle]:
         """Start and finish in one go."""
-        return self.finish_dispatch(self.start_redispatch(x_TD, weights_TK, receipt))
+        return self.finish_dispatch(self.start_redispatch(x_TD, weights_TK, handle))
 
-    def combine(self, rows_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Tensor:
         """Start and finish in one go."""
-        return self.finish_combine(self.start_combine(rows_RD, receipt))
+        return self.finish_combine(self.start_combine(rows_RD, handle))
 
     @abstractmethod
-    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
-        """Return the bytes that this rank sends in the movement of ``receipt``, rows of ``row_bytes`` each."""
+    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
+        """Return the bytes that this rank sends in the movement of ``handle``, rows of ``row_bytes`` each."""
 
     def close(self) -> None:
         """Free what the dispatcher holds; may be called twice."""
@@ -161,7 +162,7 @@ class Codec(Protocol):
 
 
 class WeightCodec(ABC):
-    """What ranks that share out the fp32 master of a weight gather instead of its values: codes and scales.
+    """What ranks that shard the fp32 master of a weight gather instead of its values: codes and scales.
 
     Those of whole blocks of ``rows`` do not depend on what else there is of the weight.
     """
@@ -187,11 +188,11 @@ class Precision(ABC):
     residual_dtype: ClassVar[Any]
     """The dtype of the residual stream, and of what flows between modules."""
     weight_dtype: ClassVar[Any] = None
-    """The dtype in which weights may be gathered where they are shared out; None: as they are stored."""
+    """The dtype in which weights may be gathered where they are sharded; None: as they are stored."""
     by_pass: ClassVar[bool] = False
     """Whether backward needs operands of its own. If not, operands are tensors, and autograd takes those of forward."""
     draws: bool = False
-    """Whether gradients are rounded at random where ``Rows.keys_R`` are given."""
+    """Whether gradients are rounded at random where ``RowGroups.keys_R`` are given."""
     shares_inputs: bool = False
     """Whether recipes that ``at`` gives out make the same of an input, and of what is kept of it."""
 
@@ -204,7 +205,7 @@ class Precision(ABC):
         return self
 
     @abstractmethod
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Any:
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
         """Return the operand that takes the part of ``x`` in a GEMM.
 
         It is a tensor, or has ``mT``, ``@`` and ``grouped_mm(other, ends_e)``, which multiply as torch's do.
@@ -214,7 +215,7 @@ class Precision(ABC):
         both may have their rows turned by one orthogonal matrix, after zero rows are added to both.
         """
 
-    def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: Rows | None = None) -> Any | None:
+    def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: RowGroups | None = None) -> Any | None:
         """Return the input in fprop of ``weights_R * silu(gate) * up`` (R, F), made in the same pass as its values.
 
         ``h_RH`` is gate, then up. The operand is that of ``quantize``, bit for bit, but not differentiable; None: the
@@ -222,12 +223,12 @@ class Precision(ABC):
         """
         return None
 
-    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
+    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
         """Return what to save of ``x`` for its operand in a pass of backward; ``used`` is the one of forward."""
-        return Kept((used,), lambda saved: saved[0])
+        return SavedOperand((used,), lambda saved: saved[0])
 
     def weight_codec(self) -> WeightCodec | None:
-        """Return as what weights are gathered where they are shared out; None: in ``weight_dtype``.
+        """Return as what weights are gathered where they are sharded; None: in ``weight_dtype``.
 
         ``quantize`` and ``keep`` then get a :class:`moefw.runtime.parallel.primary_weights.GatheredWeight`.
         """
@@ -240,9 +241,9 @@ class Precision(ABC):
         """
         return None
 
-    def keep_activation(self, x: Tensor, rows: Rows | None = None) -> Kept:
+    def keep_activation(self, x: Tensor, rows: RowGroups | None = None) -> SavedOperand:
         """Return what to save of the rows ``x``, which backward reads as they are."""
-        return Kept((x,), lambda saved: saved[0])
+        return SavedOperand((x,), lambda saved: saved[0])
 
 
 class MemoryPolicy(ABC):
@@ -261,7 +262,7 @@ class MemoryPolicy(ABC):
     def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``finish``, the second half of a movement, which cannot be run twice.
 
-        ``finish(pending, *args)`` returns what was brought, and a receipt; ``again(receipt, *args)`` brings the same.
+        ``finish(pending, *args)`` returns what was brought, and a handle; ``again(handle, *args)`` brings the same.
         Raises PlanError where the policy cannot treat one.
         """
         what = f"region {region!r} is a movement of rows, which {type(self).__name__} cannot treat."
@@ -293,7 +294,7 @@ class LayoutPlan(ABC):
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         """Return the ranks with this rank's parameters, attention's or the experts', in rows of equal length.
 
-        The ranks of a row share out each parameter (FSDP); rows of one hold all of it. Ranks ascend along a row, and
+        The ranks of a row shard each parameter (FSDP); rows of one hold all of it. Ranks ascend along a row, and
         from row to row in one place.
         """
 
@@ -332,16 +333,3 @@ class Layout(ABC):
     def index(self, *axes: str) -> int:
         """Return this rank's position in ``group(*axes)``."""
         return self.plan.group(self.rank, axes).index(self.rank)
-
-
-class Assembly(Protocol):
-    """Parts that fit, laid out over a world: what a hook looks at that checks the whole.
-
-    ``spec`` by section, ``parts`` the plugins that it names; ``num_layers`` counts those that are no MoE layers, too.
-    """
-
-    spec: Any
-    parts: Any
-    layout: LayoutPlan
-    site: Site
-    num_layers: int

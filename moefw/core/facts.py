@@ -89,7 +89,7 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("token_ids", "{} token ids", "some at least", ("model",), silence=ANY),
         # the set of tokens that routing looks at: token, sequence, micro_batch, global_batch
         Fact("partition", "routing that looks at one {}", "one of", ("routing",)),
-        # (region, treatment) pairs that memory policies may use
+        # (region, mechanism) pairs that memory policies may use
         Fact("region", "region {} to allow {}", "some", ("model", "gemm", "optimizer"), itemised=True),
         # products go through moefw.linear, or quantize for each pass of backward themselves
         Fact("by_pass", "operands quantized for each pass", "all", ("model", "gemm"), silence=False),

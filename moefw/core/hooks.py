@@ -9,20 +9,28 @@ two plugins of one name are an error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
 if TYPE_CHECKING:
     from moefw.core import plugin
-    from moefw.core.contracts import Assembly
     from moefw.core.errors import Problem
+    from moefw.core.site import Site
 
 API_VERSION = "2.0"
 """The version of this page. A plugin's ``moefw_api = ">=2,<3"`` is held against it before the plugin is used."""
 
 hookspec = pluggy.HookspecMarker("moefw")
 hookimpl = pluggy.HookimplMarker("moefw")
+
+
+class Assembly(Protocol):
+    """Parts that fit: ``spec`` by section, ``parts`` the plugins that it names, ``site`` of the first layer."""
+
+    spec: Any
+    parts: Any
+    site: Site
 
 
 @hookspec

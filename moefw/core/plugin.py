@@ -52,7 +52,7 @@ class Plugin:
         return ()
 
     def check(self, site: Site) -> Sequence[Problem]:
-        """Return what is wrong with the options themselves at ``site``; ``Problem.where`` is an option's name."""
+        """Return what is wrong with the options at ``site``, the first layer; ``Problem.where`` is an option's name."""
         return ()
 
 
@@ -99,14 +99,14 @@ class PrecisionPlugin(Plugin):
         """Return the recipe of one layer."""
         raise NotImplementedError
 
-    def high(self, context: BuildContext) -> Precision:
-        """Return what the head and the modules that are spared compute in."""
+    def fallback(self, context: BuildContext) -> Precision:
+        """Return what the head and the modules in high precision compute in."""
         return self.build(context)
 
-    def spares(self, module: str) -> bool:
+    def keeps_high_precision(self, module: str) -> bool:
         """Whether a module stays in high precision: ``layers.3.moe.experts``, or ``layers.-1.moe.experts`` of the last.
 
-        A module that one of its two names is spared by is spared.
+        A module is kept so if one of its two names is.
         """
         return False
 
@@ -116,9 +116,9 @@ class MemoryPlugin(Plugin):
     """Declares what happens to the activations of named regions between forward and backward."""
 
     hook: ClassVar[str] = "moefw_memory_policies"
-    treatment: ClassVar[str]
+    mechanism: ClassVar[str]
     joins: ClassVar[bool] = False
-    """Whether policies of other treatments may treat the same regions beside it."""
+    """Whether policies of other mechanisms may treat the same regions beside it."""
 
     runs_again: ClassVar[bool] = False
     """Whether backward runs the regions again: what they save and return is dropped, and their inputs are kept."""
@@ -129,9 +129,9 @@ class MemoryPlugin(Plugin):
     regions: tuple[str, ...]
 
     def needs(self, site: Site) -> Sequence[Need]:
-        """Ask for each named region with this policy's treatment."""
+        """Ask for each named region with this policy's mechanism."""
         reason = "a policy can only treat a region that is there and allows it"
-        return [Need("region", (region, self.treatment), reason, option="regions") for region in self.regions]
+        return [Need("region", (region, self.mechanism), reason, option="regions") for region in self.regions]
 
     def build(self, context: BuildContext) -> MemoryPolicy:
         """Return the policy."""
@@ -150,10 +150,10 @@ class OptimizerMemoryPlugin(MemoryPlugin):
     regions: tuple[str, ...] = field(default=(OPTIMIZER,), init=False)
 
     def needs(self, site: Site) -> Sequence[Need]:
-        """Ask the optimizer to allow the treatment of its states."""
+        """Ask the optimizer to allow the mechanism for its states."""
         reason = "the states belong to the optimizer, which says how they may be treated"
         fix = "Use an optimizer that offers it, or take the policy out."
-        return [Need("region", (OPTIMIZER, self.treatment), reason, fix=fix)]
+        return [Need("region", (OPTIMIZER, self.mechanism), reason, fix=fix)]
 
 
 @frozen
@@ -212,7 +212,7 @@ class DataSourcePlugin(Plugin):
 class OptimizerPlugin(Plugin):
     """Declares an optimizer.
 
-    One whose states memory policies may treat offers pairs ``("optimizer", treatment)`` as ``region``, in the order in
+    One whose states memory policies may treat offers pairs ``("optimizer", mechanism)`` as ``region``, in the order in
     which they apply, from the update outwards, and names its states. Its update goes element by element, so that
     any rows of a parameter may be updated alone, as plain tensors, on any device.
     """

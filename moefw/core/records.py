@@ -70,7 +70,7 @@ class Canonical:
 
 
 @frozen(eq=False)
-class Rows:
+class RowGroups:
     """What a recipe may know of the rows of an input or a gradient, beside their values."""
 
     ends_e: Tensor | None = None
@@ -82,7 +82,7 @@ class Rows:
 
 
 @frozen(eq=False)
-class Kept:
+class SavedOperand:
     """What stands for a tensor between forward and backward: tensors to save, and how to make its operand of them.
 
     ``operand`` holds on to no tensor itself: what a memory policy drops must be free.

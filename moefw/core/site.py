@@ -1,11 +1,15 @@
-"""Where a part will stand: sizes, world and machine. What offers and needs are functions of."""
+"""Where a part will stand: sizes, layout and machine. What offers and needs are functions of."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
+
+if TYPE_CHECKING:
+    from moefw.core.contracts import LayoutPlan
 
 
 @frozen(kw_only=True)
@@ -45,11 +49,16 @@ class Machine:
 
 @frozen(kw_only=True)
 class Site:
-    """One place in the model: the layer's sizes, its number, the world's size, the machine."""
+    """One place in the model: the layer's sizes and its number, how ranks are arranged, the machine.
+
+    ``num_layers`` counts dense layers, too. ``ranks_per_node``: None where only the launcher knows.
+    """
 
     dims: Dims
     layer: int
-    world: int
+    num_layers: int
+    layout: LayoutPlan
+    ranks_per_node: int | None
     machine: Machine
 
     def at(self, layer: int) -> Site:

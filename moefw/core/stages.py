@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from moefw.core.errors import ContractError
-from moefw.core.records import Rows, Shard
+from moefw.core.records import RowGroups, Shard
 
 T_ = TypeVar("T_")
 
@@ -63,9 +63,9 @@ class Batch:
         return whole_T if self.part is None else self.part.of(whole_T)
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> RowGroups | None:
         """What a recipe may know of the flattened tokens."""
-        return None if self.keys_T is None else Rows(keys_R=self.keys_T)
+        return None if self.keys_T is None else RowGroups(keys_R=self.keys_T)
 
     @property
     def mask_T(self) -> Tensor | None:
@@ -164,7 +164,7 @@ class ExpertBatch:
 
 
 @_stage
-class Receipt:
+class DispatchHandle:
     """What the way back needs; only the dispatcher that made it reads ``detail``."""
 
     plan: DispatchPlan

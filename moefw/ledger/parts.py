@@ -110,7 +110,7 @@ class PartMemory:
 
 
 @frozen(kw_only=True)
-class Moment:
+class PeakCandidate:
     """A moment outside of layers, when all layers hold what they save: bytes that pass, in words and number."""
 
     name: str
@@ -140,8 +140,8 @@ class ModelMemory:
     layers: tuple[LayerMemory, ...]
     weights: tuple[Weight, ...]
     saves: tuple[Tensor, ...]
-    moments: tuple[Moment, ...]
-    last_moment: Moment
+    moments: tuple[PeakCandidate, ...]
+    last_peak_candidate: PeakCandidate
     """The end of backward, when no layer holds anything any more."""
     stream_bytes: int
 
@@ -227,10 +227,10 @@ BF16_FORMATS: Final = Formats(stream=2, gathered=2, copy=2)
 
 
 @frozen(kw_only=True)
-class Extent:
+class RankShape:
     """How much one rank works on: sizes of the layer, of the layout and of a micro-batch.
 
-    ``shards``: over how many ranks FSDP shares out a parameter of ``dense`` and ``experts``; 1: it does not.
+    ``shards``: over how many ranks FSDP shards a parameter of ``dense`` and ``experts``; 1: it does not.
     ``precision``: what a module (``attention``, ``moe.experts``, ``head``) of a layer computes in.
     """
 
@@ -267,7 +267,7 @@ class Extent:
 
     @property
     def ep(self) -> int:
-        """The ranks that share out experts."""
+        """The ranks that split the experts."""
         return self.axes.get("ep", 1)
 
     @property
@@ -314,8 +314,8 @@ class Extent:
         """Return ``rows`` rounded up to the row alignment."""
         return -(-rows // self.row_alignment) * self.row_alignment
 
-    def at(self, layer: int) -> Extent:
-        """Return the extent of another layer."""
+    def at(self, layer: int) -> RankShape:
+        """Return the shape of another layer."""
         return evolve(self, layer=layer)
 
     def tokens_given(self, module: str = "moe.experts") -> Tensor:
@@ -349,7 +349,7 @@ class Extent:
 
 
 @frozen(kw_only=True)
-class Fate:
+class Placement:
     """Where the bytes of a saved tensor wait between forward and backward.
 
     ``kept`` where they are; ``offloaded`` off the device; ``stashed`` in memory of the device that a policy holds.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from moefw.ledger.parts import Extent, Fate, Formats, ModelMemory, PartMemory, StateRest, Tensor
+from moefw.ledger.parts import Formats, ModelMemory, PartMemory, Placement, RankShape, StateRest, Tensor
 
 
 @runtime_checkable
 class SaysMemory(Protocol):
     """A router, a dispatcher or a GEMM that says what it takes."""
 
-    def memory(self, extent: Extent) -> PartMemory | None:
+    def memory(self, shape: RankShape) -> PartMemory | None:
         """Return what the part takes in one layer; None: it does not say."""
 
 
@@ -20,11 +20,11 @@ class SaysMemory(Protocol):
 class SaysModelMemory(Protocol):
     """A model that says what it takes."""
 
-    def memory(self, extent: Extent, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory | None:
+    def memory(self, shape: RankShape, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory | None:
         """Return what the model takes; None: it does not say.
 
         ``moe`` holds router, dispatcher and GEMM of each MoE layer. Their regions go by these names: the model gives
-        them ``x`` (:meth:`Extent.tokens_given`) and puts the experts' into a region ``experts``.
+        them ``x`` (:meth:`RankShape.tokens_given`) and puts the experts' into a region ``experts``.
         """
 
 
@@ -35,19 +35,18 @@ class SaysFormats(Protocol):
     def formats(self) -> Formats | None:
         """Return what is kept under the recipe; None: it does not say."""
 
-    def high_formats(self) -> Formats | None:
-        """Return the same of what spared modules compute in."""
+    def fallback_formats(self) -> Formats | None:
+        """Return the same of what modules compute in that are kept in high precision."""
 
 
 @runtime_checkable
-class SaysFates(Protocol):
+class SaysPlacements(Protocol):
     """A memory policy that says where what it treats waits. Not asked where it ``runs_again``."""
 
-    def fates(self, saved: Sequence[Tensor], extent: Extent) -> Sequence[Fate] | None:
+    def placements(self, saved: Sequence[Tensor], shape: RankShape) -> Sequence[Placement] | None:
         """Return where each tensor waits that one call of a region saves, in their order; None: it does not say.
 
-        The parts of a fate need not add up to the tensor's bytes: of ``extent.rows`` rows, ``extent.valid_rows`` come
-        from tokens.
+        A placement need not add up to the tensor's bytes: of ``shape.rows`` rows, ``shape.valid_rows`` are of tokens.
         """
 
 

@@ -10,7 +10,7 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import ModelPlugin
 from moefw.core.site import Dims, Site
-from moefw.ledger.parts import Extent, ModelMemory, PartMemory
+from moefw.ledger.parts import ModelMemory, PartMemory, RankShape
 from moefw.models.presets import PRESETS
 from moefw.models.sizes import Sizes
 
@@ -44,8 +44,8 @@ class Decoder(Sizes, ModelPlugin):
         regions += ["router", "experts"] if self.moe_layers() else []
         regions += ["shared_experts"] if self.shared_expert_dim and self.moe_layers() else []
         regions += ["dense_mlp"] if len(self.moe_layers()) < self.num_layers else []
-        treated = [(region, treatment) for region in regions for treatment in ("keep", "recompute", "offload")]
-        treated += [("dispatch", treatment) for treatment in ("keep", "recompute")] if self.moe_layers() else []
+        treated = [(region, mechanism) for region in regions for mechanism in ("keep", "recompute", "offload")]
+        treated += [("dispatch", mechanism) for mechanism in ("keep", "recompute")] if self.moe_layers() else []
         return moefw.offers(
             region=tuple(treated),
             split=("tp",),
@@ -88,11 +88,11 @@ class Decoder(Sizes, ModelPlugin):
             problems.append(moefw.Problem(what, "Use at most num_layers.", "num_dense_layers"))
         return problems
 
-    def memory(self, extent: Extent, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory:
+    def memory(self, shape: RankShape, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory:
         """What the transformer takes on each rank."""
         from moefw.models.memory import model_memory
 
-        return model_memory(self, extent, moe)
+        return model_memory(self, shape, moe)
 
     def build(self, context: moefw.ModelContext) -> Any:
         """Return the transformer."""

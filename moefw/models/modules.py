@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefw.core.contracts import Named, Precision
-from moefw.core.records import Canonical, Rows, Shard
+from moefw.core.records import Canonical, RowGroups, Shard
 from moefw.core.stages import Batch
 from moefw.models.tensor_parallel import TensorParallel
 from moefw.runtime.compute.product import SharedInput, linear
@@ -38,7 +38,7 @@ class Linear(nn.Module, Named):
         shape = (out_dim, in_dim)
         self.weight = nn.Parameter(torch.empty(shard.shape(shape) if shard else shape))
 
-    def forward(self, x: Tensor, rows: Rows | None = None, shared: SharedInput | None = None) -> Tensor:
+    def forward(self, x: Tensor, rows: RowGroups | None = None, shared: SharedInput | None = None) -> Tensor:
         """Return ``(..., out_dim)``, or this rank's part of it; with ``in_dim`` in parts, a partial sum."""
         weight = self.weight if self.rows is None else self.weight[self.rows]
         return linear(x, weight, self.precision, rows, shared=shared)

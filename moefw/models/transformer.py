@@ -100,7 +100,7 @@ class Transformer(nn.Module):
     def __init__(self, options: Sizes, context: ModelContext) -> None:
         super().__init__()
         self.options, self.tp = options, TensorParallel(context.layout)
-        precision = context.high
+        precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
         self.embed = Embedding(options.vocab_size, options.dim, self.tp)
         self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))

@@ -8,12 +8,12 @@ from typing import Any
 from attrs import asdict, evolve, frozen
 
 from moefw.compose.assembly import Assembly
-from moefw.ledger.parts import FP32, Extent, ModelMemory
-from moefw.planner.extents import ask
+from moefw.ledger.parts import FP32, ModelMemory, RankShape
+from moefw.planner.estimate import ask
+from moefw.planner.placement import PlacedLayer, place
 from moefw.planner.regions import WEIGHTS, RegionTotals, by_region, summed
 from moefw.planner.static import Held, held, silent_policies
 from moefw.planner.sweep import Peak, Sweep
-from moefw.planner.treated import TreatedLayer, treat
 
 OUTSIDE = "outside"
 """Embedding, final norm, head and loss."""
@@ -52,7 +52,7 @@ def ledger(assembly: Assembly, *, micro_batches: int | None = None) -> Ledger:
     train, said = assembly.spec.train, ask(assembly)
     each = assembly.layout.sizes.get("dp", 1) * train.seq_len * train.micro_batch
     count = max(1, train.tokens_per_step // each) if micro_batches is None else micro_batches
-    silent = (*said.silent, *silent_policies(assembly, said.extent))
+    silent = (*said.silent, *silent_policies(assembly, said.shape))
     empty = Ledger(
         world=assembly.layout.world,
         micro_batches=count,
@@ -64,17 +64,17 @@ def ledger(assembly: Assembly, *, micro_batches: int | None = None) -> Ledger:
         peak_bytes=None,
         silent=silent,
     )
-    if said.model is None or said.extent is None:
+    if said.model is None or said.shape is None:
         return empty
-    return _filled(empty, assembly, said.model, said.extent)
+    return _filled(empty, assembly, said.model, said.shape)
 
 
-def _filled(empty: Ledger, assembly: Assembly, model: ModelMemory, extent: Extent) -> Ledger:
+def _filled(empty: Ledger, assembly: Assembly, model: ModelMemory, shape: RankShape) -> Ledger:
     policies = {region: plugin for plugin in assembly.parts.memory for region in plugin.regions}
-    cache: dict[int, TreatedLayer] = {}
-    layers = [cache.setdefault(id(layer), treat(layer, policies, extent)) for layer in model.layers]
-    lying = held(assembly, model, extent, empty.micro_batches)
-    sweep = Sweep(model, extent, layers, width_of=_widths(extent), all_gradients=empty.micro_batches > 1)
+    cache: dict[int, PlacedLayer] = {}
+    layers = [cache.setdefault(id(layer), place(layer, policies, shape)) for layer in model.layers]
+    lying = held(assembly, model, shape, empty.micro_batches)
+    sweep = Sweep(model, shape, layers, width_of=_widths(shape), all_gradients=empty.micro_batches > 1)
     step = Peak(place="optimizer", saved=0, gathered=0, passing=lying.step_passing)
     peak = max([*sweep.moments(), step], key=lambda moment: moment.total)
     pools = _pools(layers)
@@ -88,23 +88,23 @@ def _filled(empty: Ledger, assembly: Assembly, model: ModelMemory, extent: Exten
     )
 
 
-def _pools(layers: list[TreatedLayer]) -> int:
+def _pools(layers: list[PlacedLayer]) -> int:
     """Return what policies hold on the device for what they stash."""
-    return sum(wait.fate.stashed for layer in layers for wait in layer.waits)
+    return sum(wait.placement.stashed for layer in layers for wait in layer.waits)
 
 
-def _widths(extent: Extent) -> Any:
+def _widths(shape: RankShape) -> Any:
     modules = {"experts": "moe.experts", "shared": "moe.shared_expert", "attention": "attention", "mlp": "mlp"}
 
     def width(layer: int, unit: str) -> int:
         if unit == "embed":
             return FP32
-        return extent.at(layer).formats_of(modules.get(unit, "head")).gathered
+        return shape.at(layer).formats_of(modules.get(unit, "head")).gathered
 
     return width
 
 
-def _regions(model: ModelMemory, layers: list[TreatedLayer]) -> tuple[RegionTotals, ...]:
+def _regions(model: ModelMemory, layers: list[PlacedLayer]) -> tuple[RegionTotals, ...]:
     counts = Counter(id(layer) for layer in layers)
     rows: dict[tuple[str, str], RegionTotals] = {}
     for layer in {id(layer): layer for layer in layers}.values():

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from attrs import evolve, frozen
 
-from moefw.planner.treated import TreatedLayer
+from moefw.planner.placement import PlacedLayer
 
 WEIGHTS = "weights"
 """Where copies of parameters are counted, whatever region saves them."""
@@ -30,7 +30,7 @@ class RegionTotals:
         return evolve(self, layers=layers, **numbers)
 
 
-def by_region(layer: TreatedLayer) -> dict[str, RegionTotals]:
+def by_region(layer: PlacedLayer) -> dict[str, RegionTotals]:
     """Return the totals of one layer by region, copies of weights apart."""
     found: dict[str, RegionTotals] = {}
     for wait in layer.waits:
@@ -38,10 +38,10 @@ def by_region(layer: TreatedLayer) -> dict[str, RegionTotals]:
         row = found.get(name) or RegionTotals(kind=layer.layer.kind, region=name)
         found[name] = evolve(
             row,
-            saved=row.saved + wait.fate.kept,
+            saved=row.saved + wait.placement.kept,
             recomputed=row.recomputed + wait.dropped,
-            offloaded=row.offloaded + wait.fate.offloaded,
-            stashed=row.stashed + wait.fate.stashed,
+            offloaded=row.offloaded + wait.placement.offloaded,
+            stashed=row.stashed + wait.placement.stashed,
         )
     return found
 

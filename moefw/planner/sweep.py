@@ -7,9 +7,9 @@ from typing import final
 
 from attrs import frozen
 
-from moefw.ledger.parts import FP32, Extent, ModelMemory, Weight
+from moefw.ledger.parts import FP32, ModelMemory, RankShape, Weight
+from moefw.planner.placement import Call, PlacedLayer, Rerun, Wait
 from moefw.planner.static import unit_elements
-from moefw.planner.treated import Call, Rerun, TreatedLayer, Wait
 
 ROOT = "root"
 """The unit of what is in no other: gathered from the first forward to the last backward."""
@@ -41,13 +41,13 @@ class Sweep:
     def __init__(
         self,
         model: ModelMemory,
-        extent: Extent,
-        layers: Sequence[TreatedLayer],
+        shape: RankShape,
+        layers: Sequence[PlacedLayer],
         *,
         width_of: Callable[[int, str], int],
         all_gradients: bool,
     ) -> None:
-        self.model, self.extent, self.layers, self.all_gradients = model, extent, layers, all_gradients
+        self.model, self.shape, self.layers, self.all_gradients = model, shape, layers, all_gradients
         self._width_of = width_of
         self._outside = unit_elements(model.weights)
         self._units = [unit_elements(layer.layer.weights) for layer in layers]
@@ -74,7 +74,7 @@ class Sweep:
         yield self._last(embed, buffer)
 
     def _last(self, gathering: int, buffer: int) -> Peak:
-        last = self.model.last_moment
+        last = self.model.last_peak_candidate
         done = self._all_elements() - self._outside.get("embed", 0) // self._shards("embed")
         if not gathering:
             return self._peak(last.name, saved=0, gathered=self._root, passing=last.passing, done=done)
@@ -87,7 +87,7 @@ class Sweep:
             yield from layer.layer.weights
 
     def _shards(self, unit: str) -> int:
-        return self.extent.shards[self._side.get(unit, "dense")]
+        return self.shape.shards[self._side.get(unit, "dense")]
 
     def _gathered_root(self) -> int:
         if self._shards(ROOT) == 1:
@@ -95,7 +95,7 @@ class Sweep:
         return FP32 * (self._outside.get(ROOT, 0) + sum(units.get(ROOT, 0) for units in self._units))
 
     def _gathers(self, number: int, unit: str) -> int:
-        """Return the bytes of a unit when it is gathered; 0 where it is not shared out."""
+        """Return the bytes of a unit when it is gathered; 0 where it is not sharded."""
         if not unit or unit == ROOT or self._shards(unit) == 1:
             return 0
         units = self._outside if unit in ("head", "embed") else self._units[number]
@@ -114,15 +114,15 @@ class Sweep:
         return Peak(place=place, saved=saved, gathered=gathered, passing=passing, gradients=missing)
 
     def _all_elements(self) -> int:
-        return sum(weight.share(self.extent.shards[weight.side]) for weight in self._weights())
+        return sum(weight.share(self.shape.shards[weight.side]) for weight in self._weights())
 
-    def _forward(self, number: int, layer: TreatedLayer) -> Iterator[Peak]:
+    def _forward(self, number: int, layer: PlacedLayer) -> Iterator[Peak]:
         latest = left = 0
         before = ""
         for index, call in enumerate(layer.calls):
             own = self._gathers(number, call.unit)
             latest = own or latest
-            here = sum(wait.fate.kept for wait in layer.waits if wait.first <= index)
+            here = sum(wait.placement.kept for wait in layer.waits if wait.first <= index)
             passing = left + sum(wait.dropped for wait in layer.waits if _in_forward(wait, index))
             left += call.leaves_bytes
             saved = self._below[number] + here
@@ -140,7 +140,7 @@ class Sweep:
             gathered = self._root + sum(self._gathers(0, unit) for unit in moment.gathered)
             yield self._peak(moment.name, saved=saved, gathered=gathered, passing=moment.passing)
 
-    def _backward(self, number: int, layer: TreatedLayer, buffer: int) -> Iterator[Peak]:
+    def _backward(self, number: int, layer: PlacedLayer, buffer: int) -> Iterator[Peak]:
         order = list(enumerate(layer.calls))
         done = sum(self._elements(unit) for unit in self._units[number + 1 :]) + self._elements(self._outside)
         lasting = self._below[number]
@@ -172,7 +172,7 @@ class Sweep:
                 place = f"backward, gradients of {call.unit} of layer {number}"
                 yield self._peak(place, saved=saved, gathered=self._root + following, passing=reduced, done=done)
 
-    def _again(self, number: int, layer: TreatedLayer, rerun: Rerun, *, buffer: int, done: int) -> Iterator[Peak]:
+    def _again(self, number: int, layer: PlacedLayer, rerun: Rerun, *, buffer: int, done: int) -> Iterator[Peak]:
         """Yield the moments of a region that runs again, while the gradient of what its last call returned waits."""
         waiting = self.model.stream_bytes + buffer + layer.calls[rerun.last].handed
         stay = (
@@ -203,9 +203,9 @@ class Sweep:
             following = -1
         total = 0
         for wait in waits:
-            moved, inside = wait.fate.offloaded, wait.since <= index <= wait.until
+            moved, inside = wait.placement.offloaded, wait.since <= index <= wait.until
             if wait.first <= index:
-                total += wait.fate.kept
+                total += wait.placement.kept
             if moved and (wait.until == following or (inside and wait.first <= index)):
                 total += moved
             if wait.dropped and inside and (wait.returned or wait.first <= index):
@@ -214,8 +214,8 @@ class Sweep:
 
     def _fetched_before(self, number: int, end: int) -> bool:
         """Whether backward has brought something back before the region that ends with a call: that one comes along."""
-        here = any(wait.fate.offloaded and wait.until > end for wait in self.layers[number].waits)
-        return here or any(wait.fate.offloaded for layer in self.layers[number + 1 :] for wait in layer.waits)
+        here = any(wait.placement.offloaded and wait.until > end for wait in self.layers[number].waits)
+        return here or any(wait.placement.offloaded for layer in self.layers[number + 1 :] for wait in layer.waits)
 
     def _ahead(self, number: int, index: int) -> int:
         """Return the bytes of the layer before that come back ahead, with those of this layer."""
@@ -223,8 +223,8 @@ class Sweep:
         if not number or _next_moved(waits, index) >= 0:
             return 0
         below = self.layers[number - 1].waits
-        last = max((wait.until for wait in below if wait.fate.offloaded), default=-1)
-        return sum(wait.fate.offloaded for wait in below if wait.until == last)
+        last = max((wait.until for wait in below if wait.placement.offloaded), default=-1)
+        return sum(wait.placement.offloaded for wait in below if wait.until == last)
 
     def _elements(self, units: Mapping[str, int]) -> int:
         return sum(elements // self._shards(unit) for unit, elements in units.items() if unit != "embed")
@@ -253,4 +253,4 @@ def _in_forward(wait: Wait, index: int) -> bool:
 
 def _next_moved(waits: Sequence[Wait], index: int) -> int:
     """Return the end of the region that backward comes to next and that comes back ahead; -1: there is none."""
-    return max((wait.until for wait in waits if wait.fate.offloaded and wait.until < index), default=-1)
+    return max((wait.until for wait in waits if wait.placement.offloaded and wait.until < index), default=-1)

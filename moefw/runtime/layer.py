@@ -1,6 +1,6 @@
 """The MoE layer: route -> dispatch -> experts -> combine, as a tuple of phases.
 
-``x_TD -> router -> Routing -> plan -> DispatchPlan -> dispatch -> ExpertBatch + Receipt
+``x_TD -> router -> Routing -> plan -> DispatchPlan -> dispatch -> ExpertBatch + DispatchHandle
 -> experts -> rows_RD -> combine -> out_TD``
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moefw.core.contracts import Dispatcher
-from moefw.core.stages import Batch, ExpertBatch, LayerStats, Pending, Receipt, Routing
+from moefw.core.stages import Batch, DispatchHandle, ExpertBatch, LayerStats, Pending, Routing
 from moefw.runtime.compute.row_keys import with_keys
 from moefw.runtime.memory.static_rows import StaticRows, computing_on
 
@@ -92,17 +92,17 @@ class MoELayer(nn.Module):
         assert carry.routing is not None
         if self._shared is not None:
             carry.shared_TD = self._shared(carry.x, carry.batch)
-        batch, receipt = self._arrive(carry.pending, carry.x, carry.routing.weights_TK)
+        batch, handle = self._arrive(carry.pending, carry.x, carry.routing.weights_TK)
         if self.first_expert is not None and carry.batch.keys_T is not None:
             keys_T, weights_TK = carry.batch.own(carry.batch.keys_T), carry.routing.weights_TK
-            batch = with_keys(batch, receipt, keys_T, weights_TK, self.dispatcher, first_expert=self.first_expert)
+            batch = with_keys(batch, handle, keys_T, weights_TK, self.dispatcher, first_expert=self.first_expert)
         rows = StaticRows(batch) if self.budgeted and not carry.batch.dropless else None
         if rows is None:
             rows_RD, carry.arrival = self._experts(batch), batch.stats
         else:
             with computing_on(rows):
                 rows_RD, carry.arrival = self._experts(batch), rows.stats
-        carry.pending = self.dispatcher.start_combine(rows_RD, receipt)
+        carry.pending = self.dispatcher.start_combine(rows_RD, handle)
 
     def collect(self, carry: Carry) -> None:
         """Sum each token's rows, and add the shared expert."""
@@ -110,9 +110,11 @@ class MoELayer(nn.Module):
         out_TD = self.dispatcher.finish_combine(carry.pending)
         carry.x = out_TD if carry.shared_TD is None else out_TD + carry.shared_TD
 
-    def _finish_dispatch(self, pending: Pending, x_TD: Tensor, weights_TK: Tensor) -> tuple[ExpertBatch, Receipt]:
+    def _finish_dispatch(
+        self, pending: Pending, x_TD: Tensor, weights_TK: Tensor
+    ) -> tuple[ExpertBatch, DispatchHandle]:
         return self.dispatcher.finish_dispatch(pending)
 
-    def _dispatch_again(self, receipt: Receipt, x_TD: Tensor, weights_TK: Tensor) -> ExpertBatch:
-        batch, _ = self.dispatcher.redispatch(x_TD, weights_TK, receipt)
+    def _dispatch_again(self, handle: DispatchHandle, x_TD: Tensor, weights_TK: Tensor) -> ExpertBatch:
+        batch, _ = self.dispatcher.redispatch(x_TD, weights_TK, handle)
         return batch

@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moefw.testing.layer_case import LayerCase, Outcome, assert_matches, solve, truth
     from moefw.testing.oracle import Rule, Truth, dense_moe
     from moefw.testing.pool import RankPool
     from moefw.testing.suites.base import Profile, Suite
     from moefw.testing.suites.dispatcher import DispatcherSuite
     from moefw.testing.threads import thread_world
-    from moefw.testing.trial import Outcome, Trial, assert_matches, solve, truth
 
 _HOMES = {
     "DispatcherSuite": "suites.dispatcher",
@@ -25,11 +25,11 @@ _HOMES = {
     "Profile": "suites.base",
     "RankPool": "pool",
     "thread_world": "threads",
-    "Trial": "trial",
-    "Outcome": "trial",
-    "solve": "trial",
-    "truth": "trial",
-    "assert_matches": "trial",
+    "LayerCase": "layer case",
+    "Outcome": "layer case",
+    "solve": "layer case",
+    "truth": "layer case",
+    "assert_matches": "layer case",
     "Rule": "oracle",
     "Truth": "oracle",
     "dense_moe": "oracle",
@@ -38,12 +38,12 @@ _HOMES = {
 
 __all__ = [
     "DispatcherSuite",
+    "LayerCase",
     "Outcome",
     "Profile",
     "RankPool",
     "Rule",
     "Suite",
-    "Trial",
     "Truth",
     "assert_matches",
     "dense_moe",

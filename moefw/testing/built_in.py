@@ -70,8 +70,8 @@ _FOLDED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
     ("2 ranks, tp 2", {"dense": {"tp": 2}}, 2),
     ("4 ranks, tp 2, ep 4", {"dense": {"tp": 2}, "experts": {"ep": 4}}, 4),
     ("4 ranks, ep 2 outermost", {"experts": {"ep": 2, "order": ["ep", "etp", "edp"]}}, 4),
-    ("2 ranks, all shared out", {"dense": {"shard": "all"}, "experts": {"shard": "all"}}, 2),
-    ("4 ranks, ep 2, shared out over 2", {"dense": {"shard": 2}, "experts": {"ep": 2, "shard": 2}}, 4),
+    ("2 ranks, all sharded", {"dense": {"shard": "all"}, "experts": {"shard": "all"}}, 2),
+    ("4 ranks, ep 2, sharded over 2", {"dense": {"shard": 2}, "experts": {"ep": 2, "shard": 2}}, 4),
     ("2 ranks, cp 2", {"dense": {"cp": 2}}, 2),
     ("2 ranks, pp 2", {"pp": 2}, 2),
     ("4 ranks, cp 2, ep 2, etp 2", {"dense": {"cp": 2}, "experts": {"ep": 2, "etp": 2}}, 4),
@@ -79,7 +79,7 @@ _FOLDED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
 _COUPLED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
     ("2 ranks, ep 2", {"ep": 2}, 2),
     ("4 ranks, tp 2, ep 2", {"tp": 2, "ep": 2}, 4),
-    ("4 ranks, ep 2, all shared out", {"ep": 2, "shard": "all", "expert_shard": "all"}, 4),
+    ("4 ranks, ep 2, all sharded", {"ep": 2, "shard": "all", "expert_shard": "all"}, 4),
     ("4 ranks, cp 2, ep 2", {"cp": 2, "ep": 2}, 4),
 )
 

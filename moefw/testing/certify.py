@@ -117,11 +117,11 @@ def _options(written: str | None) -> dict[str, Any]:
 
 def _check(word: str, kind: Kind, declaration: type[Plugin], options: Mapping[str, Any]) -> None:
     """Refuse values that the options do not take; what does not fit a world is the suite's to see."""
-    from moefw.testing.trial import Trial
+    from moefw.testing.layer_case import LayerCase
 
     chosen: Any = {"use": declaration.name, **options}
     try:
-        Trial(parts={kind.section: [chosen] if word == "memory" else chosen}).assemble()
+        LayerCase(parts={kind.section: [chosen] if word == "memory" else chosen}).assemble()
     except SpecError as error:
         raise pytest.UsageError(f"--moefw-options: {error}") from error
     except MoefwError:

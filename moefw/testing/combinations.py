@@ -25,8 +25,8 @@ from moefw.testing.fit import Fit
 from moefw.testing.variants import SECTIONS, Variant, of_part, variants
 
 if TYPE_CHECKING:
+    from moefw.testing.layer_case import LayerCase
     from moefw.testing.oracle import Rule
-    from moefw.testing.trial import Trial
 
 Sections = Mapping[str, Sequence[Variant]]
 """The variants that a section may take."""
@@ -52,7 +52,7 @@ class Combination:
 
     def spec(self) -> Tree:
         """Return the spec as plain data."""
-        return self._trial().tree()
+        return self._layer_case().tree()
 
     def yaml(self) -> str:
         """Return the spec as a user would write it, and what else there was in comments."""
@@ -64,17 +64,17 @@ class Combination:
         ]
         return "\n".join([*head, *(f"{section}: {_flow(value)}" for section, value in self.spec().items())]) + "\n"
 
-    def trial(self) -> Trial:
+    def layer_case(self) -> LayerCase:
         """Return the layer to try. Raises what resolve raises.
 
         Rows are aligned as the parts agreed on, and as drawn where the dispatcher offers that.
         """
-        trial = self._trial()
-        assembly = trial.resolve()
+        layer_case = self._layer_case()
+        assembly = layer_case.resolve()
         agreed = assembly.layers[0].facts.get("row_alignment", 1)
         offered = assembly.parts.dispatch.offers(assembly.layers[0].site).get("row_alignment", ())
         wanted = math.lcm(agreed, self.row_alignment)
-        return self._trial(row_alignment=wanted if offered == ANY or wanted in offered else agreed)
+        return self._layer_case(row_alignment=wanted if offered == ANY or wanted in offered else agreed)
 
     def rule(self) -> Rule | None:
         """Return what the oracle is told of the router; None where no formula of ours says what it computes."""
@@ -83,10 +83,10 @@ class Combination:
         words = self.parts["routing"].words
         return None if words is None else Rule(top_k=TOP_K, **words)
 
-    def _trial(self, **more: Any) -> Trial:
-        from moefw.testing.trial import Trial
+    def _layer_case(self, **more: Any) -> LayerCase:
+        from moefw.testing.layer_case import LayerCase
 
-        return Trial(
+        return LayerCase(
             tokens=self.tokens,
             num_experts=NUM_EXPERTS,
             top_k=TOP_K,

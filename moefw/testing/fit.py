@@ -11,6 +11,7 @@ from attrs import frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
+from moefw.compose.machine import lone_site
 from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, Tree
@@ -176,7 +177,7 @@ class Fit:
     def _site(self) -> Site:
         machine = Pretended(device="cuda") if self.pretend else Machine(device="cpu")
         dims: Any = {"model_dim": 256, "expert_dim": 256, "num_experts": 16, "top_k": 4}
-        return Site(dims=Dims(**dims), layer=0, world=1, machine=machine)
+        return lone_site(Dims(**dims), machine)
 
 
 def _not_plain(parts: Parts, plain: Parts) -> dict[str, Variant]:

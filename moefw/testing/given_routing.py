@@ -8,6 +8,7 @@ a wrong router passes here (its own suite judges it), and a layer that treats a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,36 +18,35 @@ from torch.nn.functional import silu
 
 from moefw.compose.assembly import Assembly
 from moefw.core.stages import Batch
-from moefw.testing.budget import over_budget
+from moefw.testing.layer_case import LayerCase, build_layer, this_rank
 from moefw.testing.oracle import Truth
-from moefw.testing.trial import Trial, build_layer, this_rank
 from moefw.training.agreement import everywhere
 
 
-def truth_given_routing(trial: Trial, parameters: Mapping[str, Tensor], budget: float | None) -> Truth:
+def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor], budget: float | None) -> Truth:
     """Return this rank's part of the truth: its tokens' outputs and gradients, its share of every other gradient.
 
-    ``parameters``: :func:`moefw.testing.trial.parameters_of`. ``budget``: the ``rank_capacity`` to drop beyond.
+    ``parameters``: :func:`moefw.testing.layer_case.parameters_of`. ``budget``: the ``rank_capacity`` to drop beyond.
     Collective.
     """
     rank = this_rank()
-    layer, shared = build_layer(trial)
-    x_TD, probe_TD = trial.draw(rank)
+    layer, shared = build_layer(layer_case)
+    x_TD, probe_TD = layer_case.draw(rank)
     x_TD.requires_grad_()
-    routing = layer.router(x_TD, batch_of(trial, rank))
+    routing = layer.router(x_TD, batch_of(layer_case, rank))
     shared.close()
     ids_TK = routing.expert_ids_TK
     if budget is not None:
         ids = _all_ranks(ids_TK)
-        ids_TK = ids_TK.masked_fill(dropped(trial, ids, budget)[rank], -1)
+        ids_TK = ids_TK.masked_fill(dropped(layer_case, ids, budget)[rank], -1)
     weights = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     x = x_TD.detach().double().requires_grad_()
     weights_TK = routing.weights_TK.detach().double().requires_grad_()
     out = torch.zeros_like(x)
-    for expert in range(trial.num_experts):
+    for expert in range(layer_case.num_experts):
         gate = (weights_TK * (ids_TK == expert)).sum(-1, keepdim=True)
         out = out + gate * _expert(x, weights, f"experts.{expert}.")
-    if trial.shared:
+    if layer_case.shared:
         out = out + _expert(x, weights, "shared_expert.")
     (out * probe_TD.double()).sum().backward()
     grads = {name: _grad(value) for name, value in weights.items()}
@@ -72,26 +72,26 @@ def summed(parts: Sequence[Truth]) -> Truth:
     )
 
 
-def batch_of(trial: Trial, rank: int) -> Batch:
+def batch_of(layer_case: LayerCase, rank: int) -> Batch:
     """Return the batch of a rank in training."""
-    mask_BS = trial.mask(rank).unsqueeze(0) if trial.masked else None
-    scale = torch.tensor(1.0 / max(1, trial.valid_tokens))
-    ids = torch.zeros(1, trial.tokens[rank], dtype=torch.int64)
-    return Batch(ids_BS=ids, labels_BS=ids, mask_BS=mask_BS, loss_scale=scale, seeds_B=trial.seeds(rank))
+    mask_BS = layer_case.mask(rank).unsqueeze(0) if layer_case.masked else None
+    scale = torch.tensor(1.0 / max(1, layer_case.valid_tokens))
+    ids = torch.zeros(1, layer_case.tokens[rank], dtype=torch.int64)
+    return Batch(ids_BS=ids, labels_BS=ids, mask_BS=mask_BS, loss_scale=scale, seeds_B=layer_case.seeds(rank))
 
 
-def dropped(trial: Trial, ids: Sequence[Tensor], budget: float) -> list[Tensor]:
+def dropped(layer_case: LayerCase, ids: Sequence[Tensor], budget: float) -> list[Tensor]:
     """Return each rank's choices that a budget of ``budget`` times the fair share leaves out, bool (T, K)."""
-    assembly: Assembly = trial.resolve()
+    assembly: Assembly = layer_case.resolve()
     plan = assembly.layout
     out = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in ids]
     for group in {plan.group(rank, ("ep", "etp")) for rank in range(plan.world)}:
         masks = over_budget(
             [ids[rank] for rank in group],
-            num_experts=trial.num_experts,
+            num_experts=layer_case.num_experts,
             ep=plan.sizes["ep"],
             rank_capacity=budget,
-            row_alignment=trial.row_alignment,
+            row_alignment=layer_case.row_alignment,
         )
         for rank, mask_TK in zip(group, masks, strict=True):
             out[rank] = mask_TK
@@ -124,3 +124,28 @@ def _expert(x: Tensor, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
 
 def _grad(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def over_budget(
+    expert_ids: Sequence[Tensor], *, num_experts: int, ep: int, rank_capacity: float, row_alignment: int = 1
+) -> list[Tensor]:
+    """Return for each rank of one expert-parallel group which of its choices find no room, bool ``(T, K)``: by force.
+
+    Rows lie in order (expert, source rank, token), each expert's padded to the alignment; a rank has room for
+    ``rank_capacity * K`` rows for each token of the rank that has most, rounded up to the alignment; with experts in
+    parts, every part leaves out the same.
+    """
+    out = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in expert_ids]
+    parts = len(expert_ids) // ep
+    rows = math.ceil(rank_capacity * parts * max(ids_TK.numel() for ids_TK in expert_ids))
+    budget = -(-rows // row_alignment) * row_alignment
+    each = num_experts // ep
+    for share in range(ep):
+        place = 0
+        for expert in range(share * each, (share + 1) * each):
+            for rank, ids_TK in enumerate(expert_ids):
+                for token, choice in (ids_TK == expert).nonzero().tolist():
+                    out[rank][token, choice] = place >= budget
+                    place += 1
+            place = -(-place // row_alignment) * row_alignment
+    return out

@@ -12,9 +12,9 @@ from attrs import evolve, field, frozen
 
 from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import Problem
+from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
-from moefw.testing.trial import DISPATCHERS
 
 STEPS = 20
 LOSS, NORM, WEIGHTS = 2e-6, 2e-6, 2e-5

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: problems for a dispatcher, whole layers, trials, and spec trees over installed plugins."""
+"""Hypothesis strategies: cases for a dispatcher and for whole layers, and spec trees over installed plugins."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from moefw.compose.spec.source import Tree
-from moefw.testing.suites.dispatch_case import DTYPES, SKEWS, Case
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.dispatch_case import DTYPES, SKEWS, DispatchCase
 from moefw.testing.suites.dispatch_layer import Layer
-from moefw.testing.trial import Trial
 
 
 def tokens(world: int, *, most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
@@ -38,11 +38,11 @@ def sizes(shares: int, *, most_experts: int = 16) -> st.SearchStrategy[tuple[int
 
 
 @st.composite
-def cases(draw: st.DrawFn, world: int) -> Case:
+def cases(draw: st.DrawFn, world: int) -> DispatchCase:
     """Draw a problem for a dispatcher alone; one expert group fills the world."""
     etp = draw(st.sampled_from([size for size in (1, 1, 2) if world % size == 0]))
     num_experts, top_k = draw(sizes(world // etp))
-    return Case(
+    return DispatchCase(
         tokens=draw(tokens(world)),
         num_experts=num_experts,
         top_k=top_k,
@@ -80,11 +80,11 @@ def layers(draw: st.DrawFn, world: int) -> Layer:
     )
 
 
-def trials(world: int, *, parts: Mapping[str, Any] | None = None) -> st.SearchStrategy[Trial]:
-    """Draw a trial of a world; ``parts`` go before the sections that are drawn. It may be refused."""
+def layer_cases(world: int, *, parts: Mapping[str, Any] | None = None) -> st.SearchStrategy[LayerCase]:
+    """Draw a layer case of a world; ``parts`` go before the sections that are drawn. It may be refused."""
 
-    def trial(layer: Layer) -> Trial:
-        return Trial(
+    def layer_case(layer: Layer) -> LayerCase:
+        return LayerCase(
             tokens=layer.tokens,
             num_experts=layer.num_experts,
             top_k=layer.top_k,
@@ -95,14 +95,14 @@ def trials(world: int, *, parts: Mapping[str, Any] | None = None) -> st.SearchSt
             parts={**layer.parts(), **(parts or {})},
         )
 
-    return layers(world).map(trial)
+    return layers(world).map(layer_case)
 
 
 def specs(world: int, choices: Mapping[str, Sequence[Mapping[str, Any]]]) -> st.SearchStrategy[Tree]:
     """Draw a whole spec as plain data.
 
     ``choices[section]`` lists what a section may say, for example ``{"dispatch": [{"use": "alltoall"}]}``; what is left
-    out is drawn as in :func:`trials`, or left to the defaults. It may be refused.
+    out is drawn as in :func:`layer_cases`, or left to the defaults. It may be refused.
     """
     chosen = st.fixed_dictionaries({section: st.sampled_from(list(options)) for section, options in choices.items()})
-    return st.builds(lambda trial, parts: {**trial.tree(), **parts}, trials(world), chosen)
+    return st.builds(lambda layer_case, parts: {**layer_case.tree(), **parts}, layer_cases(world), chosen)

@@ -7,17 +7,15 @@ when it returns; what overlaps is seen with processes (:class:`moefw.testing.poo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moefw.core.errors import ContractError
-
-_ProcessGroup: Any = dist.ProcessGroup
-"""Its methods are overloaded, and named otherwise in each version of torch."""
+from moefw.testing.wrapped_group import Collective, WrappedGroup
 
 MAX_RANKS = 64
 GRACE_S = 5.0
@@ -68,17 +66,17 @@ class _Meeting:
         self.size, self.timeout_s = size, timeout_s
         self._changed = threading.Condition()
         self._held = 0
-        self._calls: dict[int, tuple[str, Any]] = {}
+        self._calls: dict[int, Collective] = {}
         self._left: set[int] = set()
         self._failure: BaseException | None = None
 
-    def meet(self, rank: int, kind: str, call: Any, complete: Callable[[list[Any]], None]) -> None:
-        """Wait until every rank has come; the last runs ``complete`` with the calls of all, in rank order."""
+    def meet(self, rank: int, call: Collective) -> None:
+        """Wait until every rank has come; the last delivers what all of them send."""
         with self._changed:
-            self._calls[rank] = (kind, call)
+            self._calls[rank] = call
             number = self._held
             if len(self._calls) == self.size:
-                self._hold(complete)
+                self._hold()
                 return
             self._stuck()
             come = self._changed.wait_for(lambda: self._held > number or self._failure is not None, self.timeout_s)
@@ -87,13 +85,13 @@ class _Meeting:
             if self._held == number:
                 raise _Ended
 
-    def _hold(self, complete: Callable[[list[Any]], None]) -> None:
-        kinds = [self._calls[rank][0] for rank in range(self.size)]
-        if len(set(kinds)) > 1:
-            called = ", ".join(f"rank {rank} {kind}" for rank, kind in enumerate(kinds))
+    def _hold(self) -> None:
+        calls = [self._calls[rank] for rank in range(self.size)]
+        if len({call.kind for call in calls}) > 1:
+            called = ", ".join(f"rank {rank} {call.kind}" for rank, call in enumerate(calls))
             raise ContractError(f"the ranks call different collectives: {called}.", "Let all call the same.")
         with torch.no_grad():
-            complete([self._calls[rank][1] for rank in range(self.size)])
+            _deliver(calls)
         self._calls = {}
         self._held += 1
         self._changed.notify_all()
@@ -107,7 +105,7 @@ class _Meeting:
         """Fail because of the ranks that are not here, where others wait."""
         if self._failure is None and self._calls:
             missing = [rank for rank in range(self.size) if rank not in self._calls]
-            kind = next(kind for kind, _ in self._calls.values())
+            kind = next(iter(self._calls.values())).kind
             what = (
                 f"{_named(missing)} did not come to the {kind} ({why}); waiting there: {_named(sorted(self._calls))}."
             )
@@ -152,76 +150,39 @@ class _Done:
         return True
 
 
-class ThreadGroup(_ProcessGroup):  # type: ignore[misc]
-    """The group of one rank of a world of threads. Collectives that it lacks raise: there is no backend behind."""
+class ThreadGroup(WrappedGroup):
+    """The group of one rank of a world of threads."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         super().__init__(rank, meeting.size)
         self._meeting = meeting
 
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
-    ) -> Any:
-        """Send each split to its rank; no splits: equal ones."""
-        parts = input.split(input_splits or [len(input) // self.size()] * self.size())
-        places = output.split(output_splits or [len(output) // self.size()] * self.size())
-        return self._meet("all-to-all", (places, parts), _all_to_all)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Put the input of every rank into each output."""
-        return self.allgather([list(output.view(self.size(), *input.shape).unbind())], [input])
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Put the input of every rank into each list of outputs."""
-        (places,), (part,) = outputs, inputs
-        return self._meet("all-gather", (places, [part] * self.size()), _all_to_all)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        """Reduce each rank's part of the inputs, in rank order."""
-        return self.reduce_scatter([output], [list(input.view(self.size(), *output.shape).unbind())], opts)
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        """Reduce each rank's part of the inputs, in rank order."""
-        (place,), (parts,) = outputs, inputs
-        return self._meet("reduce-scatter", (place, parts, opts.reduceOp.op), _reduce_scatter)
-
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        """Reduce the tensors of all ranks in place, in rank order."""
-        (tensor,) = tensors
-        parts = [tensor.clone()] * self.size()
-        return self._meet("all-reduce", (tensor, parts, opts.reduceOp.op), _reduce_scatter)
-
-    def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks."""
-        return self._meet("barrier", None, lambda calls: None)
-
-    alltoall_base = all_to_all_single
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-
-    def _meet(self, kind: str, call: Any, complete: Callable[[list[Any]], None]) -> _Done:
-        self._meeting.meet(self.rank(), kind, call, complete)
+    def launch(self, collective: Collective) -> _Done:
+        """Meet the other ranks. Raises ContractError for what not all ranks come to."""
+        if collective.kind in ("send", "recv"):
+            raise ContractError(f"a world of threads has no {collective.kind}.", "Use a RankPool.")
+        self._meeting.meet(self.rank(), collective)
         return _Done()
 
 
-def _all_to_all(calls: list[Any]) -> None:
-    for receiver, (places, _) in enumerate(calls):
-        for sender, (place, (_, parts)) in enumerate(zip(places, calls, strict=True)):
-            _copy(parts[receiver], place, f"from rank {sender} to rank {receiver}")
+def _deliver(calls: Sequence[Collective]) -> None:
+    """Copy what goes from each rank to each, or reduce it in rank order."""
+    for receiver, call in enumerate(calls):
+        if call.operation is None:
+            for sender, place in call.places.items():
+                _copy(calls[sender].to[receiver], place, f"from rank {sender} to rank {receiver}")
+            continue
+        place = call.places[receiver]
+        _copy(calls[0].to[receiver], place, f"from rank 0 to rank {receiver}")
+        for other in calls[1:]:
+            _REDUCE[call.operation](place, other.to[receiver], out=place)
 
 
-def _reduce_scatter(calls: list[Any]) -> None:
-    reduce: dict[Any, Callable[..., Any]] = {
-        dist.ReduceOp.SUM: torch.add,
-        dist.ReduceOp.MAX: torch.maximum,
-        dist.ReduceOp.MIN: torch.minimum,
-    }
-    for receiver, (place, _, operation) in enumerate(calls):
-        for sender, (_, parts, _) in enumerate(calls):
-            if sender == 0:
-                _copy(parts[receiver], place, f"from rank 0 to rank {receiver}")
-            else:
-                reduce[operation](place, parts[receiver], out=place)
+_REDUCE: Final[Mapping[Any, Callable[..., Any]]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+}
 
 
 def _copy(part: Tensor, place: Tensor, way: str) -> None:

@@ -21,7 +21,7 @@ from moefw.core.stages import Batch
 from moefw.runtime.naming import by_parameter, initialise, joined, state_tensors
 from moefw.runtime.parallel.pieces import whole
 from moefw.training.engine import Engine, StepResult
-from moefw.training.treated_optimizer import build_optimizer
+from moefw.training.optimizer_under_policies import build_optimizer
 
 SMALL: Mapping[str, Any] = {
     "model": {

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 import attrs
 from attrs import field, frozen
 
-from moefw.compose.registry import GROUP, Part, Registry
+from moefw.compose.registry import GROUP, RegisteredPlugin, Registry
 from moefw.compose.spec.sections import Spec
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin, Plugin
 from moefw.testing.built_in import BUILT_IN
@@ -98,7 +98,9 @@ def variants(registry: Registry, *, ours_only: bool = False) -> dict[str, tuple[
     return found
 
 
-def of_part(part: Part, section: str, options: Iterable[Mapping[str, Any]] | None = None) -> Iterator[Variant]:
+def of_part(
+    part: RegisteredPlugin, section: str, options: Iterable[Mapping[str, Any]] | None = None
+) -> Iterator[Variant]:
     """Yield the variants of one plugin.
 
     Of a built-in one: those in our table. Of any other: ``options``, each a set; by default its defaults, with each
@@ -143,7 +145,7 @@ def guesses(declaration: type[Plugin]) -> Iterator[dict[str, Any]]:
 _NO_MEMORY: Final = (Variant(section="memory", label="none", choice=[]),)
 
 
-def _two_policies(parts: Iterable[Part]) -> Iterator[Variant]:
+def _two_policies(parts: Iterable[RegisteredPlugin]) -> Iterator[Variant]:
     names = {part.name for part in parts if part.distribution == OURS}
     if {"keep", "recompute"} <= names:
         keep, again = {"use": "keep", "regions": ["router"]}, {"use": "recompute", "regions": ["experts"]}

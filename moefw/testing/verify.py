@@ -12,9 +12,9 @@ from moefw.core.errors import ContractError, MoefwError, Problem
 from moefw.testing.combinations import Combination
 from moefw.testing.fit import is_a_refusal, named
 from moefw.testing.given_routing import dropped, summed, truth_given_routing
+from moefw.testing.layer_case import LayerCase, Outcome, assert_matches, parameters_of, solve, truth
 from moefw.testing.oracle import Truth
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import Outcome, Trial, assert_matches, parameters_of, solve, truth
 
 BATCH = 12
 """Combinations that ranks solve in one job."""
@@ -41,10 +41,10 @@ class Verdict:
 
 @frozen(kw_only=True)
 class _Job:
-    """A trial for all ranks, and what the part behind a foreign router is held against, if it is one."""
+    """A layer case for all ranks, and what the part behind a foreign router is held against, if it is one."""
 
     combination: Combination
-    trial: Trial
+    layer_case: LayerCase
     parameters: Parameters | None
     budget: float | None
 
@@ -81,7 +81,7 @@ def verify_all(
         except MoefwError as error:
             verdicts.append(_refused(combination, error, must_accept))
             continue
-        jobs.setdefault(job.trial.world, []).append(job)
+        jobs.setdefault(job.layer_case.world, []).append(job)
     for world in sorted(jobs):
         for start in range(0, len(jobs[world]), BATCH):
             verdicts += _solved(jobs[world][start : start + BATCH], pool)
@@ -89,12 +89,12 @@ def verify_all(
 
 
 def _job(combination: Combination) -> _Job:
-    trial = combination.trial()
+    layer_case = combination.layer_case()
     foreign = combination.parts["routing"].words is None
     return _Job(
         combination=combination,
-        trial=trial,
-        parameters=parameters_of(trial) if foreign else None,
+        layer_case=layer_case,
+        parameters=parameters_of(layer_case) if foreign else None,
         budget=combination.parts["dispatch"].budget,
     )
 
@@ -119,8 +119,8 @@ def explains(problem: Problem, combination: Combination) -> bool:
 
 def _solved(jobs: Sequence[_Job], pool: RankPool) -> list[Verdict]:
     """Solve jobs of one world together; if that fails, one by one, to tell which it was."""
-    world = jobs[0].trial.world
-    asked = [(job.trial, job.parameters, job.budget) for job in jobs]
+    world = jobs[0].layer_case.world
+    asked = [(job.layer_case, job.parameters, job.budget) for job in jobs]
     try:
         answers: list[list[Answer]] = pool.run(solve_each, world, asked)
     except ContractError as error:
@@ -130,12 +130,12 @@ def _solved(jobs: Sequence[_Job], pool: RankPool) -> list[Verdict]:
     return [_compared(job, list(by_rank)) for job, by_rank in zip(jobs, zip(*answers, strict=True), strict=True)]
 
 
-def solve_each(asked: Sequence[tuple[Trial, Parameters | None, float | None]]) -> list[Answer]:
-    """Return for each trial what this rank computed and, given parameters, its part of the truth. Collective."""
+def solve_each(asked: Sequence[tuple[LayerCase, Parameters | None, float | None]]) -> list[Answer]:
+    """Return for each layer case what this rank computed and, given parameters, its part of the truth. Collective."""
     answers: list[Answer] = []
-    for trial, parameters, budget in asked:
-        given = None if parameters is None else truth_given_routing(trial, parameters, budget)
-        answers.append((solve(trial), given))
+    for layer_case, parameters, budget in asked:
+        given = None if parameters is None else truth_given_routing(layer_case, parameters, budget)
+        answers.append((solve(layer_case), given))
     return answers
 
 
@@ -154,10 +154,10 @@ def _compared(job: _Job, by_rank: Sequence[Answer]) -> Verdict:
 def _truth(job: _Job) -> Truth:
     rule = job.combination.rule()
     assert rule is not None, "a router without a rule is held against its own routing"
-    routing, trial = job.combination.parts["routing"], job.trial
-    given = {name: torch.zeros(trial.num_experts) for name in routing.state}
-    wanted = truth(trial, rule, **given)
+    routing, layer_case = job.combination.parts["routing"], job.layer_case
+    given = {name: torch.zeros(layer_case.num_experts) for name in routing.state}
+    wanted = truth(layer_case, rule, **given)
     if job.budget is None:
         return wanted
-    masks = dropped(trial, wanted.expert_ids_TK.split(list(trial.tokens)), job.budget)
-    return truth(trial, rule, dropped_TK=torch.cat(masks), **given)
+    masks = dropped(layer_case, wanted.expert_ids_TK.split(list(layer_case.tokens)), job.budget)
+    return truth(layer_case, rule, dropped_TK=torch.cat(masks), **given)

@@ -16,7 +16,7 @@ from moefw.core.contracts import Dispatcher, Layout
 from moefw.core.records import Traffic
 from moefw.core.stages import Routing
 from moefw.testing.counting import CountingGroup
-from moefw.testing.trial import Trial
+from moefw.testing.layer_case import LayerCase
 
 
 def dispatch_assembly(
@@ -36,7 +36,7 @@ def dispatch_assembly(
         "parallel": {"experts": {"ep": ep, "etp": etp}},
     }
     parts |= {"precision": dict(precision)} if precision else {}
-    return Trial(tokens=(1,) * (ep * etp), num_experts=num_experts, top_k=top_k, dim=dim, parts=parts).assemble()
+    return LayerCase(tokens=(1,) * (ep * etp), num_experts=num_experts, top_k=top_k, dim=dim, parts=parts).assemble()
 
 
 def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: int, shared: Shared) -> Dispatcher:
@@ -45,7 +45,7 @@ def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: 
     layout = _OneGroup(assembly, group, ranks_per_node)
     context = bare_context(assembly, layout, torch.device("cpu"), shared, number)
     precision = assembly.parts.precision
-    recipes = precision.build(context), precision.high(context)
+    recipes = precision.build(context), precision.fallback(context)
     return assembly.parts.dispatch.build(evolve(context, recipes=recipes))
 
 
@@ -91,10 +91,10 @@ def measure(
     with group.during("plan"):
         plan = dispatcher.plan(routing)
     with group.during("dispatch"):
-        batch, receipt = dispatcher.dispatch(x_TD, weights_TK, plan)
+        batch, handle = dispatcher.dispatch(x_TD, weights_TK, plan)
     rows_RD = batch.rows_RD.detach().requires_grad_()
     with group.during("combine"):
-        out_TD = dispatcher.combine(rows_RD, receipt)
+        out_TD = dispatcher.combine(rows_RD, handle)
     with group.during("combine_backward"):
         (grad_RD,) = torch.autograd.grad(out_TD, rows_RD, torch.ones_like(out_TD))
     arrived = [(batch.rows_RD, grad_RD), (batch.row_weights_R, torch.ones_like(batch.row_weights_R))]
@@ -102,7 +102,7 @@ def measure(
     with group.during("dispatch_backward"):
         torch.autograd.grad([tensor for tensor, _ in arrived], [x_TD, weights_TK], [grad for _, grad in arrived])
     row_bytes = x_TD.shape[1] * x_TD.element_size()
-    return dispatcher.traffic(receipt, row_bytes=row_bytes), group.traffic()
+    return dispatcher.traffic(handle, row_bytes=row_bytes), group.traffic()
 
 
 def differences(claimed: Traffic, counted: Traffic) -> list[str]:

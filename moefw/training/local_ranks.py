@@ -18,12 +18,11 @@ from moefw.core.errors import RunError
 from moefw.training.faults.blame import Seen, accusation, culprit
 from moefw.training.faults.board import record_file, stack_file
 from moefw.training.faults.departures import Departed, Outcome, lost_contact, outcome
-from moefw.training.faults.memory import oom_kills
-from moefw.training.faults.processes import process_state
+from moefw.training.faults.kernel import oom_kills, process_state
+from moefw.training.faults.patience import Stillness
 from moefw.training.faults.record import Record, read_record
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import keep_others
-from moefw.training.faults.stillness import Stillness
 
 _LOOK_S: Final = 0.05
 _SEEN_S: Final = 0.2

@@ -24,7 +24,7 @@ from moefw.core.stages import Batch
 from moefw.runtime.naming import initialise
 from moefw.training.agreement import raise_together
 from moefw.training.errors import LostContactError
-from moefw.training.faults.limits import collective_timeout_s
+from moefw.training.faults.patience import collective_timeout_s
 from moefw.training.faults.stamps import met, stamp
 from moefw.training.folder import cache_dir
 from moefw.training.rendezvous import meet

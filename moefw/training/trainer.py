@@ -34,13 +34,13 @@ from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.metrics import MetricsLog
+from moefw.training.optimizer_under_policies import build_optimizer
 from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
 from moefw.training.resume import Which
 from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session, open_session
-from moefw.training.treated_optimizer import build_optimizer
 from moefw.training.world import Place
 
 LEDGER_STEPS = 2

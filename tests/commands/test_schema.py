@@ -110,7 +110,7 @@ class TestSchema:
 
     @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.hook}-{part.name}")
     def test_accepts_the_defaults_of_every_plugin(self, part):
-        for _, options in plugins_module._trials(part.declaration):
+        for _, options in plugins_module._layer_cases(part.declaration):
             assert complaint(spec_with(part, plain(part.declaration(**options)))) == ""
 
     def test_a_preset_may_bring_an_option_without_a_default(self, install):

@@ -22,11 +22,11 @@ def must_catch(
     """
 
     def expect(suite: type[Suite], plugin: Any, check: str, says: str, **attributes: Any) -> None:
-        on_trial: Any = type("OnTrial", (suite,), {"plugin": plugin, **attributes})()
-        on_trial.pool, on_trial.profile = moefw_pool, moefw_profile
-        (name,) = [name for name in dir(on_trial) if name.startswith(f"test_{check}")]
+        on_layer_case: Any = type("OnLayerCase", (suite,), {"plugin": plugin, **attributes})()
+        on_layer_case.pool, on_layer_case.profile = moefw_pool, moefw_profile
+        (name,) = [name for name in dir(on_layer_case) if name.startswith(f"test_{check}")]
         with pytest.raises(AssertionError) as caught:
-            getattr(on_trial, name)()
+            getattr(on_layer_case, name)()
         assert says in str(caught.value)
         assert str(caught.value).startswith(plugin.name)
 

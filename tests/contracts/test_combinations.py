@@ -227,7 +227,7 @@ def test_the_spec_of_a_failure_can_be_pasted_and_checked(
         (world,) = re.findall(r"--world (\d+)", combination.yaml())
         assembly = reader.read(str(path), [], int(world))
         assert assembly.layout.world == len(combination.tokens)
-        assert assembly.parts == combination.trial().resolve().parts
+        assert assembly.parts == combination.layer_case().resolve().parts
 
 
 def test_a_broken_plugin_shrinks_to_the_smallest_spec_that_shows_it(pool: RankPool) -> None:

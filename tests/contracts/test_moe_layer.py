@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, assert_matches, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import DISPATCHERS, Trial, assert_matches, solve, truth
 from pairwise import pairwise
 
 GEMMS = ("loop", "grouped")
@@ -46,7 +46,9 @@ WORLDS = {
 SKEWS = ("even", "one", "starved")
 
 
-def trial(dispatch: str, gemm: str, precision: str, memory: str, routing: str, world: str, skew: str, **more) -> Trial:
+def layer_case(
+    dispatch: str, gemm: str, precision: str, memory: str, routing: str, world: str, skew: str, **more
+) -> LayerCase:
     tokens, parallel = WORLDS[world]
     parts = {
         "dispatch": DISPATCHERS[dispatch],
@@ -56,10 +58,10 @@ def trial(dispatch: str, gemm: str, precision: str, memory: str, routing: str, w
         "routing": {"use": "topk", **ROUTINGS[routing][0]},
         "parallel": parallel,
     }
-    return Trial(tokens=tokens, skew=skew, parts=parts, **more)
+    return LayerCase(tokens=tokens, skew=skew, parts=parts, **more)
 
 
-def check(pool: RankPool, case: Trial, routing: str, precision: str) -> None:
+def check(pool: RankPool, case: LayerCase, routing: str, precision: str) -> None:
     rule = Rule(top_k=case.top_k, **ROUTINGS[routing][1])
     assert_matches(pool.run(solve, case.world, case), truth(case, rule), rtol=PRECISIONS[precision])
 
@@ -75,7 +77,7 @@ def test_every_combination_equals_the_oracle(
     number = COMBINATIONS.index((dispatch, gemm, precision, memory))
     for seed in (number, number + 3, number + 6):
         routing, world, skew = (list(one)[seed % len(one)] for one in (ROUTINGS, WORLDS, SKEWS))
-        case = trial(
+        case = layer_case(
             dispatch, gemm, precision, memory, routing, world, skew, seed=seed, masked=seed % 2 == 1, shared=True
         )
         check(pool, case, routing, precision)
@@ -86,7 +88,7 @@ def test_every_routing_equals_the_oracle_on_every_world(
     pool: RankPool, dispatch: str, world: str, routing: str
 ) -> None:
     skew = SKEWS[(list(WORLDS).index(world) + list(ROUTINGS).index(routing)) % len(SKEWS)]
-    case = trial(dispatch, "grouped", "fp32", "none", routing, world, skew, masked=True)
+    case = layer_case(dispatch, "grouped", "fp32", "none", routing, world, skew, masked=True)
     check(pool, case, routing, "fp32")
 
 
@@ -111,13 +113,13 @@ def test_every_dispatcher_equals_the_oracle_on_eight_ranks(pool8: RankPool, disp
             "routing": {"use": "topk", **ROUTINGS[routing][0]},
             "parallel": EIGHT[layout],
         }
-        case = Trial(tokens=tokens, num_experts=16, top_k=3, skew=skew, seed=seed, masked=seed == 1, parts=parts)
+        case = LayerCase(tokens=tokens, num_experts=16, top_k=3, skew=skew, seed=seed, masked=seed == 1, parts=parts)
         check(pool8, case, routing, precision)
 
 
 def test_an_expert_without_tokens_gets_a_zero_gradient(pool: RankPool) -> None:
-    case = trial("alltoall", "grouped", "fp32", "none", "sigmoid", "two ranks, unequal", "one", top_k=1)
-    case = Trial(
+    case = layer_case("alltoall", "grouped", "fp32", "none", "sigmoid", "two ranks, unequal", "one", top_k=1)
+    case = LayerCase(
         **{
             **case.__dict__,
             "parts": {**case.parts, "routing": {"use": "topk", "score": "sigmoid", "renormalise": False}},
@@ -135,15 +137,15 @@ def test_groups_are_padded_with_zero_rows_to_the_alignment_that_was_negotiated(
     pool: RankPool, dispatch: str, alignment: int
 ) -> None:
     for world in ("one rank", "four ranks, one empty", "two ranks, experts whole"):
-        case = trial(dispatch, "loop", "fp32", "none", "sigmoid", world, "even", row_alignment=alignment)
+        case = layer_case(dispatch, "loop", "fp32", "none", "sigmoid", world, "even", row_alignment=alignment)
         check(pool, case, "sigmoid", "fp32")
         for sizes, padding in pool.run(padded_groups, case.world, case):
             assert all(size % alignment == 0 for size in sizes)
             assert padding == 0.0
 
 
-def padded_groups(case: Trial) -> tuple[tuple[int, ...], float]:
-    from moefw.testing.trial import received
+def padded_groups(case: LayerCase) -> tuple[tuple[int, ...], float]:
+    from moefw.testing.layer_case import received
 
     batch = received(case)
     assert batch.counts_host is not None

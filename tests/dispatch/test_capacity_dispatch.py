@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, assert_matches, received, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import DISPATCHERS, Trial, assert_matches, received, solve, truth
 
 FACTOR = 0.7
 WORLDS = {
@@ -18,11 +18,11 @@ WORLDS = {
 }
 
 
-def limited(dispatch: str, world: str, *, drop: str, pad: bool, alignment: int = 1) -> Trial:
+def limited(dispatch: str, world: str, *, drop: str, pad: bool, alignment: int = 1) -> LayerCase:
     tokens, parallel = WORLDS[world]
     routing = {"use": "topk", "score": "sigmoid", "capacity": {"factor": FACTOR, "drop": drop, "pad": pad}}
     parts = {"dispatch": DISPATCHERS[dispatch], "routing": routing, "parallel": parallel}
-    return Trial(tokens=tokens, num_experts=8, parts=parts, row_alignment=alignment, skew="one", masked=True)
+    return LayerCase(tokens=tokens, num_experts=8, parts=parts, row_alignment=alignment, skew="one", masked=True)
 
 
 @pytest.mark.parametrize("drop", ["probs", "position"])

@@ -25,9 +25,9 @@ from deep_ep_ranks import (
 )
 from moefw.plugins.dispatchers.deepep.limits import BUFFER_RANKS, Shape, buffer_limits, elastic_limits, limits
 from moefw.plugins.dispatchers.deepep.probe import choose, library
+from moefw.testing.layer_case import LayerCase, assert_matches, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import Trial, assert_matches, truth
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 BF16 = 4e-2
@@ -55,7 +55,7 @@ def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def case(world: str, interface: str = "Buffer", **more: Any) -> Trial:
+def case(world: str, interface: str = "Buffer", **more: Any) -> LayerCase:
     tokens, ep, etp = WORLDS[world]
     parts = {
         "dispatch": {"use": "deepep", "backend": "torch"},
@@ -64,7 +64,7 @@ def case(world: str, interface: str = "Buffer", **more: Any) -> Trial:
         "routing": {"use": "topk", "score": "sigmoid"},
         "parallel": {"experts": {"ep": ep, "etp": etp}},
     }
-    return Trial(**{"tokens": tokens, "dim": INTERFACES[interface][0], "parts": parts, **more})
+    return LayerCase(**{"tokens": tokens, "dim": INTERFACES[interface][0], "parts": parts, **more})
 
 
 def test_the_fake_has_the_signatures_of_the_real_library() -> None:
@@ -92,19 +92,21 @@ def test_the_rank_counts_are_those_of_the_real_library() -> None:
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_outputs_and_gradients_equal_the_oracle(pool: RankPool, interface: str, world: str) -> None:
     for seed, skew in enumerate(("even", "one", "starved")):
-        trial = case(world, interface, skew=skew, seed=seed, masked=seed == 1, shared=True, row_alignment=1 + 3 * seed)
+        layer_case = case(
+            world, interface, skew=skew, seed=seed, masked=seed == 1, shared=True, row_alignment=1 + 3 * seed
+        )
         if interface == "ElasticBuffer" and seed:
             continue
-        outcomes = pool.run(solved, trial.world, trial, INTERFACES[interface][1])
-        assert_matches(outcomes, truth(trial, Rule(top_k=2)), rtol=BF16)
+        outcomes = pool.run(solved, layer_case.world, layer_case, INTERFACES[interface][1])
+        assert_matches(outcomes, truth(layer_case, Rule(top_k=2)), rtol=BF16)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_the_same_rows_arrive_as_over_the_torch_backend(pool: RankPool, interface: str, world: str) -> None:
-    trial = case(world, interface, num_experts=8, top_k=3, row_alignment=4)
-    ours = pool.run(received, trial.world, trial, INTERFACES[interface][1])
-    theirs = pool.run(received, trial.world, trial, None)
+    layer_case = case(world, interface, num_experts=8, top_k=3, row_alignment=4)
+    ours = pool.run(received, layer_case.world, layer_case, INTERFACES[interface][1])
+    theirs = pool.run(received, layer_case.world, layer_case, None)
     for mine, wanted in zip(ours, theirs):
         for name in ("rows", "weights"):
             assert torch.equal(mine[name], wanted[name]), name
@@ -115,10 +117,10 @@ def test_the_same_rows_arrive_as_over_the_torch_backend(pool: RankPool, interfac
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_groups_are_padded_to_the_capacity_of_the_router(pool: RankPool, world: str) -> None:
-    trial = case(world, row_alignment=4)
-    routing = {**trial.parts["routing"], "capacity": {"factor": 1.0, "pad": True}}
-    trial = Trial(**{**trial.__dict__, "parts": {**trial.parts, "routing": routing}})
-    ours, theirs = (pool.run(received, trial.world, trial, options) for options in ({}, None))
+    layer_case = case(world, row_alignment=4)
+    routing = {**layer_case.parts["routing"], "capacity": {"factor": 1.0, "pad": True}}
+    layer_case = LayerCase(**{**layer_case.__dict__, "parts": {**layer_case.parts, "routing": routing}})
+    ours, theirs = (pool.run(received, layer_case.world, layer_case, options) for options in ({}, None))
     for mine, wanted in zip(ours, theirs):
         assert torch.equal(mine["rows"], wanted["rows"])
         assert torch.equal(mine["weights"], wanted["weights"])
@@ -129,9 +131,9 @@ def test_groups_are_padded_to_the_capacity_of_the_router(pool: RankPool, world: 
 @pytest.mark.parametrize("world", ["two ranks, unequal", "four ranks, one empty", "experts in two parts"])
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_redispatch_moves_other_values_along_the_handle(pool: RankPool, interface: str, world: str) -> None:
-    trial = case(world, interface)
+    layer_case = case(world, interface)
     etp = WORLDS[world][2]
-    for again in pool.run(redispatched, trial.world, trial, INTERFACES[interface][1]):
+    for again in pool.run(redispatched, layer_case.world, layer_case, INTERFACES[interface][1]):
         assert again.same_rows
         assert again.same_weights
         dispatches = [given for name, given in again.calls if name.endswith(".dispatch")]
@@ -148,20 +150,20 @@ def test_redispatch_moves_other_values_along_the_handle(pool: RankPool, interfac
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_two_micro_batches_in_flight_do_not_disturb_each_other(pool: RankPool, interface: str) -> None:
-    trial = case("four ranks, one empty", interface)
-    assert pool.run(in_flight, 4, trial, INTERFACES[interface][1]) == [True] * 4
+    layer_case = case("four ranks, one empty", interface)
+    assert pool.run(in_flight, 4, layer_case, INTERFACES[interface][1]) == [True] * 4
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_nothing_stays_on_the_dispatcher(pool: RankPool, interface: str) -> None:
-    trial = case("two ranks, unequal", interface)
-    assert pool.run(left_on_the_dispatcher, 2, trial, INTERFACES[interface][1]) == [[], []]
+    layer_case = case("two ranks, unequal", interface)
+    assert pool.run(left_on_the_dispatcher, 2, layer_case, INTERFACES[interface][1]) == [[], []]
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_no_row_outlives_its_movement(pool: RankPool, interface: str) -> None:
-    trial = case("two ranks, unequal", interface)
-    assert pool.run(rows_outlive_the_layer, 2, trial, INTERFACES[interface][1]) == [[False] * 3] * 2
+    layer_case = case("two ranks, unequal", interface)
+    assert pool.run(rows_outlive_the_layer, 2, layer_case, INTERFACES[interface][1]) == [[False] * 3] * 2
 
 
 def shape(**more: int) -> Shape:
@@ -251,35 +253,35 @@ class Cluster(moefw.Machine):
 
 def test_the_spec_is_refused_where_library_or_gpu_are_missing() -> None:
     sys.path.remove(FAKES)
-    trial = case("two ranks, unequal")
-    said = refused(trial, moefw.Machine(device="cpu"))
+    layer_case = case("two ranks, unequal")
+    said = refused(layer_case, moefw.Machine(device="cpu"))
     assert "package deep_ep" in said
     assert "pip install 'moefw[deepep]' (the distribution sgl-deep-ep)" in said
     assert "device cuda" in said
-    said = refused(trial, moefw.Machine(device="cuda"))
+    said = refused(layer_case, moefw.Machine(device="cuda"))
     assert "package deep_ep" in said
     assert "device cuda" not in said
-    assert refused(trial, Cluster(device="cuda")) == ""
+    assert refused(layer_case, Cluster(device="cuda")) == ""
 
 
 def test_the_spec_is_refused_with_the_limit_of_the_library() -> None:
     cluster = Cluster(device="cuda")
-    trial = case("two ranks, unequal", dim=8192)
-    said = refused(trial, cluster)
+    layer_case = case("two ranks, unequal", dim=8192)
+    said = refused(layer_case, cluster)
     assert said.startswith("PlanError")
-    assert "trial dispatch.backend" in said
+    assert "layer case dispatch.backend" in said
     assert "at most 8176, not 8192" in said
     assert "set max_tokens" in said
-    assert refused(trial, cluster, max_tokens=64) == ""
-    fp32 = Trial(**{**trial.__dict__, "dim": 16, "parts": {**trial.parts, "precision": {"use": "fp32"}}})
+    assert refused(layer_case, cluster, max_tokens=64) == ""
+    fp32 = LayerCase(**{**layer_case.__dict__, "dim": 16, "parts": {**layer_case.parts, "precision": {"use": "fp32"}}})
     assert "bf16 rows on the wire" in refused(fp32, cluster)
-    assert "backend: torch has none" in refused(trial, cluster, backend="torch", max_tokens=64)
+    assert "backend: torch has none" in refused(layer_case, cluster, backend="torch", max_tokens=64)
 
 
 def test_a_row_dtype_that_the_library_cannot_add_up_is_refused(pool: RankPool) -> None:
-    trial = case("two ranks, unequal")
-    trial = Trial(**{**trial.__dict__, "parts": {**trial.parts, "precision": {"use": "fp32"}}})
-    for said in pool.run(refusal, 2, trial, {}):
+    layer_case = case("two ranks, unequal")
+    layer_case = LayerCase(**{**layer_case.__dict__, "parts": {**layer_case.parts, "precision": {"use": "fp32"}}})
+    for said in pool.run(refusal, 2, layer_case, {}):
         assert "bf16 rows; these are torch.float32" in said
 
 
@@ -290,7 +292,7 @@ def test_memory_that_torch_fills_is_refused_with_the_setting_to_change(pool: Ran
 
 
 def test_more_tokens_than_the_elastic_buffer_was_made_for_are_refused(pool: RankPool) -> None:
-    trial = case("two ranks, unequal", "ElasticBuffer", tokens=(5, 5))
-    for said in pool.run(refusal, 2, trial, {"max_tokens": 4}):
+    layer_case = case("two ranks, unequal", "ElasticBuffer", tokens=(5, 5))
+    for said in pool.run(refusal, 2, layer_case, {"max_tokens": 4}):
         assert "sends 5 tokens" in said
         assert "max_tokens: 4" in said

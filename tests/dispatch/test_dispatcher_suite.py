@@ -18,9 +18,9 @@ from moefw.plugins.dispatchers.alltoall import AllToAll
 from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
 from moefw.testing import DispatcherSuite
+from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.base import Profile
-from moefw.testing.trial import DISPATCHERS
 
 ON_THREADS = [
     name for name, each in BROKEN.items() if not each.check.startswith("test_the_layer") and "RealRanks" not in name

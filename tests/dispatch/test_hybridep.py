@@ -7,20 +7,20 @@ import torch
 
 from moefw.core.errors import MoefwError
 from moefw.plugins.dispatchers.hybridep.nodes import uneven_nodes
-from moefw.testing.budget import over_budget
+from moefw.testing.given_routing import over_budget
+from moefw.testing.layer_case import LayerCase, assert_matches, received, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import Trial, assert_matches, received, solve, truth
 
 CAPACITY = 0.6
 
 
 def budgeted(
     tokens: tuple[int, ...], on_overflow: str, *, parallel: dict[str, object], alignment: int, gemm: str = "grouped"
-) -> Trial:
+) -> LayerCase:
     dispatch = {"use": "hybridep", "backend": "torch", "rank_capacity": CAPACITY, "on_overflow": on_overflow}
     parts = {"dispatch": dispatch, "gemm": {"use": gemm}, "parallel": parallel, "routing": SIGMOID}
-    return Trial(tokens=tokens, parts=parts, row_alignment=alignment, skew="one")
+    return LayerCase(tokens=tokens, parts=parts, row_alignment=alignment, skew="one")
 
 
 SIGMOID = {"use": "topk", "score": "sigmoid"}
@@ -74,7 +74,7 @@ def test_groups_that_lie_unevenly_on_nodes_are_refused(nodes: list[int]) -> None
 
 def refusal(dispatch: dict[str, object], **parallel: object) -> str:
     with pytest.raises(MoefwError) as caught:
-        Trial(tokens=(4, 4, 4), parts={"dispatch": dispatch, "parallel": parallel}, num_experts=6).assemble()
+        LayerCase(tokens=(4, 4, 4), parts={"dispatch": dispatch, "parallel": parallel}, num_experts=6).assemble()
     return str(caught.value)
 
 

@@ -23,9 +23,9 @@ from deep_ep_ranks import (
     solved,
 )
 from moefw.plugins.dispatchers.hybridep.limits import Shape, limits
+from moefw.testing.layer_case import LayerCase, assert_matches, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import Trial, assert_matches, truth
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 BF16 = 4e-2
@@ -49,7 +49,7 @@ def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def case(world: str, *, capacity: float | None = None, on_overflow: str = "rerun", **more: Any) -> Trial:
+def case(world: str, *, capacity: float | None = None, on_overflow: str = "rerun", **more: Any) -> LayerCase:
     tokens, ep, etp, node = WORLDS[world]
     dispatch: dict[str, Any] = {"use": "hybridep", "backend": "torch"}
     if capacity:
@@ -61,23 +61,23 @@ def case(world: str, *, capacity: float | None = None, on_overflow: str = "rerun
         "routing": {"use": "topk", "score": "sigmoid"},
         "parallel": {"experts": {"ep": ep, "etp": etp}, "ranks_per_node": node},
     }
-    return Trial(**{"tokens": tokens, "dim": 16, "num_experts": 16, "parts": parts, **more})
+    return LayerCase(**{"tokens": tokens, "dim": 16, "num_experts": 16, "parts": parts, **more})
 
 
 @pytest.mark.parametrize("options", TOKENS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_outputs_and_gradients_equal_the_oracle(pool: RankPool, world: str, options: str) -> None:
     for seed, skew in enumerate(("even", "one", "starved")):
-        trial = case(world, skew=skew, seed=seed, masked=seed == 1, shared=True, row_alignment=1 + 3 * seed)
-        outcomes = pool.run(solved, trial.world, trial, TOKENS[options])
-        assert_matches(outcomes, truth(trial, Rule(top_k=2)), rtol=BF16)
+        layer_case = case(world, skew=skew, seed=seed, masked=seed == 1, shared=True, row_alignment=1 + 3 * seed)
+        outcomes = pool.run(solved, layer_case.world, layer_case, TOKENS[options])
+        assert_matches(outcomes, truth(layer_case, Rule(top_k=2)), rtol=BF16)
 
 
 @pytest.mark.parametrize("options", TOKENS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_same_rows_arrive_as_over_the_torch_backend(pool: RankPool, world: str, options: str) -> None:
-    trial = case(world, top_k=3, row_alignment=4)
-    same(pool, trial, TOKENS[options], "rows", "weights", "counts", "offsets", "sizes", "traffic")
+    layer_case = case(world, top_k=3, row_alignment=4)
+    same(pool, layer_case, TOKENS[options], "rows", "weights", "counts", "offsets", "sizes", "traffic")
 
 
 @pytest.mark.parametrize("world", ["two ranks, unequal", "four ranks, one empty", "two nodes", "experts in two parts"])
@@ -86,9 +86,9 @@ def test_the_same_rows_arrive_as_over_the_torch_backend(pool: RankPool, world: s
 def test_a_budget_leaves_out_the_same_rows_as_the_torch_backend(
     pool: RankPool, world: str, capacity: float, on_overflow: str
 ) -> None:
-    trial = case(world, capacity=capacity, on_overflow=on_overflow, skew="one", row_alignment=4)
+    layer_case = case(world, capacity=capacity, on_overflow=on_overflow, skew="one", row_alignment=4)
     names = ("rows", "weights", "counts", "offsets", "total", "traffic")
-    pairs = same(pool, trial, {}, *names)
+    pairs = same(pool, layer_case, {}, *names)
     word = {"drop": "dropped_rows", "rerun": "overflow"}[on_overflow]
     for mine, wanted in pairs:
         assert mine["stats"].keys() == wanted["stats"].keys() == {word}
@@ -103,16 +103,16 @@ def test_a_budget_leaves_out_the_same_rows_as_the_torch_backend(
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_groups_are_padded_to_the_capacity_of_the_router(pool: RankPool, world: str) -> None:
-    trial = case(world, row_alignment=4)
-    routing = {**trial.parts["routing"], "capacity": {"factor": 1.0, "pad": True}}
-    trial = Trial(**{**trial.__dict__, "parts": {**trial.parts, "routing": routing}})
-    for mine, _ in same(pool, trial, {"max_tokens": 9}, "rows", "weights", "counts", "sizes"):
+    layer_case = case(world, row_alignment=4)
+    routing = {**layer_case.parts["routing"], "capacity": {"factor": 1.0, "pad": True}}
+    layer_case = LayerCase(**{**layer_case.__dict__, "parts": {**layer_case.parts, "routing": routing}})
+    for mine, _ in same(pool, layer_case, {"max_tokens": 9}, "rows", "weights", "counts", "sizes"):
         assert len(set(mine["sizes"])) == 1
 
 
-def same(pool: RankPool, trial: Trial, options: dict[str, Any], *names: str) -> list[tuple[dict, dict]]:
-    ours = pool.run(received, trial.world, trial, options)
-    theirs = pool.run(received, trial.world, trial, None)
+def same(pool: RankPool, layer_case: LayerCase, options: dict[str, Any], *names: str) -> list[tuple[dict, dict]]:
+    ours = pool.run(received, layer_case.world, layer_case, options)
+    theirs = pool.run(received, layer_case.world, layer_case, None)
     for mine, wanted in zip(ours, theirs):
         for name in names:
             equal = torch.equal if isinstance(mine[name], torch.Tensor) else lambda a, b: a == b
@@ -122,17 +122,17 @@ def same(pool: RankPool, trial: Trial, options: dict[str, Any], *names: str) -> 
 
 
 def test_a_budget_that_holds_gives_the_oracles_gradients(pool: RankPool) -> None:
-    trial = case("two nodes", capacity=4.0, row_alignment=4)
-    trial = Trial(**{**trial.__dict__, "parts": {**trial.parts, "gemm": {"use": "grouped"}}})
-    assert_matches(pool.run(solved, 4, trial, {}), truth(trial, Rule(top_k=2)), rtol=BF16)
+    layer_case = case("two nodes", capacity=4.0, row_alignment=4)
+    layer_case = LayerCase(**{**layer_case.__dict__, "parts": {**layer_case.parts, "gemm": {"use": "grouped"}}})
+    assert_matches(pool.run(solved, 4, layer_case, {}), truth(layer_case, Rule(top_k=2)), rtol=BF16)
 
 
 @pytest.mark.parametrize("capacity", [None, 4.0])
 @pytest.mark.parametrize("world", ["two ranks, unequal", "four ranks, one empty", "experts in two parts"])
 def test_redispatch_moves_other_values_along_the_handle(pool: RankPool, world: str, capacity: float | None) -> None:
-    trial = case(world, capacity=capacity)
+    layer_case = case(world, capacity=capacity)
     etp = WORLDS[world][2]
-    for again in pool.run(redispatched, trial.world, trial, {}):
+    for again in pool.run(redispatched, layer_case.world, layer_case, {}):
         assert again.same_rows
         assert again.same_weights
         ((name, given),) = [call for call in again.calls if call[0].endswith("dispatch_with_permute")]
@@ -154,8 +154,8 @@ def test_nothing_stays_on_the_dispatcher(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("capacity", [None, 4.0])
 def test_no_row_outlives_its_movement(pool: RankPool, capacity: float | None) -> None:
-    trial = case("two ranks, unequal", capacity=capacity)
-    assert pool.run(rows_outlive_the_layer, 2, trial, {}) == [[False] * 3] * 2
+    layer_case = case("two ranks, unequal", capacity=capacity)
+    assert pool.run(rows_outlive_the_layer, 2, layer_case, {}) == [[False] * 3] * 2
 
 
 def test_the_places_in_the_handle_are_those_of_the_real_library() -> None:
@@ -218,7 +218,7 @@ def test_the_spec_is_refused_with_the_limit_of_the_library() -> None:
     cluster = Cluster(device="cuda")
     said = refused(case("two ranks, unequal", dim=24), cluster)
     assert said.startswith("PlanError")
-    assert "trial dispatch.backend" in said
+    assert "layer case dispatch.backend" in said
     assert "multiple of 16, not 24" in said
     assert "multiple of 4, not 2" in refused(case("four nodes", num_experts=8), cluster)
     assert refused(case("four nodes"), cluster, max_tokens=64) == ""
@@ -226,20 +226,20 @@ def test_the_spec_is_refused_with_the_limit_of_the_library() -> None:
 
 
 def test_static_rows_without_counts_on_the_host_go_only_to_a_gemm_that_needs_none() -> None:
-    trial, cluster = case("two nodes", capacity=2.0), Cluster(device="cuda")
-    assert "counts on the host" in refused(trial, cluster)
-    grouped = Trial(**{**trial.__dict__, "parts": {**trial.parts, "gemm": {"use": "grouped"}}})
+    layer_case, cluster = case("two nodes", capacity=2.0), Cluster(device="cuda")
+    assert "counts on the host" in refused(layer_case, cluster)
+    grouped = LayerCase(**{**layer_case.__dict__, "parts": {**layer_case.parts, "gemm": {"use": "grouped"}}})
     assert refused(grouped, cluster) == ""
 
 
 def test_a_row_dtype_that_the_library_cannot_add_up_is_refused(pool: RankPool) -> None:
-    trial = case("two ranks, unequal")
-    trial = Trial(**{**trial.__dict__, "parts": {**trial.parts, "precision": {"use": "fp32"}}})
-    for said in pool.run(refusal, 2, trial, {}):
+    layer_case = case("two ranks, unequal")
+    layer_case = LayerCase(**{**layer_case.__dict__, "parts": {**layer_case.parts, "precision": {"use": "fp32"}}})
+    for said in pool.run(refusal, 2, layer_case, {}):
         assert "bf16 rows; these are torch.float32" in said
 
 
 def test_more_tokens_than_promised_are_refused(pool: RankPool) -> None:
-    trial = case("two ranks, unequal", tokens=(5, 5))
-    for said in pool.run(refusal, 2, trial, {"max_tokens": 4}):
+    layer_case = case("two ranks, unequal", tokens=(5, 5))
+    for said in pool.run(refusal, 2, layer_case, {"max_tokens": 4}):
         assert "sends 5 tokens; max_tokens is 4" in said

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moefw.core.stages import Batch
 from moefw.runtime.communication.movement import finish, start
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, build_layer, routed
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import DISPATCHERS, Trial, build_layer, routed
 
 TWO_RANKS = {"parallel": {"experts": {"ep": 2}}}
 
@@ -69,7 +69,7 @@ def test_the_dual_starts_before_the_shared_experts_backward_and_is_awaited_after
     assert x.grad.tolist() == [3.0, 3.0, 3.0]
 
 
-def overlap_log(case: Trial) -> list[str]:
+def overlap_log(case: LayerCase) -> list[str]:
     """Return the order of collectives and of the shared expert's backward in one layer's backward."""
     layer, shared = build_layer(case)
     log: list[str] = []
@@ -120,7 +120,7 @@ def _log_collective(name: str, log: list[str]) -> None:
 
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_the_dual_of_dispatch_runs_beside_the_shared_experts_backward(pool: RankPool, dispatch: str) -> None:
-    case = Trial(tokens=(5, 3), shared=True, parts={"dispatch": DISPATCHERS[dispatch], **TWO_RANKS})
+    case = LayerCase(tokens=(5, 3), shared=True, parts={"dispatch": DISPATCHERS[dispatch], **TWO_RANKS})
     try:
         for log in pool.run(overlap_log, 2, case):
             combine_waits = log.index("wait")
@@ -131,7 +131,7 @@ def test_the_dual_of_dispatch_runs_beside_the_shared_experts_backward(pool: Rank
         pool.close()
 
 
-def two_in_flight(case: Trial) -> dict[str, Tensor]:
+def two_in_flight(case: LayerCase) -> dict[str, Tensor]:
     """Run two micro-batches in a row and interleaved, and return both results with the gradients of their tokens."""
     layer, shared = build_layer(case)
     moves = layer.dispatcher
@@ -141,8 +141,8 @@ def two_in_flight(case: Trial) -> dict[str, Tensor]:
         if order == "in a row":
             outs = []
             for x_TD, routing in (first, second):
-                batch, receipt = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
-                outs.append(moves.combine(layer.experts(batch), receipt))
+                batch, handle = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
+                outs.append(moves.combine(layer.experts(batch), handle))
         else:
             plans = [moves.plan(routing) for _, routing in (first, second)]
             flying = [
@@ -150,7 +150,7 @@ def two_in_flight(case: Trial) -> dict[str, Tensor]:
                 for (x, routing), plan in zip((first, second), plans, strict=True)
             ]
             arrived = [moves.finish_dispatch(pending) for pending in flying]
-            back = [moves.start_combine(layer.experts(batch), receipt) for batch, receipt in arrived]
+            back = [moves.start_combine(layer.experts(batch), handle) for batch, handle in arrived]
             outs = [moves.finish_combine(pending) for pending in back]
         sum((out.square().sum() for out in outs), torch.zeros(())).backward()
         for name, out, (x_TD, _) in zip("AB", outs, (first, second), strict=True):
@@ -159,8 +159,8 @@ def two_in_flight(case: Trial) -> dict[str, Tensor]:
     return results
 
 
-def _sent(case: Trial, layer, seed: int):
-    drawn = Trial(**{**case.__dict__, "seed": seed})
+def _sent(case: LayerCase, layer, seed: int):
+    drawn = LayerCase(**{**case.__dict__, "seed": seed})
     x_TD, _, routing = routed(drawn, layer)
     return x_TD.requires_grad_(), routing
 
@@ -169,21 +169,21 @@ def _sent(case: Trial, layer, seed: int):
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_two_micro_batches_in_flight_do_not_disturb_each_other(pool: RankPool, dispatch: str, world: int) -> None:
     parts = {"dispatch": DISPATCHERS[dispatch], "parallel": {"experts": {"ep": world}}}
-    for results in pool.run(two_in_flight, world, Trial(tokens=(4, 0, 6, 3)[:world], parts=parts)):
+    for results in pool.run(two_in_flight, world, LayerCase(tokens=(4, 0, 6, 3)[:world], parts=parts)):
         for name in ("A", "B", "A grad", "B grad"):
             assert torch.equal(results[f"in a row {name}"], results[f"interleaved {name}"])
 
 
-def redispatched(case: Trial) -> tuple[bool, int]:
+def redispatched(case: LayerCase) -> tuple[bool, int]:
     """Return whether redispatch brings the rows of dispatch, and how many exchanges of metadata it makes."""
     layer, shared = build_layer(case)
     moves = layer.dispatcher
     x_TD, _, routing = routed(case, layer)
-    batch, receipt = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
+    batch, handle = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
     calls: list[str] = []
     inner = type(moves).plan
     type(moves).plan = lambda *_, **__: calls.append("plan")
-    again, _ = moves.redispatch(2 * x_TD, routing.weights_TK, receipt)
+    again, _ = moves.redispatch(2 * x_TD, routing.weights_TK, handle)
     type(moves).plan = inner
     shared.close()
     return torch.equal(2 * batch.rows_RD, again.rows_RD), len(calls)
@@ -191,11 +191,11 @@ def redispatched(case: Trial) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_redispatch_moves_other_values_along_the_same_way_without_planning(pool: RankPool, dispatch: str) -> None:
-    case = Trial(tokens=(4, 3), parts={"dispatch": DISPATCHERS[dispatch], **TWO_RANKS})
+    case = LayerCase(tokens=(4, 3), parts={"dispatch": DISPATCHERS[dispatch], **TWO_RANKS})
     assert pool.run(redispatched, 2, case) == [(True, 0), (True, 0)]
 
 
-def row_order(case: Trial) -> list[tuple[int, int, int]]:
+def row_order(case: LayerCase) -> list[tuple[int, int, int]]:
     """Return (expert, source rank, token) of every received row, read off values that name them."""
     layer, shared = build_layer(case)
     rank = dist.get_rank()
@@ -211,11 +211,11 @@ def row_order(case: Trial) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_rows_come_in_order_of_expert_source_rank_and_token(pool: RankPool, dispatch: str) -> None:
     parts = {"dispatch": DISPATCHERS[dispatch], "parallel": {"experts": {"ep": 2}}}
-    for order in pool.run(row_order, 4, Trial(tokens=(5, 4, 0, 6), num_experts=8, parts=parts)):
+    for order in pool.run(row_order, 4, LayerCase(tokens=(5, 4, 0, 6), num_experts=8, parts=parts)):
         assert order == sorted(order)
 
 
-def planned_with_counts(case: Trial) -> bool:
+def planned_with_counts(case: LayerCase) -> bool:
     """Return whether counts given on the host lead to the same rows as counts exchanged."""
     layer, shared = build_layer(case)
     x_TD, _, routing = routed(case, layer)
@@ -231,5 +231,5 @@ def planned_with_counts(case: Trial) -> bool:
 
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_counts_that_the_host_knows_replace_the_exchange(pool: RankPool, dispatch: str) -> None:
-    case = Trial(tokens=(4, 3), parts={"dispatch": DISPATCHERS[dispatch], **TWO_RANKS})
+    case = LayerCase(tokens=(4, 3), parts={"dispatch": DISPATCHERS[dispatch], **TWO_RANKS})
     assert pool.run(planned_with_counts, 2, case) == [True, True]

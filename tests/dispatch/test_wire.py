@@ -290,13 +290,11 @@ def redispatched(group, rank: int, case: Case, assembly: Assembly) -> tuple[Traf
     with counting.during("plan"):
         plan = moves.plan(Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK))
     seen = []
-    receipt = None
+    handle = None
     for _ in range(2):
         counting.reset()
         with counting.during("dispatch"):
-            _, receipt = (
-                moves.redispatch(x_TD, weights_TK, receipt) if receipt else moves.dispatch(x_TD, weights_TK, plan)
-            )
+            _, handle = moves.redispatch(x_TD, weights_TK, handle) if handle else moves.dispatch(x_TD, weights_TK, plan)
         seen.append(counting.traffic())
     shared.close()
     return seen[0], seen[1]
@@ -322,11 +320,11 @@ class Lying(Dispatcher):
             dist.all_reduce(torch.zeros(2), group=self.group_)
         return self.inner.plan(routing, **given)
 
-    def start_combine(self, rows_RD, receipt):
-        return self.inner.start_combine(rows_RD, receipt)
+    def start_combine(self, rows_RD, handle):
+        return self.inner.start_combine(rows_RD, handle)
 
-    def traffic(self, receipt, *, row_bytes):
-        true = self.inner.traffic(receipt, row_bytes=row_bytes)
+    def traffic(self, handle, *, row_bytes):
+        true = self.inner.traffic(handle, row_bytes=row_bytes)
         sent = dict(true.sent)
         if self.lie == "claims less":
             peer = 1 - true.rank

@@ -10,9 +10,9 @@ import pytest
 
 from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble
+from moefw.testing.layer_case import LayerCase, assert_matches, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import Trial, assert_matches, solve, truth
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "third_party_dispatcher"
@@ -48,7 +48,7 @@ def test_one_way_round_equals_the_oracle(pool: RankPool, tokens: tuple[int, ...]
         "routing": {"use": "topk", "score": "softmax"},
         "parallel": {"experts": {"ep": 2, "etp": 2}},
     }
-    case = Trial(tokens=tokens, masked=True, row_alignment=16, parts=parts, plugins=(moefw_ring.Ring,))
+    case = LayerCase(tokens=tokens, masked=True, row_alignment=16, parts=parts, plugins=(moefw_ring.Ring,))
     assert_matches(pool.run(solve, 4, case), truth(case, Rule(score="softmax", top_k=2)), rtol=1e-5)
 
 

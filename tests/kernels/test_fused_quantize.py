@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefw.compose.build import Shared
 from moefw.core.contracts import Precision
-from moefw.core.records import Rows
+from moefw.core.records import RowGroups
 from moefw.core.stages import Routing
 from moefw.plugins.precision.quantized import recipe as recipe_module
 from moefw.plugins.precision.quantized import wire
@@ -27,8 +27,8 @@ from moefw.plugins.precision.quantized.recipe import EmulatedRecipe, QuantizedRe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
 from moefw.plugins.precision.quantized.wire import PackedRows
 from moefw.runtime.communication.movement import finish, start, stay
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, solve
 from moefw.testing.threads import thread_world
-from moefw.testing.trial import DISPATCHERS, Trial, solve
 from moefw.testing.wire import dispatch_assembly, open_dispatcher
 from moefw_kernels import permute_quantize as permute_package
 from moefw_kernels.permute import RowMap, arrange, gather, group_chunks, sort_slots
@@ -228,7 +228,7 @@ def emulated(encoder: Encoder) -> QuantizedRecipe:
 @pytest.mark.parametrize("name", ENCODERS)
 def test_the_operand_is_that_of_quantize(name: str) -> None:
     h_RH, weights_R = pre_activation(41, 256)
-    rows = Rows(ends_e=torch.tensor([7, 41], dtype=torch.int32))
+    rows = RowGroups(ends_e=torch.tensor([7, 41], dtype=torch.int32))
     a_RF = weighted_swiglu(h_RH, weights_R)
     encoder = ENCODERS[name]()
     mine = emulated(encoder).quantize_swiglu(h_RH, weights_R, rows=rows)
@@ -245,7 +245,7 @@ def test_the_operand_is_that_of_quantize(name: str) -> None:
 def test_a_recipe_that_cannot_leaves_it_to_the_gemm() -> None:
     """Sizes that are filled up, other dtypes, gradients that would not flow, and scales of whole tensors."""
     h_RH, weights_R = pre_activation(41, 200)
-    rows = Rows(ends_e=torch.tensor([41], dtype=torch.int32))
+    rows = RowGroups(ends_e=torch.tensor([41], dtype=torch.int32))
     blocks = Blockwise(power_of_two=True)
     assert scaled(blocks).quantize_swiglu(h_RH, weights_R, rows=rows) is None
     assert scaled(blocks).quantize_swiglu(*pre_activation(41, 256)) is None
@@ -280,9 +280,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def trial(name: str, dispatch: str, *, wire: str = "fp8") -> Trial:
+def layer_case(name: str, dispatch: str, *, wire: str = "fp8") -> LayerCase:
     parts = {"precision": dict(FORMATS[name].choice), "dispatch": {**DISPATCHERS[dispatch], "wire": wire}}
-    return Trial(
+    return LayerCase(
         parts={**parts, "gemm": {"use": "grouped"}},
         row_alignment=FORMATS[name].rows,
         tokens=(19,),
@@ -296,11 +296,11 @@ def trial(name: str, dispatch: str, *, wire: str = "fp8") -> Trial:
 def test_a_layer_has_the_same_bits_forward_and_backward(
     name: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fused = solve(trial(name, "alltoall"))
+    fused = solve(layer_case(name, "alltoall"))
     assert calls == ["swiglu_quantize"]
     calls.clear()
     monkeypatch.setattr(QuantizedRecipe, "quantize_swiglu", Precision.quantize_swiglu)
-    plain = solve(trial(name, "alltoall"))
+    plain = solve(layer_case(name, "alltoall"))
     assert calls == []
     for mine, right in zip(tensors_of(fused), tensors_of(plain), strict=True):
         assert torch.equal(mine, right)

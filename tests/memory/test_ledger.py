@@ -30,11 +30,11 @@ from memory_cases import qwen3_235b
 from moefw.commands.plan import plan
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.plugin import DispatcherPlugin, MemoryPlugin
-from moefw.ledger.parts import Extent, Fate, LayerMemory, Region, Tensor
+from moefw.ledger.parts import LayerMemory, Placement, RankShape, Region, Tensor
 from moefw.planner import Ledger, ledger
-from moefw.planner.treated import treat
+from moefw.planner.placement import place
 from moefw.testing.fake_world import fake_assembly
-from moefw.training.treated_optimizer import build_optimizer
+from moefw.training.optimizer_under_policies import build_optimizer
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -89,11 +89,13 @@ def test_what_a_policy_stashes_is_not_saved_but_in_its_pool() -> None:
     class Stash(MemoryPlugin):
         name: ClassVar[str] = "stash"
 
-        def fates(self, saved: Any, extent: Any) -> Any:
-            return [Fate(stashed=tensor.nbytes // 2) for tensor in saved]
+        def placements(self, saved: Any, shape: Any) -> Any:
+            return [Placement(stashed=tensor.nbytes // 2) for tensor in saved]
 
     region = Region(name="layer", inside=(Region(name="a", saves=(Tensor(name="x", nbytes=8),)),))
-    layer = treat(LayerMemory(kind="moe", region=region, weights=()), {"a": Stash(regions=("a",))}, cast(Extent, None))
+    layer = place(
+        LayerMemory(kind="moe", region=region, weights=()), {"a": Stash(regions=("a",))}, cast(RankShape, None)
+    )
     assert (layer.kept, layer.stashed) == (0, 4)
 
 

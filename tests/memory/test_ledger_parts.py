@@ -19,7 +19,7 @@ from ledger_cases import (
     with_policies,
 )
 from moefw.planner import ledger
-from moefw.planner.extents import ask
+from moefw.planner.estimate import ask
 from moefw.testing.fake_world import fake_assembly
 
 SIGMOID: dict[str, Any] = {"score": "sigmoid"}
@@ -158,7 +158,7 @@ def test_packed_rows_do_not_change_what_is_saved(dispatch: str, recipe: str) -> 
 
 
 def test_packed_rows_land_in_fewer_bytes() -> None:
-    """A row of 256 columns has two fp32 scales: 264 bytes, and in layers that are spared 512."""
+    """A row of 256 columns has two fp32 scales: 264 bytes, and in layers that are kept in bf16 512."""
 
     def landed(layer: str) -> int:
         precision = {**EMULATED, "use": "fp8-blockwise", "keep_bf16": [layer]}

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memory_cases import PRECISIONS, Allocations, assert_same, model_trial, offload, recompute, run
+from memory_cases import PRECISIONS, Allocations, assert_same, model_case, offload, recompute, run
 from moefw.plugins.memory.offload.pool import Pool, open_pool
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, build_layer, received
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL, short_run
-from moefw.testing.trial import DISPATCHERS, Trial, build_layer, received
 from pairwise import pairwise
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def test_no_bit_changes_on_a_disk(pool: RankPool, tmp_path: Path) -> None:
 @contextmanager
 def opened(memory: Sequence[Mapping[str, Any]], **parts: Any) -> Iterator[tuple[Callable[[], Tensor], Pool]]:
     """Yield what runs one micro-batch forward on one rank and returns the loss, and the pool."""
-    model, assembly, layout, shared = open_model(model_trial(1, memory, **parts))
+    model, assembly, layout, shared = open_model(model_case(1, memory, **parts))
     batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
     pool: Pool = shared.get(("offload", "host", None), lambda: pytest.fail("no pool was opened"))
     yield lambda: model(batch).loss_sum, pool
@@ -138,7 +138,7 @@ def test_evaluation_without_gradients_moves_nothing() -> None:
 def test_the_device_is_relieved_of_what_experts_save(precision: str) -> None:
     live, moved = {}, 0
     for memory in ([], [offload("experts")]):
-        case = Trial(tokens=(64,), parts={"precision": PRECISIONS[precision], "memory": memory})
+        case = LayerCase(tokens=(64,), parts={"precision": PRECISIONS[precision], "memory": memory})
         (layer, shared), batch = build_layer(case), received(case)
         batch = replace(batch, rows_RD=batch.rows_RD.detach().requires_grad_())
         pool: Pool = shared.get(("offload", "host", None), lambda: open_pool(CPU, None))

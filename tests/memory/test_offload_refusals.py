@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import moefw
-from memory_cases import model_trial, offload, recompute
+from memory_cases import model_case, offload, recompute
 from moefw.plugins.memory.offload.host import host_memory
 from moefw.plugins.memory.offload.nvme import UnnamedFiles
 from moefw.plugins.memory.offload.policy import OffloadPolicy
@@ -56,7 +56,7 @@ def test_a_killed_run_leaves_no_file(tmp_path: Path) -> None:
 
 def refused(memory: Sequence[Mapping[str, Any]], **parts: Any) -> str:
     with pytest.raises(moefw.PlanError) as caught:
-        open_model(model_trial(1, memory, **parts))
+        open_model(model_case(1, memory, **parts))
     return str(caught.value)
 
 
@@ -98,7 +98,7 @@ def test_a_disk_without_room_raises_out_of_a_step(tmp_path: Path, monkeypatch: p
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    model, assembly, layout, shared = open_model(model_trial(1, [offload("layer", to="nvme", path=str(tmp_path))]))
+    model, assembly, layout, shared = open_model(model_case(1, [offload("layer", to="nvme", path=str(tmp_path))]))
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(moefw.RunError, match="No space left on device"):
         model(replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0)))
@@ -127,5 +127,5 @@ def test_host_memory_that_cannot_be_had_is_told(pinned: bool, kind: str) -> None
 )
 def test_what_cannot_be_is_refused(memory: Sequence[Mapping[str, Any]], says: str) -> None:
     with pytest.raises(moefw.MoefwError) as caught:
-        model_trial(1, memory).assemble()
+        model_case(1, memory).assemble()
     assert says in str(caught.value)

@@ -36,8 +36,8 @@ from moefw.testing.training import SMALL, short_run
 from moefw.training import checkpoint
 from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine
+from moefw.training.optimizer_under_policies import OptimizerUnderPolicies, TorchStates, build_optimizer
 from moefw.training.optimizers import AdamW
-from moefw.training.treated_optimizer import TorchStates, TreatedOptimizer, build_optimizer
 
 CPU = torch.device("cpu")
 Memory = Sequence[Mapping[str, Any]]
@@ -48,9 +48,9 @@ DOWN: Memory = [{"use": "optimizer-offload", "update": "host", "bucket_bytes": 2
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "one rank": (1, {}),
     "ep 2": (2, {"experts": {"ep": 2}}),
-    "all shared out": (2, {"dense": {"shard": "all"}, "experts": {"shard": "all"}}),
+    "all sharded": (2, {"dense": {"shard": "all"}, "experts": {"shard": "all"}}),
     "tp 2, etp 2": (2, {"dense": {"tp": 2}, "experts": {"etp": 2}}),
-    "ep 2, shared out": (4, {"dense": {"shard": 2}, "experts": {"ep": 2, "shard": 2}}),
+    "ep 2, sharded": (4, {"dense": {"shard": 2}, "experts": {"ep": 2, "shard": 2}}),
 }
 
 
@@ -85,7 +85,7 @@ def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[st
     return [name for name in one.keys() | other.keys() if not same_bits(one[name], other[name])]
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tp 2, etp 2", "ep 2, shared out"])
+@pytest.mark.parametrize("layout", ["one rank", "tp 2, etp 2", "ep 2, sharded"])
 @pytest.mark.parametrize("memory", [UP, DOWN], ids=["updated on the device", "updated on the host"])
 def test_offload_changes_no_bit(pool: RankPool, tmp_path: Path, memory: Memory, layout: str) -> None:
     plain = run(pool, tmp_path / "plain", [], layout, range(3))
@@ -104,7 +104,7 @@ def test_no_layout_changes_a_bit_of_bf16_states(pool: RankPool, tmp_path: Path, 
     "memory", [[*BF16, *UP], [*UP, *BF16], [*DOWN, *BF16]], ids=["bf16 up", "up bf16", "down bf16"]
 )
 def test_bf16_states_off_the_device_are_the_same_bits(pool: RankPool, tmp_path: Path, memory: Memory) -> None:
-    for layout in ("one rank", "all shared out"):
+    for layout in ("one rank", "all sharded"):
         plain = run(pool, tmp_path / f"plain {layout}", BF16, layout, range(3))
         assert differing(plain, run(pool, tmp_path / f"moved {layout}", memory, layout, range(3))) == []
 
@@ -112,7 +112,7 @@ def test_bf16_states_off_the_device_are_the_same_bits(pool: RankPool, tmp_path: 
 @pytest.mark.parametrize("memory", [BF16, UP, [*DOWN, *BF16]], ids=["bf16", "offload", "both"])
 def test_a_resumed_run_goes_on_bit_for_bit_in_any_layout(pool: RankPool, tmp_path: Path, memory: Memory) -> None:
     through = run(pool, tmp_path / "through", memory, "one rank", range(4))
-    legs = {"all shared out": range(2), "tp 2, etp 2": range(2, 3), "ep 2": range(3, 4)}
+    legs = {"all sharded": range(2), "tp 2, etp 2": range(2, 3), "ep 2": range(3, 4)}
     for layout, steps in legs.items():
         resumed = run(pool, tmp_path / "legs", memory, layout, steps)
     assert differing(through, resumed) == []
@@ -122,7 +122,7 @@ def test_states_are_rounded_to_nearest_where_a_run_goes_on_in_bf16_and_widened_b
     pool: RankPool, tmp_path: Path
 ) -> None:
     wide = run(pool, tmp_path, [], "ep 2", range(2))
-    narrow = run(pool, tmp_path, [*BF16, *UP], "all shared out", range(2, 2))
+    narrow = run(pool, tmp_path, [*BF16, *UP], "all sharded", range(2, 2))
     moments = [name for name in wide if name.startswith("optimizer/exp_avg")]
     assert moments
     for name in moments:
@@ -139,10 +139,10 @@ def test_other_seeds_round_otherwise(pool: RankPool, tmp_path: Path) -> None:
     assert "optimizer/exp_avg/embed.weight" in differing(one, other)
 
 
-def treated(model: nn.Module, states: Any, **options: Any) -> TreatedOptimizer:
+def treated(model: nn.Module, states: Any, **options: Any) -> OptimizerUnderPolicies:
     """Return an optimizer of a model whose states ``states(inner)`` are."""
     inner = AdamW(**options).build(dict(model.named_parameters()), 1e-2)
-    return TreatedOptimizer(inner, states(TorchStates(inner)), AdamW().states(), dict(by_parameter(model)), 0)
+    return OptimizerUnderPolicies(inner, states(TorchStates(inner)), AdamW().states(), dict(by_parameter(model)), 0)
 
 
 def stochastic(inner: OptimizerStates) -> OptimizerStates:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import moefw
-from memory_cases import PRECISIONS, Allocations, assert_same, model_trial, offload, recompute, run
+from memory_cases import PRECISIONS, Allocations, assert_same, model_case, offload, recompute, run
 from moefw.compose.build import Shared
 from moefw.core.stages import ExpertBatch
 from moefw.planner import ledger
@@ -60,7 +60,7 @@ def test_no_bit_changes(precision: str, case: str) -> None:
     parts = {"dispatch": BUDGET, "precision": PRECISIONS[precision]}
     for in_flight in (False, True):
         with poisoned_memory():
-            plain, treated = (observed(model_trial(1, each, **parts), in_flight, 1.0) for each in ([], CASES[case]))
+            plain, treated = (observed(model_case(1, each, **parts), in_flight, 1.0) for each in ([], CASES[case]))
         assert_same([plain], [treated])
         assert sum(value for name, value in treated.values.items() if UNSAVED in name) == 0
 
@@ -76,8 +76,8 @@ def test_no_bit_changes_on_two_ranks(pool: RankPool, precision: str) -> None:
 @contextmanager
 def opened(memory: Sequence[Mapping[str, Any]], **parts: Any) -> Iterator[tuple[Callable[..., Any], list[Stash]]]:
     """Yield what runs one micro-batch forward on one rank, and the stashes."""
-    trial = whole_model(1, parts={"dispatch": BUDGET, "memory": memory, **parts}, plugins=())
-    model, assembly, layout, shared = open_model(trial)
+    layer_case = whole_model(1, parts={"dispatch": BUDGET, "memory": memory, **parts}, plugins=())
+    model, assembly, layout, shared = open_model(layer_case)
     batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
     yield lambda **more: model(replace(batch, **more)), stashes(shared)
     shared.close()
@@ -376,8 +376,8 @@ def test_the_pool_is_no_larger_than_the_valid_rows(precision: str, capsys: pytes
     }
     live, pools, valid = {}, [], 0
     for name, memory in (("kept", []), ("stashed", [stash("experts", page_rows=64, factor=1.0)])):
-        trial = whole_model(1, parts={"memory": memory, **parts}, plugins=(), micro_batch=4, sizes=BALANCED)
-        model, _, _, shared = open_model(trial)
+        layer_case = whole_model(1, parts={"memory": memory, **parts}, plugins=(), micro_batch=4, sizes=BALANCED)
+        model, _, _, shared = open_model(layer_case)
         ids = torch.randint(61, (4, 251), generator=torch.Generator().manual_seed(0))
         batch = moefw.Batch(ids_BS=ids[:, :-1], labels_BS=ids[:, 1:], loss_scale=torch.tensor(1.0))
         model(batch).loss_sum.backward()
@@ -419,9 +419,9 @@ def test_an_overflow_is_seen_and_the_step_runs_again() -> None:
     dropless = {"use": "hybridep", "backend": "torch"}
     for precision in PRECISIONS.values():
         parts = {"precision": precision, "dispatch": BUDGET}
-        plain = train(model_trial(1, [], **{**parts, "dispatch": dropless}), 2)
-        kept = train(model_trial(1, [], **parts), 2)
-        few = train(model_trial(1, [stash("experts", factor=0.1)], **parts), 2)
+        plain = train(model_case(1, [], **{**parts, "dispatch": dropless}), 2)
+        kept = train(model_case(1, [], **parts), 2)
+        few = train(model_case(1, [stash("experts", factor=0.1)], **parts), 2)
         assert all(result.counts[UNSAVED] > 0 for result in few.results)
         assert all(result.counts["overflow"] == 0 for result in few.results)
         for other in (plain, kept):
@@ -434,8 +434,8 @@ def test_an_overflow_on_one_rank_runs_the_step_again_on_all(pool: RankPool) -> N
     """A pool that is just large enough for a balanced load, and routing that is not."""
     biased = {"use": "topk", "score": "softmax"}
     parts = {"dispatch": BUDGET, "routing": biased}
-    few = pool.run(train, 2, model_trial(2, [stash("experts", factor=1.0, page_rows=1)], **parts), 2)
-    plain = pool.run(train, 2, model_trial(2, [], **parts), 2)
+    few = pool.run(train, 2, model_case(2, [stash("experts", factor=1.0, page_rows=1)], **parts), 2)
+    plain = pool.run(train, 2, model_case(2, [], **parts), 2)
     for one, other in zip(few, plain, strict=True):
         assert one.results[0].counts[UNSAVED] > 0
         assert [result.loss for result in one.results] == [result.loss for result in other.results]
@@ -468,7 +468,7 @@ def test_an_overflow_on_one_rank_runs_the_step_again_on_all(pool: RankPool) -> N
 )
 def test_what_cannot_be_is_refused(memory: Any, parts: Mapping[str, Any], says: str) -> None:
     with pytest.raises(moefw.MoefwError) as caught:
-        model_trial(1, memory, **{"dispatch": BUDGET, **parts}).assemble()
+        model_case(1, memory, **{"dispatch": BUDGET, **parts}).assemble()
     assert says in str(caught.value)
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memory_cases import PRECISIONS, Allocations, assert_same, model_trial, offload, recompute, run
+from memory_cases import PRECISIONS, Allocations, assert_same, model_case, offload, recompute, run
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.errors import ContractError, PlanError
 from moefw.plugins.memory.recompute.policy import RecomputePolicy
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.dropped import drops
+from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
-from moefw.testing.trial import DISPATCHERS
 from pairwise import pairwise
 
 FINE = ("attn_norm", "qkv", "core_attn", "attn_proj", "mlp_norm", "router", "dispatch", "expert_fc1")
@@ -172,7 +172,7 @@ def test_an_error_of_a_region_is_its_own() -> None:
 
 
 def one_rank(memory: Any, **parts: Any) -> tuple[nn.Module, Callable[[], Tensor], Any]:
-    model, assembly, layout, shared = open_model(model_trial(1, memory, **parts))
+    model, assembly, layout, shared = open_model(model_case(1, memory, **parts))
     batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
     return model, lambda: model(batch).loss_sum, shared
 

@@ -20,7 +20,7 @@ QWEN3_235B_LAYER = 2_487_755_008
 
 
 class Sizes(NamedTuple):
-    """A layout in numbers; ``shard``: over how many of a parameter's copies it is shared out."""
+    """A layout in numbers; ``shard``: over how many of a parameter's copies it is sharded."""
 
     world: int
     tp: int
@@ -135,7 +135,7 @@ FULL = [
     Sizes(world=256, tp=4, ep=32, shard=64, expert_shard=8),
     Sizes(world=1024, tp=4, ep=64, shard=32, expert_shard=16),
 ]
-"""All layers: shared out over all copies, and over 32 of the 256 copies that there are of dense parameters."""
+"""All layers: sharded over all copies, and over 32 of the 256 copies that there are of dense parameters."""
 SHALLOW = [
     Sizes(world=1024, tp=4, ep=32, etp=2, shard=256, expert_shard=16, layers=2),
     Sizes(world=1024, tp=8, ep=64, etp=2, shard=128, expert_shard=4, layers=2),

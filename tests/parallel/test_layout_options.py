@@ -18,11 +18,12 @@ from layout_cases import (
     folded,
 )
 from moefw.cli import cli
+from moefw.compose.machine import lone_site
 from moefw.compose.spec.source import Marks
 from moefw.compose.spec.structure import structure
 from moefw.core.errors import PlanError, Problem
 from moefw.core.plugin import LayoutPlugin
-from moefw.core.site import Dims, Machine, Site
+from moefw.core.site import Dims, Machine
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import DenseMesh, Folded
 from moefw.runtime.parallel.meshes import MeshPlan
@@ -216,7 +217,7 @@ def test_an_axis_of_the_other_mesh_is_not_in_the_order() -> None:
 )
 def test_a_layout_asks_for_a_model_that_splits_along_its_axes(layout: LayoutPlugin, options: dict[str, str]) -> None:
     dims = Dims(model_dim=8, expert_dim=8, num_experts=4, top_k=1)
-    needs = layout.needs(Site(dims=dims, layer=0, world=8, machine=Machine()))
+    needs = layout.needs(lone_site(dims, Machine()))
     assert {need.option: (need.fact, need.value) for need in needs} == {
         option: ("split", axis) for option, axis in options.items()
     }

@@ -25,7 +25,7 @@ def opened(precision: str) -> Any:
 
 
 def shares() -> tuple[int, int, set[str]]:
-    """Return how many elements this rank stores, of how many, and which parameters are not shared out."""
+    """Return how many elements this rank stores, of how many, and which parameters are not sharded."""
     model, *_ = opened("fp32")
     parameters = list(model.named_parameters())
     stored = sum(local(parameter).numel() for _, parameter in parameters)

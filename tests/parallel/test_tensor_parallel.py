@@ -68,8 +68,8 @@ def lose_own(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def logits_of(parallel: dict[str, Any], world: int, length: int) -> torch.Tensor:
-    trial = whole_model(world, parts={"parallel": parallel}, plugins=(), sizes={"vocab_size": 64})
-    model, *_ = open_model(trial)
+    layer_case = whole_model(world, parts={"parallel": parallel}, plugins=(), sizes={"vocab_size": 64})
+    model, *_ = open_model(layer_case)
     ids = torch.arange(2 * length).view(2, length) % 64
     with torch.no_grad():
         return model.logits(Batch(ids_BS=ids, labels_BS=ids))[0]

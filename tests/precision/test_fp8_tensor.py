@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from moefw.core.errors import ContractError, PlanError, SpecError
-from moefw.core.records import Rows
-from moefw.plugins.precision.quantized.delayed import DelayedScales, GemmScales
-from moefw.plugins.precision.quantized.tensorwise import FORMATS
+from moefw.core.records import RowGroups
+from moefw.plugins.precision.quantized.tensorwise import FORMATS, DelayedScales, GemmScales
 from moefw.runtime.naming import state_tensors
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_context, open_model, whole_model
 from moefw.testing.suites.runs import train as trained
 from moefw.testing.training import SMALL
-from moefw.testing.trial import Trial
 from moefw.training import checkpoint
 from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine, evaluate
@@ -84,8 +83,8 @@ def test_options_of_delayed_scaling_are_refused_under_the_other_one(name: str) -
     value = {"history": 4, "margin": 0, "algorithm": "max"}[name]
     given = {"use": "fp8-tensor", "backend": "emulate", name: value}
     with pytest.raises(PlanError, match=re.escape(f"precision.{name}: {name} is no option of scaling: current.")):
-        Trial(parts={"precision": given}).resolve()
-    Trial(parts={"precision": {**given, "scaling": "delayed"}}).resolve()
+        LayerCase(parts={"precision": given}).resolve()
+    LayerCase(parts={"precision": {**given, "scaling": "delayed"}}).resolve()
 
 
 @pytest.mark.parametrize(
@@ -94,14 +93,14 @@ def test_options_of_delayed_scaling_are_refused_under_the_other_one(name: str) -
 def test_values_that_mean_nothing_are_refused(name: str, value: Any) -> None:
     given = {"use": "fp8-tensor", "backend": "emulate", "scaling": "delayed", name: value}
     with pytest.raises(SpecError, match=f"precision.{name}"):
-        Trial(parts={"precision": given}).resolve()
+        LayerCase(parts={"precision": given}).resolve()
 
 
 def delayed(**options: Any) -> dict[str, Any]:
     return {"use": "fp8-tensor", "backend": "emulate", "scaling": "delayed", "history": 3, **options}
 
 
-def small(world: int = 1, precision: Mapping[str, Any] | None = None, **parts: Any) -> Trial:
+def small(world: int = 1, precision: Mapping[str, Any] | None = None, **parts: Any) -> LayerCase:
     """A dense layer and two of experts; a step has four micro-batches on one rank."""
     train = {**SMALL["train"], "tokens_per_step": 128}
     given = {"precision": precision or delayed(), "train": train, **parts}
@@ -120,7 +119,7 @@ class Past:
     def watch(self, encode: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``GemmScales.encode`` with its operands held against what they should be."""
 
-        def watched(scales: GemmScales, x: Tensor, role: Any, during: Any, about: Rows) -> Any:
+        def watched(scales: GemmScales, x: Tensor, role: Any, during: Any, about: RowGroups) -> Any:
             found = encode(scales, x, role, during, about)
             values = found.dequantize()
             for group, part in enumerate(parts(x.detach(), about)):
@@ -145,14 +144,14 @@ class Past:
         self.seen = {}
 
 
-def parts(x: Tensor, about: Rows) -> list[Tensor]:
+def parts(x: Tensor, about: RowGroups) -> list[Tensor]:
     if about.ends_e is None:
         return list(x) if x.ndim > 2 else [x]
     return [x[start:end] for start, end in itertools.pairwise([0, *about.ends_e.tolist()])]
 
 
-def engine_of(trial: Trial) -> tuple[nn.Module, Engine, Callable[[int], list[Any]]]:
-    model, assembly, layout, _ = open_model(trial)
+def engine_of(layer_case: LayerCase) -> tuple[nn.Module, Engine, Callable[[int], list[Any]]]:
+    model, assembly, layout, _ = open_model(layer_case)
     optimizer = assembly.parts.optimizer.build(dict(model.named_parameters()), 1e-3)
     return model, Engine(model, optimizer, layout, clip_norm=1.0), lambda step: global_batch(assembly, layout, step)
 
@@ -231,7 +230,7 @@ def test_recompute_changes_no_bit(regions: list[str], gemm: str) -> None:
 LAYOUTS: Mapping[str, tuple[int, Any]] = {
     "ep 2": (2, {"experts": {"ep": 2}}),
     "ep 2, edp 2": (4, {"experts": {"ep": 2}}),
-    "all shared out": (2, {"dense": {"shard": "all"}, "experts": {"shard": "all"}}),
+    "all sharded": (2, {"dense": {"shard": "all"}, "experts": {"shard": "all"}}),
     "etp 2": (2, {"experts": {"etp": 2}}),
     "tp 2, etp 2": (2, {"dense": {"tp": 2}, "experts": {"etp": 2}}),
 }
@@ -258,9 +257,9 @@ def test_no_layout_changes_what_is_remembered(pool: RankPool, layout: str, gemm:
                 assert error <= allowed, f"{name}[{operand}]: {error:.2e}"
 
 
-def go_on(trial: Trial, folder: Path, steps: range) -> tuple[list[float], dict[str, Tensor]]:
+def go_on(layer_case: LayerCase, folder: Path, steps: range) -> tuple[list[float], dict[str, Tensor]]:
     """Train the steps, from the checkpoint before the first to one after the last; return losses and state."""
-    model, engine, batches = engine_of(trial)
+    model, engine, batches = engine_of(layer_case)
     if steps.start:
         checkpoint.load(folder / "checkpoints" / f"step-{steps.start}", model, engine.optimizer)
     losses = [engine.step(batches(step), 1e-3, no_clock).loss for step in steps]
@@ -276,10 +275,10 @@ EP = {"experts": {"ep": 2}}
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_bits(
     pool: RankPool, tmp_path: Path, world: int, parallel: Any, gemm: str
 ) -> None:
-    trial = small(world, parallel=parallel, gemm={"use": gemm})
-    whole = pool.run(go_on, world, trial, tmp_path / "whole", range(6))
-    pool.run(go_on, world, trial, tmp_path / "parts", range(3))
-    again = pool.run(go_on, world, trial, tmp_path / "parts", range(3, 6))
+    layer_case = small(world, parallel=parallel, gemm={"use": gemm})
+    whole = pool.run(go_on, world, layer_case, tmp_path / "whole", range(6))
+    pool.run(go_on, world, layer_case, tmp_path / "parts", range(3))
+    again = pool.run(go_on, world, layer_case, tmp_path / "parts", range(3, 6))
     for (losses, state), (wanted, right) in zip(again, whole, strict=True):
         assert losses == wanted[3:]
         assert state.keys() == right.keys()
@@ -290,13 +289,13 @@ def test_what_is_remembered_moves_into_another_layout(pool: RankPool, tmp_path: 
     """From the loop over experts on two ranks to stacked ones on one, and on from there."""
     two = pool.run(go_on, 2, small(2, parallel=EP, gemm={"use": "loop"}), tmp_path, range(3))
     saved = {name: tensor for _, state in two for name, tensor in state.items()}
-    trial = small(gemm={"use": "grouped"})
-    _, state = go_on(trial, tmp_path, range(3, 3))
+    layer_case = small(gemm={"use": "grouped"})
+    _, state = go_on(layer_case, tmp_path, range(3, 3))
     assert state.keys() == saved.keys()
     assert any(name.startswith("layers.2.moe.experts.7.gate_up.") for name in state)
     assert all(torch.equal(state[name], saved[name]) for name in state)
     wanted, _ = pool.run(go_on, 2, small(2, parallel=EP), tmp_path, range(3, 6))[0]
-    losses, _ = go_on(trial, tmp_path, range(3, 6))
+    losses, _ = go_on(layer_case, tmp_path, range(3, 6))
     assert losses == pytest.approx(wanted, rel=5e-4)
 
 
@@ -304,7 +303,7 @@ def test_a_number_that_is_not_finite_never_becomes_one() -> None:
     scales = DelayedScales(history=1, margin=0, algorithm="max").at("gate_up", groups=4)
     x = rows()
     x[20, 3] = torch.inf
-    values = scales.encode(x, "input", "fprop", Rows(ENDS)).dequantize()
+    values = scales.encode(x, "input", "fprop", RowGroups(ENDS)).dequantize()
     assert values[16:48].isnan().all()
     assert values[:16].isfinite().all()
     assert values[48:].isfinite().all()
@@ -313,13 +312,13 @@ def test_a_number_that_is_not_finite_never_becomes_one() -> None:
 def test_a_saved_activation_is_nothing_that_the_gemm_multiplies() -> None:
     scales = DelayedScales(history=1, margin=0, algorithm="max").at("gate_up", groups=4)
     x = rows()
-    found = scales.encode_activation(x, Rows(ENDS))
+    found = scales.encode_activation(x, RowGroups(ENDS))
     assert torch.equal(found.dequantize(), quantize_tensor(x, ends_e=ENDS).dequantize())
     assert isinstance(scales, GemmScales)
     assert not scales.largest.any()
 
 
 def test_a_gemm_that_has_no_name_is_refused_under_delayed_scaling() -> None:
-    recipe = open_context(Trial(parts={"precision": delayed()}))[0].recipe("moe.experts")
+    recipe = open_context(LayerCase(parts={"precision": delayed()}))[0].recipe("moe.experts")
     with pytest.raises(ContractError, match=r"Precision\.at\(name, groups="):
         recipe.quantize(torch.zeros(4, 4), role="input", during="fprop")

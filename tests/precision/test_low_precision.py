@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 import moefw
 from moefw.core.contracts import Precision
 from moefw.runtime.compute.product import SharedInput
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, Outcome, assert_matches, solve
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import open_context
 from moefw.testing.suites.watch import same_bits
-from moefw.testing.trial import DISPATCHERS, Outcome, Trial, assert_matches, solve
 from quantized_oracle import FORMATS, Format, InFP32, OneBatch, product, product_backward, quantized_truth, solve_many
 
 GEMMS = ("loop", "grouped")
@@ -39,7 +39,7 @@ def tolerance(name: str) -> float:
     return ONE_STEP if name in ("fp8-blockwise fp32 scales", "fp8-tensor") else ROUNDING
 
 
-def layer(form: Format, gemm: str = "grouped", kind: type[Trial] = InFP32, **given: Any) -> Trial:
+def layer(form: Format, gemm: str = "grouped", kind: type[LayerCase] = InFP32, **given: Any) -> LayerCase:
     parts = {"precision": dict(form.choice), "gemm": {"use": gemm}, **given.pop("parts", {})}
     return kind(parts=parts, row_alignment=form.rows, **{"dim": 96, "expert_dim": 72, "top_k": 3, **given})
 
@@ -223,7 +223,7 @@ def together(outcomes: tuple[Outcome, ...]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_residual_stream_in_bf16_adds_the_rounding_of_bf16(name: str, gemm: str) -> None:
-    case = layer(FORMATS[name], gemm, Trial, tokens=(150,), dim=160, shared=True)
+    case = layer(FORMATS[name], gemm, LayerCase, tokens=(150,), dim=160, shared=True)
     assert case.dtype is torch.bfloat16
     got, wanted = solve(case), quantized_truth(case, FORMATS[name])
     found = {"out": got.out_TD, **got.grads, **got.shares}

@@ -19,10 +19,10 @@ import moefw
 from moefw.core.errors import PlanError, SpecError
 from moefw.core.stages import ExpertBatch
 from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
+from moefw.testing.layer_case import LayerCase, build_layer, received
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL, Run, short_run
-from moefw.testing.trial import Trial, build_layer, received
 from quantized_oracle import FORMATS
 
 SAVED = "fp8-blockwise fp32 scales, saved fp8"
@@ -61,7 +61,7 @@ def alone(pool: RankPool) -> Callable[[str], Run]:
 
 LAYOUTS: Mapping[str, tuple[Any, float]] = {
     "ep 2": ({"experts": {"ep": 2}}, 5e-4),
-    "all shared out": ({"dense": {"shard": "all"}, "experts": {"shard": "all"}}, 1e-4),
+    "all sharded": ({"dense": {"shard": "all"}, "experts": {"shard": "all"}}, 1e-4),
     "tp 2": ({"dense": {"tp": 2}}, 1e-3),
 }
 """Layouts, and what losses may differ by. Measured: 1.3e-4 (0 where scales are powers of two), 0 and 1.5e-4; 5e-4 in nvfp4.
@@ -110,9 +110,9 @@ SAVED_CODES = {
 }
 
 
-def saving(precision: Mapping[str, Any], gemm: str = "grouped") -> Trial:
+def saving(precision: Mapping[str, Any], gemm: str = "grouped") -> LayerCase:
     parts = {"precision": dict(precision), "gemm": {"use": gemm}}
-    return Trial(**SAVING, row_alignment=128, parts=parts)
+    return LayerCase(**SAVING, row_alignment=128, parts=parts)
 
 
 @contextmanager
@@ -127,10 +127,10 @@ def packed() -> Iterator[list[Tensor]]:
         yield seen
 
 
-def run_experts(trial: Trial) -> tuple[list[Tensor], ExpertBatch, Tensor]:
+def run_experts(layer_case: LayerCase) -> tuple[list[Tensor], ExpertBatch, Tensor]:
     """Tensors of rows that the experts save, with the rows, and their output."""
-    layer, shared = build_layer(trial)
-    batch = received(trial)
+    layer, shared = build_layer(layer_case)
+    batch = received(layer_case)
     batch.rows_RD.requires_grad_()
     with packed() as seen:
         out_RD = layer.experts(batch)
@@ -256,8 +256,8 @@ def quantizing(model: nn.Module) -> Iterator[dict[str, list[torch.dtype]]]:
 
 def quantized_modules(keep: list[str], gemm: str = "grouped", name: str = "mxfp8") -> tuple[set[str], set[torch.dtype]]:
     precision = {**FORMATS[name].choice, "keep_bf16": keep}
-    trial = whole_model(1, parts={"precision": precision, "gemm": {"use": gemm}}, plugins=())
-    model, assembly, layout, shared = open_model(trial)
+    layer_case = whole_model(1, parts={"precision": precision, "gemm": {"use": gemm}}, plugins=())
+    model, assembly, layout, shared = open_model(layer_case)
     with quantizing(model) as found:
         model(global_batch(assembly, layout, 0)[0])
     shared.close()
@@ -317,14 +317,14 @@ class Frank(broken_gemms.Plain):
 @pytest.mark.parametrize("gemm", [Silent, Frank])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_gemm_that_does_not_say_that_it_quantizes_by_pass_is_refused(name: str, gemm: Any) -> None:
-    trial = Trial(parts={"precision": dict(FORMATS[name].choice), "gemm": {"use": gemm.name}}, plugins=(gemm,))
+    layer_case = LayerCase(parts={"precision": dict(FORMATS[name].choice), "gemm": {"use": gemm.name}}, plugins=(gemm,))
     with pytest.raises(PlanError) as caught:
-        trial.resolve()
+        layer_case.resolve()
     (problem,) = (one for one in caught.value.problems if "each pass" in one.what)
     assert f"{FORMATS[name].choice['use']} needs operands quantized for each pass" in problem.what
     assert f"{gemm.name} offers no" in problem.what
     assert "moefw.linear" in problem.fix
-    Trial(parts={"precision": {"use": "bf16"}, "gemm": {"use": gemm.name}}, plugins=(gemm,)).resolve()
+    LayerCase(parts={"precision": {"use": "bf16"}, "gemm": {"use": gemm.name}}, plugins=(gemm,)).resolve()
 
 
 @pytest.mark.parametrize(
@@ -342,18 +342,18 @@ def test_an_option_that_is_missing_or_not_there_is_refused_with_what_is(
 ) -> None:
     choice = {key: v for key, v in {**FORMATS[name].choice, option: value}.items() if v is not None}
     with pytest.raises(SpecError) as caught:
-        Trial(parts={"precision": choice}).resolve()
+        LayerCase(parts={"precision": choice}).resolve()
     (problem,) = caught.value.problems
     assert all(word in str(problem) for word in words), problem
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_aligned_to_whole_blocks(name: str) -> None:
-    facts = Trial(parts={"precision": dict(FORMATS[name].choice)}).resolve().layers[0].facts
+    facts = LayerCase(parts={"precision": dict(FORMATS[name].choice)}).resolve().layers[0].facts
     assert facts["row_alignment"] % FORMATS[name].rows == 0
 
 
 def test_a_pattern_that_names_no_module_is_refused() -> None:
     precision = {**FORMATS["mxfp8"].choice, "keep_bf16": ["*.attention", "layer.0.*"]}
     with pytest.raises(PlanError, match=r"keep_bf16\[1\]: 'layer.0.\*' names no module"):
-        Trial(parts={"precision": precision}).resolve()
+        LayerCase(parts={"precision": precision}).resolve()

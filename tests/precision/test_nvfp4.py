@@ -19,11 +19,11 @@ import moefw
 from command_here import moefw_says
 from moefw.core.contracts import Precision
 from moefw.core.errors import PlanError, SpecError
-from moefw.core.records import Rows
+from moefw.core.records import RowGroups
 from moefw.plugins.dispatchers.alltoall import AllToAll
 from moefw.runtime.compute.product import linear
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import open_context, train, whole_model
-from moefw.testing.trial import Trial
 from moefw_kernels.quantize import quantize_nvfp4
 from moefw_kernels.random import token_keys
 from nvfp4_oracle import turn
@@ -35,7 +35,7 @@ PLAIN = {**CHOICE, "stochastic_rounding": False}
 
 def recipe(layer: int = 0, module: str = "attention", gemm: str = "q_proj", **options: Any) -> Precision:
     """Return the recipe of a GEMM."""
-    context, assembly = open_context(Trial(parts={"precision": {**CHOICE, **options}}))
+    context, assembly = open_context(LayerCase(parts={"precision": {**CHOICE, **options}}))
     placed = evolve(context, site=context.site.at(layer))
     return assembly.parts.precision.build(placed).at(module).at(gemm, groups=1)
 
@@ -47,8 +47,8 @@ def exact_blocks(rows: int) -> Tensor:
     return x
 
 
-def keys(rows: int, step: int = 0) -> Rows:
-    return Rows(keys_R=token_keys(torch.tensor([step]), rows, salt=0))
+def keys(rows: int, step: int = 0) -> RowGroups:
+    return RowGroups(keys_R=token_keys(torch.tensor([step]), rows, salt=0))
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
@@ -169,7 +169,7 @@ def test_each_expert_has_a_scale_of_its_own_above() -> None:
     x, ends = torch.randn(48, 32), torch.tensor([16, 48], dtype=torch.int32)
     weights, rounds = torch.randn(2, 32, 32), recipe()
     for role, during in (("input", "fprop"), ("input", "wgrad"), ("grad", "dgrad"), ("grad", "wgrad")):
-        rows = Rows(ends_e=ends)
+        rows = RowGroups(ends_e=ends)
         before = rounds.quantize(x, role=role, during=during, rows=rows)
         louder = torch.cat([x[:16], 1000.0 * x[16:]])
         after = rounds.quantize(louder, role=role, during=during, rows=rows)
@@ -182,9 +182,9 @@ def test_each_expert_has_a_scale_of_its_own_above() -> None:
 def test_what_is_kept_holds_on_to_no_scale() -> None:
     """Codes, scales and the scales above are all saved by autograd, and nowhere else."""
     x, rounds = torch.randn(32, 48), recipe()
-    kept = rounds.keep(x, None, role="input", during="wgrad", rows=Rows(ends_e=torch.tensor([16, 32])))
+    kept = rounds.keep(x, None, role="input", during="wgrad", rows=RowGroups(ends_e=torch.tensor([16, 32])))
     codes, scales, above = kept.tensors
-    wanted = rounds.quantize(x, role="input", during="wgrad", rows=Rows(ends_e=torch.tensor([16, 32])))
+    wanted = rounds.quantize(x, role="input", during="wgrad", rows=RowGroups(ends_e=torch.tensor([16, 32])))
     assert torch.equal(kept.operand([codes, scales, above]), wanted)
     assert torch.equal(kept.operand([codes, scales, 2 * above]), 2 * wanted)
 
@@ -199,7 +199,7 @@ def test_the_first_and_the_last_layer_stay_in_bf16() -> None:
 
 
 def moefw_keep(precision: Mapping[str, Any]) -> tuple[str, ...]:
-    kept: Any = Trial(parts={"precision": dict(precision)}).resolve().parts.precision
+    kept: Any = LayerCase(parts={"precision": dict(precision)}).resolve().parts.precision
     found: tuple[str, ...] = kept.keep_bf16
     return found
 
@@ -228,19 +228,19 @@ class KeylessDispatcher(AllToAll):
 def test_what_brings_no_keys_is_refused_where_gradients_are_rounded_at_random(section: str, plugin: Any) -> None:
     parts = {"precision": dict(CHOICE), section: {"use": plugin.name}}
     with pytest.raises(PlanError) as caught:
-        Trial(parts=parts, plugins=(plugin,)).resolve()
+        LayerCase(parts=parts, plugins=(plugin,)).resolve()
     (problem,) = caught.value.problems
     assert "nvfp4 needs a key with each row" in problem.what
     assert f"{plugin.name} offers no" in problem.what
     assert "stochastic_rounding: false" in problem.fix
     assert problem.where.endswith("precision.stochastic_rounding")
-    Trial(parts={**parts, "precision": dict(PLAIN)}, plugins=(plugin,)).resolve()
+    LayerCase(parts={**parts, "precision": dict(PLAIN)}, plugins=(plugin,)).resolve()
 
 
 @pytest.mark.parametrize(("option", "value"), [("backend", "cutlass"), ("saved_activations", "fp8"), ("hadamard", 16)])
 def test_an_option_that_is_not_there_is_refused(option: str, value: Any) -> None:
     with pytest.raises(SpecError) as caught:
-        Trial(parts={"precision": {**CHOICE, option: value}}).resolve()
+        LayerCase(parts={"precision": {**CHOICE, option: value}}).resolve()
     assert option in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""FP8 primary weights: ranks gather codes and scales of the fp32 masters that they share out, and no number changes."""
+"""FP8 primary weights: ranks gather codes and scales of the fp32 masters that they shard, and no number changes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moefw.compose.machine import lone_site
 from moefw.core.errors import ContractError, MoefwError, PlanError
 from moefw.core.records import Pass
-from moefw.core.site import Site
+from moefw.core.site import Dims, Machine
 from moefw.plugins.precision.quantized import encoders
 from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProducts
 from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
@@ -29,14 +30,14 @@ from moefw.runtime.compute.product import linear
 from moefw.runtime.naming import by_parameter, canonical_parameters
 from moefw.runtime.parallel.pieces import local
 from moefw.runtime.parallel.primary_weights import GatheredWeight, Master
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL
-from moefw.testing.trial import Trial
 from moefw.training import checkpoint
 from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine, StepResult, evaluate
-from moefw.training.treated_optimizer import build_optimizer
+from moefw.training.optimizer_under_policies import build_optimizer
 from moefw_kernels.quantize import quantize_fp8
 
 SIZES = {
@@ -60,9 +61,9 @@ HYBRID = {"dense": {"shard": 2}, "experts": {"shard": 2}}
 RECOMPUTE = {"use": "recompute", "regions": ["attention", "experts"]}
 
 
-def trial(
+def layer_case(
     primary: str, parallel: Any = ALL, *, world: int = 1, sizes: Any = None, precision: Any = None, **parts: Any
-) -> Trial:
+) -> LayerCase:
     recipe = {"use": "fp8-blockwise", "backend": "emulate", "primary_weights": primary, **(precision or {})}
     given: dict[str, Any] = {"parallel": parallel, "precision": recipe, "train": TRAIN, **parts}
     world = dist.get_world_size() if dist.is_initialized() else world
@@ -93,7 +94,7 @@ def trained(
     **given: Any,
 ) -> Trained:
     """Train from step ``first``, from a checkpoint or the start; return what this rank stores, and of each step."""
-    model, assembly, layout, shared = open_model(trial(primary, parallel, **given))
+    model, assembly, layout, shared = open_model(layer_case(primary, parallel, **given))
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     if read is not None:
         checkpoint.load(read, model, optimizer)
@@ -195,7 +196,7 @@ class Unit:
 
 def units(primary: str) -> dict[str, Unit]:
     """Gather each unit of GEMMs of a layer, and say what was sent and what the matrices hold, then and after."""
-    model, *_ = open_model(trial(primary))
+    model, *_ = open_model(layer_case(primary))
     layers: Any = model.layers
     found = {}
     for name in ("attention", "moe.shared_expert", "moe.experts"):
@@ -229,7 +230,7 @@ def test_a_unit_gathers_and_holds_codes_and_scales(pool: RankPool) -> None:
 
 def quantized_whole(primary: str) -> tuple[int, int]:
     """Run a batch forward and backward; return how often weights were quantized whole, and as shards."""
-    model, assembly, layout, _ = open_model(trial(primary))
+    model, assembly, layout, _ = open_model(layer_case(primary))
     whole, shards = [], []
 
     def quantize(x: Tensor, **given: Any) -> Any:
@@ -254,7 +255,7 @@ def test_shards_are_quantized_once_a_gather_and_gathered_weights_never(pool: Ran
 
 
 def masters(keep_bf16: tuple[str, ...]) -> set[str]:
-    model, *_ = open_model(trial("fp8", precision={"keep_bf16": list(keep_bf16)}))
+    model, *_ = open_model(layer_case("fp8", precision={"keep_bf16": list(keep_bf16)}))
     found = {piece.name: piece.parameter for piece in canonical_parameters(model)}
     return {name for name, parameter in found.items() if isinstance(cast(Any, parameter).to_local().detach(), Master)}
 
@@ -268,7 +269,7 @@ def test_what_a_recipe_spares_and_what_is_no_matrix_is_gathered_as_before(pool: 
 
 def refusal(sizes: Any, gemm: str) -> str:
     with pytest.raises(PlanError) as error:
-        open_model(trial("fp8", sizes=sizes, gemm={"use": gemm}))
+        open_model(layer_case("fp8", sizes=sizes, gemm={"use": gemm}))
     return str(error.value)
 
 
@@ -279,7 +280,7 @@ def refusal(sizes: Any, gemm: str) -> str:
         ({"shared_expert_dim": 320}, "grouped", "SwiGLU.gate_proj.weight is 320x256"),
         ({"expert_dim": 128}, "loop", "LoopExperts.gate.0 is 128x256"),
         ({"expert_dim": 192}, "grouped", "GroupedExperts.down is 4x256x192: no whole blocks of 128x128. "),
-        ({"num_experts": 3, "expert_dim": 128}, "grouped", "2 ranks cannot share out 3 experts evenly. Use gemm: loop"),
+        ({"num_experts": 3, "expert_dim": 128}, "grouped", "2 ranks cannot shard 3 experts evenly. Use gemm: loop"),
     ],
 )
 def test_shards_that_are_no_whole_blocks_are_refused(pool: RankPool, sizes: Any, gemm: str, says: str) -> None:
@@ -289,17 +290,18 @@ def test_shards_that_are_no_whole_blocks_are_refused(pool: RankPool, sizes: Any,
 
 
 def test_without_shared_out_parameters_there_is_nothing_to_gather() -> None:
-    with pytest.raises(MoefwError, match=r"precision\.primary_weights: .* shares out none\. Share out parameters"):
-        trial("fp8", {}, world=2).resolve()
-    trial("fp32", {}, world=2).resolve()
+    with pytest.raises(MoefwError, match=r"precision\.primary_weights: .* shards none\. Shard parameters"):
+        layer_case("fp8", {}, world=2).resolve()
+    layer_case("fp32", {}, world=2).resolve()
 
 
 def test_a_rank_that_is_alone_opens_what_others_trained() -> None:
-    trial("fp8", {}, world=1).resolve()
+    layer_case("fp8", {}, world=1).resolve()
 
 
 def test_transformer_engine_takes_no_codes() -> None:
-    (problem,) = FP8Blockwise(backend="te", primary_weights="fp8").check(Site.__new__(Site))
+    site = lone_site(Dims(model_dim=128, expert_dim=128, num_experts=4, top_k=2), Machine())
+    (problem,) = FP8Blockwise(backend="te", primary_weights="fp8").check(site)
     assert "takes no codes" in problem.what
 
 

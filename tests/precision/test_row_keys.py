@@ -12,9 +12,9 @@ import torch
 import nvfp4_oracle as oracle
 from moefw.core.stages import ExpertBatch
 from moefw.models.row_keys import keyed
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, this_rank
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
-from moefw.testing.trial import DISPATCHERS, Trial, this_rank
 from quantized_oracle import FORMATS
 
 WORLDS: dict[str, tuple[int, Any]] = {
@@ -39,7 +39,7 @@ class Seen:
     of_padding: list[int]
 
 
-def model_of(world: int, parallel: Any, dispatch: Any, **parts: Any) -> Trial:
+def model_of(world: int, parallel: Any, dispatch: Any, **parts: Any) -> LayerCase:
     return whole_model(
         world,
         sizes={"vocab_size": 64},
@@ -48,9 +48,9 @@ def model_of(world: int, parallel: Any, dispatch: Any, **parts: Any) -> Trial:
     )
 
 
-def seen_by_rank(trial: Trial) -> Seen:
+def seen_by_rank(layer_case: LayerCase) -> Seen:
     """Run a model on two micro-batches; look at the last."""
-    model, assembly, layout, shared = open_model(trial)
+    model, assembly, layout, shared = open_model(layer_case)
     got: list[ExpertBatch] = []
     moe: Any = model.layers[LAYER].moe
     moe._experts = lambda batch: got.append(batch) or batch.rows_RD
@@ -91,8 +91,8 @@ def test_each_row_has_the_key_of_its_token_and_expert(pool: RankPool, dispatch: 
 
 def test_tokens_of_sequences_without_seeds_have_no_keys() -> None:
     """In evaluation nothing is drawn, and no key travels."""
-    trial = model_of(1, {}, {"use": "alltoall"})
-    model, assembly, layout, shared = open_model(trial)
+    layer_case = model_of(1, {}, {"use": "alltoall"})
+    model, assembly, layout, shared = open_model(layer_case)
     (batch, *_) = global_batch(assembly, layout, 0)
     assert keyed(batch).keys_T is not None
     plain = type(batch)(ids_BS=batch.ids_BS, labels_BS=batch.labels_BS)

@@ -23,7 +23,7 @@ import moefw
 from codes_stay import dequantize_in_kernel_alone
 from moefw.compose.machine import this_machine
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups
 from moefw.core.site import Machine, Site
 from moefw.plugins.gemm.loop import Loop
 from moefw.plugins.precision.quantized import blockwise_products
@@ -33,7 +33,7 @@ from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, Gpus
 from moefw.plugins.precision.quantized.recipe import Activations, EmulatedRecipe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
-from moefw.testing.trial import DISPATCHERS, Outcome, Trial, solve
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, Outcome, solve
 from moefw_kernels.grouped_gemm import blockwise_grouped_mm
 from outcomes import assert_near
 from scaled_mm_of_hopper import ROW, SQUARE, Hopper
@@ -186,7 +186,7 @@ def test_codes_lie_along_the_axis_that_is_summed_over(role: Role, during: Pass) 
 
 def test_the_rows_of_groups_are_not_filled_up() -> None:
     recipe, _ = recipes()
-    rows = Rows(ends_e=torch.tensor([128, 200], dtype=torch.int32))
+    rows = RowGroups(ends_e=torch.tensor([128, 200], dtype=torch.int32))
     operand = recipe.quantize(drawn(200, 72, seed=1), role="input", during="fprop", rows=rows)
     assert operand.codes.shape == (200, 128)
 
@@ -198,7 +198,7 @@ def run(
     use = "fp8-here" if backend == "torch" else "fp8-blockwise"
     parts = {"precision": {"use": use, "backend": backend, **(options or {})}, **(parts or {})}
     plugins = (OnAnyMachine,) if backend == "torch" else ()
-    return solve(Trial(parts=parts, plugins=plugins, row_alignment=128, top_k=3, **given))
+    return solve(LayerCase(parts=parts, plugins=plugins, row_alignment=128, top_k=3, **given))
 
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -254,11 +254,13 @@ class CallsTorch(Loop):
 
 def said(machine: Machine, **parts: Any) -> str:
     """What is said of a spec on a machine; nothing if it is sound."""
-    trial = Trial(parts={"precision": {"use": "fp8-blockwise", "backend": "torch"}, **parts}, plugins=(CallsTorch,))
+    layer_case = LayerCase(
+        parts={"precision": {"use": "fp8-blockwise", "backend": "torch"}, **parts}, plugins=(CallsTorch,)
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moefw.testing.trial.Machine", lambda device: machine)
+        patch.setattr("moefw.testing.layer_case.Machine", lambda device: machine)
         try:
-            trial.resolve()
+            layer_case.resolve()
         except moefw.PlanError as refusal:
             return str(refusal)
     return ""
@@ -306,7 +308,7 @@ def test_the_gpu_itself_is_asked_when_a_model_is_built(monkeypatch: pytest.Monke
 def test_a_recipe_is_built_only_after_the_gpu_was_asked() -> None:
     plugin = FP8Blockwise(backend="torch")
     with pytest.raises(moefw.PlanError, match="this device is cpu"):
-        plugin.build(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+        plugin.build(SimpleNamespace(device=torch.device("cpu"), site=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

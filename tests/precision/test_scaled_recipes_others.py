@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import moefw
 from codes_stay import dequantize_in_kernel_alone
 from moefw.commands.doctor.fp8_products import SIZE, _products
-from moefw.core.records import Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups
 from moefw.core.site import Machine, Site
 from moefw.plugins.precision.quantized import MXFP8, NVFP4, FP8Tensor, tensorwise_products
 from moefw.plugins.precision.quantized.encoders import MX, Encoder
@@ -28,7 +28,7 @@ from moefw.plugins.precision.quantized.scaled import Scaled, ScaledRecipe
 from moefw.plugins.precision.quantized.swizzled_products import MXProducts, NVFP4Products
 from moefw.plugins.precision.quantized.tensorwise import CurrentScales
 from moefw.plugins.precision.quantized.tensorwise_products import TensorwiseProducts
-from moefw.testing.trial import Outcome, Trial, solve
+from moefw.testing.layer_case import LayerCase, Outcome, solve
 from scaled_mm_of_others import MX as BY_32
 from scaled_mm_of_others import NVFP4 as BY_16
 from scaled_mm_of_others import TENSOR, OtherGpus
@@ -96,7 +96,7 @@ OPERANDS: Sequence[tuple[Role, Pass]] = [
 def test_codes_are_those_of_emulation_along_the_axis_that_is_summed_over(name: str, role: Role, during: Pass) -> None:
     recipe, emulated = recipes(name)
     for size in ((160, 96), (130, 72), (1, 40), (0, 32)):
-        x, rows = drawn(*size, seed=1), Rows(keys_R=keys(size[0]))
+        x, rows = drawn(*size, seed=1), RowGroups(keys_R=keys(size[0]))
         operand = recipe.quantize(x, role=role, during=during, rows=rows)
         sums_over_rows = during == "wgrad" or (role, during) == ("weight", "dgrad")
         assert (operand.codes.codes.mT if sums_over_rows else operand.codes.codes).is_contiguous()
@@ -120,7 +120,7 @@ def linear(recipe: ScaledRecipe | EmulatedRecipe, sizes: tuple[int, int, int]) -
     """Return what a linear layer computes: y, dx, dW."""
     t, i, o = sizes
     x, weight = drawn(t, i, seed=1).requires_grad_(), drawn(o, i, seed=2).requires_grad_()
-    out = moefw.linear(x, weight, recipe, Rows(keys_R=keys(t)))
+    out = moefw.linear(x, weight, recipe, RowGroups(keys_R=keys(t)))
     out.backward(drawn(t, o, seed=3))
     assert x.grad is not None
     assert weight.grad is not None
@@ -149,7 +149,7 @@ def grouped(recipe: ScaledRecipe | EmulatedRecipe, groups: Sequence[int], unused
     """Return the three products of experts, the rows past the last one cut off; these are NaN where formats allow."""
     count, (i, o) = sum(groups), (96, 160)
     ends = torch.tensor(groups, dtype=torch.int32).cumsum(0).int()
-    rows = Rows(ends_e=ends, keys_R=keys(count + unused))
+    rows = RowGroups(ends_e=ends, keys_R=keys(count + unused))
     x, grad = drawn(count + unused, i, seed=1), drawn(count + unused, o, seed=2)
     x[count:], grad[count:] = torch.nan, torch.nan
     weight = drawn(len(groups), o, i, seed=3)
@@ -228,7 +228,7 @@ def layer(use: str, backend: str, gemm: str, options: Mapping[str, Any]) -> Outc
     parts = {"precision": {"use": name, "backend": backend, **options}, "gemm": {"use": gemm}}
     plugins = tuple(HERE.values()) if backend == "torch" else ()
     sizes: dict[str, Any] = {"tokens": (40,), "dim": 72, "expert_dim": 48, "num_experts": 6, "top_k": 3}
-    return solve(Trial(parts=parts, plugins=plugins, row_alignment=32, shared=True, skew="starved", **sizes))
+    return solve(LayerCase(parts=parts, plugins=plugins, row_alignment=32, shared=True, skew="starved", **sizes))
 
 
 LAYERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -262,11 +262,11 @@ def test_a_layer_computes_what_emulation_computes(name: str, gemm: str, request:
 
 def said(machine: Machine, use: str) -> str:
     """What is said of a spec on a machine; nothing if it is sound."""
-    trial = Trial(parts={"precision": {"use": use, "backend": "torch"}})
+    layer_case = LayerCase(parts={"precision": {"use": use, "backend": "torch"}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moefw.testing.trial.Machine", lambda device: machine)
+        patch.setattr("moefw.testing.layer_case.Machine", lambda device: machine)
         try:
-            trial.resolve()
+            layer_case.resolve()
         except moefw.PlanError as refusal:
             return str(refusal)
     return ""

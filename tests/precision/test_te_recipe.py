@@ -19,7 +19,7 @@ from torch import Tensor
 import moefw
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
-from moefw.core.records import Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups
 from moefw.core.site import Machine, Site
 from moefw.plugins.precision.quantized import MXFP8
 from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
@@ -28,7 +28,7 @@ from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.nvfp4 import NVFP4
 from moefw.plugins.precision.quantized.te import library
 from moefw.runtime.compute.product import grouped_mm
-from moefw.testing.trial import Outcome, Trial, solve
+from moefw.testing.layer_case import LayerCase, Outcome, solve
 from outcomes import assert_near
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
@@ -91,8 +91,8 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return (torch.randn(shape, generator=generator) * rows.unsqueeze(1) * columns).bfloat16()
 
 
-def in_groups() -> Rows:
-    return Rows(ends_e=torch.tensor(ENDS, dtype=torch.int32), sizes=SIZES)
+def in_groups() -> RowGroups:
+    return RowGroups(ends_e=torch.tensor(ENDS, dtype=torch.int32), sizes=SIZES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -207,7 +207,7 @@ def test_an_expert_without_rows_has_a_gradient_of_zeros(te: Any) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "current"])
 def test_a_rank_without_rows_does_not_ask_the_library(te: Any, name: str) -> None:
-    one, rows = at_a_gemm(name, "te", 4), Rows(ends_e=torch.zeros(4, dtype=torch.int32), sizes=(0, 0, 0, 0))
+    one, rows = at_a_gemm(name, "te", 4), RowGroups(ends_e=torch.zeros(4, dtype=torch.int32), sizes=(0, 0, 0, 0))
     assert rows.ends_e is not None
     weight = one.quantize(drawn(4, 96, 64, seed=2), role="weight", during="fprop")
     x = one.quantize(drawn(0, 64, seed=1), role="input", during="fprop", rows=rows)
@@ -233,7 +233,7 @@ def test_rows_of_no_group_come_out_as_zeros(te: Any) -> None:
 
 @pytest.mark.usefixtures("te")
 def test_groups_whose_sizes_nobody_knows_are_refused() -> None:
-    one, rows = at_a_gemm("mxfp8", "te", 4), Rows(ends_e=in_groups().ends_e)
+    one, rows = at_a_gemm("mxfp8", "te", 4), RowGroups(ends_e=in_groups().ends_e)
     with pytest.raises(ContractError, match=r"nobody told it their sizes on the host.*ExpertBatch.counts_host"):
         one.quantize(drawn(640, 64, seed=1), role="input", during="fprop", rows=rows)
 
@@ -270,7 +270,7 @@ def test_the_magnitudes_that_delayed_scaling_remembers_are_those_of_emulation(tr
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("rows", [None, in_groups()], ids=["one matrix", "groups"])
 @pytest.mark.usefixtures("te")
-def test_what_is_kept_makes_the_operand_of_backward(name: str, rows: Rows | None) -> None:
+def test_what_is_kept_makes_the_operand_of_backward(name: str, rows: RowGroups | None) -> None:
     one, x = at_a_gemm(name, "te", 1 if rows is None else 4), drawn(640, 160, seed=1)
     wanted = one.quantize(x, role="input", during="wgrad", rows=rows)
     kept = one.keep(x, None, role="input", during="wgrad", rows=rows)
@@ -320,7 +320,7 @@ def run(recipe: str, backend: str, parts: Mapping[str, Any] | None = None, **giv
     alignment = 128 if use in ("fp8-blockwise", "nvfp4") else declared.rows
     plugins = (declared,) if backend == "te" else ()
     return solve(
-        Trial(
+        LayerCase(
             parts={"precision": precision, **(parts or {})}, plugins=plugins, row_alignment=alignment, top_k=3, **given
         )
     )
@@ -379,9 +379,9 @@ def said(machine: Machine, use: str = "mxfp8", **parts: Any) -> str:
     """What is said of a spec on a machine; nothing if it is sound."""
     given = {"precision": {"use": use, "backend": "te"}, **parts}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moefw.testing.trial.Machine", lambda device: machine)
+        patch.setattr("moefw.testing.layer_case.Machine", lambda device: machine)
         try:
-            Trial(parts=given).resolve()
+            LayerCase(parts=given).resolve()
         except moefw.PlanError as refusal:
             return str(refusal)
     return ""

@@ -16,10 +16,10 @@ from moefw.core.contracts import Codec
 from moefw.core.errors import PlanError
 from moefw.core.records import Traffic
 from moefw.testing.counting import CountingGroup
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, assert_matches, build_layer, solve
 from moefw.testing.minima import Scheme
 from moefw.testing.pool import RankPool
 from moefw.testing.threads import thread_world
-from moefw.testing.trial import DISPATCHERS, Trial, assert_matches, build_layer, solve
 from moefw.testing.wire import differences, dispatch_assembly, measure, open_dispatcher
 from quantized_oracle import FORMATS, Format, InFP32, quantized_truth, solve_many
 
@@ -27,7 +27,7 @@ PACKED = ("fp8-blockwise", "mxfp8")
 DIM = 256
 
 
-def layer(form: Format, dispatch: Mapping[str, Any], *, kind: type[Trial] = InFP32, **given: Any) -> Trial:
+def layer(form: Format, dispatch: Mapping[str, Any], *, kind: type[LayerCase] = InFP32, **given: Any) -> LayerCase:
     parts = {"precision": dict(form.choice), "dispatch": {**dispatch, "wire": "fp8"}, **given.pop("parts", {})}
     return kind(parts=parts, row_alignment=form.rows, **{"dim": 96, "expert_dim": 80, "top_k": 3, **given})
 
@@ -56,7 +56,7 @@ def test_experts_compute_with_rows_rounded_once_and_everything_else_does_not(
 def test_the_output_is_the_same_bits_as_if_rows_had_travelled_high(name: str) -> None:
     """What was rounded along a row is rounded to itself by the GEMM. Only the weight gradient sees it twice."""
     packed, high = (
-        solve(layer(FORMATS[name], {"use": "alltoall"}, kind=Trial, tokens=(9,), parts=parts))
+        solve(layer(FORMATS[name], {"use": "alltoall"}, kind=LayerCase, tokens=(9,), parts=parts))
         for parts in ({}, {"dispatch": {"use": "alltoall"}})
     )
     assert torch.equal(packed.out_TD, high.out_TD)
@@ -112,7 +112,7 @@ def test_rows_on_their_way_to_the_experts_take_half_the_bytes_as_claimed(use: st
 @pytest.mark.parametrize("precision", [{"use": "bf16"}, {"use": "fp32"}, dict(FORMATS["nvfp4"].choice)], ids=str)
 def test_a_recipe_that_does_not_pack_rows_is_refused(precision: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="wire: fp8 sends codes and scales") as caught:
-        Trial(parts={"precision": precision, "dispatch": {"use": "alltoall", "wire": "fp8"}}).resolve()
+        LayerCase(parts={"precision": precision, "dispatch": {"use": "alltoall", "wire": "fp8"}}).resolve()
     assert "fp8-blockwise or mxfp8" in str(caught.value)
 
 
@@ -125,7 +125,7 @@ def test_the_libraries_are_not_given_packed_rows(use: str) -> None:
 def test_rows_of_experts_that_are_kept_in_bf16_travel_in_bf16() -> None:
     precision = {**FORMATS["mxfp8"].choice, "keep_bf16": ["*.moe.experts"]}
     outcomes = [
-        solve(layer(FORMATS["mxfp8"], {"use": "alltoall"}, kind=Trial, tokens=(9,), parts=parts))
+        solve(layer(FORMATS["mxfp8"], {"use": "alltoall"}, kind=LayerCase, tokens=(9,), parts=parts))
         for parts in ({"precision": precision}, {"precision": {"use": "bf16"}, "dispatch": {"use": "alltoall"}})
     ]
     assert torch.equal(outcomes[0].out_TD, outcomes[1].out_TD)

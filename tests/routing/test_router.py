@@ -11,9 +11,10 @@ from torch import Tensor
 
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
+from moefw.compose.machine import lone_site
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
-from moefw.core.site import Dims, Machine, Site
+from moefw.core.site import Dims, Machine
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk import TopK
 from moefw.plugins.routers.topk.options import Balance
@@ -23,7 +24,7 @@ from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL
 from moefw.training.engine import Engine
 
-SITE = Site(dims=Dims(model_dim=4, expert_dim=8, num_experts=6, top_k=2), layer=1, world=1, machine=Machine())
+SITE = lone_site(Dims(model_dim=4, expert_dim=8, num_experts=6, top_k=2), Machine(), layer=1)
 
 
 def router(**options) -> TopKRouter:

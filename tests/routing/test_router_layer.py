@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moefw.core.stages import Batch
+from moefw.testing.layer_case import LayerCase, assert_matches, build_layer, solve, this_rank, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import Trial, assert_matches, build_layer, solve, this_rank, truth
 
 AUX = {"kind": "aux_loss", "coeff": 0.2}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -40,14 +40,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 RECOMPUTE = [{"use": "recompute", "regions": ["router"]}]
 
 
-def case(routing: dict[str, Any], tokens: tuple[int, ...] = (9, 6), memory: Any = (), **more: Any) -> Trial:
+def case(routing: dict[str, Any], tokens: tuple[int, ...] = (9, 6), memory: Any = (), **more: Any) -> LayerCase:
     parts = {
         "routing": {"use": "topk", **routing},
         "dispatch": {"use": "alltoall"},
         "memory": list(memory),
         "parallel": {"experts": {"ep": len(tokens)}},
     }
-    return Trial(tokens=tokens, num_experts=8, parts=parts, **more)
+    return LayerCase(tokens=tokens, num_experts=8, parts=parts, **more)
 
 
 @pytest.mark.parametrize("memory", [[], RECOMPUTE], ids=["kept", "recomputed"])
@@ -56,19 +56,19 @@ def case(routing: dict[str, Any], tokens: tuple[int, ...] = (9, 6), memory: Any 
 def test_the_layer_equals_the_oracle(pool: RankPool, setting: str, skew: str, memory: Any) -> None:
     routing, words = SETTINGS[setting]
     for masked, tokens in ((False, (9, 6)), (True, (0, 11))):
-        trial = case(routing, tokens, memory, skew=skew, masked=masked, shared=True)
-        assert_matches(pool.run(solve, 2, trial), truth(trial, Rule(top_k=2, **words)), rtol=2e-5)
+        layer_case = case(routing, tokens, memory, skew=skew, masked=masked, shared=True)
+        assert_matches(pool.run(solve, 2, layer_case), truth(layer_case, Rule(top_k=2, **words)), rtol=2e-5)
 
 
 def test_the_quantiles_equal_the_oracle(pool: RankPool) -> None:
-    trial = case({"balance": [{"kind": "quantile"}]}, masked=True)
-    wanted = truth(trial, Rule(top_k=2, score="softmax"), beta_E=torch.zeros(8))
-    assert_matches(pool.run(solve, 2, trial), wanted, rtol=2e-5)
+    layer_case = case({"balance": [{"kind": "quantile"}]}, masked=True)
+    wanted = truth(layer_case, Rule(top_k=2, score="softmax"), beta_E=torch.zeros(8))
+    assert_matches(pool.run(solve, 2, layer_case), wanted, rtol=2e-5)
 
 
 def test_forced_counts_are_not_exchanged_and_right(pool: RankPool) -> None:
-    trial = case({"use": "forced"}, tokens=(6, 6))
-    assert_matches(pool.run(solve, 2, trial), truth(trial, Rule(kind="forced", top_k=2)), rtol=2e-5)
+    layer_case = case({"use": "forced"}, tokens=(6, 6))
+    assert_matches(pool.run(solve, 2, layer_case), truth(layer_case, Rule(kind="forced", top_k=2)), rtol=2e-5)
 
 
 @pytest.mark.parametrize("setting", ["jitter", "probs", "sequences", "fp64", "sinkhorn"])
@@ -82,21 +82,21 @@ def test_recomputing_the_router_changes_no_bit(pool: RankPool, setting: str) -> 
 
 def test_choices_dropped_behind_the_router_are_left_out_by_the_oracle(pool: RankPool) -> None:
     """What another dispatcher's budget drops, the oracle can drop: here, what replay says."""
-    trial = case({"score": "sigmoid", "renormalise": False})
-    free = truth(trial, Rule(top_k=2, renormalise=False))
+    layer_case = case({"score": "sigmoid", "renormalise": False})
+    free = truth(layer_case, Rule(top_k=2, renormalise=False))
     dropped_TK = torch.zeros(15, 2, dtype=torch.bool)
     dropped_TK[::4, 1] = True
-    wanted = truth(trial, Rule(top_k=2, renormalise=False), dropped_TK=dropped_TK)
+    wanted = truth(layer_case, Rule(top_k=2, renormalise=False), dropped_TK=dropped_TK)
     ids_TK = free.expert_ids_TK.masked_fill(dropped_TK, -1)
     assert torch.equal(wanted.expert_ids_TK, ids_TK)
-    out_TD = torch.cat(pool.run(replayed, 2, trial, ids_TK.split([9, 6])))
+    out_TD = torch.cat(pool.run(replayed, 2, layer_case, ids_TK.split([9, 6])))
     torch.testing.assert_close(out_TD.double(), wanted.out_TD, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(wanted.out_TD, free.out_TD)
 
 
-def replayed(trial: Trial, routes: tuple[Tensor, ...]) -> Tensor:
-    layer, shared = build_layer(trial)
-    x_TD, _ = trial.draw(this_rank())
+def replayed(layer_case: LayerCase, routes: tuple[Tensor, ...]) -> Tensor:
+    layer, shared = build_layer(layer_case)
+    x_TD, _ = layer_case.draw(this_rank())
     ids_BS = torch.zeros(1, len(x_TD), dtype=torch.int64)
     out_TD, _ = layer(x_TD, Batch(ids_BS=ids_BS, labels_BS=ids_BS, routes={0: routes[this_rank()]}))
     shared.close()

@@ -10,8 +10,9 @@ from attrs import asdict
 from test_router_topk import EXPERTS, batch_of, probe, tokens
 from torch import Tensor
 
+from moefw.compose.machine import lone_site
 from moefw.core.errors import ContractError
-from moefw.core.site import Dims, Machine, Site
+from moefw.core.site import Dims, Machine
 from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.forced import Forced
 from moefw.plugins.routers.forced.router import ForcedRouter
@@ -25,7 +26,7 @@ KINDS: dict[str, tuple[type, type]] = {"sinkhorn": (Sinkhorn, SinkhornRouter), "
 def router(kind: str, top_k: int, *, experts: int = EXPERTS, **options: Any) -> Any:
     dims = Dims(model_dim=16, expert_dim=8, num_experts=experts, top_k=top_k)
     declaration, runtime = KINDS[kind]
-    made = runtime(Site(dims=dims, layer=0, world=1, machine=Machine()), **asdict(declaration(**options)))
+    made = runtime(lone_site(dims, Machine()), **asdict(declaration(**options)))
     torch.nn.init.normal_(made.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     return made
 

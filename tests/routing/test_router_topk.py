@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefw.compose.machine import lone_site
 from moefw.core.errors import ContractError
-from moefw.core.site import Dims, Machine, Site
+from moefw.core.site import Dims, Machine
 from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.topk import TopK
 from moefw.plugins.routers.topk.options import Balance, Capacity, Groups
@@ -39,12 +40,7 @@ LEVELS = {"aux_coeff": "micro_batch", "sequence_aux_coeff": "sequence", "global_
 
 
 def router(top_k: int = 2, experts: int = EXPERTS, dim: int = DIM, layer: int = 0, **options: Any) -> TopKRouter:
-    site = Site(
-        dims=Dims(model_dim=dim, expert_dim=8, num_experts=experts, top_k=top_k),
-        layer=layer,
-        world=1,
-        machine=Machine(),
-    )
+    site = lone_site(Dims(model_dim=dim, expert_dim=8, num_experts=experts, top_k=top_k), Machine(), layer=layer)
     declared = TopK(**options)
     assert not declared.check(site)
     made = TopKRouter(site, declared)

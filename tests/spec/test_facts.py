@@ -222,10 +222,10 @@ def test_an_unknown_fact_is_a_plugin_error_with_the_nearest_name(say: Any) -> No
 
 
 def test_every_fact_names_sections_that_exist() -> None:
-    from moefw.compose.assembly import Parts
+    from moefw.compose.assembly import ChosenPlugins
 
     for fact in FACTS.values():
-        assert set(fact.offered_by) <= set(Parts.__annotations__)
+        assert set(fact.offered_by) <= set(ChosenPlugins.__annotations__)
 
 
 @pytest.mark.parametrize("state", [lambda: offers(rows="ragged"), lambda: need("device", "cpu", reason="because")])

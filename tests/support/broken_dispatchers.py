@@ -74,17 +74,17 @@ class Wrapper(Dispatcher):
     def finish_dispatch(self, pending):
         return self.inner.finish_dispatch(pending)
 
-    def start_redispatch(self, x_TD, weights_TK, receipt):
-        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+    def start_redispatch(self, x_TD, weights_TK, handle):
+        return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
-    def start_combine(self, rows_RD, receipt):
-        return self.inner.start_combine(rows_RD, receipt)
+    def start_combine(self, rows_RD, handle):
+        return self.inner.start_combine(rows_RD, handle)
 
     def finish_combine(self, pending):
         return self.inner.finish_combine(pending)
 
-    def traffic(self, receipt, *, row_bytes):
-        return self.inner.traffic(receipt, row_bytes=row_bytes)
+    def traffic(self, handle, *, row_bytes):
+        return self.inner.traffic(handle, row_bytes=row_bytes)
 
 
 def changed(batch: ExpertBatch, **fields: Any) -> ExpertBatch:
@@ -96,8 +96,8 @@ class Arriving(Wrapper):
     """Heirs change what arrives."""
 
     def finish_dispatch(self, pending):
-        batch, receipt = self.inner.finish_dispatch(pending)
-        return self.arrived(batch), receipt
+        batch, handle = self.inner.finish_dispatch(pending)
+        return self.arrived(batch), handle
 
 
 class Returning(Wrapper):
@@ -144,9 +144,9 @@ CACHE: dict[int, Tensor] = {}
 
 @breaks("keeps state between calls: broken_dispatchers.CACHE", "nothing_on_the_dispatcher_changes_between_calls")
 class KeepsInItsModule(Wrapper):
-    def start_combine(self, rows_RD, receipt):
+    def start_combine(self, rows_RD, handle):
         CACHE[len(rows_RD)] = rows_RD.detach().sum()
-        return super().start_combine(rows_RD, receipt)
+        return super().start_combine(rows_RD, handle)
 
 
 @breaks("tensors leak", "no_tensor_stays_alive_after_a_movement")
@@ -186,20 +186,20 @@ class BackwardKnowsTheLastForward(Returning):
         return ScaledGradient.apply(out_TD, lambda grad: 1.0 if self.last is pending else 2.0)
 
 
-@breaks("already used", "a_receipt_and_a_plan_can_be_used_again")
-class ReceiptsWorkOnce(Wrapper):
+@breaks("already used", "a_handle_and_a_plan_can_be_used_again")
+class HandlesWorkOnce(Wrapper):
     def __init__(self, *given) -> None:
         super().__init__(*given)
         self.used: list[Any] = []
 
-    def start_combine(self, rows_RD, receipt):
-        if receipt in self.used:
-            raise RuntimeError("this receipt was already used")
-        self.used.append(receipt)
-        return super().start_combine(rows_RD, receipt)
+    def start_combine(self, rows_RD, handle):
+        if handle in self.used:
+            raise RuntimeError("this handle was already used")
+        self.used.append(handle)
+        return super().start_combine(rows_RD, handle)
 
 
-@breaks("combine after a later movement", "a_receipt_and_a_plan_can_be_used_again")
+@breaks("combine after a later movement", "a_handle_and_a_plan_can_be_used_again")
 class CombineKnowsTheLastPlan(Wrapper):
     def plan(self, routing, **given):
         self.tokens = routing.expert_ids_TK.flatten().tolist()
@@ -208,9 +208,9 @@ class CombineKnowsTheLastPlan(Wrapper):
         self.mine.append((plan, self.tokens))
         return plan
 
-    def start_combine(self, rows_RD, receipt):
-        known = next(tokens for plan, tokens in self.mine if plan is receipt.plan)
-        return super().start_combine(rows_RD if known == self.tokens else rows_RD * 2, receipt)
+    def start_combine(self, rows_RD, handle):
+        known = next(tokens for plan, tokens in self.mine if plan is handle.plan)
+        return super().start_combine(rows_RD if known == self.tokens else rows_RD * 2, handle)
 
 
 @breaks("a movement that was given up", "a_movement_that_was_given_up_leaves_nothing_behind")
@@ -270,8 +270,8 @@ class AppliesWeightsTwice(Arriving):
     offers={"row_keys": True},
 )
 class RedispatchesNumbers(Wrapper):
-    def start_redispatch(self, x_TD, weights_TK, receipt):
-        return super().start_redispatch(x_TD.float().to(x_TD.dtype), weights_TK, receipt)
+    def start_redispatch(self, x_TD, weights_TK, handle):
+        return super().start_redispatch(x_TD.float().to(x_TD.dtype), weights_TK, handle)
 
 
 @breaks("that pad the group of expert", "rows_that_pad_a_group_are_zero_with_weight_zero")
@@ -283,8 +283,8 @@ class FillsPadding(Arriving):
 
 @breaks("combine reads padding", "padding_and_undefined_rows_are_never_read")
 class ReadsPadding(Wrapper):
-    def start_combine(self, rows_RD, receipt):
-        return super().start_combine(rows_RD + 0 * rows_RD.sum(), receipt)
+    def start_combine(self, rows_RD, handle):
+        return super().start_combine(rows_RD + 0 * rows_RD.sum(), handle)
 
 
 @breaks("padded to the alignment", "counts_offsets_and_host_counts_are_those_of_the_routing")

@@ -9,6 +9,7 @@ import broken_dispatchers
 import moefw
 from broken_dispatchers import Arriving, Returning, ScaledGradient, Wrapper, WrongOrder, breaks, changed
 from moefw.core.records import Sent, Traffic
+from moefw.plugins.dispatchers.hybridep.budget import Budget
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 
 # Gradients.
@@ -33,8 +34,8 @@ class LosesGradientsOfOtherRanks(Arriving):
 
 @breaks("rows of expert", "rows_get_the_gradients_of_their_tokens_outputs")
 class ScalesTheGradientOfRows(Wrapper):
-    def start_combine(self, rows_RD, receipt):
-        return super().start_combine(ScaledGradient.apply(rows_RD, lambda grad: 0.5), receipt)
+    def start_combine(self, rows_RD, handle):
+        return super().start_combine(ScaledGradient.apply(rows_RD, lambda grad: 0.5), handle)
 
 
 @breaks("under torch.no_grad a tensor", "without_gradients_nothing_is_saved_and_nothing_changes")
@@ -123,8 +124,8 @@ class ReadsTooEarly(Wrapper):
         return pending
 
     def finish_dispatch(self, pending):
-        batch, receipt = super().finish_dispatch(pending)
-        return changed(batch, rows_RD=batch.rows_RD + self.peek), receipt
+        batch, handle = super().finish_dispatch(pending)
+        return changed(batch, rows_RD=batch.rows_RD + self.peek), handle
 
 
 @breaks("is overwritten before it was awaited", "no_buffer_is_read_before_its_collective_is_awaited", worlds=(2,))
@@ -147,14 +148,14 @@ class WaitsInStart(Wrapper):
 
 @breaks("finish's backward does not start the dual", "movements_are_under_way_between_start_and_finish", worlds=(2,))
 class MovesInOneNode(Wrapper):
-    def start_combine(self, rows_RD, receipt):
-        pending = super().start_combine(rows_RD.detach(), receipt)
-        return (pending, rows_RD, receipt)
+    def start_combine(self, rows_RD, handle):
+        pending = super().start_combine(rows_RD.detach(), handle)
+        return (pending, rows_RD, handle)
 
     def finish_combine(self, pending):
-        flying, rows_RD, receipt = pending
+        flying, rows_RD, handle = pending
         out_TD = super().finish_combine(flying)
-        return OneNode.apply(rows_RD, out_TD, lambda rows: super(MovesInOneNode, self).start_combine(rows, receipt),
+        return OneNode.apply(rows_RD, out_TD, lambda rows: super(MovesInOneNode, self).start_combine(rows, handle),
                              super().finish_combine)  # fmt: skip
 
 
@@ -183,20 +184,20 @@ class RedispatchPlansAgain(Wrapper):
     def start_dispatch(self, x_TD, weights_TK, plan):
         return super().start_dispatch(x_TD, weights_TK, plan)
 
-    def start_redispatch(self, x_TD, weights_TK, receipt):
-        return self.start_dispatch(x_TD, weights_TK, super().plan(receipt.plan.detail.told[1]))
+    def start_redispatch(self, x_TD, weights_TK, handle):
+        return self.start_dispatch(x_TD, weights_TK, super().plan(handle.plan.detail.told[1]))
 
 
 @breaks("is not a dispatch of them", "redispatch_moves_other_values_along_the_same_way")
 class RedispatchForgetsWeights(Wrapper):
-    def start_redispatch(self, x_TD, weights_TK, receipt):
-        return self.start_dispatch(x_TD, weights_TK.detach(), receipt.plan)
+    def start_redispatch(self, x_TD, weights_TK, handle):
+        return self.start_dispatch(x_TD, weights_TK.detach(), handle.plan)
 
 
 @breaks("traffic is not what was sent", "the_bytes_it_reports_are_those_that_leave_the_rank", worlds=(2,))
 class MisreportsBytes(Wrapper):
-    def traffic(self, receipt, *, row_bytes):
-        true = super().traffic(receipt, row_bytes=row_bytes)
+    def traffic(self, handle, *, row_bytes):
+        true = super().traffic(handle, row_bytes=row_bytes)
         sent = dict(true.sent)
         sent["combine"] = [Sent(payload=each.payload // 2) for each in sent["combine"]]
         return Traffic(true.rank, sent)
@@ -204,8 +205,8 @@ class MisreportsBytes(Wrapper):
 
 @breaks("traffic is not what was sent", "the_bytes_it_reports_are_those_that_leave_the_rank", worlds=(2,))
 class ReportsNothing(Wrapper):
-    def traffic(self, receipt, *, row_bytes):
-        true = super().traffic(receipt, row_bytes=row_bytes)
+    def traffic(self, handle, *, row_bytes):
+        true = super().traffic(handle, row_bytes=row_bytes)
         return Traffic(true.rank, {name: [Sent()] * len(peers) for name, peers in true.sent.items()})
 
 
@@ -229,7 +230,7 @@ breaks("returns something else when it is asked again", "it_can_be_built_and_its
 @breaks("dropless is ignored", "a_static_budget_holds_whatever_the_routing", offers={"rows": ("static",)})
 class IgnoresDropless(Wrapper):
     def built(self):
-        return TorchHybridEP(self.experts, row_alignment=self.row_alignment, rank_capacity=0.5, drops=True)
+        return TorchHybridEP(self.experts, row_alignment=self.row_alignment, budget=Budget(0.5, "drop"))
 
     def plan(self, routing, *, counts=None, dropless=False):
         return self.inner.plan(routing)
@@ -238,7 +239,7 @@ class IgnoresDropless(Wrapper):
 @breaks("stats say that 0 were left out", "a_static_budget_holds_whatever_the_routing", offers={"rows": ("static",)})
 class SaysNothingOfOverflow(Arriving):
     def built(self):
-        return TorchHybridEP(self.experts, row_alignment=self.row_alignment, rank_capacity=0.5, drops=True)
+        return TorchHybridEP(self.experts, row_alignment=self.row_alignment, budget=Budget(0.5, "drop"))
 
     def arrived(self, batch):
         return changed(batch, stats={})
@@ -334,7 +335,7 @@ class WrongOrderOnRealRanks(RealRanks, WrongOrder):
 
 @breaks("raises", "rows_come_in_order_of_expert_source_rank_and_token", worlds=(2,))
 class FailsOnRealRanks(RealRanks):
-    def start_combine(self, rows_RD, receipt):
+    def start_combine(self, rows_RD, handle):
         raise ZeroDivisionError("on purpose")
 
 

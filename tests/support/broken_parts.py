@@ -27,7 +27,7 @@ from moefw.runtime.parallel.opened_layout import OpenedLayout
 class _Policy(MemoryPlugin, moefw.MemoryPolicy):
     """A declaration that is its own runtime part."""
 
-    treatment: ClassVar[str] = "recompute"
+    mechanism: ClassVar[str] = "recompute"
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         return self

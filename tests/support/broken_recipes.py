@@ -10,7 +10,7 @@ from torch import Tensor
 
 import moefw
 from moefw.core.plugin import PrecisionPlugin
-from moefw.core.records import Kept
+from moefw.core.records import SavedOperand
 
 
 @frozen
@@ -127,16 +127,16 @@ class WritesIntoTheTensor(_Recipe):
 class KeepsAnother(_Recipe):
     name: ClassVar[str] = "keeps-another"
 
-    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> Kept:
-        return Kept((x,), lambda saved: saved[0].flip(-1))
+    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
+        return SavedOperand((x,), lambda saved: saved[0].flip(-1))
 
 
 @frozen
 class KeepsLess(_Recipe):
     name: ClassVar[str] = "keeps-less"
 
-    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> Kept:
-        return Kept((used[..., :1],), lambda saved: saved[0])
+    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
+        return SavedOperand((used[..., :1],), lambda saved: saved[0])
 
 
 @frozen
@@ -146,8 +146,8 @@ class TurnsOneOfTwo(_Recipe):
     name: ClassVar[str] = "turns-one-of-two"
     by_pass: ClassVar[bool] = True
 
-    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> Kept:
-        return Kept((x,), lambda saved: saved[0].flip(-2) if during == "wgrad" else saved[0])
+    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
+        return SavedOperand((x,), lambda saved: saved[0].flip(-2) if during == "wgrad" else saved[0])
 
 
 @frozen

@@ -22,7 +22,7 @@ from moefw.core.records import Traffic
 from moefw.core.site import Machine
 from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
-from moefw.testing.trial import Outcome, Trial, build_layer, routed, solve
+from moefw.testing.layer_case import LayerCase, Outcome, build_layer, routed, solve
 
 
 @contextmanager
@@ -35,9 +35,7 @@ def library(**options: Any) -> Iterator[list[tuple[str, dict[str, Any]]]]:
 
     before = DeepEP.build, HybridEP.build
     DeepEP.build = lambda _, context: deepep.build(context, **options)
-    HybridEP.build = lambda self, context: hybridep.build(
-        context, rank_capacity=self.rank_capacity, drops=self.on_overflow == "drop", **options
-    )
+    HybridEP.build = lambda self, context: hybridep.build(context, budget=self.budget, **options)
     torch.utils.deterministic.fill_uninitialized_memory = False
     CALLS.clear()
     try:
@@ -47,13 +45,13 @@ def library(**options: Any) -> Iterator[list[tuple[str, dict[str, Any]]]]:
         DeepEP.build, HybridEP.build = before
 
 
-def solved(case: Trial, options: dict[str, Any]) -> Outcome:
-    """Run the layer of a trial forward and backward over the fake."""
+def solved(case: LayerCase, options: dict[str, Any]) -> Outcome:
+    """Run the layer of a layer case forward and backward over the fake."""
     with library(**options):
         return solve(case)
 
 
-def received(case: Trial, options: dict[str, Any] | None) -> dict[str, Any]:
+def received(case: LayerCase, options: dict[str, Any] | None) -> dict[str, Any]:
     """Return the rows that arrive, their weights and counts, over the fake or (None) over the torch backend."""
     if options is None:
         return _received(case)
@@ -61,14 +59,14 @@ def received(case: Trial, options: dict[str, Any] | None) -> dict[str, Any]:
         return _received(case)
 
 
-def _received(case: Trial) -> dict[str, Any]:
+def _received(case: LayerCase) -> dict[str, Any]:
     layer, shared = build_layer(case)
     x_TD, _, routing = routed(case, layer)
     moves = layer.dispatcher
-    batch, receipt = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
+    batch, handle = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
     end = int(batch.offsets_e[-1])
-    traffic: Traffic = moves.traffic(receipt, row_bytes=2 * case.dim)
-    out = moves.combine(torch.where(torch.arange(len(batch.rows_RD)).unsqueeze(1) < end, batch.rows_RD, 0), receipt)
+    traffic: Traffic = moves.traffic(handle, row_bytes=2 * case.dim)
+    out = moves.combine(torch.where(torch.arange(len(batch.rows_RD)).unsqueeze(1) < end, batch.rows_RD, 0), handle)
     shared.close()
     return {
         "rows": batch.rows_RD[:end].detach().float(),
@@ -85,7 +83,7 @@ def _received(case: Trial) -> dict[str, Any]:
 
 @dataclass
 class Again:
-    """What a second movement along a receipt brought, and what the library was asked for."""
+    """What a second movement along a handle brought, and what the library was asked for."""
 
     same_rows: bool
     same_weights: bool
@@ -93,17 +91,17 @@ class Again:
     calls: list[tuple[str, list[str]]]
 
 
-def redispatched(case: Trial, options: dict[str, Any]) -> Again:
+def redispatched(case: LayerCase, options: dict[str, Any]) -> Again:
     """Dispatch, then redispatch twice the tokens and weights, and return the gradients of the second."""
     with library(**options) as calls:
         layer, shared = build_layer(case)
         moves = layer.dispatcher
         x_TD, _, routing = routed(case, layer)
         weights_TK = routing.weights_TK.detach()
-        batch, receipt = moves.dispatch(x_TD, weights_TK, moves.plan(routing))
+        batch, handle = moves.dispatch(x_TD, weights_TK, moves.plan(routing))
         calls.clear()
         x2, w2 = (2 * x_TD).requires_grad_(), (2 * weights_TK).requires_grad_()
-        again, _ = moves.redispatch(x2, w2, receipt)
+        again, _ = moves.redispatch(x2, w2, handle)
         end = int(batch.offsets_e[-1])
         (again.rows_RD[:end].float().sum() + (3 * again.row_weights_R[:end]).sum()).backward()
         asked = [(name, sorted(given)) for name, given in calls]
@@ -117,7 +115,7 @@ def redispatched(case: Trial, options: dict[str, Any]) -> Again:
     )
 
 
-def in_flight(case: Trial, options: dict[str, Any]) -> bool:
+def in_flight(case: LayerCase, options: dict[str, Any]) -> bool:
     """Return whether two micro-batches in a row and interleaved give the same bits, outputs and gradients."""
     with library(**options):
         layer, shared = build_layer(case)
@@ -126,28 +124,28 @@ def in_flight(case: Trial, options: dict[str, Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def _two(case: Trial, layer: Any, interleaved: bool) -> list[Tensor]:
+def _two(case: LayerCase, layer: Any, interleaved: bool) -> list[Tensor]:
     moves = layer.dispatcher
     sent = []
     for seed in (1, 2):
-        x_TD, _, routing = routed(Trial(**{**case.__dict__, "seed": seed}), layer)
+        x_TD, _, routing = routed(LayerCase(**{**case.__dict__, "seed": seed}), layer)
         sent.append((x_TD.requires_grad_(), routing))
     if interleaved:
         plans = [moves.plan(routing) for _, routing in sent]
         flying = [moves.start_dispatch(x, r.weights_TK, plan) for (x, r), plan in zip(sent, plans)]
         arrived = [moves.finish_dispatch(pending) for pending in flying]
-        back = [moves.start_combine(layer.experts(batch), receipt) for batch, receipt in arrived]
+        back = [moves.start_combine(layer.experts(batch), handle) for batch, handle in arrived]
         outs = [moves.finish_combine(pending) for pending in back]
     else:
         outs = []
         for x_TD, routing in sent:
-            batch, receipt = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
-            outs.append(moves.combine(layer.experts(batch), receipt))
+            batch, handle = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
+            outs.append(moves.combine(layer.experts(batch), handle))
     sum((out.float().square().sum() for out in outs), torch.zeros(())).backward()
     return [*(out.detach() for out in outs), *(x.grad for x, _ in sent)]
 
 
-def left_on_the_dispatcher(case: Trial, options: dict[str, Any]) -> list[str]:
+def left_on_the_dispatcher(case: LayerCase, options: dict[str, Any]) -> list[str]:
     """Return the attributes of the dispatcher, and of its wire, that a forward and backward changed."""
     with library(**options):
         layer, shared = build_layer(case)
@@ -166,7 +164,7 @@ def _fields(one: Any) -> dict[str, int]:
     return {name: id(value) for name, value in getattr(one, "__dict__", {}).items()}
 
 
-def rows_outlive_the_layer(case: Trial, options: dict[str, Any]) -> list[bool]:
+def rows_outlive_the_layer(case: LayerCase, options: dict[str, Any]) -> list[bool]:
     """Return whether what travelled is still held after a forward and backward, before any garbage collection."""
     gc.collect()
     gc.disable()
@@ -175,8 +173,8 @@ def rows_outlive_the_layer(case: Trial, options: dict[str, Any]) -> list[bool]:
             layer, shared = build_layer(case)
             moves = layer.dispatcher
             x_TD, _, routing = routed(case, layer)
-            batch, receipt = moves.dispatch(x_TD.requires_grad_(), routing.weights_TK, moves.plan(routing))
-            out_TD = moves.combine(batch.rows_RD * 2, receipt)
+            batch, handle = moves.dispatch(x_TD.requires_grad_(), routing.weights_TK, moves.plan(routing))
+            out_TD = moves.combine(batch.rows_RD * 2, handle)
             held = [weakref.ref(one) for one in (batch.rows_RD, batch.row_weights_R, out_TD)]
             out_TD.float().sum().backward()
             del batch, out_TD, routing, x_TD
@@ -187,7 +185,7 @@ def rows_outlive_the_layer(case: Trial, options: dict[str, Any]) -> list[bool]:
     return outlived
 
 
-def refusal(case: Trial, options: dict[str, Any], prepare: Callable[[], None] | None = None) -> str:
+def refusal(case: LayerCase, options: dict[str, Any], prepare: Callable[[], None] | None = None) -> str:
     """Return the message with which building or running the layer fails; empty if it does not."""
     with library(**options):
         if prepare:
@@ -205,13 +203,13 @@ def refusal(case: Trial, options: dict[str, Any], prepare: Callable[[], None] | 
     return ""
 
 
-def refused(trial: Trial, machine: Machine, **dispatch: Any) -> str:
-    """Return the message with which ``machine`` refuses a trial's spec with other options of its dispatcher."""
-    parts = {**trial.parts, "dispatch": {**trial.parts["dispatch"], "backend": "library", **dispatch}}
-    tree = Trial(**{**trial.__dict__, "parts": parts}).tree()
+def refused(layer_case: LayerCase, machine: Machine, **dispatch: Any) -> str:
+    """Return the message with which ``machine`` refuses a layer case's spec with other options of its dispatcher."""
+    parts = {**layer_case.parts, "dispatch": {**layer_case.parts["dispatch"], "backend": "library", **dispatch}}
+    tree = LayerCase(**{**layer_case.__dict__, "parts": parts}).tree()
     tree["run"] = {"device": machine.device}
     try:
-        assemble_tree(tree, Marks("trial"), defaults=defaults(), world=trial.world, machine=machine)
+        assemble_tree(tree, Marks("layer case"), defaults=defaults(), world=layer_case.world, machine=machine)
     except MoefwError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -70,7 +70,7 @@ IN_PARTS: dict[str, Any] = {
     "run": RUN,
 }
 WORLDS = {
-    "shared out": (SHARED_OUT, 8),
+    "sharded": (SHARED_OUT, 8),
     "looping": (LOOPING, 4),
     "once a rank": (ONCE_A_RANK, 4),
     "in parts": (IN_PARTS, 8),

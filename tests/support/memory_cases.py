@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from moefw.compose.assembly import Assembly
 from moefw.testing.fake_world import fake_assembly
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.memory_case import Observed, observed
 from moefw.testing.suites.runs import whole_model
 from moefw.testing.suites.watch import same_bits
-from moefw.testing.trial import Trial
 
 PRECISIONS: Mapping[str, Mapping[str, Any]] = {
     "fp32": {"use": "fp32"},
@@ -33,14 +33,14 @@ def recompute(*regions: str) -> dict[str, Any]:
     return {"use": "recompute", "regions": list(regions)}
 
 
-def model_trial(world: int, memory: Sequence[Mapping[str, Any]], **parts: Any) -> Trial:
+def model_case(world: int, memory: Sequence[Mapping[str, Any]], **parts: Any) -> LayerCase:
     return whole_model(world, parts={"parallel": {"experts": {"ep": world}}, "memory": memory, **parts}, plugins=())
 
 
 def run(
     pool: RankPool, memory: Sequence[Mapping[str, Any]], *, in_flight: bool = False, **parts: Any
 ) -> list[Observed]:
-    return list(pool.run(observed, 2, model_trial(2, memory, **parts), in_flight, 1.0))
+    return list(pool.run(observed, 2, model_case(2, memory, **parts), in_flight, 1.0))
 
 
 def assert_same(plain: Sequence[Observed], treated: Sequence[Observed]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefw.testing.trial import Outcome
+from moefw.testing.layer_case import Outcome
 
 
 def assert_near(got: Outcome, wanted: Outcome, *, rtol: float) -> None:

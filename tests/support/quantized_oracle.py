@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 import nvfp4_oracle as nvfp4
 from moefw.testing.choices import Rule, route
+from moefw.testing.layer_case import LayerCase, Outcome, parameters_of, solve
 from moefw.testing.oracle import Truth
-from moefw.testing.trial import Outcome, Trial, parameters_of, solve
 from moefw_kernels.quantize import E5M2, Quantized, quantize_fp8, quantize_mxfp8, quantize_tensor
 from nvfp4_oracle import Draws
 
@@ -162,29 +162,33 @@ def shared_expert(
     return product(s * u, down, form), from_gate + from_up, grad_gate, grad_up, grad_down
 
 
-class InFP32(Trial):
-    """A trial whose residual stream is fp32, so that nothing but the operands is rounded."""
+class InFP32(LayerCase):
+    """A layer case whose residual stream is fp32, so that nothing but the operands is rounded."""
 
     dtype = torch.float32
 
 
-def quantized_truth(trial: Trial, form: Format, *, etp: int = 1, groups: int = 1, packed: bool = False) -> Truth:
-    """What the layer of a trial computes; ``groups`` sets of consecutive ranks have all experts each.
+def quantized_truth(
+    layer_case: LayerCase, form: Format, *, etp: int = 1, groups: int = 1, packed: bool = False
+) -> Truth:
+    """What the layer of a layer case computes; ``groups`` sets of consecutive ranks have all experts each.
 
     ``packed``: rows travel to experts as codes.
     """
-    weights = parameters_of(trial)
-    drawn = [trial.draw(rank) for rank in range(trial.world)]
+    weights = parameters_of(layer_case)
+    drawn = [layer_case.draw(rank) for rank in range(layer_case.world)]
     x_TD, probe_TD = (torch.cat(tensors) for tensors in zip(*drawn, strict=True))
-    keys_T = np.concatenate([nvfp4.keys_of_tokens(int(trial.seeds(n)), count) for n, count in enumerate(trial.tokens)])
-    valid = torch.cat([trial.mask(rank) for rank in range(trial.world)])
+    keys_T = np.concatenate(
+        [nvfp4.keys_of_tokens(int(layer_case.seeds(n)), count) for n, count in enumerate(layer_case.tokens)]
+    )
+    valid = torch.cat([layer_case.mask(rank) for rank in range(layer_case.world)])
     x, router = x_TD.double().requires_grad_(), weights["router.weight"].double().requires_grad_()
-    routed = route(x @ router.T, Rule(top_k=trial.top_k, score="softmax"), valid=valid, ranks=trial.tokens)
+    routed = route(x @ router.T, Rule(top_k=layer_case.top_k, score="softmax"), valid=valid, ranks=layer_case.tokens)
     out, grad_x, grad_TK = torch.zeros_like(x_TD), torch.zeros_like(x_TD), torch.zeros(routed.ids_TK.shape)
     grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    together = torch.tensor([rank * groups // trial.world for rank in range(trial.world)])
-    group_T = together.repeat_interleave(torch.tensor(trial.tokens))
-    for number in range(trial.num_experts * groups * etp):
+    together = torch.tensor([rank * groups // layer_case.world for rank in range(layer_case.world)])
+    group_T = together.repeat_interleave(torch.tensor(layer_case.tokens))
+    for number in range(layer_case.num_experts * groups * etp):
         e, rest = divmod(number, groups * etp)
         group, part = divmod(rest, etp)
         rows, choices = ((routed.ids_TK == e) & (group_T == group).unsqueeze(1)).nonzero(as_tuple=True)
@@ -199,9 +203,9 @@ def quantized_truth(trial: Trial, form: Format, *, etp: int = 1, groups: int = 1
         grad_TK.index_put_((rows, choices), found.grad_weights, accumulate=True)
         for name, dim, grad in zip(names, (0, 0, 1), (found.gate, found.up, found.down)):
             grads[name].chunk(etp, dim)[part].add_(grad)
-    if trial.shared:
+    if layer_case.shared:
         names = [f"shared_expert.{kind}_proj.weight" for kind in ("gate", "up", "down")]
-        for at in torch.arange(len(x_TD)).split(list(trial.tokens)):
+        for at in torch.arange(len(x_TD)).split(list(layer_case.tokens)):
             whole = [weights[name] for name in names]
             y, dx, *found_W = shared_expert(x_TD[at], probe_TD[at], whole, form, keys_T[at.numpy()])
             out[at], grad_x[at] = out[at] + y, grad_x[at] + dx
@@ -211,25 +215,25 @@ def quantized_truth(trial: Trial, form: Format, *, etp: int = 1, groups: int = 1
     assert x.grad is not None
     assert router.grad is not None
     grads |= {"router.weight": router.grad, "x": grad_x + x.grad}
-    counts = torch.stack([(routed.ids_TK == e).sum() for e in range(trial.num_experts)]).double()
+    counts = torch.stack([(routed.ids_TK == e).sum() for e in range(layer_case.num_experts)]).double()
     return Truth(out_TD=out.double(), expert_ids_TK=routed.ids_TK, tokens_per_expert=counts, grads=grads)
 
 
-def solve_many(trials: Sequence[Trial]) -> list[Outcome]:
-    """Solve trials of one world on this rank."""
-    return [solve(trial) for trial in trials]
+def solve_many(layer_cases: Sequence[LayerCase]) -> list[Outcome]:
+    """Solve layer cases of one world on this rank."""
+    return [solve(layer_case) for layer_case in layer_cases]
 
 
-class OneBatch(Trial):
-    """A trial whose tokens are the same however many ranks share them."""
+class OneBatch(LayerCase):
+    """A layer case whose tokens are the same however many ranks share them."""
 
     def draw(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the rank's part of the tokens and of the probe."""
-        whole = Trial(tokens=(sum(self.tokens),), dim=self.dim, seed=self.seed, parts=self.parts).draw(0)
+        whole = LayerCase(tokens=(sum(self.tokens),), dim=self.dim, seed=self.seed, parts=self.parts).draw(0)
         x_TD, probe_TD = (tensor.split(list(self.tokens))[rank].clone() for tensor in whole)
         return x_TD, probe_TD
 
     def keys(self, rank: int) -> Tensor:
         """Return the keys of the rank's part of the tokens."""
-        whole = Trial(tokens=(sum(self.tokens),), seed=self.seed).keys(0)
+        whole = LayerCase(tokens=(sum(self.tokens),), seed=self.seed).keys(0)
         return whole.split(list(self.tokens))[rank]

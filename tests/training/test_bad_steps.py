@@ -20,7 +20,7 @@ from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL
 from moefw.training.engine import Engine, StepResult
-from moefw.training.treated_optimizer import build_optimizer
+from moefw.training.optimizer_under_policies import build_optimizer
 
 ALL = {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}
 SPLIT = {"dense": {"dp": 2, "tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard": "all"}}
@@ -39,8 +39,8 @@ class Run:
     def __init__(self, policy: str, **parts: Any) -> None:
         world = dist.get_world_size()
         parts = {**parts, "train": {**SMALL["train"], "tokens_per_step": 64, "micro_batch": 1}}
-        trial = whole_model(world, parts=parts, plugins=(Faulty,), sizes={"vocab_size": 64, "num_heads": 2})
-        self.model, self.assembly, self.layout, self.shared = open_model(trial)
+        layer_case = whole_model(world, parts=parts, plugins=(Faulty,), sizes={"vocab_size": 64, "num_heads": 2})
+        self.model, self.assembly, self.layout, self.shared = open_model(layer_case)
         self.optimizer = build_optimizer(self.assembly, self.model, self.layout, torch.device("cpu"), self.shared)
         self.engine = Engine(self.model, self.optimizer, self.layout, clip_norm=1.0, on_bad_step=policy)
 

@@ -29,7 +29,7 @@ from moefw.training import checkpoint
 from moefw.training.checkpoint import saving
 from moefw.training.checkpoint.shards import verify
 from moefw.training.folder import checkpoint_dirs
-from moefw.training.treated_optimizer import build_optimizer
+from moefw.training.optimizer_under_policies import build_optimizer
 
 
 def names(run_dir: Path) -> set[str]:
@@ -144,7 +144,7 @@ def test_what_no_manifest_can_name_is_not_saved(tmp_path: Path) -> None:
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "copies and experts": {"experts": {"ep": 2}},
-    "all shared out": {"dense": {"shard": "all"}, "experts": {"shard": "all"}},
+    "all sharded": {"dense": {"shard": "all"}, "experts": {"shard": "all"}},
     "split": {"dense": {"tp": 2}, "experts": {"etp": 2}},
 }
 

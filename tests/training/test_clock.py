@@ -1,4 +1,4 @@
-"""The time of a step is shared out over its sections."""
+"""The time of a step is divided over its sections."""
 
 import contextlib
 import io

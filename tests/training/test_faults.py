@@ -19,14 +19,12 @@ from moefw.testing.pool import RankPool
 from moefw.training.errors import StoppedError
 from moefw.training.faults import requests as requests_module
 from moefw.training.faults.blame import Seen, accusation, culprit, in_words
-from moefw.training.faults.limits import START_S, collective_timeout_s
-from moefw.training.faults.memory import is_out_of_memory, oom_kills
+from moefw.training.faults.kernel import GONE, SILENT, STOPPED, is_out_of_memory, oom_kills, process_state
+from moefw.training.faults.patience import START_S, Stillness, collective_timeout_s
 from moefw.training.faults.peers import Accused, Peers, SilentStoreError, silent_store, speaker
-from moefw.training.faults.processes import GONE, SILENT, STOPPED, process_state
 from moefw.training.faults.record import RECORD_BYTES, Ending, Record, read_record, write_ending, write_look, write_who
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stamps import Stamps, stamp, stamping
-from moefw.training.faults.stillness import Stillness
 from moefw.training.faults.where import waits_in
 
 

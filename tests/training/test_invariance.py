@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moefw.runtime.naming import initialise
+from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
-from moefw.testing.trial import DISPATCHERS
 
 VARIANTS = [
     *itertools.product((1, 2, 4), DISPATCHERS, ("grouped",)),

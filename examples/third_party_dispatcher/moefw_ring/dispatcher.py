@@ -26,7 +26,7 @@ COUNT_BYTES, NOTE_BYTES, WEIGHT_BYTES = 8, 4, 4
 
 
 @frozen(kw_only=True, eq=False)
-class _Way:
+class _Metadata:
     """The metadata of one movement: the lanes, which tokens leave on each, and the rows of this rank's experts."""
 
     lanes: Sequence[Lane]
@@ -70,7 +70,7 @@ class RingDispatcher(moefw.Dispatcher):
         )
         num_tokens, top_k = ids_TK.shape
         return moefw.DispatchPlan(
-            detail=_Way(lanes=lanes, leaving=leaving, arrival=arrival, num_tokens=num_tokens, top_k=top_k)
+            detail=_Metadata(lanes=lanes, leaving=leaving, arrival=arrival, num_tokens=num_tokens, top_k=top_k)
         )
 
     def _leaving(self, ids_TK: Tensor, step: int, hops: int) -> Slots:
@@ -112,47 +112,47 @@ class RingDispatcher(moefw.Dispatcher):
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
         """Send the tokens that leave, and their weights, on their first hop."""
-        way: _Way = plan.detail
+        metadata: _Metadata = plan.detail
         detail = (plan, x_TD, weights_TK)
-        if not way.lanes:
+        if not metadata.lanes:
             return stay([], detail=detail)
-        sent = [gather(tensor, slots.rows) for slots in way.leaving for tensor in (x_TD, weights_TK)]
-        return start(sent, forward=Onward(way.lanes), dual=Return(way.lanes), detail=detail)
+        sent = [gather(tensor, slots.rows) for slots in metadata.leaving for tensor in (x_TD, weights_TK)]
+        return start(sent, forward=Onward(metadata.lanes), dual=Return(metadata.lanes), detail=detail)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: moefw.Receipt) -> moefw.Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
         """Send again along the same way."""
-        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+        return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
-    def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.Receipt]:
+    def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
         """Pass tokens on until all have been where they are needed, and pick the rows of this rank's experts."""
         plan, x_TD, weights_TK = pending.detail
         came = finish(pending)
         x_AD, weights_AK = torch.cat([x_TD, *came[::2]]), torch.cat([weights_TK, *came[1::2]])
         arrival: Arrival = plan.detail.arrival
-        return moefw.ExpertBatch.of(arrival.expand(x_AD, weights_AK), arrival), moefw.Receipt(plan=plan)
+        return moefw.ExpertBatch.of(arrival.expand(x_AD, weights_AK), arrival), moefw.DispatchHandle(plan=plan)
 
-    def start_combine(self, rows_RD: Tensor, receipt: moefw.Receipt) -> moefw.Pending:
+    def start_combine(self, rows_RD: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
         """Add up each token's rows here, and send the sums of those that came by on their first hop home."""
-        way: _Way = receipt.plan.detail
-        sum_AD = way.arrival.reduce(rows_RD)
-        own_TD, *away = sum_AD.split([way.num_tokens, *(sum(lane.arriving) for lane in way.lanes)])
-        if not way.lanes:
-            return stay([], detail=(way, own_TD))
-        return start(away, forward=Return(way.lanes), dual=Onward(way.lanes), detail=(way, own_TD))
+        metadata: _Metadata = handle.plan.detail
+        sum_AD = metadata.arrival.reduce(rows_RD)
+        own_TD, *away = sum_AD.split([metadata.num_tokens, *(sum(lane.arriving) for lane in metadata.lanes)])
+        if not metadata.lanes:
+            return stay([], detail=(metadata, own_TD))
+        return start(away, forward=Return(metadata.lanes), dual=Onward(metadata.lanes), detail=(metadata, own_TD))
 
     def finish_combine(self, pending: moefw.Pending) -> Tensor:
         """Add what came home to what was computed here."""
-        way, out_TD = pending.detail
-        for slots, home_ND in zip(way.leaving, finish(pending), strict=True):
+        metadata, out_TD = pending.detail
+        for slots, home_ND in zip(metadata.leaving, finish(pending), strict=True):
             out_TD = out_TD + gather_sum(home_ND, slots.rows)
         return out_TD
 
-    def traffic(self, receipt: moefw.Receipt, *, row_bytes: int) -> Traffic:
+    def traffic(self, handle: moefw.DispatchHandle, *, row_bytes: int) -> Traffic:
         """Count what leaves here on each lane, own rows and rows that are passed on."""
-        way: _Way = receipt.plan.detail
+        metadata: _Metadata = handle.plan.detail
         size = self.experts.size
-        hops = [([0] * size, [0] * size), *(lane.splits() for lane in way.lanes)]
+        hops = [([0] * size, [0] * size), *(lane.splits() for lane in metadata.lanes)]
         sent_to = [sum(rows) for rows in zip(*(sent for sent, _ in hops), strict=True)]
-        told = [COUNT_BYTES * (size + 1) + NOTE_BYTES * (way.top_k + 1) * rows for rows in sent_to]
-        weights = WEIGHT_BYTES * way.top_k
+        told = [COUNT_BYTES * (size + 1) + NOTE_BYTES * (metadata.top_k + 1) * rows for rows in sent_to]
+        weights = WEIGHT_BYTES * metadata.top_k
         return traffic_of(self.experts.rank, hops, row_bytes=row_bytes, weight_bytes=weights, told=told)

@@ -14,7 +14,7 @@ from moefw.core.records import Traffic
 from moefw.testing import DispatcherSuite
 from moefw.testing.counting import CountingGroup
 from moefw.testing.threads import thread_world
-from moefw.testing.trial import Trial
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.wire import measure, open_dispatcher
 
 DIM, RANKS = 8, 6
@@ -53,7 +53,7 @@ def test_rows_go_to_neighbours_and_no_further_than_they_are_needed(distance: int
         "parallel": {"experts": {"ep": RANKS}},
     }
     sizes = {"tokens": (1,) * RANKS, "num_experts": RANKS, "top_k": 1, "dim": DIM}
-    assembly = Trial(**sizes, parts=parts, plugins=(Ring,)).assemble()
+    assembly = LayerCase(**sizes, parts=parts, plugins=(Ring,)).assemble()
     back = both_ways and distance > RANKS // 2
     hops, neighbour = (RANKS - distance, -1) if back else (distance, 1)
     row_bytes = 4 * DIM

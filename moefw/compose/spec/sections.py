@@ -111,7 +111,7 @@ class Spec:
     run: RunSpec = RunSpec()
 
 
-def choices(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Any]]:
+def plugin_fields(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Any]]:
     """Yield path, hook and choice of every place of a spec at which a plugin is named."""
     for place in attrs.fields(type(section)):
         value, here, hook = getattr(section, place.name), (*path, place.name), place.metadata.get("hook")
@@ -120,7 +120,7 @@ def choices(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, An
         elif hook:
             yield here, hook, value
         elif attrs.has(type(value)):
-            yield from choices(value, here)
+            yield from plugin_fields(value, here)
 
 
 def with_defaults(tree: Tree, defaults: Tree) -> Tree:

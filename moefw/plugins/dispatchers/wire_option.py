@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
 
 import moefw
 from moefw.core.plugin import DispatcherPlugin
+from moefw.core.site import Site
 from moefw.ledger.indices import Indices
-from moefw.ledger.parts import FP32, Extent, PartMemory, Region, Tensor
+from moefw.ledger.parts import FP32, PartMemory, RankShape, Region, Tensor
 
 if TYPE_CHECKING:
     from moefw.core.contracts import Codec
@@ -24,27 +26,34 @@ class SendsRows(DispatcherPlugin):
 
     wire: Literal["high", "fp8"] = "high"
 
-    def wire_needs(self) -> list[moefw.Need]:
-        """Return the need for a recipe that packs rows, if they are to be packed."""
+    def offers(self, site: Site) -> moefw.Offers:
+        """Any row alignment; the host learns the counts before the rows are there."""
+        return moefw.offers(
+            row_alignment=moefw.ANY, rows=("ragged", "padded"), counts=("host", "device"), row_keys=True
+        )
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """An expert-parallel axis, and a recipe that packs rows if they are to be packed."""
+        axis = moefw.need("axis", "ep", reason="rows travel along the expert-parallel axis")
         if self.wire == "high":
-            return []
+            return [axis]
         reason, fix = f"wire: {self.wire} sends codes and scales", "Use fp8-blockwise or mxfp8, or wire: high."
-        return [moefw.need("wire", (self.wire,), reason=reason, fix=fix, option="wire")]
+        return [axis, moefw.need("wire", (self.wire,), reason=reason, fix=fix, option="wire")]
 
     def codec(self, context: moefw.BuildContext) -> Codec | None:
-        """Return what packs the rows of a layer; None: nothing does, or its experts are spared from the recipe."""
+        """Return what packs the rows of a layer; None: nothing does, or its experts are kept in high precision."""
         return None if self.wire == "high" else context.recipe("moe.experts").codec(context.site.dims.model_dim)
 
-    def movement(self, extent: Extent, indices: Indices, *, arriving: int, returning: int) -> PartMemory:
+    def movement(self, shape: RankShape, indices: Indices, *, arriving: int, returning: int) -> PartMemory:
         """Return what a movement of rows takes: ``dispatch`` brings the experts' rows, ``combine`` takes them back.
 
         ``arriving`` rows (D), packed or not, land in a buffer that stays until combine is under way, ``returning`` rows
         are sent back: each is also received once. Backward of combine has both, too.
         """
-        x, (rows, row_weights, _) = extent.tokens_given(), extent.rows_given()
-        row, packed = x.nbytes // extent.tokens, self._packed(extent)
+        x, (rows, row_weights, _) = shape.tokens_given(), shape.rows_given()
+        row, packed = x.nbytes // shape.tokens, self._packed(shape)
         landed = arriving * (packed or row)
-        weights = Tensor(name="weights", nbytes=extent.choices * FP32)
+        weights = Tensor(name="weights", nbytes=shape.choices * FP32)
         dispatch = Region(
             name="dispatch",
             given=(x, weights),
@@ -63,7 +72,7 @@ class SendsRows(DispatcherPlugin):
         )
         return PartMemory(regions=(dispatch, combine))
 
-    def _packed(self, extent: Extent) -> int:
+    def _packed(self, shape: RankShape) -> int:
         """Return the bytes of a packed row, an even number; 0: rows are not packed."""
-        codes = None if self.wire == "high" else extent.formats_of("moe.experts").packed
-        return 0 if codes is None else -(-codes.row_bytes(extent.dims.model_dim) // 2) * 2
+        codes = None if self.wire == "high" else shape.formats_of("moe.experts").packed
+        return 0 if codes is None else -(-codes.row_bytes(shape.dims.model_dim) // 2) * 2

@@ -1,4 +1,4 @@
-"""What options of layouts have in common: worlds that fit, copies that are shared out, models that must be split."""
+"""What options of layouts have in common: worlds that fit, copies that are sharded, models that must be split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefw.core.facts import Need, need
 @final
 @frozen(kw_only=True)
 class Sharing:
-    """An option that says over how many ranks each parameter of a mesh is shared out; "all": over all copies.
+    """An option that says over how many ranks each parameter of a mesh is sharded; "all": over all copies.
 
     ``copy_ranks``: how many ranks it takes to hold each parameter once; ``axes``: the copies, in words.
     """
@@ -31,7 +31,7 @@ class Sharing:
         return self.copy_ranks * (1 if self.asked == "all" else self.asked)
 
     def over(self, world: int) -> int:
-        """Return the number of ranks in ``world`` that share out a parameter. Raises PlanError where none fits."""
+        """Return the number of ranks in ``world`` that shard a parameter. Raises PlanError where none fits."""
         copies = world // self.copy_ranks
         shards = copies if self.asked == "all" else self.asked
         if copies % shards:
@@ -69,9 +69,9 @@ def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharin
 
 def split_needs(sizes: Mapping[str, int]) -> list[Need]:
     """Return the need of a model that can be split, for each option of pp, cp and tp that is above 1."""
-    shared = {"pp": "the layers", "cp": "each sequence", "tp": "each layer"}
+    split = {"pp": "the layers", "cp": "each sequence", "tp": "each layer"}
     found = [(option, option.rpartition(".")[2], size) for option, size in sizes.items() if size > 1]
     return [
-        need("split", axis, reason=f"{option} {size} shares out {shared[axis]}", fix=f"Use {option}: 1.", option=option)
+        need("split", axis, reason=f"{option} {size} splits {split[axis]}", fix=f"Use {option}: 1.", option=option)
         for option, axis, size in found
     ]

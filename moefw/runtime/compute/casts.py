@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups
 
 
 class _Cast(Precision):
     operand_dtype: ClassVar[torch.dtype]
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Tensor:
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
         """Return ``x`` in the operand dtype."""
         return x if x.dtype is self.operand_dtype else x.to(self.operand_dtype)
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
-from moefw.core.records import Kept, Rows
+from moefw.core.records import RowGroups, SavedOperand
 from moefw.runtime.memory.dropped import output_of
 
 
@@ -24,9 +24,9 @@ class SharedInput:
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
-        self._made: tuple[Any, Kept] | None = None
+        self._made: tuple[Any, SavedOperand] | None = None
 
-    def made_of(self, x: Tensor, precision: Precision, rows: Rows) -> tuple[Any, Kept]:
+    def made_of(self, x: Tensor, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand]:
         """Return the operand of fprop, and what to save for wgrad."""
         if self._made is not None:
             return self._made
@@ -41,7 +41,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     precision: Precision,
-    rows: Rows | None = None,
+    rows: RowGroups | None = None,
     *,
     shared: SharedInput | None = None,
 ) -> Tensor:
@@ -53,7 +53,7 @@ def linear(
     if not precision.by_pass:
         operand = precision.quantize(x, role="input", during="fprop")
         return F.linear(operand, precision.quantize(weight, role="weight", during="fprop"))
-    about = Rows() if rows is None else rows
+    about = RowGroups() if rows is None else rows
     shared = SharedInput(x) if shared is None else shared
     if shared.x is not x:
         what = "a GEMM reads another tensor than the one whose operand it is to share."
@@ -95,24 +95,24 @@ def _leaves_empty_sums_unwritten(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
-def keep_input(x: Tensor, used: Any, precision: Precision, rows: Rows) -> Kept:
+def keep_input(x: Tensor, used: Any, precision: Precision, rows: RowGroups) -> SavedOperand:
     """Return what to save of an input for wgrad: ``x`` itself where it will be computed again, and need not be kept."""
     if output_of(x) is None:
         return precision.keep(x, used, role="input", during="wgrad", rows=rows)
     about = {name: tensor for name, tensor in (("ends_e", rows.ends_e), ("keys_R", rows.keys_R)) if tensor is not None}
-    return Kept((x, *about.values()), partial(_quantize_again, precision, tuple(about), rows.sizes))
+    return SavedOperand((x, *about.values()), partial(_quantize_again, precision, tuple(about), rows.sizes))
 
 
-def keep_activation(x: Tensor, precision: Precision, rows: Rows) -> Kept:
+def keep_activation(x: Tensor, precision: Precision, rows: RowGroups) -> SavedOperand:
     """Return what to save of rows that backward reads as they are: themselves where they will be computed again."""
-    return Kept((x,), lambda saved: saved[0]) if output_of(x) else precision.keep_activation(x, rows)
+    return SavedOperand((x,), lambda saved: saved[0]) if output_of(x) else precision.keep_activation(x, rows)
 
 
 def _quantize_again(
     precision: Precision, about: Sequence[str], sizes: tuple[int, ...] | None, saved: Sequence[Tensor]
 ) -> Any:
     x, *others = saved
-    rows = Rows(**dict(zip(about, others, strict=True)), sizes=sizes)
+    rows = RowGroups(**dict(zip(about, others, strict=True)), sizes=sizes)
     return precision.quantize(x, role="input", during="wgrad", rows=rows)
 
 
@@ -130,7 +130,7 @@ class _Linear(torch.autograd.Function):
         sizes: tuple[int, ...] | None,
         shared: SharedInput,
     ) -> Tensor:
-        operand, kept = shared.made_of(x, precision, Rows(ends_e, keys_R, sizes))
+        operand, kept = shared.made_of(x, precision, RowGroups(ends_e, keys_R, sizes))
         out: Tensor = operand @ precision.quantize(weight, role="weight", during="fprop").mT
         ctx.save_for_backward(weight, ends_e, keys_R, *kept.tensors)
         ctx.precision, ctx.operand, ctx.dtype, ctx.sizes = precision, kept.operand, x.dtype, sizes
@@ -141,7 +141,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, ends_e, keys_R, *tensors = ctx.saved_tensors
         precision: Precision = ctx.precision
-        rows, grad_x, grad_weight = Rows(ends_e, keys_R, ctx.sizes), None, None
+        rows, grad_x, grad_weight = RowGroups(ends_e, keys_R, ctx.sizes), None, None
         if ctx.needs_input_grad[0]:
             operand = precision.quantize(grad, role="grad", during="dgrad", rows=rows)
             grad_x = (operand @ precision.quantize(weight, role="weight", during="dgrad")).to(ctx.dtype)

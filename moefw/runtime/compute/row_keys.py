@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.stages import ExpertBatch, Receipt
+from moefw.core.stages import DispatchHandle, ExpertBatch
 
 if TYPE_CHECKING:
     from moefw.core.contracts import Dispatcher
@@ -27,19 +27,19 @@ APART: Final = 0x1E3779B97F4A7C15
 @torch.no_grad()
 def with_keys(
     arrived: ExpertBatch,
-    receipt: Receipt,
+    handle: DispatchHandle,
     keys_T: Tensor,
     weights_TK: Tensor,
     dispatcher: Dispatcher,
     *,
     first_expert: int,
 ) -> ExpertBatch:
-    """Return the rows that arrived along ``receipt`` with their keys, 0 for padding. Collective, as a redispatch is.
+    """Return the rows that arrived along ``handle`` with their keys, 0 for padding. Collective, as a redispatch is.
 
     The bits of ``keys_T`` travel as rows of ``dispatcher.key_columns`` bf16; ``first_expert`` is this rank's.
     """
     bits_TD = F.pad(keys_T.unsqueeze(1), (0, dispatcher.key_columns // PER_KEY - 1)).view(torch.bfloat16)
-    batch, _ = dispatcher.redispatch(bits_TD, weights_TK.detach(), receipt)
+    batch, _ = dispatcher.redispatch(bits_TD, weights_TK.detach(), handle)
     keys_R = batch.rows_RD[:, :PER_KEY].contiguous().view(torch.int64).squeeze(1)
     places_R = torch.arange(len(keys_R), device=keys_R.device)
     expert_R = first_expert + torch.bucketize(places_R, arrived.offsets_e, right=True)

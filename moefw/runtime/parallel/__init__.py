@@ -1,1 +1,1 @@
-"""Who holds what: mesh arithmetic, opened groups, experts and parameters that are shared out."""
+"""Who holds what: mesh arithmetic, opened groups, experts and parameters that are sharded."""

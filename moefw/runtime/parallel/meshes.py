@@ -60,7 +60,7 @@ class Mesh:
 class MeshPlan(LayoutPlan):
     """A dense mesh and an expert mesh over the same ranks.
 
-    ``shards``: over how many ranks a parameter of each mesh is shared out; 1: each holds all of it.
+    ``shards``: over how many ranks a parameter of each mesh is sharded; 1: each holds all of it.
     """
 
     dense: Mesh

@@ -1,4 +1,4 @@
-"""What a rank stores of a tensor that may be shared out, and all of it."""
+"""What a rank stores of a tensor that may be sharded, and all of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_shared_out(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank stores of a tensor that may be shared out."""
+    """Return what this rank stores of a tensor that may be sharded."""
     if not is_shared_out(tensor):
         return tensor
     own = tensor.to_local()
@@ -30,13 +30,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that may be shared out. Collective over its ranks."""
+    """Return all of a tensor that may be sharded. Collective over its ranks."""
     return tensor.full_tensor() if is_shared_out(tensor) else tensor
 
 
 @contextmanager
 def all_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield room for all of a tensor that may be shared out; what is written there is stored, without any exchange."""
+    """Yield room for all of a tensor that may be sharded; what is written there is stored, without any exchange."""
     if not is_shared_out(tensor):
         yield tensor
         return
@@ -59,7 +59,7 @@ def stored(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return ``values``, of what this rank stores of a tensor, as a tensor that is shared out as that one is.
+    """Return ``values``, of what this rank stores of a tensor, as a tensor that is sharded as that one is.
 
     They stay where they are, also if that is another device.
     """

@@ -1,4 +1,4 @@
-"""fp32 masters that ranks share out and gather as codes and scales: FSDP2's extension for tensor subclasses.
+"""fp32 masters that ranks shard and gather as codes and scales: FSDP2's extension for tensor subclasses.
 
 :class:`Master` is what a rank stores, and says what it sends; :class:`GatheredWeight` is what a module's parameter is
 while it is gathered. Optimizer, gradients and checkpoints see fp32 values alone.

@@ -1,6 +1,6 @@
-"""Parameters shared out over the ranks that would hold copies: FSDP2, unit by unit, as the model is built.
+"""Parameters sharded over the ranks that would hold copies: FSDP2, unit by unit, as the model is built.
 
-Importing this takes a second: only a layout that shares out anything does.
+Importing this takes a second: only a layout that shards anything does.
 """
 
 from __future__ import annotations

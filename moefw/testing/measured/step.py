@@ -23,10 +23,10 @@ from moefw.plugins.memory.offload.pool import Pool
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.pieces import local
 from moefw.testing.measured.even import EvenChoice
+from moefw.testing.measured.fake_tensors import fake_tensor_world
 from moefw.testing.measured.places import Place
 from moefw.testing.measured.recorder import GATHERED, Life, Recorder
 from moefw.testing.measured.report import Measured, Saved
-from moefw.testing.measured.unreal import unreal_world
 from moefw.training.engine import Engine
 
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
@@ -40,7 +40,7 @@ def measure(assembly: Assembly, *, rank: int = 0, micro_batches: int | None = No
     All ranks do what this one does, and routing is even. ``micro_batches`` None: as many as the spec has, up to two.
     Raises ContractError where something reads a count on the host that depends on values.
     """
-    with unreal_world(rank, assembly.layout.world):
+    with fake_tensor_world(rank, assembly.layout.world):
         return _measure(assembly, micro_batches, values=False)
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from moefw.core.facts import Offers
 from moefw.core.plugin import Plugin
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
-from moefw.testing.trial import Trial
 
 
 @frozen
@@ -59,14 +59,14 @@ class Suite:
         """The choice of the plugin, as a spec writes it."""
         return {"use": self.plugin.name, **self.options}
 
-    def trial(self, **settings: Any) -> Trial:
-        """Return a trial with the plugin in its place; ``parts`` given here go before those of the class."""
+    def layer_case(self, **settings: Any) -> LayerCase:
+        """Return a layer case with the plugin in its place; ``parts`` given here go before those of the class."""
         parts = {**self.parts, **settings.pop("parts", {}), self.section: self.chosen}
-        return Trial(parts=parts, plugins=(self.plugin,), **settings)
+        return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
     def offers(self, **settings: Any) -> Offers:
-        """Return what the plugin promises where it stands in such a trial."""
-        assembly = self.trial(**settings).assemble()
+        """Return what the plugin promises where it stands in such a layer case."""
+        assembly = self.layer_case(**settings).assemble()
         offered: Offers = getattr(assembly.parts, self.section).offers(assembly.site.at(0))
         return offered
 

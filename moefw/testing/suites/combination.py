@@ -54,9 +54,9 @@ class CombinationSuite(Suite):
         return found, fit
 
     def _refusal(self, options: Sequence[dict[str, Any]] | None) -> str:
-        trial = self.trial(parts={self.section: {"use": self.plugin.name, **dict(*(options or [{}]))}})
+        layer_case = self.layer_case(parts={self.section: {"use": self.plugin.name, **dict(*(options or [{}]))}})
         try:
-            trial.resolve()
+            layer_case.resolve()
         except Exception as error:
             return str(error)
         return "with no layout that this machine can run"

@@ -19,7 +19,7 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @frozen(kw_only=True)
-class Case:
+class DispatchCase:
     """Tokens of every rank and where they go; the ranks are one expert group of ep x etp.
 
     ``skew`` "even": by chance; "one": every token has expert 0; "starved": none has the last; "near" and "far": each
@@ -165,37 +165,43 @@ def unequal(world: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(pattern[(rank + seed) % len(pattern)] for rank in range(world)) if world > 1 else (7,)
 
 
-def usual(world: int) -> list[Case]:
+def usual(world: int) -> list[DispatchCase]:
     """Return the cases that every dispatcher is tried on, simplest first."""
     tokens, seven = unequal(world), max(7, world)
     lonely = (0,) * (world - 1) + (1,)
     found = [
-        Case(tokens=(3,) * world, top_k=1),
-        Case(tokens=(4,) * world),
-        *(Case(tokens=tokens, skew=skew, seed=seed) for seed, skew in enumerate(SKEWS)),
-        Case(tokens=lonely),
-        Case(tokens=(0,) * world),
-        Case(tokens=tuple(reversed(tokens)), top_k=1, skew="one"),
-        Case(tokens=tokens, top_k=8, seed=1),
-        Case(tokens=tokens, dropped=0.4, top_k=3),
-        Case(tokens=tokens, dropped=0.9),
-        Case(tokens=tokens, dropped=1.0),
-        Case(tokens=tokens, row_alignment=4, seed=2),
-        Case(tokens=tokens, row_alignment=16, skew="starved", dropped=0.2),
-        Case(tokens=(0,) * world, row_alignment=4),
-        Case(tokens=tokens, dtype="bf16", top_k=3),
-        Case(tokens=tokens, dtype="bf16", skew="one", row_alignment=4, dropped=0.2),
-        Case(tokens=tokens, num_experts=world * 2, top_k=2, seed=3),
-        Case(tokens=tokens, dim=7, seed=9),
-        Case(tokens=tokens, num_experts=world, top_k=min(2, world), seed=10),
-        Case(tokens=tuple(37 + 8 * n for n in range(world)), num_experts=seven // world * world * 8, top_k=5),
+        DispatchCase(tokens=(3,) * world, top_k=1),
+        DispatchCase(tokens=(4,) * world),
+        *(DispatchCase(tokens=tokens, skew=skew, seed=seed) for seed, skew in enumerate(SKEWS)),
+        DispatchCase(tokens=lonely),
+        DispatchCase(tokens=(0,) * world),
+        DispatchCase(tokens=tuple(reversed(tokens)), top_k=1, skew="one"),
+        DispatchCase(tokens=tokens, top_k=8, seed=1),
+        DispatchCase(tokens=tokens, dropped=0.4, top_k=3),
+        DispatchCase(tokens=tokens, dropped=0.9),
+        DispatchCase(tokens=tokens, dropped=1.0),
+        DispatchCase(tokens=tokens, row_alignment=4, seed=2),
+        DispatchCase(tokens=tokens, row_alignment=16, skew="starved", dropped=0.2),
+        DispatchCase(tokens=(0,) * world, row_alignment=4),
+        DispatchCase(tokens=tokens, dtype="bf16", top_k=3),
+        DispatchCase(tokens=tokens, dtype="bf16", skew="one", row_alignment=4, dropped=0.2),
+        DispatchCase(tokens=tokens, num_experts=world * 2, top_k=2, seed=3),
+        DispatchCase(tokens=tokens, dim=7, seed=9),
+        DispatchCase(tokens=tokens, num_experts=world, top_k=min(2, world), seed=10),
+        DispatchCase(tokens=tuple(37 + 8 * n for n in range(world)), num_experts=seven // world * world * 8, top_k=5),
     ]
     nodes = {1, world} - {2}
-    found += [Case(tokens=tokens, ranks_per_node=each, dropped=0.2, top_k=3) for each in sorted(nodes)]
+    found += [DispatchCase(tokens=tokens, ranks_per_node=each, dropped=0.2, top_k=3) for each in sorted(nodes)]
     if world % 2 == 0:
-        parts = [Case(tokens=tokens, etp=2, seed=4), Case(tokens=lonely, etp=2), Case(tokens=tokens, etp=world)]
-        parts.append(Case(tokens=tokens, etp=2, skew="one", dropped=0.3, row_alignment=4, dtype="bf16", top_k=3))
-        found += [*parts, Case(tokens=tokens, etp=2, skew="starved", ranks_per_node=1)]
+        parts = [
+            DispatchCase(tokens=tokens, etp=2, seed=4),
+            DispatchCase(tokens=lonely, etp=2),
+            DispatchCase(tokens=tokens, etp=world),
+        ]
+        parts.append(
+            DispatchCase(tokens=tokens, etp=2, skew="one", dropped=0.3, row_alignment=4, dtype="bf16", top_k=3)
+        )
+        found += [*parts, DispatchCase(tokens=tokens, etp=2, skew="starved", ranks_per_node=1)]
         single = world // 2
-        found.append(Case(tokens=tokens, etp=2, num_experts=single, top_k=min(2, single), seed=6))
+        found.append(DispatchCase(tokens=tokens, etp=2, num_experts=single, top_k=min(2, single), seed=6))
     return found

@@ -9,10 +9,10 @@ import pytest
 from attrs import evolve, frozen
 
 from moefw.core.errors import ContractError, PlanError
+from moefw.testing.layer_case import LayerCase, Outcome, assert_matches, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.suites.dispatch_case import unequal
 from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, crash, fail
-from moefw.testing.trial import Outcome, Trial, assert_matches, solve, truth
 
 RTOL: Final = {"fp32": 1e-5, "bf16": 4e-2}
 DRAWN_RTOL: Final = {"fp32": 1e-4, "bf16": 0.25}
@@ -59,9 +59,9 @@ class Layer:
         return {"routing": routing, "precision": {"use": self.precision}, "parallel": parallel}
 
 
-def solved(trials: Sequence[Trial]) -> list[Outcome]:
-    """Run the trials one after the other on this rank."""
-    return [solve(trial) for trial in trials]
+def solved(layer_cases: Sequence[LayerCase]) -> list[Outcome]:
+    """Run the layer cases one after the other on this rank."""
+    return [solve(layer_case) for layer_case in layer_cases]
 
 
 class LayerChecks(DispatcherRunner):
@@ -82,9 +82,9 @@ class LayerChecks(DispatcherRunner):
         """Fail with the first layer that is not what the oracle computes; skip if all are refused."""
         if self.offers().get("rows") == ("static",):
             pytest.skip("a static budget drops rows of which the oracle does not know")
-        refusals, worlds = [], dict[int, list[tuple[Layer, Trial]]]()
+        refusals, worlds = [], dict[int, list[tuple[Layer, LayerCase]]]()
         for layer in layers:
-            drawn = self.trial(
+            drawn = self.layer_case(
                 tokens=layer.tokens,
                 num_experts=layer.num_experts,
                 top_k=layer.top_k,
@@ -107,7 +107,7 @@ class LayerChecks(DispatcherRunner):
             why = refusals[0] if refusals else "no world of the profile has room for it"
             pytest.skip(f"{self.plugin.name} refuses: {why}")
 
-    def _hold(self, world: int, tried: Sequence[tuple[Layer, Trial]], rtol: Mapping[str, float]) -> None:
+    def _hold(self, world: int, tried: Sequence[tuple[Layer, LayerCase]], rtol: Mapping[str, float]) -> None:
         try:
             ranks = self.job(solved, world, [drawn for _, drawn in tried])
         except ContractError as error:
@@ -120,10 +120,10 @@ class LayerChecks(DispatcherRunner):
             except AssertionError as error:
                 fail(f"{self.plugin.name}: in a layer of {world} ranks {error}. With {layer}.")
 
-    def _with_builtin(self, drawn: Trial) -> Trial:
-        """Return the trial as the oracle needs it: for the weights alone, which no dispatcher changes."""
+    def _with_builtin(self, drawn: LayerCase) -> LayerCase:
+        """Return the layer case as the oracle needs it: for the weights alone, which no dispatcher changes."""
         parts = {name: part for name, part in drawn.parts.items() if name != self.section}
-        return Trial(**{**drawn.__dict__, "parts": parts, "plugins": ()})
+        return LayerCase(**{**drawn.__dict__, "parts": parts, "plugins": ()})
 
     def test_the_layer_equals_the_oracle(self) -> None:
         """Over worlds and skews: all tokens to one expert, an expert that gets none, ranks of unequal numbers."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared
 from moefw.core.contracts import Dispatcher
-from moefw.core.stages import ExpertBatch, Receipt, Routing
-from moefw.testing.suites.dispatch_case import Case
-from moefw.testing.suites.dispatch_witness import same_bits
+from moefw.core.stages import DispatchHandle, ExpertBatch, Routing
+from moefw.testing.suites.dispatch_case import DispatchCase
+from moefw.testing.suites.dispatch_recording import same_bits
 from moefw.testing.wire import open_dispatcher
 
 
@@ -58,7 +58,7 @@ class Moved:
 
 
 @contextmanager
-def opened(group: Any, case: Case, assembly: Assembly) -> Iterator[Dispatcher]:
+def opened(group: Any, case: DispatchCase, assembly: Assembly) -> Iterator[Dispatcher]:
     """Build the dispatcher of an assembly on this rank, and close it."""
     shared = Shared()
     moves = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
@@ -74,7 +74,7 @@ def settled_case(assembly: Assembly) -> bool:
     return tuple(assembly.parts.dispatch.offers(assembly.site).get("rows", ())) == ("static",)
 
 
-def experts(batch: ExpertBatch, case: Case, rank: int, *, padding: float = 0.0) -> Tensor:
+def experts(batch: ExpertBatch, case: DispatchCase, rank: int, *, padding: float = 0.0) -> Tensor:
     """Return what this rank's experts make of their rows: (expert number + 1) * weight * row, this rank's part of it.
 
     What they give for rows that are none, of padding and past the last group, is ``padding``.
@@ -93,7 +93,7 @@ def experts(batch: ExpertBatch, case: Case, rank: int, *, padding: float = 0.0) 
 
 def there_and_back(
     moves: Dispatcher,
-    case: Case,
+    case: DispatchCase,
     rank: int,
     *,
     wants: str = "xw",
@@ -115,28 +115,28 @@ def there_and_back(
     kept = {name: tensor.detach().clone() for name, tensor in given.items()}
     known: dict[str, Any] = {} if counts is None else {"counts": counts}
     plan = moves.plan(routing, **known, dropless=dropless)
-    batch, receipt = moves.dispatch(x_TD, weights_TK, plan)
-    return _returned(moves, case, rank, batch, receipt, given, kept, padding=padding, wants=wants)
+    batch, handle = moves.dispatch(x_TD, weights_TK, plan)
+    return _returned(moves, case, rank, batch, handle, given, kept, padding=padding, wants=wants)
 
 
 def again(
-    moves: Dispatcher, case: Case, rank: int, receipt: Receipt, *, factor: float = 1.0, wants: str = "xw"
+    moves: Dispatcher, case: DispatchCase, rank: int, handle: DispatchHandle, *, factor: float = 1.0, wants: str = "xw"
 ) -> Moved:
-    """Do the same along a receipt, with ``factor`` times the tokens and weights."""
+    """Do the same along a handle, with ``factor`` times the tokens and weights."""
     x_TD = (factor * case.x(rank)).requires_grad_("x" in wants)
     weights_TK = (factor * case.weights(rank)).requires_grad_("w" in wants)
     given = {"x": x_TD, "the weights": weights_TK}
     kept = {name: tensor.detach().clone() for name, tensor in given.items()}
-    batch, receipt = moves.redispatch(x_TD, weights_TK, receipt)
-    return _returned(moves, case, rank, batch, receipt, given, kept, wants=wants)
+    batch, handle = moves.redispatch(x_TD, weights_TK, handle)
+    return _returned(moves, case, rank, batch, handle, given, kept, wants=wants)
 
 
 def _returned(
     moves: Dispatcher,
-    case: Case,
+    case: DispatchCase,
     rank: int,
     batch: ExpertBatch,
-    receipt: Receipt,
+    handle: DispatchHandle,
     given: dict[str, Tensor],
     kept: dict[str, Tensor],
     *,
@@ -148,7 +148,7 @@ def _returned(
         rows_RD.retain_grad()
     given |= {"the dispatched rows": batch.rows_RD, "the rows' weights": batch.row_weights_R, "the rows": rows_RD}
     kept |= {name: given[name].detach().clone() for name in given.keys() - kept.keys()}
-    out_TD = moves.combine(rows_RD, receipt)
+    out_TD = moves.combine(rows_RD, handle)
     probe_TD = case.probe(rank)
     given["the gradient of the output"], kept["the gradient of the output"] = probe_TD, probe_TD.clone()
     if wants and out_TD.requires_grad:
@@ -174,39 +174,39 @@ def seen(batch: ExpertBatch, out_TD: Tensor) -> Moved:
     )
 
 
-def moved(group: Any, rank: int, case: Case, assembly: Assembly, **how: Any) -> Moved:
+def moved(group: Any, rank: int, case: DispatchCase, assembly: Assembly, **how: Any) -> Moved:
     """Return one movement on a dispatcher of its own."""
     with opened(group, case, assembly) as moves:
         return there_and_back(moves, case, rank, dropless=settled_case(assembly), **how)
 
 
-def moved_twice(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Moved, Moved]:
+def moved_twice(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
     """Return the same movement twice, on one dispatcher, another between the two."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
         first = there_and_back(moves, case, rank, dropless=dropless)
-        other = Case(tokens=tuple(n + 1 for n in case.tokens), **_sizes(case), seed=case.seed + 17)
+        other = DispatchCase(tokens=tuple(n + 1 for n in case.tokens), **_sizes(case), seed=case.seed + 17)
         there_and_back(moves, other, rank, dropless=dropless)
         return first, there_and_back(moves, case, rank, dropless=dropless)
 
 
-def _sizes(case: Case) -> dict[str, Any]:
+def _sizes(case: DispatchCase) -> dict[str, Any]:
     names = ("num_experts", "top_k", "dim", "etp", "ranks_per_node", "row_alignment", "dtype")
     return {name: getattr(case, name) for name in names}
 
 
-def identity(group: Any, rank: int, case: Case, assembly: Assembly) -> Tensor:
+def identity(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:
     """Return what combine makes of the very rows that dispatch brought."""
     with opened(group, case, assembly) as moves:
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
-        batch, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        batch, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
         end = int(batch.offsets_e[-1])
         rows_RD = torch.zeros_like(batch.rows_RD)
         rows_RD[:end] = batch.rows_RD[:end]
-        return moves.combine(rows_RD, receipt).detach()
+        return moves.combine(rows_RD, handle).detach()
 
 
-def odd_values(case: Case, rank: int) -> Tensor:
+def odd_values(case: DispatchCase, rank: int) -> Tensor:
     """Return tokens of values that are not numbers, or nearly not."""
     x_TD = case.x(rank)
     odd = (float("nan"), float("inf"), -float("inf"), -0.0, torch.finfo(x_TD.dtype).tiny / 2, 1e30)
@@ -215,7 +215,7 @@ def odd_values(case: Case, rank: int) -> Tensor:
     return x_TD
 
 
-def any_bits(case: Case, rank: int, columns: int) -> Tensor:
+def any_bits(case: DispatchCase, rank: int, columns: int) -> Tensor:
     """Return rows of keys, bf16 (T, columns): any bits, NaN of every kind, infinities and denormals among them."""
     shape, generator = (case.tokens[rank], columns), torch.Generator().manual_seed(case.seed * 100 + rank)
     bits_TD = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
@@ -224,17 +224,17 @@ def any_bits(case: Case, rank: int, columns: int) -> Tensor:
     return bits_TD.view(torch.bfloat16)
 
 
-def key_rows(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Tensor, int]:
-    """Return the rows that come of such rows along a receipt, without what follows the groups; and their columns."""
+def key_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Tensor, int]:
+    """Return the rows that come of such rows along a handle, without what follows the groups; and their columns."""
     with opened(group, case, assembly) as moves:
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
-        _, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        _, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
         bits_TD = any_bits(case, rank, moves.key_columns)
-        batch, _ = moves.redispatch(bits_TD, case.weights(rank), receipt)
+        batch, _ = moves.redispatch(bits_TD, case.weights(rank), handle)
         return batch.rows_RD[: int(batch.offsets_e[-1])].detach(), moves.key_columns
 
 
-def odd_rows(group: Any, rank: int, case: Case, assembly: Assembly) -> Tensor:
+def odd_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:
     """Return the rows that come of such tokens, without padding and what follows."""
     with opened(group, case, assembly) as moves:
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))

@@ -7,41 +7,41 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from moefw.testing.suites import dispatch_judge as judge
-from moefw.testing.suites.dispatch_case import Case, unequal, usual
-from moefw.testing.suites.dispatch_flights import permuted, without_gradients
+from moefw.testing.suites import dispatch_assertions as assertions
+from moefw.testing.suites.dispatch_case import DispatchCase, unequal, usual
+from moefw.testing.suites.dispatch_overlap import permuted, without_gradients
 from moefw.testing.suites.dispatch_ranks import any_bits, identity, key_rows, moved, odd_rows, odd_values
+from moefw.testing.suites.dispatch_recording import same_bits
 from moefw.testing.suites.dispatch_run import DispatcherRunner
-from moefw.testing.suites.dispatch_witness import same_bits
 
 
 class RowChecks(DispatcherRunner):
     """Rows and gradients, over all worlds, skews, empties, drops, alignments, dtypes and layouts of the profile."""
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[DispatchCase]:
         """Return the usual cases of every world of the profile."""
         return [case for world in self.profile.worlds for case in usual(world)]
 
-    def some(self, **settings: Any) -> list[Case]:
+    def some(self, **settings: Any) -> list[DispatchCase]:
         """Return one case of each world, with experts in parts too where the world is even."""
-        found = [Case(tokens=unequal(world), dropped=0.2, top_k=3, seed=7) for world in self.profile.worlds]
+        found = [DispatchCase(tokens=unequal(world), dropped=0.2, top_k=3, seed=7) for world in self.profile.worlds]
         found += [evolve(case, etp=2, seed=8) for case in found if case.world in (2, 4)]
         return [evolve(case, **settings) for case in found]
 
     def test_tensors_have_the_shapes_and_dtypes_of_the_contract(self) -> None:
         """Rows and outputs in the tokens' dtype, weights fp32, counts int32."""
-        self.judge(self.cases(), judge.form)
+        self.holds(self.cases(), assertions.form)
 
     def test_counts_offsets_and_host_counts_are_those_of_the_routing(self) -> None:
         """Dropped choices are not counted; groups are padded to the alignment; the host knows what the device knows."""
-        self.judge(self.cases(), judge.groups)
+        self.holds(self.cases(), assertions.groups)
 
     def test_the_host_knows_the_counts_where_that_is_offered(self) -> None:
         """An offer of counts on the host means that ``counts_host`` is there."""
         if "host" not in self.promised("counts"):
             return
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             missing = [rank for rank, seen in enumerate(self.moved(case)) if seen.counts_host is None]
             return f"rank {missing[0]}: counts on the host are offered and counts_host is None" if missing else None
 
@@ -49,12 +49,12 @@ class RowChecks(DispatcherRunner):
 
     def test_rows_come_in_order_of_expert_source_rank_and_token(self) -> None:
         """And bit for bit as they were sent."""
-        self.judge(self.cases(), judge.form, judge.groups, judge.order)
+        self.holds(self.cases(), assertions.form, assertions.groups, assertions.order)
 
     def test_rows_are_moved_bit_for_bit_whatever_they_hold(self) -> None:
         """NaN, infinities, minus zero, denormals."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for rank, rows_RD in enumerate(self.ranks(odd_rows, case)):
                 sent = [odd_values(case, source) for source in range(case.world)]
                 wanted = [sent[source][token] for rows in case.arrivals(rank) for source, token, _ in rows]
@@ -68,7 +68,7 @@ class RowChecks(DispatcherRunner):
         """What offers ``row_keys`` brings any bits of bf16 where dispatch brought the rows, and zeros for padding."""
         self.promised("row_keys")
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for rank, (rows_RD, columns) in enumerate(self.ranks(key_rows, case)):
                 sent = [any_bits(case, source, columns) for source in range(case.world)]
                 wanted_RD = torch.zeros_like(rows_RD)
@@ -85,16 +85,16 @@ class RowChecks(DispatcherRunner):
 
     def test_each_row_carries_the_weight_of_its_choice(self) -> None:
         """Bit for bit; a weight may be negative, and 0 where a token is sent all the same."""
-        self.judge(self.cases(), judge.form, judge.groups, judge.weights)
+        self.holds(self.cases(), assertions.form, assertions.groups, assertions.weights)
 
     def test_rows_that_pad_a_group_are_zero_with_weight_zero(self) -> None:
         """Up to the alignment that was negotiated."""
-        self.judge(self.cases(), judge.form, judge.groups, judge.padding)
+        self.holds(self.cases(), assertions.form, assertions.groups, assertions.padding)
 
     def test_combine_of_dispatch_gives_each_token_once_for_every_kept_choice(self) -> None:
         """With experts that return their rows and values whose sums are exact; split experts give a sum of copies."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             whole = evolve(case, whole=True, dropped=max(case.dropped, 0.2))
             for rank, out_TD in enumerate(self.ranks(identity, whole)):
                 kept_T = (whole.ids(rank) >= 0).sum(1) * whole.etp
@@ -110,29 +110,29 @@ class RowChecks(DispatcherRunner):
 
     def test_combine_of_dispatch_is_the_sum_of_what_the_experts_give(self) -> None:
         """Weights are applied by the experts, and by nobody else."""
-        self.judge(self.cases(), judge.form, judge.groups, judge.output)
+        self.holds(self.cases(), assertions.form, assertions.groups, assertions.output)
 
     def test_rows_get_the_gradients_of_their_tokens_outputs(self) -> None:
         """Bit for bit: the dual of a sum is a copy."""
-        self.judge(self.cases(), judge.groups, judge.row_gradients)
+        self.holds(self.cases(), assertions.groups, assertions.row_gradients)
 
     def test_gradients_of_tokens_and_weights_are_the_true_ones(self) -> None:
         """Over all experts of a token, wherever they are."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             ranks = self.moved(case)
-            return judge.presence(case, ranks, wants="xw") or judge.gradients(case, ranks)
+            return assertions.presence(case, ranks, wants="xw") or assertions.gradients(case, ranks)
 
         self.each(self.cases(), look)
 
     def test_weights_alone_and_tokens_alone_get_their_gradients(self) -> None:
         """The other is frozen."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for wants in ("w", "x"):
                 ranks = self.ranks(moved, case, wants=wants)
-                lost = judge.presence(case, ranks, wants=wants) or judge.gradients(case, ranks)
-                if lost or (lost := judge.output(case, ranks)):
+                lost = assertions.presence(case, ranks, wants=wants) or assertions.gradients(case, ranks)
+                if lost or (lost := assertions.output(case, ranks)):
                     alone = "the routing weights" if wants == "w" else "the tokens"
                     return f"{lost} (only {alone} want a gradient)"
             return None
@@ -142,11 +142,11 @@ class RowChecks(DispatcherRunner):
     def test_without_gradients_nothing_is_saved_and_nothing_changes(self) -> None:
         """Under ``torch.no_grad``, as in evaluation."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for rank, (wanted, got, saved) in enumerate(self.ranks(without_gradients, case)):
                 if saved:
                     return f"rank {rank}: under torch.no_grad {saved[0]}"
-                fault = judge.different({f"rank {rank}": (wanted, got)}, exact=self.repeats)
+                fault = assertions.different({f"rank {rank}": (wanted, got)}, exact=self.repeats)
                 if fault:
                     return f"{fault} under torch.no_grad"
             return None
@@ -156,9 +156,9 @@ class RowChecks(DispatcherRunner):
     def test_padding_and_undefined_rows_are_never_read(self) -> None:
         """NaN in rows that pad a group, and past the last group, changes no output and no gradient."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             pairs = list(zip(self.moved(case), self.ranks(moved, case, padding=float("nan")), strict=True))
-            fault = judge.different(pairs, exact=self.repeats)
+            fault = assertions.different(pairs, exact=self.repeats)
             return f"{fault} when the rows that pad groups hold NaN: combine reads padding" if fault else None
 
         self.each([*self.some(row_alignment=4), *self.some(row_alignment=16, skew="starved")], look)
@@ -166,7 +166,7 @@ class RowChecks(DispatcherRunner):
     def test_the_order_of_tokens_does_not_matter(self) -> None:
         """Permuted tokens give the permuted output."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for rank, (shuffled_TD, straight_TD) in enumerate(self.ranks(permuted, case)):
                 same = same_bits(shuffled_TD, straight_TD) if self.repeats else torch.allclose(shuffled_TD, straight_TD)
                 if not same:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import ContractError, MoefwError, PlanError
 from moefw.core.facts import ANY, Offers
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.poisoned import poisoned_memory
-from moefw.testing.suites import dispatch_judge as judge
+from moefw.testing.suites import dispatch_assertions as assertions
 from moefw.testing.suites.base import Suite
-from moefw.testing.suites.dispatch_case import Case
+from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_ranks import Moved, moved, moved_twice
 from moefw.testing.threads import thread_world
-from moefw.testing.trial import Trial
 
 NO_THREADS: Final = (
     "no backend",
@@ -50,7 +50,7 @@ def fail(what: str) -> None:
 
 
 class DispatcherRunner(Suite):
-    """Runs functions of :mod:`moefw.testing.suites.dispatch_ranks` on the ranks of a case, and judges what they saw."""
+    """Runs functions of :mod:`moefw.testing.suites.dispatch_ranks` on a case's ranks, and asserts what they saw."""
 
     section = "dispatch"
     job_s: ClassVar[float] = 20.0
@@ -75,14 +75,14 @@ class DispatcherRunner(Suite):
             raise raised.with_traceback(None)
         return value
 
-    def trial_of(self, case: Case) -> Trial:
-        """Return the trial whose dispatcher a case is for."""
+    def layer_case_of(self, case: DispatchCase) -> LayerCase:
+        """Return the layer case whose dispatcher a case is for."""
         parts = {
             "parallel": {"experts": {"ep": case.ep, "etp": case.etp}, "ranks_per_node": case.ranks_per_node},
             "routing": {"use": "topk", "score": "sigmoid"},
             "gemm": {"use": "loop"},
         }
-        return self.trial(
+        return self.layer_case(
             tokens=(1,) * case.world,
             num_experts=case.num_experts,
             top_k=case.top_k,
@@ -91,14 +91,14 @@ class DispatcherRunner(Suite):
             parts=parts,
         )
 
-    def assembly_of(self, case: Case) -> Assembly:
+    def assembly_of(self, case: DispatchCase) -> Assembly:
         """Return the assembly of a case. Raises RefusedError where the plugin, or what it does not fit, says no."""
         sizes = (case.num_experts, case.top_k, case.dim, case.row_alignment)
         key = ("assembly", case.world, case.etp, case.ranks_per_node, *sizes)
 
         def make() -> Assembly:
             try:
-                assembly = self.trial_of(case).assemble()
+                assembly = self.layer_case_of(case).assemble()
             except PlanError as error:
                 raise RefusedError(str(error)) from error
             self.aligned(assembly.parts.dispatch.offers(assembly.site.at(0)), case.row_alignment)
@@ -119,7 +119,7 @@ class DispatcherRunner(Suite):
 
         def probe() -> bool:
             for world in (each for each in self.profile.worlds if each > 1):
-                case = Case(tokens=(1,) * world)
+                case = DispatchCase(tokens=(1,) * world)
                 try:
                     thread_world(world, moved, case, self.assembly_of(case), timeout_s=self.job_s)
                 except (RefusedError, PlanError):
@@ -141,7 +141,7 @@ class DispatcherRunner(Suite):
             for world in self.profile.worlds:
                 for num_experts in (8, 2 * world):
                     try:
-                        assembly = self.assembly_of(Case(tokens=(1,) * world, num_experts=num_experts))
+                        assembly = self.assembly_of(DispatchCase(tokens=(1,) * world, num_experts=num_experts))
                     except RefusedError as refusal:
                         reason = str(refusal)
                         continue
@@ -155,13 +155,13 @@ class DispatcherRunner(Suite):
             pytest.skip(f"{self.plugin.name} refuses: {refusal}")
         return found
 
-    def ranks(self, function: Callable[..., Any], case: Case, **how: Any) -> list[Any]:
+    def ranks(self, function: Callable[..., Any], case: DispatchCase, **how: Any) -> list[Any]:
         """Return ``function(group, rank, case, assembly, **how)`` of every rank. Raises RefusedError, FaultError."""
         assembly = self.assembly_of(case)
         try:
             if self.on_threads:
                 return _on_threads(function, case, assembly, how, self.job_s)
-            return self.job(_on_gloo, case.world, function, self.trial_of(case), case, how)
+            return self.job(_on_gloo, case.world, function, self.layer_case_of(case), case, how)
         except PlanError as error:
             raise RefusedError(str(error)) from error
         except Exception as error:
@@ -189,21 +189,21 @@ class DispatcherRunner(Suite):
                 known["hung"] = error
             raise
 
-    def moved(self, case: Case) -> list[Moved]:
+    def moved(self, case: DispatchCase) -> list[Moved]:
         """Return what each rank saw of a case; run once for all checks."""
         found: list[Moved] = self._once(("moved", case), lambda: self.ranks(moved, case))
         return found
 
-    def judge(self, cases: Sequence[Case], *judges: judge.Judge) -> None:
-        """Fail with the first fault that a judge finds in what the ranks saw; skip if every case is refused."""
+    def holds(self, cases: Sequence[DispatchCase], *assertions: assertions.Assertion) -> None:
+        """Fail with the first fault that an assertion finds in what the ranks saw; skip if every case is refused."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             ranks = self.moved(case)
-            return next(filter(None, (one(case, ranks) for one in judges)), None)
+            return next(filter(None, (one(case, ranks) for one in assertions)), None)
 
         self.each(cases, look)
 
-    def each(self, cases: Sequence[Case], look: Callable[[Case], str | None]) -> None:
+    def each(self, cases: Sequence[DispatchCase], look: Callable[[DispatchCase], str | None]) -> None:
         """Fail with the first fault of the cases; skip if the plugin refuses every one."""
         refusals: list[str] = []
         for case in cases:
@@ -220,14 +220,14 @@ class DispatcherRunner(Suite):
             why = refusals[0] if refusals else "no world of the profile has room for it"
             pytest.skip(f"{self.plugin.name} refuses: {why}")
 
-    def twice(self, case: Case) -> list[tuple[Moved, Moved]]:
+    def twice(self, case: DispatchCase) -> list[tuple[Moved, Moved]]:
         """Return what each rank saw the first and the third time on one dispatcher."""
         found: list[tuple[Moved, Moved]] = self.ranks(moved_twice, case)
         return found
 
 
 def _on_threads(
-    function: Callable[..., Any], case: Case, assembly: Assembly, how: Mapping[str, Any], timeout_s: float
+    function: Callable[..., Any], case: DispatchCase, assembly: Assembly, how: Mapping[str, Any], timeout_s: float
 ) -> list[Any]:
     def run(group: Any, rank: int) -> Any:
         return function(group, rank, case, assembly, **how)
@@ -236,9 +236,9 @@ def _on_threads(
         return thread_world(case.world, run, timeout_s=timeout_s)
 
 
-def _on_gloo(function: Callable[..., Any], trial: Trial, case: Case, how: Mapping[str, Any]) -> Any:
+def _on_gloo(function: Callable[..., Any], layer_case: LayerCase, case: DispatchCase, how: Mapping[str, Any]) -> Any:
     with poisoned_memory():
-        return function(dist.group.WORLD, dist.get_rank(), case, trial.assemble(), **how)
+        return function(dist.group.WORLD, dist.get_rank(), case, layer_case.assemble(), **how)
 
 
 def crash(error: BaseException) -> str:

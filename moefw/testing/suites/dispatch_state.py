@@ -1,4 +1,4 @@
-"""Checks that nothing hides: no state between calls, receipts that stay good, inputs left alone."""
+"""Checks that nothing hides: no state between calls, handles that stay good, inputs left alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from moefw.testing.suites import dispatch_flights as flights
-from moefw.testing.suites import dispatch_judge as judge
-from moefw.testing.suites.dispatch_case import Case
+from moefw.testing.suites import dispatch_assertions as assertions
+from moefw.testing.suites import dispatch_overlap as overlap
+from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_rows import RowChecks
 from moefw.testing.suites.dispatch_run import RefusedError
-from moefw.testing.suites.dispatch_watch import kept, witnessed
+from moefw.testing.suites.dispatch_watch import kept, recorded
 
 ORDERS = ("in a row", "A first", "B first", "together")
 
@@ -21,7 +21,7 @@ ORDERS = ("in a row", "A first", "B first", "together")
 class StateChecks(RowChecks):
     """Calls that must not know of each other."""
 
-    def same(self, cases: list[Case], function: Callable[..., Any], why: str, **how: Any) -> None:
+    def same(self, cases: list[DispatchCase], function: Callable[..., Any], why: str, **how: Any) -> None:
         """Fail where ``function`` returns, on some rank, a pair of movements that are not equal."""
         self.each(cases, lambda case: self._unequal(self.ranks(function, case, **how), why))
 
@@ -29,7 +29,7 @@ class StateChecks(RowChecks):
         for rank, pairs in enumerate(ranks):
             named = {f"rank {rank}": pairs} if isinstance(pairs, tuple) else pairs
             named = {f"rank {rank}, {n}": pair for n, pair in enumerate(named)} if isinstance(named, list) else named
-            fault = judge.different(named, exact=self.repeats)
+            fault = assertions.different(named, exact=self.repeats)
             if fault:
                 where = "" if fault.startswith("rank") else f"rank {rank}, "
                 return f"{where}{fault}: {why}"
@@ -38,19 +38,19 @@ class StateChecks(RowChecks):
     def test_a_call_does_not_depend_on_those_before(self) -> None:
         """The same movement again, another between, is the same, and both are right."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             pairs = self.twice(case)
             again = [second for _, second in pairs]
-            wrong = next(filter(None, (one(case, again) for one in judge.JUDGES)), None)
-            fault = judge.different(pairs, exact=self.repeats) or wrong
+            wrong = next(filter(None, (one(case, again) for one in assertions.ASSERTIONS)), None)
+            fault = assertions.different(pairs, exact=self.repeats) or wrong
             return f"{fault}: a later call on the same dispatcher gives something else" if fault else None
 
         self.each([*self.some(), *self.some(top_k=1, skew="one"), *self.some(row_alignment=4)], look)
 
     def test_nothing_on_the_dispatcher_changes_between_calls(self) -> None:
-        """Nor on its class or its module: what a movement needs is in its plan and its receipt."""
+        """Nor on its class or its module: what a movement needs is in its plan and its handle."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for rank, changed in enumerate(self.ranks(kept, case)):
                 if changed:
                     names = ", ".join(changed[:4])
@@ -62,8 +62,8 @@ class StateChecks(RowChecks):
     def test_no_tensor_stays_alive_after_a_movement(self) -> None:
         """As many tensors are alive after the fourth round as after the second."""
 
-        def look(case: Case) -> str | None:
-            for rank, counts in enumerate(self.ranks(flights.live_tensors, case, cases=[case])):
+        def look(case: DispatchCase) -> str | None:
+            for rank, counts in enumerate(self.ranks(overlap.live_tensors, case, cases=[case])):
                 if counts and counts[3] > counts[2] > counts[1]:
                     return f"rank {rank}: tensors leak: {counts[1:]} are alive after each micro-batch"
             return None
@@ -73,14 +73,14 @@ class StateChecks(RowChecks):
     def test_two_movements_in_flight_do_not_disturb_each_other(self) -> None:
         """Interleaved and with the backwards in either order they give what they give in a row."""
 
-        def look(case: Case) -> str | None:
-            by_order = {order: self.ranks(flights.two_at_once, case, order=order) for order in ORDERS}
+        def look(case: DispatchCase) -> str | None:
+            by_order = {order: self.ranks(overlap.two_at_once, case, order=order) for order in ORDERS}
             for order in ORDERS[1:]:
                 for rank, (straight, crossed) in enumerate(zip(by_order["in a row"], by_order[order], strict=True)):
                     named = {
                         f"rank {rank}, {name}": pair for name, pair in zip("AB", zip(straight, crossed), strict=True)
                     }
-                    fault = judge.different(named, exact=self.repeats)
+                    fault = assertions.different(named, exact=self.repeats)
                     if fault:
                         how = f"its backward: {order}" if order != "together" else "both backwards at once"
                         return f"{fault} when another movement is in flight ({how})"
@@ -88,54 +88,54 @@ class StateChecks(RowChecks):
 
         self.each(self.some(), look)
 
-    def test_a_receipt_and_a_plan_can_be_used_again(self) -> None:
+    def test_a_handle_and_a_plan_can_be_used_again(self) -> None:
         """Combine twice, redispatch twice, after later plans and movements: always the same."""
-        self.same(self.some(), flights.receipts, "a receipt or a plan cannot be used again")
+        self.same(self.some(), overlap.handles, "a handle or a plan cannot be used again")
 
     def test_redispatch_moves_other_values_along_the_same_way(self) -> None:
         """As a dispatch of these values would, gradients included."""
-        self.same(self.some(), flights.redispatched, "redispatch of twice the tokens is not a dispatch of them")
+        self.same(self.some(), overlap.redispatched, "redispatch of twice the tokens is not a dispatch of them")
 
     def test_two_dispatchers_do_not_disturb_each_other(self) -> None:
         """Of different layers and alignments, over the same group."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             second = evolve(case, num_experts=2 * case.num_experts, row_alignment=4, seed=5, top_k=2, dim=32)
             try:
                 self.assembly_of(second)
             except RefusedError:
                 second = case
-            ranks = self.ranks(flights.side_by_side, case, second=second, other=self.trial_of(second))
+            ranks = self.ranks(overlap.side_by_side, case, second=second, other=self.layer_case_of(second))
             return self._unequal(ranks, "a second dispatcher in the process changes what the first gives")
 
         self.each(self.some(), look)
 
     def test_a_movement_that_was_given_up_leaves_nothing_behind(self) -> None:
         """An exception in the experts, a plan without a dispatch, a forward without a backward."""
-        self.same(self.some(), flights.after_failures, "a movement that was given up leaves something behind")
+        self.same(self.some(), overlap.after_failures, "a movement that was given up leaves something behind")
 
     def test_close_may_be_called_twice_and_a_new_one_built(self) -> None:
         """``close`` frees, and nothing else."""
-        self.same(self.some(), flights.reopened, "a dispatcher built after another was closed gives something else")
+        self.same(self.some(), overlap.reopened, "a dispatcher built after another was closed gives something else")
 
     def test_inputs_are_left_as_they_are(self) -> None:
         """Tokens, weights, ids, rows and the gradient of the output are the caller's."""
-        self.judge(self.cases(), judge.spoiled)
+        self.holds(self.cases(), assertions.spoiled)
 
     def test_inputs_may_be_views(self) -> None:
         """Transposed and strided tensors, and expanded gradients, give what contiguous ones give."""
         self.same(
-            self.some(), flights.odd_inputs, "views and contiguous tensors of equal values give different results"
+            self.some(), overlap.odd_inputs, "views and contiguous tensors of equal values give different results"
         )
 
     def test_two_runs_give_the_same_bits(self) -> None:
         """Also when one rank is slow."""
         self.must_repeat()
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for slow in (0, case.world - 1):
-                slowed = [result for result, _, _ in self.ranks(witnessed, case, slow=slow)]
-                fault = judge.different(list(zip(self.moved(case), slowed, strict=True)))
+                slowed = [result for result, _, _ in self.ranks(recorded, case, slow=slow)]
+                fault = assertions.different(list(zip(self.moved(case), slowed, strict=True)))
                 if fault:
                     return f"{fault} in a second run: two runs give different bits"
             return None
@@ -145,13 +145,13 @@ class StateChecks(RowChecks):
     def test_counts_that_the_host_knows_change_nothing(self) -> None:
         """``plan(counts=...)`` and ``Routing.counts_host`` only save an exchange."""
         why = "counts given on the host lead to other rows than counts that were exchanged"
-        self.same(self.some(), flights.known_counts, f"plan(counts=...): {why}", how="given")
+        self.same(self.some(), overlap.known_counts, f"plan(counts=...): {why}", how="given")
         alike = [evolve(case, tokens=(4,) * case.world, equal=True) for case in self.some()]
-        self.same(alike, flights.known_counts, f"Routing.counts_host: {why}", how="routed")
+        self.same(alike, overlap.known_counts, f"Routing.counts_host: {why}", how="routed")
 
     def test_groups_are_padded_to_the_capacity_of_all_source_ranks(self) -> None:
         """``Routing.capacity``, where padded rows are offered."""
         if "padded" not in self.promised("rows"):
             pytest.skip(f"{self.plugin.name} does not offer padded rows")
         cases = [*self.some(padded=True), *self.some(padded=True, row_alignment=4, skew="one")]
-        self.judge(cases, *judge.JUDGES)
+        self.holds(cases, *assertions.ASSERTIONS)

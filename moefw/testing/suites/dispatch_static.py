@@ -8,12 +8,12 @@ import pytest
 from attrs import evolve
 
 from moefw.compose.assembly import Assembly
-from moefw.testing.suites.dispatch_case import SKEWS, Case
+from moefw.testing.suites.dispatch_case import SKEWS, DispatchCase
 from moefw.testing.suites.dispatch_ranks import opened
 from moefw.testing.suites.dispatch_run import DispatcherRunner
 
 
-def budgeted(group: Any, rank: int, case: Case, assembly: Assembly) -> list[tuple[int, int, int, float, int]]:
+def budgeted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[tuple[int, int, int, float, int]]:
     """Return for each skew: rows, valid ones, those that belong here, those said to be left out, rows if dropless."""
     found = []
     with opened(group, case, assembly) as moves:
@@ -35,7 +35,7 @@ class StaticChecks(DispatcherRunner):
         if tuple(self.offers().get("rows", ())) != ("static",):
             pytest.skip(f"{self.plugin.name} does not offer static rows alone")
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for rank, seen in enumerate(self.ranks(budgeted, case)):
                 if len({rows for rows, *_ in seen}) > 1:
                     return f"rank {rank}: static rows are offered, and there are {[rows for rows, *_ in seen]} rows"
@@ -47,4 +47,4 @@ class StaticChecks(DispatcherRunner):
                         return f"rank {rank}: {what}: overflow or dropped_rows with {skew} routing"
             return None
 
-        self.each([Case(tokens=(6,) * world, top_k=3) for world in self.profile.worlds], look)
+        self.each([DispatchCase(tokens=(6,) * world, top_k=3) for world in self.profile.worlds], look)

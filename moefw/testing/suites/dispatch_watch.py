@@ -18,10 +18,10 @@ from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Dispatcher
 from moefw.core.records import Traffic
 from moefw.testing.counting import CountingGroup
-from moefw.testing.suites.dispatch_case import Case
-from moefw.testing.suites.dispatch_flights import other_case
+from moefw.testing.suites.dispatch_case import DispatchCase
+from moefw.testing.suites.dispatch_overlap import other_case
 from moefw.testing.suites.dispatch_ranks import Moved, experts, opened, settled_case, there_and_back
-from moefw.testing.suites.dispatch_witness import Event, Witness, known
+from moefw.testing.suites.dispatch_recording import Event, RecordingGroup, known
 from moefw.testing.wire import differences, measure
 
 DEPTH = 6
@@ -29,7 +29,7 @@ DEPTH = 6
 CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 
 
-def kept(group: Any, rank: int, case: Case, assembly: Assembly) -> list[str]:
+def kept(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[str]:
     """Return the names of what changed on the dispatcher, its classes and its module, from build to three movements."""
     dropless = settled_case(assembly)
     changed: set[str] = set()
@@ -37,9 +37,9 @@ def kept(group: Any, rank: int, case: Case, assembly: Assembly) -> list[str]:
         before, outside = snapshot(moves), surroundings(alone=case.world == 1)
         plan = moves.plan(case.routing(rank), dropless=dropless)
         changed |= _changes(before, snapshot(moves))
-        batch, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        batch, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
         changed |= _changes(before, snapshot(moves))
-        moves.combine(experts(batch, case, rank), receipt)
+        moves.combine(experts(batch, case, rank), handle)
         changed |= _changes(before, snapshot(moves))
         for one in (case, other_case(case)):
             there_and_back(moves, one, rank, dropless=dropless)
@@ -111,62 +111,62 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{name}", getattr(value, name)
 
 
-def witnessed(
-    group: Any, rank: int, case: Case, assembly: Assembly, *, late: bool = False, slow: int | None = None
+def recorded(
+    group: Any, rank: int, case: DispatchCase, assembly: Assembly, *, late: bool = False, slow: int | None = None
 ) -> tuple[Moved, list[Event], list[Event]]:
     """Return a movement with the events of its collectives, and those whose input was overwritten.
 
     ``late``: results arrive when they are waited for. ``slow``: the rank whose launches take 3 ms.
     """
-    witness = Witness(group, late=late, delay_s=0.003 if rank == slow else 0.0)
-    with known(witness), opened(witness, case, assembly) as moves:
+    recording = RecordingGroup(group, late=late, delay_s=0.003 if rank == slow else 0.0)
+    with known(recording), opened(recording, case, assembly) as moves:
         result = there_and_back(moves, case, rank, dropless=settled_case(assembly))
-        return result, witness.events, witness.overwritten
+        return result, recording.events, recording.overwritten
 
 
 class _Step(torch.autograd.Function):
     """Work between start and finish, which notes when its backward runs and what is under way then."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, witness: Witness, name: str, found: dict[str, int]) -> Tensor:
-        ctx.noted = witness, name, found
+    def forward(ctx: Any, x: Tensor, recording: RecordingGroup, name: str, found: dict[str, int]) -> Tensor:
+        ctx.noted = recording, name, found
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        witness, name, found = ctx.noted
-        found[name] = witness.under_way()
+        recording, name, found = ctx.noted
+        found[name] = recording.under_way()
         return grads[0], None, None, None
 
 
-def under_way(group: Any, rank: int, case: Case, assembly: Assembly) -> dict[str, int]:
+def under_way(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, int]:
     """Return how many collectives are under way after each start and finish, and in the backward of work between."""
-    witness, found = Witness(group), dict[str, int]()
-    with known(witness), opened(witness, case, assembly) as moves:
+    recording, found = RecordingGroup(group), dict[str, int]()
+    with known(recording), opened(recording, case, assembly) as moves:
         x_TD, weights_TK = case.x(rank).requires_grad_(), case.weights(rank).requires_grad_()
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
-        found["plan"] = witness.under_way()
+        found["plan"] = recording.under_way()
         pending = moves.start_dispatch(x_TD, weights_TK, plan)
-        found["start_dispatch"] = witness.under_way()
-        beside: Any = _Step.apply(x_TD, witness, "backward of dispatch", found)  # type: ignore[no-untyped-call]
-        batch, receipt = moves.finish_dispatch(pending)
-        found["finish_dispatch"] = witness.under_way()
+        found["start_dispatch"] = recording.under_way()
+        beside: Any = _Step.apply(x_TD, recording, "backward of dispatch", found)  # type: ignore[no-untyped-call]
+        batch, handle = moves.finish_dispatch(pending)
+        found["finish_dispatch"] = recording.under_way()
         rows_RD = experts(batch, case, rank)
-        pending = moves.start_combine(rows_RD, receipt)
-        found["start_combine"] = witness.under_way()
-        after: Any = _Step.apply(x_TD, witness, "backward of combine", found)  # type: ignore[no-untyped-call]
+        pending = moves.start_combine(rows_RD, handle)
+        found["start_combine"] = recording.under_way()
+        after: Any = _Step.apply(x_TD, recording, "backward of combine", found)  # type: ignore[no-untyped-call]
         out_TD = moves.finish_combine(pending)
-        found["finish_combine"] = witness.under_way()
+        found["finish_combine"] = recording.under_way()
         torch.autograd.backward([out_TD, beside, after], [case.probe(rank)] * 3)
-        found["the end"] = witness.under_way()
-        pending = moves.start_redispatch(x_TD, weights_TK, receipt)
-        found["start_redispatch"] = witness.under_way()
+        found["the end"] = recording.under_way()
+        pending = moves.start_redispatch(x_TD, weights_TK, handle)
+        found["start_redispatch"] = recording.under_way()
         moves.finish_dispatch(pending)
-        found["launched"] = len(witness.launches())
+        found["launched"] = len(recording.launches())
         return found
 
 
-def on_the_wire(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[list[str], Traffic, Traffic]:
+def on_the_wire(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[list[str], Traffic, Traffic]:
     """Return where the claimed bytes are not those that were counted, and both."""
     counting = CountingGroup(group, dims=(case.dim,))
     with known(counting), opened(counting, case, assembly) as moves:
@@ -175,14 +175,14 @@ def on_the_wire(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[
         return differences(claimed, counted), claimed, counted
 
 
-def sent_again(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[list[Event], list[Event], int]:
+def sent_again(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[list[Event], list[Event], int]:
     """Return the collectives of a dispatch and of its repetition, and how often ``plan`` was called for the latter."""
-    witness, plans = Witness(group), 0
-    with known(witness), opened(witness, case, assembly) as moves:
+    recording, plans = RecordingGroup(group), 0
+    with known(recording), opened(recording, case, assembly) as moves:
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
-        before = len(witness.launches())
-        _, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
-        between = len(witness.launches())
+        before = len(recording.launches())
+        _, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        between = len(recording.launches())
         inner = type(moves).plan
 
         def counted(*arguments: Any, **options: Any) -> Any:
@@ -192,6 +192,6 @@ def sent_again(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[l
 
         if hasattr(moves, "__dict__"):
             moves.__dict__["plan"] = counted
-        moves.redispatch(case.x(rank), case.weights(rank), receipt)
-        launches = witness.launches()
+        moves.redispatch(case.x(rank), case.weights(rank), handle)
+        launches = recording.launches()
         return launches[before:between], launches[between:], plans

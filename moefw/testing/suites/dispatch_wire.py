@@ -8,11 +8,11 @@ import pytest
 from attrs import evolve
 
 from moefw.core.records import Sent
-from moefw.testing.suites import dispatch_judge as judge
-from moefw.testing.suites.dispatch_case import Case, unequal
+from moefw.testing.suites import dispatch_assertions as assertions
+from moefw.testing.suites.dispatch_case import DispatchCase, unequal
+from moefw.testing.suites.dispatch_recording import UNEVEN, Event
 from moefw.testing.suites.dispatch_run import DispatcherRunner
-from moefw.testing.suites.dispatch_watch import on_the_wire, sent_again, under_way, witnessed
-from moefw.testing.suites.dispatch_witness import UNEVEN, Event
+from moefw.testing.suites.dispatch_watch import on_the_wire, recorded, sent_again, under_way
 
 UNSEEN = "none of its collectives passes the process group of context.expert_group(), so they cannot be watched"
 
@@ -20,11 +20,11 @@ UNSEEN = "none of its collectives passes the process group of context.expert_gro
 class WireChecks(DispatcherRunner):
     """Collectives of every rank, watched at the process group that the dispatcher was built with."""
 
-    def worlds(self, **settings: Any) -> list[Case]:
+    def worlds(self, **settings: Any) -> list[DispatchCase]:
         """Return cases on several ranks: unequal and empty ones, drops, experts in parts, one rank a node."""
         found = []
         for world in (each for each in self.profile.worlds if each > 1):
-            base = Case(tokens=unequal(world), dropped=0.3, top_k=3, seed=11)
+            base = DispatchCase(tokens=unequal(world), dropped=0.3, top_k=3, seed=11)
             found += [base, evolve(base, tokens=(0,) * (world - 1) + (2,)), evolve(base, dropped=1.0)]
             found += [evolve(base, skew="one", ranks_per_node=1), evolve(base, etp=2), evolve(base, skew="far")]
         if not found:
@@ -34,9 +34,9 @@ class WireChecks(DispatcherRunner):
     def test_every_rank_makes_the_same_collectives(self) -> None:
         """In the same order, whatever its own tokens are; shapes agree where they must."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             logs = [
-                [event for event in events if event.what == "launch"] for _, events, _ in self.ranks(witnessed, case)
+                [event for event in events if event.what == "launch"] for _, events, _ in self.ranks(recorded, case)
             ]
             logs = [[event for event in log if event.kind not in UNEVEN[1:]] for log in logs]
             for rank, log in enumerate(logs[1:], 1):
@@ -50,13 +50,13 @@ class WireChecks(DispatcherRunner):
     def test_no_buffer_is_read_before_its_collective_is_awaited(self) -> None:
         """Results that arrive as late as they may give the same; what is sent is not overwritten before."""
 
-        def look(case: Case) -> str | None:
-            ranks = self.ranks(witnessed, case, late=True)
+        def look(case: DispatchCase) -> str | None:
+            ranks = self.ranks(recorded, case, late=True)
             for rank, (_, _, overwritten) in enumerate(ranks):
                 if overwritten:
                     return f"rank {rank}: what the {overwritten[0]} sends is overwritten before it was awaited"
             late = [result for result, _, _ in ranks]
-            fault = judge.different(list(zip(self.moved(case), late, strict=True)), exact=self.repeats)
+            fault = assertions.different(list(zip(self.moved(case), late, strict=True)), exact=self.repeats)
             return f"{fault}: a buffer is read before the collective that fills it was awaited" if fault else None
 
         self.each(self.worlds(), look)
@@ -64,7 +64,7 @@ class WireChecks(DispatcherRunner):
     def test_movements_are_under_way_between_start_and_finish(self) -> None:
         """Both ways: finish's backward starts the dual, start's backward waits for it."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for rank, found in enumerate(self.ranks(under_way, case)):
                 if not found["launched"]:
                     pytest.skip(UNSEEN)
@@ -80,13 +80,15 @@ class WireChecks(DispatcherRunner):
                         return f"rank {rank}: {what}: finish's backward does not start the dual, so nothing overlaps"
             return None
 
-        cases = [Case(tokens=tuple(3 + rank for rank in range(case.world)), seed=5) for case in self.worlds()[::6]]
+        cases = [
+            DispatchCase(tokens=tuple(3 + rank for rank in range(case.world)), seed=5) for case in self.worlds()[::6]
+        ]
         self.each(cases, look)
 
     def test_redispatch_exchanges_no_metadata(self) -> None:
         """It launches what dispatch launches, on rows and weights, and plans nothing."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for rank, (first, second, plans) in enumerate(self.ranks(sent_again, case)):
                 told = [event for event in second if "int" in event.dtype or "bool" in event.dtype]
                 if plans or told:
@@ -102,7 +104,7 @@ class WireChecks(DispatcherRunner):
     def test_the_bytes_it_reports_are_those_that_leave_the_rank(self) -> None:
         """``traffic`` by movement, peer and kind; nothing to itself."""
 
-        def look(case: Case) -> str | None:
+        def look(case: DispatchCase) -> str | None:
             for found, claimed, counted in self.ranks(on_the_wire, case):
                 unseen = not any(sent != Sent() for peers in counted.sent.values() for sent in peers)
                 if found and unseen and any(sent.payload for sent in claimed.sent["dispatch"]):
@@ -111,7 +113,7 @@ class WireChecks(DispatcherRunner):
                     return f"traffic is not what was sent: {found[0]}"
             return None
 
-        self.each([*self.worlds(), *self.worlds(dtype="bf16", dim=64)[::5], Case(tokens=(5,))], look)
+        self.each([*self.worlds(), *self.worlds(dtype="bf16", dim=64)[::5], DispatchCase(tokens=(5,))], look)
 
 
 def _unlike(first: list[Event], log: list[Event], rank: int) -> str | None:

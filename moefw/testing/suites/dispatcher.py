@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moefw.core.errors import PlanError
 from moefw.testing import strategies
-from moefw.testing.suites import dispatch_judge as judge
-from moefw.testing.suites.dispatch_case import Case
+from moefw.testing.suites import dispatch_assertions as assertions
+from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_layer import DRAWN_RTOL, Layer, LayerChecks
 from moefw.testing.suites.dispatch_run import FaultError, RefusedError, fail
 from moefw.testing.suites.dispatch_state import StateChecks
@@ -32,7 +32,7 @@ class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
         """Options resolve on some world; offers and needs are the same each time they are asked."""
         refusals = []
         for world in self.profile.worlds:
-            for case in (Case(tokens=(1,) * world), Case(tokens=(1,) * world, num_experts=world * 2)):
+            for case in (DispatchCase(tokens=(1,) * world), DispatchCase(tokens=(1,) * world, num_experts=world * 2)):
                 try:
                     site = self.assembly_of(case).site
                 except RefusedError as refusal:
@@ -69,7 +69,7 @@ class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
         for world in self.profile.worlds:
             self.for_all(self._movement, strategies.cases(world), shrink=self.on_threads)
 
-    def _movement(self, case: Case) -> None:
+    def _movement(self, case: DispatchCase) -> None:
         try:
             pairs = self.twice(case)
         except RefusedError:
@@ -77,7 +77,7 @@ class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
         except FaultError as crashed:
             fail(f"{self.plugin.name}: {crashed}")
         for ranks in zip(*pairs, strict=True):
-            fault = next(filter(None, (one(case, ranks) for one in judge.JUDGES)), None)
+            fault = next(filter(None, (one(case, ranks) for one in assertions.ASSERTIONS)), None)
             if fault:
                 fail(f"{self.plugin.name}: {fault}. With {case}.")
 

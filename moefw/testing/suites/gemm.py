@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from moefw.core.contracts import ExpertGemm
 from moefw.core.errors import PlanError
 from moefw.core.stages import ExpertBatch
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.gemm_case import (
+    GemmCase,
     Results,
-    Rows,
     backward,
     computed,
     computed_on_this_rank,
@@ -37,7 +38,6 @@ from moefw.testing.suites.gemm_case import (
 from moefw.testing.suites.gemm_passes import Asked, Noting, wanted
 from moefw.testing.suites.runs import row_alignment
 from moefw.testing.suites.watch import changed, held, worst_error
-from moefw.testing.trial import Trial
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -50,7 +50,7 @@ class Bench:
     alignment: int
     precision: str
 
-    def inputs(self, case: Rows, dim: int) -> tuple[ExpertBatch, Tensor]:
+    def inputs(self, case: GemmCase, dim: int) -> tuple[ExpertBatch, Tensor]:
         """Return rows, and the gradient that comes back for them."""
         dtype = DTYPES.get(self.precision, torch.float32)
         return case.batch(dim, dtype, alignment=self.alignment), case.probe(dim, dtype, alignment=self.alignment)
@@ -60,7 +60,7 @@ class GemmSuite(Suite):
     """Holds an expert computation to its contract: the dense formula in fp64, row by row.
 
     ``dims`` are the sizes of the layer. ``rtol`` names the precision recipes to try, each with the largest error
-    allowed as a share of a tensor's largest value. ``policies`` names a memory plugin for each treatment of a region.
+    allowed as a share of a tensor's largest value. ``policies`` names a memory plugin for each mechanism of a region.
     """
 
     section = "gemm"
@@ -68,10 +68,10 @@ class GemmSuite(Suite):
     rtol: ClassVar[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 4e-2}
     policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}
 
-    def on(self, precision: str = "", **parts: Any) -> Trial:
-        """Return a trial with a precision recipe (the first that fits) and other parts."""
+    def on(self, precision: str = "", **parts: Any) -> LayerCase:
+        """Return a layer case with a precision recipe (the first that fits) and other parts."""
         precision = precision or self._precisions()[0]
-        return self.trial(parts={"precision": {"use": precision}, **parts}, **self.dims)
+        return self.layer_case(parts={"precision": {"use": precision}, **parts}, **self.dims)
 
     def _precisions(self) -> list[str]:
         """The recipes of ``rtol`` whose operands the GEMM takes."""
@@ -122,10 +122,10 @@ class GemmSuite(Suite):
         """``canonical`` names the experts of this rank, each value of each parameter once, in whole shapes."""
         d, f, name = self.dims["dim"], self.dims["expert_dim"], self.plugin.name
         for world, mesh in ((1, {}), (2, {"ep": 2}), (2, {"etp": 2})):
-            trial = self._split(world, mesh)
-            if trial is None:
+            layer_case = self._split(world, mesh)
+            if layer_case is None:
                 continue
-            for named in self.pool.run(named_on_this_rank, world, trial):
+            for named in self.pool.run(named_on_this_rank, world, layer_case):
                 wanted = names_of(named.experts)
                 assert not named.twice, f"{name}: canonical() yields {', '.join(named.twice)} twice."
                 unknown, missing = sorted(named.shapes.keys() - wanted), sorted(wanted - named.shapes.keys())
@@ -140,14 +140,14 @@ class GemmSuite(Suite):
 
     def test_parts_of_experts_add_up_to_the_whole(self) -> None:
         """With experts in two parts (etp 2), the outputs of two ranks add up to those of whole experts."""
-        trial = self._split(2, {"etp": 2})
-        if trial is None:
+        layer_case = self._split(2, {"etp": 2})
+        if layer_case is None:
             pytest.skip(f"{self.plugin.name} does not take experts in parts")
-        case, name = Rows(counts=(3, 0, 1, 5)[: self.dims["num_experts"]], seed=2), self._precisions()[0]
-        parts = self.pool.run(computed_on_this_rank, 2, trial, case)
+        case, name = GemmCase(counts=(3, 0, 1, 5)[: self.dims["num_experts"]], seed=2), self._precisions()[0]
+        parts = self.pool.run(computed_on_this_rank, 2, layer_case, case)
         summed = {key: sum(part[key].double() for part in parts) for key in parts[0]}
         bench = self.bench()
-        batch, probe = bench.inputs(case, trial.dim)
+        batch, probe = bench.inputs(case, layer_case.dim)
         wanted = formula(parameters_of(bench.experts), case, batch, probe, bench.alignment)
         terms = terms_of_row_weights(wanted, batch, probe)
         self._compare(summed, wanted, self.rtol[name], terms, f"{self.plugin.name}, experts in two parts added up")
@@ -173,9 +173,9 @@ class GemmSuite(Suite):
 
     def _noted(self) -> Asked:
         """Run experts once under a recipe that notes what it is asked; return how many values the operands have."""
-        trial = replace(self.on(Noting.name), plugins=(*self.on().plugins, Noting))
-        experts, assembly = experts_of(trial)
-        case = Rows(counts=(3, 1, 2, 5)[: self.dims["num_experts"]], seed=5)
+        layer_case = replace(self.on(Noting.name), plugins=(*self.on().plugins, Noting))
+        experts, assembly = experts_of(layer_case)
+        case = GemmCase(counts=(3, 1, 2, 5)[: self.dims["num_experts"]], seed=5)
         alignment = row_alignment(assembly)
         dtype, size = Noting.recipe.residual_dtype, self.dims["dim"]
         batch = case.batch(size, dtype, alignment=alignment)
@@ -185,7 +185,7 @@ class GemmSuite(Suite):
 
     def test_two_batches_in_flight_do_not_meet(self) -> None:
         """Forward A, forward B, backward A, backward B gives what each gives alone."""
-        bench, cases = self.bench(), [Rows(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
+        bench, cases = self.bench(), [GemmCase(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
         alone = [self._compute(bench, case) for case in cases]
         inputs = [bench.inputs(case, self.dims["dim"]) for case in cases]
         outs = [bench.experts(batch) for batch, _ in inputs]
@@ -198,14 +198,14 @@ class GemmSuite(Suite):
         """Experts hold parameters and nothing else that changes."""
         bench = self.bench()
         before = held(bench.experts)
-        self._compute(bench, Rows(counts=self._counts(1)))
+        self._compute(bench, GemmCase(counts=self._counts(1)))
         wrote = ", ".join(changed(before, held(bench.experts)))
         assert not wrote, f"{self.plugin.name} writes {wrote} in forward or backward. It must keep nothing."
 
     def test_the_same_rows_give_the_same_bits(self) -> None:
         """Whatever random state it is built in."""
         self.must_repeat()
-        case, results = Rows(counts=self._counts(3), seed=3), []
+        case, results = GemmCase(counts=self._counts(3), seed=3), []
         for seed in (1, 2):
             torch.manual_seed(seed)
             results.append(self._compute(self.bench(), case))
@@ -218,7 +218,7 @@ class GemmSuite(Suite):
         needs = assembly.parts.gemm.needs(assembly.site.at(0))
         if any(need.fact == "counts" and "device" not in need.value for need in needs):
             pytest.skip(f"{self.plugin.name} needs counts on the host")
-        bench, case = self.bench(), Rows(counts=self._counts(1))
+        bench, case = self.bench(), GemmCase(counts=self._counts(1))
         dtype = DTYPES.get(bench.precision, torch.float32)
         try:
             bench.experts(case.batch(self.dims["dim"], dtype, alignment=bench.alignment, on_host=False))
@@ -229,18 +229,18 @@ class GemmSuite(Suite):
     def test_promised_regions_change_no_bit(self) -> None:
         """A region under a policy that it allows computes the same; recomputed, it saves less than kept."""
         regions = self.promised("region", **self.dims)
-        case, saved = Rows(counts=self._counts(4), seed=4), {}
+        case, saved = GemmCase(counts=self._counts(4), seed=4), {}
         plain = self._compute(self.bench(), case)
-        for region, treatment in regions:
-            if treatment not in self.policies:
+        for region, mechanism in regions:
+            if mechanism not in self.policies:
                 continue
-            treated = self.bench(memory=[{"use": self.policies[treatment], "regions": [region]}])
+            treated = self.bench(memory=[{"use": self.policies[mechanism], "regions": [region]}])
             wrong = differing(plain, self._compute(treated, case))
-            assert not wrong, f"{self.plugin.name}: with the region {region} under {treatment}, {wrong} changes."
-            saved[region, treatment] = saved_bytes(treated.experts, treated.inputs(case, self.dims["dim"])[0])
-        for (region, treatment), size in saved.items():
+            assert not wrong, f"{self.plugin.name}: with the region {region} under {mechanism}, {wrong} changes."
+            saved[region, mechanism] = saved_bytes(treated.experts, treated.inputs(case, self.dims["dim"])[0])
+        for (region, mechanism), size in saved.items():
             kept = saved.get((region, "keep"))
-            if treatment == "recompute" and kept is not None:
+            if mechanism == "recompute" and kept is not None:
                 what = (
                     f"{self.plugin.name} offers to recompute or to keep {region}, but saves {size} bytes for backward"
                 )
@@ -250,27 +250,27 @@ class GemmSuite(Suite):
         generator = torch.Generator().manual_seed(seed)
         return (0, *torch.randint(1, 6, (self.dims["num_experts"] - 1,), generator=generator).tolist())
 
-    def _compute(self, bench: Bench, case: Rows) -> Results:
+    def _compute(self, bench: Bench, case: GemmCase) -> Results:
         return computed(bench.experts, *bench.inputs(case, self.dims["dim"]))
 
-    def _split(self, world: int, mesh: Mapping[str, int]) -> Trial | None:
-        """Return the trial with experts split so, or None where the GEMM refuses."""
+    def _split(self, world: int, mesh: Mapping[str, int]) -> LayerCase | None:
+        """Return the layer case with experts split so, or None where the GEMM refuses."""
         settings = {**self.dims, "tokens": (1,) * world}
         parts = {"precision": {"use": self._precisions()[0]}, "parallel": {"experts": dict(mesh)}}
-        trial = self.trial(parts=parts, **settings)
+        layer_case = self.layer_case(parts=parts, **settings)
         try:
-            trial.assemble()
+            layer_case.assemble()
         except PlanError:
             return None
-        return trial
+        return layer_case
 
-    def _check_all(self, bench: Bench, drawn: st.SearchStrategy[Rows], *, hint: str = "") -> None:
-        def check(case: Rows) -> None:
+    def _check_all(self, bench: Bench, drawn: st.SearchStrategy[GemmCase], *, hint: str = "") -> None:
+        def check(case: GemmCase) -> None:
             self._check(bench, case, hint)
 
         self.for_all(check, drawn)
 
-    def _check(self, bench: Bench, case: Rows, hint: str) -> None:
+    def _check(self, bench: Bench, case: GemmCase, hint: str) -> None:
         """Hold outputs and gradients against the formula."""
         batch, probe = bench.inputs(case, self.dims["dim"])
         with poisoned_memory():

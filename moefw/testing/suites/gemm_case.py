@@ -16,16 +16,16 @@ from moefw.core.records import Canonical
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.memory.dropped import drops, inside, output_of
 from moefw.runtime.naming import initialise
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import same_bits, worst_error
-from moefw.testing.trial import Trial
 
 Results = dict[str, Tensor]
 """``out``, and gradients: of ``rows``, ``row_weights`` and each parameter by canonical name."""
 
 
 @frozen(kw_only=True)
-class Rows:
+class GemmCase:
     """How many rows each expert gets, how many rows pad its group, and how many undefined ones lie behind all."""
 
     counts: tuple[int, ...]
@@ -71,7 +71,7 @@ class Rows:
         return probe_RD.to(dtype)
 
 
-def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.SearchStrategy[Rows]:
+def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.SearchStrategy[GemmCase]:
     """Return rows of which some experts have none, one has one, or one has all."""
     some = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7]), min_size=experts, max_size=experts)
     one = st.tuples(st.integers(0, experts - 1), st.integers(0, 9)).map(
@@ -79,7 +79,7 @@ def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.Search
     )
     padding = st.tuples(*[st.integers(0, 4)] * experts)
     return st.builds(
-        Rows,
+        GemmCase,
         counts=(some | one).map(tuple),
         padding=padding if padded else st.just(()),
         tail=st.integers(1, 5) if tail else st.just(0),
@@ -119,7 +119,9 @@ def parameters_of(experts: Any) -> Results:
     return {piece.name: _whole(piece, piece.of(piece.parameter.detach())).clone() for piece in experts.canonical()}
 
 
-def formula(weights: Mapping[str, Tensor], case: Rows, batch: ExpertBatch, probe_RD: Tensor, alignment: int) -> Results:
+def formula(
+    weights: Mapping[str, Tensor], case: GemmCase, batch: ExpertBatch, probe_RD: Tensor, alignment: int
+) -> Results:
     """Return ``w * W2 (silu(W1 x) * (W3 x))`` of each valid row in fp64, zero elsewhere, and its gradients."""
     leaves = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     rows_RD = batch.rows_RD.detach().double().nan_to_num(0.0).requires_grad_()
@@ -162,9 +164,9 @@ class Named:
     """Parameters of which some value has no name, or more than one."""
 
 
-def named_on_this_rank(trial: Trial) -> Named:
-    """Build the experts of a trial and look at their canonical names."""
-    context, assembly = open_context(trial)
+def named_on_this_rank(layer_case: LayerCase) -> Named:
+    """Build the experts of a layer case and look at their canonical names."""
+    context, assembly = open_context(layer_case)
     experts: Any = assembly.parts.gemm.build(context)
     marks = {id(parameter): torch.zeros_like(parameter) for parameter in experts.parameters()}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -179,26 +181,29 @@ def named_on_this_rank(trial: Trial) -> Named:
     return Named(shapes, tuple(twice), tuple(context.local_experts), tuple(uncovered))
 
 
-def experts_of(trial: Trial) -> tuple[Any, Assembly]:
-    """Build the experts of a trial on this rank, with random parameters."""
-    context, assembly = open_context(trial)
+def experts_of(layer_case: LayerCase) -> tuple[Any, Assembly]:
+    """Build the experts of a layer case on this rank, with random parameters."""
+    context, assembly = open_context(layer_case)
     experts: Any = assembly.parts.gemm.build(context)
     if isinstance(experts, nn.Module):
         initialise(experts, seed=0, std=lambda _: 0.3)
     return experts, assembly
 
 
-def computed_on_this_rank(trial: Trial, case: Rows) -> Results:
-    """Build the experts of a trial and compute with this rank's parts of them."""
-    experts, assembly = experts_of(trial)
+def computed_on_this_rank(layer_case: LayerCase, case: GemmCase) -> Results:
+    """Build the experts of a layer case and compute with this rank's parts of them."""
+    experts, assembly = experts_of(layer_case)
     alignment = row_alignment(assembly)
-    dtype = assembly.parts.precision.build(open_context(trial)[0]).residual_dtype
-    inputs = case.batch(trial.dim, dtype, alignment=alignment), case.probe(trial.dim, dtype, alignment=alignment)
+    dtype = assembly.parts.precision.build(open_context(layer_case)[0]).residual_dtype
+    inputs = (
+        case.batch(layer_case.dim, dtype, alignment=alignment),
+        case.probe(layer_case.dim, dtype, alignment=alignment),
+    )
     return computed(experts, *inputs)
 
 
 def diagnosis(
-    weights: Results, case: Rows, batch: ExpertBatch, probe: Tensor, alignment: int, out_RD: Tensor, rtol: float
+    weights: Results, case: GemmCase, batch: ExpertBatch, probe: Tensor, alignment: int, out_RD: Tensor, rtol: float
 ) -> str:
     """Return what would explain a wrong output; empty if nothing known does."""
     swap = {"gate": "up", "up": "gate"}

@@ -13,7 +13,7 @@ from torch import Tensor
 import moefw
 from moefw.core.contracts import Precision
 from moefw.core.plugin import PrecisionPlugin
-from moefw.core.records import Kept, Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups, SavedOperand
 
 Asked = Counter[tuple[Role, Pass]]
 PRODUCTS: Mapping[Pass, tuple[Role, Role]] = {
@@ -34,17 +34,17 @@ class NotingRecipe(Precision):
         self.asked: Asked = Counter()
         self.keyed: Asked = Counter()
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Tensor:
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
         """Return the tensor."""
         self.asked[role, during] += x.numel()
         if rows is not None and rows.keys_R is not None and len(rows.keys_R) == len(x):
             self.keyed[role, during] += x.numel()
         return x.float()
 
-    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
+    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
         """Save the tensor."""
         self.asked[role, during] += x.numel()
-        return Kept((x,), lambda saved: saved[0])
+        return SavedOperand((x,), lambda saved: saved[0])
 
 
 @frozen

@@ -12,11 +12,11 @@ from torch import Tensor
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.errors import MoefwError, PlanError
 from moefw.core.facts import ANY
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.memory_case import Observed, observed, probe_region
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits
-from moefw.testing.trial import Trial
 
 JITTERY: Mapping[str, Any] = {
     "use": "topk",
@@ -30,7 +30,7 @@ JITTERY: Mapping[str, Any] = {
 class MemorySuite(Suite):
     """Holds a memory policy to its contract: whatever it does, no bit changes.
 
-    ``regions`` are those to treat; left empty, all that the model and the GEMM offer for the plugin's treatment.
+    ``regions`` are those to treat; left empty, all that the model and the GEMM offer for the plugin's mechanism.
     ``holding`` names the regions that hold the dispatch, in which its metadata may be exchanged again; ``movements``
     those that only a policy treats which knows how to repeat a movement.
     """
@@ -46,13 +46,13 @@ class MemorySuite(Suite):
         """The choice of the plugin, over all regions that it can treat."""
         return {"use": self.plugin.name, "regions": list(self._offered()), **self.options}
 
-    def trial(self, **settings: Any) -> Trial:
-        """Return a trial whose list of policies is this one."""
+    def layer_case(self, **settings: Any) -> LayerCase:
+        """Return a layer case whose list of policies is this one."""
         parts = {**self.parts, **settings.pop("parts", {}), "memory": [self.chosen]}
-        return Trial(parts=parts, plugins=(self.plugin,), **settings)
+        return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
-    def model(self, regions: Sequence[str], *, world: int | None = None) -> Trial:
-        """Return a trial with a whole model on all ranks, of which some regions are treated."""
+    def model(self, regions: Sequence[str], *, world: int | None = None) -> LayerCase:
+        """Return a layer case with a whole model on all ranks, of which some regions are treated."""
         world = world or self.world
         policy = {"use": self.plugin.name, **self.options, "regions": list(regions)}
         parts = {"routing": JITTERY, "parallel": {"experts": {"ep": world}}, **self.parts}
@@ -64,13 +64,13 @@ class MemorySuite(Suite):
         if self.regions:
             return self.regions
         assembly = whole_model(self.world, parts=self.parts, plugins=(self.plugin,)).assemble()
-        site, treatment = assembly.site.at(0), getattr(self.plugin, "treatment", None)
+        site, mechanism = assembly.site.at(0), getattr(self.plugin, "mechanism", None)
         offers = [part.offers(site).get("region", ()) for part in (assembly.parts.model, assembly.parts.gemm)]
-        found = [region for offer in offers if offer != ANY for region, way in offer if way == treatment]
+        found = [region for offer in offers if offer != ANY for region, way in offer if way == mechanism]
         if found and getattr(type(self._built(found)), "wrap_movement", None) is MemoryPolicy.wrap_movement:
             found = [region for region in found if region not in self.movements]
         if not found:
-            pytest.skip(f"nothing here allows {treatment}, the treatment of {self.plugin.name}; set regions and parts")
+            pytest.skip(f"nothing here allows {mechanism}, the mechanism of {self.plugin.name}; set regions and parts")
         return found
 
     def policy(self) -> Any:

@@ -12,8 +12,8 @@ from moefw.core.contracts import MemoryPolicy
 from moefw.core.stages import Routing
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.naming import canonical_parameters
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import global_batch, open_model
-from moefw.testing.trial import Trial
 
 MICRO_BATCHES = 2
 
@@ -42,13 +42,13 @@ class _CountingPlans:
         return getattr(self.inner, name)
 
 
-def observed(trial: Trial, in_flight: bool, language: float) -> Observed:
-    """Run the whole model of a trial forward and backward over two micro-batches.
+def observed(layer_case: LayerCase, in_flight: bool, language: float) -> Observed:
+    """Run the whole model of a layer case forward and backward over two micro-batches.
 
     ``in_flight``: both forwards come before the first backward. ``language`` is the weight of the language-model
     loss; without it, what arrives is the auxiliary losses'.
     """
-    model, assembly, layout, shared = open_model(trial)
+    model, assembly, layout, shared = open_model(layer_case)
     counters = []
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
         counters.append(_CountingPlans(layer.dispatcher))

@@ -12,17 +12,17 @@ from attrs import frozen
 from moefw.core.errors import MoefwError, PlanError
 from moefw.core.plugin import OptimizerPlugin
 from moefw.runtime.memory.optimizer_states import OptimizerPolicy
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.optimizer_memory_case import Rested, rested
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL
-from moefw.testing.trial import Trial
 
 STEPS = 3
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "ep 2": {"experts": {"ep": 2}},
-    "all shared out": {"dense": {"shard": "all"}, "experts": {"shard": "all"}},
+    "all sharded": {"dense": {"shard": "all"}, "experts": {"shard": "all"}},
 }
 
 
@@ -47,13 +47,13 @@ class OptimizerMemorySuite(Suite):
     section = "memory"
     rtol: ClassVar[float | None] = 0.05
 
-    def trial(self, **settings: Any) -> Trial:
-        """Return a trial whose list of policies is this one."""
+    def layer_case(self, **settings: Any) -> LayerCase:
+        """Return a layer case whose list of policies is this one."""
         parts = {**self.parts, **settings.pop("parts", {}), "memory": [self.chosen]}
-        return Trial(parts=parts, plugins=(self.plugin,), **settings)
+        return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
-    def model(self, memory: bool, *, world: int = 1, **parts: Any) -> Trial:
-        """Return a trial with a whole model, its optimizer treated or not."""
+    def model(self, memory: bool, *, world: int = 1, **parts: Any) -> LayerCase:
+        """Return a layer case with a whole model, its optimizer treated or not."""
         chosen = {**self.parts, **parts, "memory": [self.chosen] if memory else []}
         return whole_model(world, parts=chosen, plugins=(self.plugin, Closed), sizes={"vocab_size": 64})
 
@@ -88,7 +88,7 @@ class OptimizerMemorySuite(Suite):
         (alone,) = self.pool.run(rested, 1, self.model(True), STEPS)
         held = self.pool.run(rested, 2, self.model(True, world=2, parallel=LAYOUTS[layout]), STEPS)
         for one in held:
-            assert one.shaped, f"{self.plugin.name}: with {layout}, a state is not shared out as its parameter is."
+            assert one.shaped, f"{self.plugin.name}: with {layout}, a state is not sharded as its parameter is."
             self._same(alone, one, f"with {layout}")
 
     def test_an_optimizer_that_does_not_offer_its_states_is_refused(self) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from moefw.runtime.naming import by_parameter, joined
 from moefw.runtime.parallel.pieces import all_of, is_shared_out, local, whole
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import open_model
-from moefw.testing.trial import Trial
-from moefw.training.treated_optimizer import build_optimizer
+from moefw.training.optimizer_under_policies import build_optimizer
 
 
 @dataclass(kw_only=True)
@@ -37,9 +37,9 @@ def give_gradients(model: nn.Module, step: int) -> None:
                 part.copy_(piece.shard.of(drawn) if piece.shard else drawn)
 
 
-def rested(trial: Trial, steps: int) -> Rested:
+def rested(layer_case: LayerCase, steps: int) -> Rested:
     """Take steps with given gradients; return what rests after them."""
-    model, assembly, layout, shared = open_model(trial)
+    model, assembly, layout, shared = open_model(layer_case)
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     for step in range(steps):
         give_gradients(model, step)

@@ -18,12 +18,12 @@ from moefw.core.facts import ANY
 from moefw.core.records import Pass, Role
 from moefw.core.stages import Batch
 from moefw.runtime.naming import canonical_parameters
+from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.oracle import Rule, dense_moe
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
-from moefw.testing.trial import Trial, build_layer
 
 NATIVE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Operands that are plain tensors, by what a recipe offers."""
@@ -94,17 +94,17 @@ class PrecisionSuite(Suite):
         assert is_recipe, f"{self.plugin.name} builds something that is no moefw.Precision."
         return recipe
 
-    def _fitting(self, **settings: Any) -> Trial:
-        """Return a trial with a GEMM that takes the operands."""
+    def _fitting(self, **settings: Any) -> LayerCase:
+        """Return a layer case with a GEMM that takes the operands."""
         refusals = []
         for gemm in self.gemms if "gemm" not in self.parts else (self.parts["gemm"],):
-            trial = self.trial(**{**self._dims, **settings}, parts={"gemm": gemm})
+            layer_case = self.layer_case(**{**self._dims, **settings}, parts={"gemm": gemm})
             try:
-                trial.assemble()
+                layer_case.assemble()
             except PlanError as error:
                 refusals.append(str(error))
                 continue
-            return trial
+            return layer_case
         says = f"{self.plugin.name} offers operands that no GEMM takes: {refusals[0]}"
         raise AssertionError(says)
 
@@ -268,9 +268,9 @@ class PrecisionSuite(Suite):
 
     def _errors(self, tokens: int, seed: int) -> Iterator[tuple[str, float]]:
         """Yield the error of the output and of each gradient of a layer against the oracle."""
-        trial = self._fitting(tokens=(tokens,), seed=seed, row_alignment=row_alignment(self._fitting().resolve()))
-        layer, shared = build_layer(trial)
-        x_TD, probe_TD = trial.draw(0)
+        layer_case = self._fitting(tokens=(tokens,), seed=seed, row_alignment=row_alignment(self._fitting().resolve()))
+        layer, shared = build_layer(layer_case)
+        x_TD, probe_TD = layer_case.draw(0)
         x_TD.requires_grad_()
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         with poisoned_memory():
@@ -279,7 +279,7 @@ class PrecisionSuite(Suite):
         shared.close()
         pieces = list(canonical_parameters(layer))
         parameters = {piece.name: piece.of(piece.parameter.detach()) for piece in pieces}
-        truth = dense_moe(parameters, x_TD, probe_TD, Rule(top_k=trial.top_k, score="softmax"))
+        truth = dense_moe(parameters, x_TD, probe_TD, Rule(top_k=layer_case.top_k, score="softmax"))
         agree = torch.equal(stats.expert_ids_TK.sort().values, truth.expert_ids_TK.sort().values)
         assert agree, f"{self.plugin.name}: tokens go to other experts than in fp64; the router reads x as it is."
         got = {piece.name: piece.of(_grad(piece.parameter)) for piece in pieces} | {"x": _grad(x_TD)}

@@ -41,7 +41,7 @@ class RouterSuite(Suite):
 
     def router(self, *, seed: int = 0) -> Any:
         """Return a router with random parameters, in training mode."""
-        context, assembly = open_context(self.trial(**self.dims))
+        context, assembly = open_context(self.layer_case(**self.dims))
         with torch.random.fork_rng():
             router = assembly.parts.routing.build(context)
         assert isinstance(router, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
@@ -298,8 +298,8 @@ class RouterSuite(Suite):
     def _train(self, world: int, micro_batch: int) -> list[Trained]:
         sizes = {"num_experts": self.dims["num_experts"], "top_k": self.dims["top_k"]}
         parts = {"parallel": {"experts": {"ep": world}}, **self.parts, "routing": self.chosen}
-        trial = whole_model(world, parts=parts, plugins=(self.plugin,), micro_batch=micro_batch, sizes=sizes)
-        return list(self.pool.run(train, world, trial, 3))
+        layer_case = whole_model(world, parts=parts, plugins=(self.plugin,), micro_batch=micro_batch, sizes=sizes)
+        return list(self.pool.run(train, world, layer_case, 3))
 
     def _complain(self, faults: Iterator[str]) -> None:
         for fault in faults:
@@ -307,7 +307,7 @@ class RouterSuite(Suite):
 
     def _partition(self, *, required: bool = True) -> Any:
         """The set of tokens that the router says it looks at."""
-        partition = self.trial(**self.dims).assemble().layers[0].facts.get("partition")
+        partition = self.layer_case(**self.dims).assemble().layers[0].facts.get("partition")
         if required and partition not in ("token", "sequence"):
             pytest.skip(f"{self.plugin.name} looks at one {partition}: what it computes depends on the split")
         return partition

@@ -17,10 +17,10 @@ from moefw.core.contracts import Layout
 from moefw.core.plugin import Plugin
 from moefw.core.stages import Batch
 from moefw.runtime.naming import canonical_parameters, initialise, state_tensors
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.training import SMALL
-from moefw.testing.trial import Trial
 from moefw.training.engine import Engine, StepResult
-from moefw.training.treated_optimizer import build_optimizer
+from moefw.training.optimizer_under_policies import build_optimizer
 
 
 def row_alignment(assembly: Assembly) -> int:
@@ -28,9 +28,9 @@ def row_alignment(assembly: Assembly) -> int:
     return int(assembly.layers[0].facts.get("row_alignment") or 1)
 
 
-def open_context(trial: Trial) -> tuple[BuildContext, Assembly]:
-    """Return what the parts of the trial's layer get to build themselves on this rank, and the assembly."""
-    assembly = trial.resolve()
+def open_context(layer_case: LayerCase) -> tuple[BuildContext, Assembly]:
+    """Return what the parts of the layer case's layer get to build themselves on this rank, and the assembly."""
+    assembly = layer_case.resolve()
     layout = open_layout(assembly, "cpu")
     return ModelParts(assembly, layout, torch.device("cpu"), Shared()).at(0), assembly
 
@@ -42,16 +42,16 @@ def whole_model(
     plugins: tuple[type[Plugin], ...],
     micro_batch: int = 2,
     sizes: Mapping[str, Any] | None = None,
-) -> Trial:
-    """Return a trial whose spec is a small transformer that trains in milliseconds; ``sizes`` changes the model's."""
+) -> LayerCase:
+    """Return a case whose spec is a small transformer that trains in milliseconds; ``sizes`` changes the model's."""
     train = {**SMALL["train"], "micro_batch": micro_batch}
     spec = {**SMALL, "model": {**SMALL["model"], **(sizes or {})}, "train": train, **parts}
-    return Trial(tokens=(1,) * world, parts=spec, plugins=plugins)
+    return LayerCase(tokens=(1,) * world, parts=spec, plugins=plugins)
 
 
-def open_model(trial: Trial) -> tuple[nn.Module, Assembly, Layout, Shared]:
-    """Return the whole model of a trial on this rank, initialised by name."""
-    assembly = trial.resolve()
+def open_model(layer_case: LayerCase) -> tuple[nn.Module, Assembly, Layout, Shared]:
+    """Return the whole model of a layer case on this rank, initialised by name."""
+    assembly = layer_case.resolve()
     layout = open_layout(assembly, "cpu")
     shared = Shared()
     model = build_model(assembly, layout, torch.device("cpu"), shared)
@@ -81,9 +81,9 @@ class Trained:
     state: dict[str, Tensor]
 
 
-def train(trial: Trial, steps: int) -> Trained:
-    """Train the whole model of a trial for some steps on this rank."""
-    model, assembly, layout, shared = open_model(trial)
+def train(layer_case: LayerCase, steps: int) -> Trained:
+    """Train the whole model of a layer case for some steps on this rank."""
+    model, assembly, layout, shared = open_model(layer_case)
     settings = assembly.spec.train
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     engine = Engine(model, optimizer, layout, clip_norm=settings.clip_norm)

@@ -36,7 +36,7 @@ def bad_values(tensor: Tensor) -> str:
 def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str, str]]:
     """Yield the name and the bad values of each piece of a parameter, or of what is shaped like it.
 
-    Of a tensor that is shared out, only what this rank stores is looked at.
+    Of a tensor that is sharded, only what this rank stores is looked at.
     """
     own = local(held)
     if bool(own.isfinite().all()):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from moefw.core.errors import Problem
-from moefw.training.faults.limits import limit_s
-from moefw.training.faults.processes import STOPPED
+from moefw.training.faults.kernel import STOPPED
+from moefw.training.faults.patience import limit_s
 from moefw.training.faults.record import Record
 
 RESUME = "Continue from the last checkpoint with --resume."

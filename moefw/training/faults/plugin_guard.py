@@ -11,7 +11,7 @@ from typing import Any, final
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.process_state import kept
-from moefw.compose.registry import OURS, Part
+from moefw.compose.registry import OURS, RegisteredPlugin
 from moefw.compose.spec.source import show
 from moefw.core.errors import ContractError, MoefwError, PluginError
 from moefw.core.plugin import Plugin
@@ -62,7 +62,7 @@ class PluginGuard:
         except (Exception, SystemExit) as error:
             raise self._fault(part, step, f"it raises {type(error).__name__}: {error}.") from error
 
-    def _fault(self, part: Part, step: int, what: str) -> MisbehaviourError:
+    def _fault(self, part: RegisteredPlugin, step: int, what: str) -> MisbehaviourError:
         who = f"plugin {part.name!r} (distribution {part.distribution} {part.version})"
         place = f"{part.hook}, step {step + 1}, rank {self._rank}"
         return MisbehaviourError(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from attrs import frozen
 
 import moefw
 from moefw.core.plugin import DispatcherPlugin
-from moefw.core.site import Site
 from moefw.ledger.indices import arrival
-from moefw.ledger.parts import Extent, PartMemory
+from moefw.ledger.parts import PartMemory, RankShape
 from moefw.plugins.dispatchers.wire_option import SendsRows
 
 
@@ -21,27 +19,11 @@ class AllGather(SendsRows):
 
     name: ClassVar[str] = "allgather"
 
-    def offers(self, site: Site) -> moefw.Offers:
-        """Any row alignment; counts are known on the host after the gathered routing is sorted."""
-        return moefw.offers(
-            row_alignment=moefw.ANY,
-            rows=("ragged", "padded"),
-            counts=("host", "device"),
-            row_keys=True,
-        )
-
-    def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """An expert-parallel axis, and a recipe that packs rows if they are to be packed."""
-        return [
-            moefw.need("axis", "ep", reason="tokens are gathered along the expert-parallel axis"),
-            *self.wire_needs(),
-        ]
-
-    def memory(self, extent: Extent) -> PartMemory:
+    def memory(self, shape: RankShape) -> PartMemory:
         """Indices of all gathered choices."""
-        gathered = extent.tokens * extent.ranks
-        indices = arrival(gathered, extent.dims.top_k, extent.valid_rows, extent.rows)
-        return self.movement(extent, indices, arriving=gathered, returning=gathered)
+        gathered = shape.tokens * shape.ranks
+        indices = arrival(gathered, shape.dims.top_k, shape.valid_rows, shape.rows)
+        return self.movement(shape, indices, arriving=gathered, returning=gathered)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.records import Traffic
-from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
+from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.runtime.communication.gather import all_gather, gather, reduce
 from moefw.runtime.communication.movement import finish
 from moefw.runtime.communication.traffic import traffic_of
@@ -83,34 +83,34 @@ class AllGatherDispatcher(Dispatcher):
         sent = [F.pad(x_TD, (0, 0, 0, extra)), F.pad(weights_TK, (0, 0, 0, extra))] if extra else [x_TD, weights_TK]
         return gather(sent, self.experts.group, codec=self.codec, detail=plan)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Gather again; the sorted choices are reused."""
-        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+        return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Pick the rows of this rank's experts."""
         plan: DispatchPlan = pending.detail
         arrival: Arrival = plan.detail.arrival
         gathered_TD, gathered_TK = finish(pending)
-        return ExpertBatch.of(arrival.expand(gathered_TD, gathered_TK), arrival), Receipt(plan=plan)
+        return ExpertBatch.of(arrival.expand(gathered_TD, gathered_TK), arrival), DispatchHandle(plan=plan)
 
-    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each gathered token's rows here, and reduce the partial sums to the tokens' ranks."""
-        way: _Gathered = receipt.plan.detail
-        partial_TD = way.arrival.reduce(rows_RD)
-        return reduce([partial_TD], self.experts.group, detail=way)
+        metadata: _Gathered = handle.plan.detail
+        partial_TD = metadata.arrival.reduce(rows_RD)
+        return reduce([partial_TD], self.experts.group, detail=metadata)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Drop the padding of shorter ranks."""
         (out_MD,) = finish(pending)
         return out_MD[: pending.detail.num_tokens]
 
-    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
         """Count the longest rank's tokens to every rank, each way."""
-        way: _Gathered = receipt.plan.detail
-        everywhere = [way.longest] * self.experts.size
-        told = [LENGTH_BYTES + ID_BYTES * way.top_k * way.longest] * self.experts.size
-        hop, weights = (everywhere, everywhere), WEIGHT_BYTES * way.top_k
+        metadata: _Gathered = handle.plan.detail
+        everywhere = [metadata.longest] * self.experts.size
+        told = [LENGTH_BYTES + ID_BYTES * metadata.top_k * metadata.longest] * self.experts.size
+        hop, weights = (everywhere, everywhere), WEIGHT_BYTES * metadata.top_k
         return traffic_of(
             self.experts.rank,
             [hop],

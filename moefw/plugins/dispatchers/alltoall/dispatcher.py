@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.records import Traffic
-from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
+from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.alltoall.parts import Parts
 from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
@@ -30,7 +30,7 @@ COUNT_BYTES, WEIGHT_BYTES = 8, 4
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
+class _Metadata:
     """The metadata of one movement: rows sent, in order (expert, token), and how received rows are regrouped.
 
     ``parts`` is the second hop, to the ranks that hold other parts of the same experts; None where experts are whole.
@@ -65,7 +65,7 @@ class AllToAllDispatcher(Dispatcher):
         if experts.group is None:
             rows = slots.counts.tolist() if counts is None else counts[experts.rank]
             groups = group_chunks([rows], self.row_alignment, slots.slot_R.device, capacity=capacity)
-            return DispatchPlan(detail=_Way(slots, [0], [0], None, groups, 0))
+            return DispatchPlan(detail=_Metadata(slots, [0], [0], None, groups, 0))
         if counts is None:
             offered_Pe, asked_Pe, capacity = self._exchange_counts(slots.counts, capacity)
             told = COUNT_BYTES * (experts.local_experts + 1)
@@ -91,7 +91,7 @@ class AllToAllDispatcher(Dispatcher):
         offered, asked = ([of_rank[:-1] for of_rank in side] for side in both)
         return offered, asked, capacity
 
-    def _way(self, slots: Slots, offered: Counts, asked: Counts, capacity: int, told: int) -> _Way:
+    def _way(self, slots: Slots, offered: Counts, asked: Counts, capacity: int, told: int) -> _Metadata:
         """Send to, and receive from, the ranks with this rank's part of the experts; the parts share what arrived."""
         experts, device = self.experts, slots.slot_R.device
         part = experts.rank % experts.etp
@@ -107,49 +107,51 @@ class AllToAllDispatcher(Dispatcher):
             order=sorted(range(experts.size), key=arrival.__getitem__) if experts.etp > 1 else None,
         )
         parts = Parts.of(experts, [sum(rows) for rows in asked]) if experts.etp > 1 else None
-        return _Way(slots, sent, received, parts, groups, told)
+        return _Metadata(slots, sent, received, parts, groups, told)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row a (token, expert), and its weight."""
-        way: _Way = plan.detail
-        weights_N = weights_TK.flatten().index_select(0, way.slots.slot_R)
+        metadata: _Metadata = plan.detail
+        weights_N = weights_TK.flatten().index_select(0, metadata.slots.slot_R)
         tensors, group = [x_TD, weights_N], self.experts.group
-        return exchange(tensors, way.sent, way.received, group, codec=self.codec, rows=way.slots.rows, detail=plan)
+        return exchange(
+            tensors, metadata.sent, metadata.received, group, codec=self.codec, rows=metadata.slots.rows, detail=plan
+        )
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same way."""
-        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+        return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Regroup what arrived by expert."""
         plan: DispatchPlan = pending.detail
-        way: _Way = plan.detail
+        metadata: _Metadata = plan.detail
         rows_ND, weights_N = finish(pending)
-        if way.parts is not None:
-            rows_ND, weights_N = way.parts.share([rows_ND, weights_N], self.codec)
-        return ExpertBatch.of(way.groups.regroup(rows_ND, weights_N), way.groups), Receipt(plan=plan)
+        if metadata.parts is not None:
+            rows_ND, weights_N = metadata.parts.share([rows_ND, weights_N], self.codec)
+        return ExpertBatch.of(metadata.groups.regroup(rows_ND, weights_N), metadata.groups), DispatchHandle(plan=plan)
 
-    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Send rows back in the order in which they came."""
-        way: _Way = receipt.plan.detail
-        rows_ND = way.groups.restore(rows_RD)
-        if way.parts is not None:
-            rows_ND = way.parts.add_up(rows_ND)
-        return exchange([rows_ND], way.received, way.sent, self.experts.group, detail=way)
+        metadata: _Metadata = handle.plan.detail
+        rows_ND = metadata.groups.restore(rows_RD)
+        if metadata.parts is not None:
+            rows_ND = metadata.parts.add_up(rows_ND)
+        return exchange([rows_ND], metadata.received, metadata.sent, self.experts.group, detail=metadata)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Add up each token's rows."""
-        way: _Way = pending.detail
+        metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return gather_sum(rows_ND, way.slots.rows)
+        return gather_sum(rows_ND, metadata.slots.rows)
 
-    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
         """Count the (token, expert) pairs, and once more for every further part of an expert."""
-        way: _Way = receipt.plan.detail
+        metadata: _Metadata = handle.plan.detail
         size = self.experts.size
-        hops = [(way.sent, way.received)]
-        hops += [(way.parts.sent, way.parts.received)] if way.parts else []
-        told = [way.told] * size
+        hops = [(metadata.sent, metadata.received)]
+        hops += [(metadata.parts.sent, metadata.parts.received)] if metadata.parts else []
+        told = [metadata.told] * size
         return traffic_of(
             self.experts.rank,
             hops,

@@ -1,7 +1,7 @@
 """Rank-deduplicated dispatch through the DeepEP library: what it brings is expanded as the torch backend's rows are.
 
 Everything known only after the dispatch (the library's handle, the ids of what came) stays with the movement and its
-receipt. Shapes: legend in :mod:`moefw.core.stages`; ``N`` rows on the wire.
+handle. Shapes: legend in :mod:`moefw.core.stages`; ``N`` rows on the wire.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import moefw
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
 from moefw.core.records import Traffic
-from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
+from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.probe import open_wire
 from moefw.plugins.dispatchers.deepep.torch_backend import COUNT_BYTES, ID_BYTES, WEIGHT_BYTES, TorchDeepEP
@@ -54,7 +54,7 @@ class _Choices:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Way:
+class _Metadata:
     """What a dispatch left: the library's handle, and how the rows that came are expanded."""
 
     handle: Any
@@ -109,12 +109,15 @@ class LibraryDeepEP(Dispatcher):
 
         return start(self._sent(x_TD, weights_TK), forward=send, dual=send_back, detail=trip)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send along the handle: neither ids nor counts travel, and nobody waits for them."""
-        way: _Way = receipt.detail
+        metadata: _Metadata = handle.detail
 
-        there, back = partial(self.wire.send_again, handle=way.handle), partial(self.wire.send_back, handle=way.handle)
-        trip = _Trip(receipt.plan, way.handle, None, way.arrival)
+        there, back = (
+            partial(self.wire.send_again, handle=metadata.handle),
+            partial(self.wire.send_back, handle=metadata.handle),
+        )
+        trip = _Trip(handle.plan, metadata.handle, None, metadata.arrival)
         return start(self._sent(x_TD, weights_TK), forward=there, dual=back, detail=trip)
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor) -> list[Tensor]:
@@ -123,7 +126,7 @@ class LibraryDeepEP(Dispatcher):
         etp = self.experts.etp
         return [x_TD, weights_TK if etp == 1 else weights_TK.repeat_interleave(etp, 1)]
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Expand what arrived to one row a (row, local expert)."""
         trip: _Trip = pending.detail
         rows_ND, weights_NK = finish(pending)
@@ -136,27 +139,30 @@ class LibraryDeepEP(Dispatcher):
                 alignment=self.row_alignment,
                 capacity=trip.plan.detail.capacity,
             )
-        receipt = Receipt(plan=trip.plan, detail=_Way(trip.handle, arrival))
-        return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), receipt
+        handle = DispatchHandle(plan=trip.plan, detail=_Metadata(trip.handle, arrival))
+        return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), handle
 
-    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each arrived row's experts here, and send one row a (token, rank) back."""
-        way: _Way = receipt.detail
+        metadata: _Metadata = handle.detail
 
-        there, back = partial(self.wire.send_back, handle=way.handle), partial(self.wire.send_again, handle=way.handle)
-        return start([way.arrival.reduce(rows_RD)], forward=there, dual=back)
+        there, back = (
+            partial(self.wire.send_back, handle=metadata.handle),
+            partial(self.wire.send_again, handle=metadata.handle),
+        )
+        return start([metadata.arrival.reduce(rows_RD)], forward=there, dual=back)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Wait: the library has added up each token's ranks."""
         (out_TD,) = finish(pending)
         return out_TD
 
-    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
         """Count what the algorithm must send, as the torch backend does. Reads the device."""
-        experts, choices = self.experts, receipt.plan.detail
+        experts, choices = self.experts, handle.plan.detail
         local, ids_TK = experts.local_experts, choices.ids_TK.long()
         sent = [int((ids_TK.div(local, rounding_mode="floor") == rank).any(1).sum()) for rank in range(experts.size)]
-        hop = (sent, self.wire.received(receipt.detail.handle))
+        hop = (sent, self.wire.received(handle.detail.handle))
         told = [COUNT_BYTES + ID_BYTES * choices.top_k * rows for rows in sent]
         weight_bytes = WEIGHT_BYTES * choices.top_k
         return traffic_of(experts.rank, [hop], row_bytes=row_bytes, weight_bytes=weight_bytes, told=told)

@@ -40,7 +40,7 @@ class Shape:
 
     @classmethod
     def of(cls, dims: Dims, *, ep: int, etp: int) -> Shape:
-        """Return the shape of a layer whose experts are shared out over ep x etp ranks."""
+        """Return the shape of a layer whose experts are spread over ep x etp ranks."""
         return cls(model_dim=dims.model_dim, top_k=dims.top_k * etp, num_experts=dims.num_experts * etp, ranks=ep * etp)
 
     @property
@@ -105,19 +105,6 @@ def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem
         f"the DeepEP library cannot carry this layer. Buffer: {'; '.join(buffer)}. ElasticBuffer: {'; '.join(elastic)}."
     )
     return [moefw.Problem(what, "Use sizes within these limits, or backend: torch.", "backend")]
-
-
-def library_needs() -> list[moefw.Need]:
-    """Return what the library asks of the machine and of the other parts."""
-    return [
-        moefw.need("package", PACKAGE, reason="backend: library calls it", fix=INSTALL, option="backend"),
-        moefw.need(
-            "device", ("cuda",), reason="its kernels run on NVIDIA GPUs", fix="Use backend: torch.", option="backend"
-        ),
-        moefw.need(
-            "wire", ("bf16",), reason="combine adds up bf16 only", fix="Use precision: {use: bf16}.", option="backend"
-        ),
-    ]
 
 
 def _top_k(shape: Shape) -> list[str]:

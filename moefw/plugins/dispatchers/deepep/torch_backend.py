@@ -15,7 +15,7 @@ from torch import Tensor
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.records import Traffic
-from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
+from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
 from moefw.runtime.communication.traffic import traffic_of
@@ -26,7 +26,7 @@ ID_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 16
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
+class _Metadata:
     """The metadata of one movement: rows sent in order (rank, token), and how rows that arrive are expanded."""
 
     rows: RowMap
@@ -56,41 +56,45 @@ class TorchDeepEP(Dispatcher):
         ids_NK = ids_TK.index_select(0, slots.rows.token_R).to(torch.int32)
         local_NK = exchange_now(ids_NK, sent, received, experts.group).long() - experts.first_expert
         arrival = arrange(local_NK, experts.local_experts, alignment=self.row_alignment, capacity=sum(capacities))
-        return DispatchPlan(detail=_Way(slots.rows, sent, received, arrival, ids_TK.shape[1]))
+        return DispatchPlan(detail=_Metadata(slots.rows, sent, received, arrival, ids_TK.shape[1]))
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row a (token, rank), and the weights of all its choices."""
-        way: _Way = plan.detail
-        tensors, group = [x_TD, weights_TK.index_select(0, way.rows.token_R)], self.experts.group
-        return exchange(tensors, way.sent, way.received, group, codec=self.codec, rows=way.rows, detail=plan)
+        metadata: _Metadata = plan.detail
+        tensors, group = [x_TD, weights_TK.index_select(0, metadata.rows.token_R)], self.experts.group
+        return exchange(
+            tensors, metadata.sent, metadata.received, group, codec=self.codec, rows=metadata.rows, detail=plan
+        )
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same way."""
-        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+        return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Expand what arrived to one row a (row, local expert)."""
         plan: DispatchPlan = pending.detail
         arrival: Arrival = plan.detail.arrival
         rows_ND, weights_NK = finish(pending)
-        return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), Receipt(plan=plan)
+        return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), DispatchHandle(plan=plan)
 
-    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each arrived row's experts here, and send one row a (token, rank) back."""
-        way: _Way = receipt.plan.detail
-        return exchange([way.arrival.reduce(rows_RD)], way.received, way.sent, self.experts.group, detail=way)
+        metadata: _Metadata = handle.plan.detail
+        return exchange(
+            [metadata.arrival.reduce(rows_RD)], metadata.received, metadata.sent, self.experts.group, detail=metadata
+        )
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Add up each token's ranks."""
-        way: _Way = pending.detail
+        metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return gather_sum(rows_ND, way.rows)
+        return gather_sum(rows_ND, metadata.rows)
 
-    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
         """Count the distinct (token, rank) pairs; the way back sends rows alone."""
-        way: _Way = receipt.plan.detail
-        told = [COUNT_BYTES + ID_BYTES * way.top_k * rows for rows in way.sent]
-        hop, weights = (way.sent, way.received), WEIGHT_BYTES * way.top_k
+        metadata: _Metadata = handle.plan.detail
+        told = [COUNT_BYTES + ID_BYTES * metadata.top_k * rows for rows in metadata.sent]
+        hop, weights = (metadata.sent, metadata.received), WEIGHT_BYTES * metadata.top_k
         return traffic_of(
             self.experts.rank,
             [hop],

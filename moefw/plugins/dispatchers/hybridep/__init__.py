@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -10,17 +9,19 @@ from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
+from moefw.core.contracts import LayoutPlan
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
 from moefw.ledger.indices import Indices, arrival, distinct_choices
-from moefw.ledger.parts import Extent, PartMemory
-from moefw.plugins.dispatchers.hybridep.limits import Shape, library_needs, limits
+from moefw.ledger.parts import PartMemory, RankShape
+from moefw.plugins.dispatchers.hybridep.budget import Budget
+from moefw.plugins.dispatchers.hybridep.limits import INSTALL, PACKAGE, Shape, limits
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node, uneven_nodes
-from moefw.plugins.dispatchers.wire_option import SendsRows
+from moefw.plugins.dispatchers.library_option import CallsLibrary
 
 
 @frozen(kw_only=True)
-class HybridEP(SendsRows):
+class HybridEP(CallsLibrary):
     """Sends a token once to each node that holds some of its experts. Best where nodes are many and links between slow.
 
     ``backend`` torch: the same algorithm over any process group; library: DeepEP's hybrid-ep branch, on GPUs.
@@ -31,15 +32,20 @@ class HybridEP(SendsRows):
     """
 
     name: ClassVar[str] = "hybridep"
+    package: ClassVar[str] = PACKAGE
+    install: ClassVar[str] = INSTALL
 
-    backend: Literal["torch", "library"]
     rank_capacity: float | None = field(default=None, validator=optional(gt(0.0)))
     on_overflow: Literal["rerun", "drop"] | None = None
-    max_tokens: int | None = field(default=None, validator=optional(gt(0)))
+
+    @property
+    def budget(self) -> Budget | None:
+        """The room of a rank; None: for all rows."""
+        return Budget(self.rank_capacity, self.on_overflow) if self.rank_capacity and self.on_overflow else None
 
     def offers(self, site: Site) -> moefw.Offers:
         """Static rows with a budget; the host learns the counts, but not from the library under a budget."""
-        reruns = self.rank_capacity and self.on_overflow == "rerun"
+        reruns = self.budget is not None and self.on_overflow == "rerun"
         budget = {"budget": (self.rank_capacity,)} if reruns else {}
         sync_free = self.backend == "library" and self.rank_capacity
         return moefw.offers(
@@ -50,45 +56,52 @@ class HybridEP(SendsRows):
             **budget,
         )
 
-    def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """An expert-parallel axis, and what the library asks for."""
-        axis = moefw.need("axis", "ep", reason="tokens travel along the expert-parallel axis")
-        return [axis, *self.wire_needs(), *(library_needs() if self.backend == "library" else ())]
-
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """A budget says what happens beyond it, only a budget can overflow, only the library is sized beforehand.
-
-        And only bf16 goes through it.
-        """
-        if self.backend == "library" and self.wire != "high":
-            what = "rows go through the library in bf16."
-            return [moefw.Problem(what, "Use wire: high, or backend: torch.", "wire")]
-        if self.max_tokens is not None and self.backend != "library":
-            what = "max_tokens sizes the library's buffer; backend: torch has none."
-            return [moefw.Problem(what, "Leave max_tokens out, or use backend: library.", "max_tokens")]
-        if (self.rank_capacity is None) == (self.on_overflow is None):
-            return []
-        if self.on_overflow is None:
+        """Also: a budget says what happens beyond it, only a budget can overflow, and nodes hold equally many ranks."""
+        found = [*super().check(site)]
+        if self.rank_capacity is not None and self.on_overflow is None:
             what = "rank_capacity sets a budget, and nothing says what happens to rows beyond it."
-            return [moefw.Problem(what, "Use on_overflow: rerun, or on_overflow: drop.", "rank_capacity")]
-        what = "without rank_capacity there is no budget that could overflow."
-        return [moefw.Problem(what, "Set rank_capacity, for example 1.5, or leave on_overflow out.", "on_overflow")]
+            found.append(moefw.Problem(what, "Use on_overflow: rerun, or on_overflow: drop.", "rank_capacity"))
+        if self.rank_capacity is None and self.on_overflow is not None:
+            what = "without rank_capacity there is no budget that could overflow."
+            fix = "Set rank_capacity, for example 1.5, or leave on_overflow out."
+            found.append(moefw.Problem(what, fix, "on_overflow"))
+        if site.ranks_per_node is not None:
+            found += self._uneven(site.layout, site.ranks_per_node)
+        return found
 
-    def memory(self, extent: Extent) -> PartMemory | None:
+    def _uneven(self, layout: LayoutPlan, each: int) -> list[moefw.Problem]:
+        """Return a problem where an expert-parallel group lies unevenly on nodes of ``each`` ranks."""
+        groups = {layout.group(rank, ("ep", "etp")) for rank in range(layout.world)}
+        problems = (uneven_nodes([rank // each for rank in group]) for group in sorted(groups))
+        return [problem for problem in problems if problem][:1]
+
+    def limits(self, site: Site) -> Sequence[moefw.Problem]:
+        """Those of the layer, and of its ranks in a node where the spec says how many there are."""
+        first, each = site.layout.group(0, ("ep", "etp")), site.ranks_per_node
+        shape = Shape(
+            model_dim=site.dims.model_dim,
+            local_experts=site.dims.num_experts // site.layout.sizes["ep"],
+            ranks=len(first),
+            node_ranks=None if each is None else ranks_per_node([rank // each for rank in first]),
+        )
+        return limits(shape, max_tokens=self.max_tokens)
+
+    def memory(self, shape: RankShape) -> PartMemory | None:
         """Indices of a row for each (token, node) and (token, rank). Nothing is known of the library."""
         if self.backend != "torch":
             return None
-        top_k, choices = extent.dims.top_k, extent.dims.top_k * extent.etp
-        inside = min(extent.ranks_per_node, extent.ranks)
-        nodes = min(top_k, extent.ranks // inside)
-        landed, ranks = extent.tokens * nodes, min(max(1, choices // nodes), inside)
-        rows = extent.rows
-        if self.rank_capacity is not None:
-            rows = extent.aligned(math.ceil(self.rank_capacity * extent.choices * extent.etp))
-        hops = distinct_choices(extent.tokens, choices, nodes), distinct_choices(landed, choices, ranks)
-        indices = (*hops, arrival(landed * ranks, top_k, extent.valid_rows, extent.rows))
+        top_k, choices = shape.dims.top_k, shape.dims.top_k * shape.etp
+        inside = min(shape.ranks_per_node, shape.ranks)
+        nodes = min(top_k, shape.ranks // inside)
+        landed, ranks = shape.tokens * nodes, min(max(1, choices // nodes), inside)
+        rows = shape.rows
+        if self.budget is not None:
+            rows = self.budget.rows(shape.choices * shape.etp, shape.row_alignment)
+        hops = distinct_choices(shape.tokens, choices, nodes), distinct_choices(landed, choices, ranks)
+        indices = (*hops, arrival(landed * ranks, top_k, shape.valid_rows, shape.rows))
         total = Indices(saved=sum(one.saved for one in indices), held=sum(one.held for one in indices))
-        known = evolve(extent, budget=rows)
+        known = evolve(shape, budget=rows)
         return evolve(self.movement(known, total, arriving=landed * ranks, returning=landed * ranks), rows=rows)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
@@ -102,42 +115,12 @@ class HybridEP(SendsRows):
         if self.backend == "library":
             from moefw.plugins.dispatchers.hybridep.library import build
 
-            drops = self.on_overflow == "drop"
-            return build(context, rank_capacity=self.rank_capacity, drops=drops, max_tokens=self.max_tokens)
-        return TorchHybridEP(
-            experts,
-            row_alignment=context.facts["row_alignment"],
-            rank_capacity=self.rank_capacity,
-            drops=self.on_overflow == "drop",
-            codec=self.codec(context),
-        )
+            return build(context, budget=self.budget, max_tokens=self.max_tokens)
+        alignment: int = context.facts["row_alignment"]
+        return TorchHybridEP(experts, row_alignment=alignment, budget=self.budget, codec=self.codec(context))
 
 
 @moefw.hookimpl
 def moefw_dispatchers() -> list[type[DispatcherPlugin]]:
     """Declare the dispatcher."""
     return [HybridEP]
-
-
-@moefw.hookimpl
-def moefw_check(assembly: moefw.Assembly) -> list[moefw.Problem]:
-    """Hold every expert-parallel group against the nodes, where the spec says how large they are, and the library."""
-    dispatch, layout = assembly.parts.dispatch, assembly.layout
-    if not isinstance(dispatch, HybridEP):
-        return []
-    each = assembly.parts.parallel.ranks_per_node
-    problems: list[moefw.Problem | None] = []
-    if each is not None:
-        groups = {layout.group(rank, ("ep", "etp")) for rank in range(layout.world)}
-        problems = [uneven_nodes([rank // each for rank in group]) for group in sorted(groups)]
-    found = [problem for problem in problems if problem][:1]
-    if dispatch.backend != "library" or found:
-        return found
-    first = layout.group(0, ("ep", "etp"))
-    shape = Shape(
-        model_dim=assembly.site.dims.model_dim,
-        local_experts=assembly.site.dims.num_experts // layout.sizes["ep"],
-        ranks=len(first),
-        node_ranks=None if each is None else ranks_per_node([rank // each for rank in first]),
-    )
-    return [evolve(problem, where="dispatch.backend") for problem in limits(shape, max_tokens=dispatch.max_tokens)]

@@ -6,7 +6,6 @@ It moves on the current stream: a movement is over, for that stream, when it has
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,8 @@ import moefw
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
 from moefw.core.records import Traffic
-from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
+from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.plugins.dispatchers.hybridep.budget import Budget
 from moefw.plugins.dispatchers.hybridep.counted import WEIGHT_BYTES, both_hops, told_beforehand
 from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Shape
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
@@ -35,13 +35,7 @@ from moefw_kernels.permute import Groups, group_chunks
 Moved = tuple[list[Tensor], list[Work]]
 
 
-def build(
-    context: moefw.BuildContext,
-    *,
-    rank_capacity: float | None = None,
-    drops: bool = False,
-    max_tokens: int | None = None,
-) -> Dispatcher:
+def build(context: moefw.BuildContext, *, budget: Budget | None = None, max_tokens: int | None = None) -> Dispatcher:
     """Return the dispatcher of this process over the buffer that all its layers share.
 
     A rank that is alone has nothing to send: the library is not asked for. Raises PlanError where it is missing or
@@ -49,7 +43,7 @@ def build(
     """
     experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
     if experts.group is None:
-        return TorchHybridEP(experts, row_alignment=row_alignment, rank_capacity=rank_capacity, drops=drops)
+        return TorchHybridEP(experts, row_alignment=row_alignment, budget=budget)
     shape = Shape(
         model_dim=context.site.dims.model_dim,
         local_experts=experts.local_experts,
@@ -63,8 +57,7 @@ def build(
         wire,
         row_alignment=row_alignment,
         key_columns=shape.model_dim,
-        rank_capacity=rank_capacity,
-        drops=drops,
+        budget=budget,
         max_tokens=max_tokens,
     )
 
@@ -87,7 +80,7 @@ class _Choices:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Way:
+class _Metadata:
     """What a dispatch left, but not its rows: the library's handle, and how groups are padded to a capacity."""
 
     handle: tuple[Any, ...]
@@ -101,7 +94,7 @@ class _Trip:
     """One dispatch: the launch notes what the library returned, for the launch of its dual and for the finish."""
 
     plan: DispatchPlan
-    way: _Way | None = None
+    metadata: _Metadata | None = None
 
 
 @final
@@ -109,8 +102,8 @@ class LibraryHybridEP(Dispatcher):
     """``dispatch_with_permute`` and ``combine_with_unpermute``, each the dual of the other along one handle.
 
     With ``max_tokens`` every rank pads to it and nothing is exchanged beforehand; without, ranks agree on the most
-    tokens first, on the host. ``rank_capacity`` is a budget of rows, beyond which rows are left out and reported:
-    ``overflow`` is 1 where some were, ``dropped_rows`` their number. Keys travel as rows of the model's width, for
+    tokens first, on the host. Rows beyond the budget are left out and reported: ``overflow`` is 1 where
+    some were, ``dropped_rows`` their number. Keys travel as rows of the model's width, for
     which the kernels are compiled.
     """
 
@@ -121,21 +114,19 @@ class LibraryHybridEP(Dispatcher):
         *,
         row_alignment: int,
         key_columns: int,
-        rank_capacity: float | None = None,
-        drops: bool = False,
+        budget: Budget | None = None,
         max_tokens: int | None = None,
     ) -> None:
         self.experts, self.wire, self.row_alignment, self.key_columns = experts, wire, row_alignment, key_columns
-        self.rank_capacity, self.drops, self.max_tokens = rank_capacity, drops, max_tokens
+        self.budget, self.max_tokens = budget, max_tokens
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
         """Spread the choices over a map of all experts. The library gathers it itself; ``counts`` saves nothing."""
-        ids_TK, experts = routing.expert_ids_TK, self.experts
+        ids_TK, experts, budget = routing.expert_ids_TK, self.experts, None if dropless else self.budget
         num_tokens, top_k = ids_TK.shape
         most, capacity = self._agree(num_tokens, routing.capacity, ids_TK.device)
-        budget = None if dropless or self.rank_capacity is None else self._budget(most, top_k)
         if capacity and budget is not None:
             raise moefw.ContractError(
                 "HybridEP has no budget of rows and a capacity of each expert at once.",
@@ -154,8 +145,8 @@ class LibraryHybridEP(Dispatcher):
             top_k,
             alignment=1 if capacity else self.row_alignment,
             capacity=capacity,
-            budget=budget,
-            wanted=self._wanted(routing_TE) if self.drops and budget is not None else None,
+            budget=None if budget is None else budget.rows(most * top_k * experts.etp, self.row_alignment),
+            wanted=self._wanted(routing_TE) if budget and budget.on_overflow == "drop" else None,
         )
         return DispatchPlan(detail=choices)
 
@@ -174,11 +165,6 @@ class LibraryHybridEP(Dispatcher):
         lengths, capacities = exchange_now(mine_P2, ones, ones, self.experts.group).t().tolist()
         return max(lengths), sum(capacities)
 
-    def _budget(self, most: int, top_k: int) -> int:
-        assert self.rank_capacity is not None
-        rows = math.ceil(self.rank_capacity * most * top_k * self.experts.etp)
-        return -(-rows // self.row_alignment) * self.row_alignment
-
     def _wanted(self, routing_TE: Tensor) -> Tensor:
         """Return how many rows all ranks together choose this rank's experts for. Stays on the device."""
         local, ones = self.experts.local_experts, [1] * self.experts.size
@@ -195,22 +181,22 @@ class LibraryHybridEP(Dispatcher):
                 sent[0], sent[1], choices.routing_TE, alignment=choices.alignment, budget=choices.budget
             )
             groups = self._groups(landed, choices)
-            trip.way = _Way(landed.handle, landed.sizes_e, len(landed.rows_RD), groups)
+            trip.metadata = _Metadata(landed.handle, landed.sizes_e, len(landed.rows_RD), groups)
             return [landed.rows_RD, landed.weights_R], []
 
         def send_back(grads: Sequence[Tensor]) -> Moved:
-            assert trip.way is not None
-            return self._send_back(grads, trip.way, choices)
+            assert trip.metadata is not None
+            return self._send_back(grads, trip.metadata, choices)
 
         return start(self._sent(x_TD, weights_TK, choices), forward=send, dual=send_back, detail=trip)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send along the handle: nothing is gathered again."""
-        choices: _Choices = receipt.plan.detail
-        way: _Way = receipt.detail
-        there = partial(self._send_again, way=way, choices=choices)
-        back = partial(self._send_back, way=way, choices=choices)
-        detail = _Trip(receipt.plan, way)
+        choices: _Choices = handle.plan.detail
+        metadata: _Metadata = handle.detail
+        there = partial(self._send_again, metadata=metadata, choices=choices)
+        back = partial(self._send_back, metadata=metadata, choices=choices)
+        detail = _Trip(handle.plan, metadata)
         return start(self._sent(x_TD, weights_TK, choices), forward=there, dual=back, detail=detail)
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor, choices: _Choices) -> list[Tensor]:
@@ -224,14 +210,14 @@ class LibraryHybridEP(Dispatcher):
         spread_TE = weights_TK.new_zeros(rows, num_parts + 1).scatter(1, choices.ids_TK, weights_TK)
         return [F.pad(x_TD, (0, 0, 0, extra)) if extra else x_TD, spread_TE[:, :num_parts]]
 
-    def _send_again(self, sent: Sequence[Tensor], way: _Way, choices: _Choices) -> Moved:
+    def _send_again(self, sent: Sequence[Tensor], metadata: _Metadata, choices: _Choices) -> Moved:
         probs_TE = sent[1] if len(sent) > 1 else None
-        like = {"alignment": choices.alignment, "num_rows": way.num_rows}
-        return self.wire.send_again(sent[0], probs_TE, way.handle, **like), []
+        like = {"alignment": choices.alignment, "num_rows": metadata.num_rows}
+        return self.wire.send_again(sent[0], probs_TE, metadata.handle, **like), []
 
-    def _send_back(self, sent: Sequence[Tensor], way: _Way, choices: _Choices) -> Moved:
+    def _send_back(self, sent: Sequence[Tensor], metadata: _Metadata, choices: _Choices) -> Moved:
         weights_R = sent[1] if len(sent) > 1 else None
-        return self.wire.send_back(sent[0], weights_R, way.handle, alignment=choices.alignment), []
+        return self.wire.send_back(sent[0], weights_R, metadata.handle, alignment=choices.alignment), []
 
     def _groups(self, landed: Landed, choices: _Choices) -> Groups | None:
         """Return how groups get their capacity; None where the library has padded them already."""
@@ -240,25 +226,25 @@ class LibraryHybridEP(Dispatcher):
         sizes = landed.sizes_e.tolist()
         return group_chunks([sizes], self.row_alignment, landed.rows_RD.device, capacity=choices.capacity)
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Hand out the rows as they landed."""
         trip: _Trip = pending.detail
         rows = finish(pending)
-        assert trip.way is not None
-        receipt = Receipt(plan=trip.plan, detail=trip.way)
-        way, choices = trip.way, trip.plan.detail
-        if way.groups is not None:
-            return ExpertBatch.of(way.groups.regroup(*rows), way.groups), receipt
-        counts_e: Tensor = way.handle[COUNTS]
+        assert trip.metadata is not None
+        handle = DispatchHandle(plan=trip.plan, detail=trip.metadata)
+        metadata, choices = trip.metadata, trip.plan.detail
+        if metadata.groups is not None:
+            return ExpertBatch.of(metadata.groups.regroup(*rows), metadata.groups), handle
+        counts_e: Tensor = metadata.handle[COUNTS]
         batch = ExpertBatch(
             rows_RD=rows[0],
             row_weights_R=rows[1],
             counts_e=counts_e,
-            offsets_e=way.sizes_e.to(counts_e.device).cumsum(0, dtype=torch.int32),
-            counts_host=tuple(way.sizes_e.tolist()) if choices.budget is None else None,
-            stats=self._stats(way.handle, choices),
+            offsets_e=metadata.sizes_e.to(counts_e.device).cumsum(0, dtype=torch.int32),
+            counts_host=tuple(metadata.sizes_e.tolist()) if choices.budget is None else None,
+            stats=self._stats(metadata.handle, choices),
         )
-        return batch, receipt
+        return batch, handle
 
     def _stats(self, handle: tuple[Any, ...], choices: _Choices) -> dict[str, Tensor]:
         if choices.budget is None:
@@ -267,13 +253,13 @@ class LibraryHybridEP(Dispatcher):
             return {"dropped_rows": (choices.wanted - handle[COUNTS].sum()).float()}
         return {"overflow": handle[OVERFLOW].reshape(()).float()}
 
-    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each token's experts here, in the node and between nodes."""
-        choices: _Choices = receipt.plan.detail
-        way: _Way = receipt.detail
-        there = partial(self._send_back, way=way, choices=choices)
-        back = partial(self._send_again, way=way, choices=choices)
-        rows = rows_RD if way.groups is None else way.groups.restore(rows_RD)
+        choices: _Choices = handle.plan.detail
+        metadata: _Metadata = handle.detail
+        there = partial(self._send_back, metadata=metadata, choices=choices)
+        back = partial(self._send_again, metadata=metadata, choices=choices)
+        rows = rows_RD if metadata.groups is None else metadata.groups.restore(rows_RD)
         return start([rows], forward=there, dual=back, detail=choices.num_tokens)
 
     def finish_combine(self, pending: Pending) -> Tensor:
@@ -281,9 +267,9 @@ class LibraryHybridEP(Dispatcher):
         (out_TD,) = finish(pending)
         return out_TD[: pending.detail]
 
-    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
         """Count what the algorithm must send, as the torch backend does. All ranks call this together."""
-        experts, choices = self.experts, receipt.plan.detail
+        experts, choices = self.experts, handle.plan.detail
         mine_TE, size = choices.routing_TE.to(torch.uint8), experts.size
         lengths = [len(mine_TE)] * size
         everyone = exchange_now(mine_TE.repeat(size, 1), lengths, lengths, experts.group)

@@ -66,18 +66,3 @@ def _in_a_node(shape: Shape, node_ranks: int, max_tokens: int | None) -> list[st
     if shape.ranks > node_ranks and (max_tokens or 0) > MAX_TOKENS_BETWEEN_NODES:
         found.append(f"a rank sends at most {MAX_TOKENS_BETWEEN_NODES} tokens between nodes, not {max_tokens}")
     return found
-
-
-def library_needs() -> list[moefw.Need]:
-    """Return what the library asks of the machine and of the other parts."""
-    return [
-        moefw.need(
-            "package", PACKAGE, reason="backend: library calls DeepEP's HybridEP", fix=INSTALL, option="backend"
-        ),
-        moefw.need(
-            "device", ("cuda",), reason="its kernels run on NVIDIA GPUs", fix="Use backend: torch.", option="backend"
-        ),
-        moefw.need(
-            "wire", ("bf16",), reason="combine adds up bf16 only", fix="Use precision: {use: bf16}.", option="backend"
-        ),
-    ]

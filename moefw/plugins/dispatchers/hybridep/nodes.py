@@ -18,5 +18,6 @@ def uneven_nodes(nodes: Sequence[int]) -> moefw.Problem | None:
     even = [nodes[first] for first in range(0, len(nodes), each) for _ in range(each)]
     if list(nodes) == even[: len(nodes)] and len(nodes) % each == 0 and len(set(nodes)) == len(nodes) // each:
         return None
-    what = f"hybridep wants equally many ranks of each expert-parallel group on every node; they lie on {list(nodes)}."
-    return moefw.Problem(what, "Use an ep x etp that fills whole nodes or divides one.", "parallel.ranks_per_node")
+    wants = "hybridep wants equally many ranks of each expert-parallel group on every node"
+    what = f"{wants}; with the layout's ranks_per_node they lie on {list(nodes)}."
+    return moefw.Problem(what, "Use an ep x etp that fills whole nodes or divides one.")

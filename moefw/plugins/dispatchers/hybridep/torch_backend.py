@@ -6,7 +6,6 @@ A token for another node lands on the rank with the sender's place there. Shapes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -17,7 +16,8 @@ from torch import Tensor
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.records import Traffic
-from moefw.core.stages import DispatchPlan, ExpertBatch, Pending, Receipt, Routing
+from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.plugins.dispatchers.hybridep.budget import Budget
 from moefw.plugins.dispatchers.hybridep.counted import WEIGHT_BYTES, told_beforehand
 from moefw.plugins.dispatchers.hybridep.hops import Hop, Told, between_nodes, inside_the_node
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
@@ -28,7 +28,7 @@ from moefw_kernels.permute import Arrival, arrange
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
+class _Metadata:
     """The metadata of one movement: two hops, and how rows that arrive are expanded."""
 
     network: Hop
@@ -47,87 +47,78 @@ class TorchHybridEP(Dispatcher):
         experts: ExpertGroup,
         *,
         row_alignment: int,
-        rank_capacity: float | None = None,
-        drops: bool = False,
+        budget: Budget | None = None,
         codec: Codec | None = None,
     ) -> None:
-        self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
-        self.rank_capacity, self.stat = rank_capacity, "dropped_rows" if drops else "overflow"
+        self.experts, self.row_alignment, self.budget, self.codec = experts, row_alignment, budget, codec
         self.node_size = ranks_per_node(experts.nodes)
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
         """Find the nodes and ranks that each token must reach, hop by hop. ``counts`` saves nothing here."""
-        experts, ids_TK = self.experts, routing.expert_ids_TK
+        experts, ids_TK, budget = self.experts, routing.expert_ids_TK, None if dropless else self.budget
         own = Told(capacity=routing.capacity or 0, longest=len(ids_TK))
         network, told = between_nodes(experts, self.node_size, ids_TK, own)
         landed_NK = self._forward_ids(ids_TK, network)
         node, sources, told = inside_the_node(experts, self.node_size, landed_NK, network.received, told)
         arrived_NK = self._forward_ids(landed_NK, node).long()
-        budget = None if dropless else self._budget(ids_TK.shape[1], told.longest)
+        choices = told.longest * ids_TK.shape[1] * experts.etp
         arrival = arrange(
             arrived_NK - experts.first_expert,
             experts.local_experts,
             alignment=self.row_alignment,
             capacity=told.capacity,
-            budget=budget,
+            budget=None if budget is None else budget.rows(choices, self.row_alignment),
             source_N=sources,
         )
-        stats = {} if budget is None else {self.stat: torch.tensor(float(arrival.left_out), device=ids_TK.device)}
-        return DispatchPlan(detail=_Way(network, node, arrival, ids_TK.shape[1], stats))
+        stats = {} if budget is None else {budget.stat: torch.tensor(float(arrival.left_out), device=ids_TK.device)}
+        return DispatchPlan(detail=_Metadata(network, node, arrival, ids_TK.shape[1], stats))
 
     def _forward_ids(self, ids_NK: Tensor, hop: Hop) -> Tensor:
         ids = ids_NK.index_select(0, hop.rows.token_R).to(torch.int32)
         return exchange_now(ids, hop.sent, hop.received, self.experts.group)
-
-    def _budget(self, top_k: int, longest: int) -> int | None:
-        """Return ``rank_capacity`` times the rows that a rank gets if all are balanced, rounded up to the alignment."""
-        if self.rank_capacity is None:
-            return None
-        rows = math.ceil(self.rank_capacity * longest * top_k * self.experts.etp)
-        return -(-rows // self.row_alignment) * self.row_alignment
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row a (token, node), and the weights of all its choices."""
         hop: Hop = plan.detail.network
         return hop.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: Receipt) -> Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same way."""
-        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+        return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, Receipt]:
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Pass what landed here on to the ranks of this node, and expand what comes from them."""
         plan: DispatchPlan = pending.detail
-        way: _Way = plan.detail
+        metadata: _Metadata = plan.detail
         rows_ND, weights_NK = finish(pending)
-        arrived = finish(way.node.send(rows_ND, weights_NK, group=self.experts.group, codec=self.codec))
-        batch = ExpertBatch.of(way.arrival.expand(*arrived), way.arrival, way.stats)
-        return batch, Receipt(plan=plan)
+        arrived = finish(metadata.node.send(rows_ND, weights_NK, group=self.experts.group, codec=self.codec))
+        batch = ExpertBatch.of(metadata.arrival.expand(*arrived), metadata.arrival, metadata.stats)
+        return batch, DispatchHandle(plan=plan)
 
-    def start_combine(self, rows_RD: Tensor, receipt: Receipt) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each row's experts here and its ranks inside the node, and send one row a (token, node) back."""
-        way: _Way = receipt.plan.detail
-        node, network, group = way.node, way.network, self.experts.group
-        (partial_ND,) = finish(exchange([way.arrival.reduce(rows_RD)], node.received, node.sent, group))
-        return exchange([node.add_up(partial_ND)], network.received, network.sent, group, detail=way)
+        metadata: _Metadata = handle.plan.detail
+        node, network, group = metadata.node, metadata.network, self.experts.group
+        (partial_ND,) = finish(exchange([metadata.arrival.reduce(rows_RD)], node.received, node.sent, group))
+        return exchange([node.add_up(partial_ND)], network.received, network.sent, group, detail=metadata)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Add up each token's nodes."""
-        way: _Way = pending.detail
+        metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return way.network.add_up(rows_ND)
+        return metadata.network.add_up(rows_ND)
 
-    def traffic(self, receipt: Receipt, *, row_bytes: int) -> Traffic:
+    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
         """Count the distinct (token, node) pairs, and inside nodes the distinct (token, rank) pairs."""
-        way: _Way = receipt.plan.detail
-        hops = [(hop.sent, hop.received) for hop in (way.network, way.node)]
+        metadata: _Metadata = handle.plan.detail
+        hops = [(hop.sent, hop.received) for hop in (metadata.network, metadata.node)]
         return traffic_of(
             self.experts.rank,
             hops,
             row_bytes=row_bytes,
-            weight_bytes=WEIGHT_BYTES * way.top_k,
-            told=told_beforehand(self.experts, hops, way.top_k),
+            weight_bytes=WEIGHT_BYTES * metadata.top_k,
+            told=told_beforehand(self.experts, hops, metadata.top_k),
             codec=self.codec,
         )

@@ -11,7 +11,7 @@ from attrs.validators import ge
 import moefw
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import Extent, PartMemory
+from moefw.ledger.parts import PartMemory, RankShape
 
 DIM_MULTIPLE = 8
 GPU_ROW_ALIGNMENT = 8
@@ -77,11 +77,11 @@ class Grouped(GemmPlugin):
             if size % DIM_MULTIPLE
         ]
 
-    def memory(self, extent: Extent) -> PartMemory:
+    def memory(self, shape: RankShape) -> PartMemory:
         """Stacked weights; the regions ``expert_fc1`` and ``expert_fc2``."""
         from moefw.plugins.gemm.grouped.memory import memory
 
-        return memory(extent)
+        return memory(shape)
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
         """Return the experts of one layer on this rank."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moefw.core.contracts import ExpertGemm, Precision
-from moefw.core.records import Canonical, Kept, Rows
+from moefw.core.records import Canonical, RowGroups, SavedOperand
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.compute.product import grouped_mm, keep_activation, keep_input
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
@@ -72,7 +72,7 @@ class _In(torch.autograd.Function):
     def forward(
         ctx: Any, recipe: Precision, x_RD: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes, gate_up: Tensor
     ) -> Tensor:
-        rows = Rows(ends_e, keys_R, sizes)
+        rows = RowGroups(ends_e, keys_R, sizes)
         x = recipe.quantize(x_RD, role="input", during="fprop", rows=rows)
         w13 = recipe.quantize(gate_up, role="weight", during="fprop")
         kept = keep_input(x_RD, x, recipe, rows), recipe.keep(gate_up, w13, role="weight", during="dgrad")
@@ -83,7 +83,7 @@ class _In(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         (ends_e, keys_R), (x, w13) = _saved(ctx, 2)
-        recipe, rows, (dtype, weight_dtype) = ctx.recipe, Rows(ends_e, keys_R, ctx.sizes), ctx.dtypes
+        recipe, rows, (dtype, weight_dtype) = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), ctx.dtypes
         grad = recipe.quantize(grad_RH, role="grad", during="dgrad", rows=rows)
         grad_x = grouped_mm(grad, w13, ends_e).to(dtype)
         grad = recipe.quantize(grad_RH, role="grad", during="wgrad", rows=rows)
@@ -104,7 +104,7 @@ class _Out(torch.autograd.Function):
         sizes: Sizes,
         down: Tensor,
     ) -> Tensor:
-        rows = Rows(ends_e, keys_R, sizes)
+        rows = RowGroups(ends_e, keys_R, sizes)
         a = recipe.quantize_swiglu(h_RH, weights_R, rows=rows)
         if a is None:
             a = recipe.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop", rows=rows)
@@ -117,7 +117,7 @@ class _Out(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         (weights_R, ends_e, keys_R), (h_RH, w2) = _saved(ctx, 3)
-        recipe, rows, (dtype, weight_dtype) = ctx.recipe, Rows(ends_e, keys_R, ctx.sizes), ctx.dtypes
+        recipe, rows, (dtype, weight_dtype) = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), ctx.dtypes
         grad_RD = grad_RD.contiguous()
         grad = recipe.quantize(grad_RD, role="grad", during="dgrad", rows=rows)
         grad_a = grouped_mm(grad, w2, ends_e).to(dtype)
@@ -132,7 +132,7 @@ def _save(
     recipe: Precision,
     about: Sequence[Tensor | None],
     sizes: Sizes,
-    kept: Sequence[Kept],
+    kept: Sequence[SavedOperand],
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
     ctx.save_for_backward(*about, *(tensor for one in kept for tensor in one.tensors))

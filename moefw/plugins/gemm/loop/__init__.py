@@ -10,7 +10,7 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import Extent, PartMemory
+from moefw.ledger.parts import PartMemory, RankShape
 
 
 @frozen
@@ -49,11 +49,11 @@ class Loop(GemmPlugin):
             ),
         ]
 
-    def memory(self, extent: Extent) -> PartMemory:
+    def memory(self, shape: RankShape) -> PartMemory:
         """Three weights an expert; each expert calls the regions once."""
         from moefw.plugins.gemm.loop.memory import memory
 
-        return memory(extent)
+        return memory(shape)
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
         """Return the experts of one layer on this rank."""

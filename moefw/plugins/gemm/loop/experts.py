@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moefw.core.contracts import ExpertGemm, Precision
-from moefw.core.records import Canonical, Rows
+from moefw.core.records import Canonical, RowGroups
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.compute.product import keep_activation, linear
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
@@ -54,10 +54,10 @@ class LoopExperts(nn.Module, ExpertGemm):
 
     def _project_in(self, expert: int, x_RD: Tensor, keys_R: Tensor | None) -> Tensor:
         gate_up = torch.cat([self.gate[expert], self.up[expert]])
-        return linear(x_RD, gate_up, self.into[expert], Rows(keys_R=keys_R))
+        return linear(x_RD, gate_up, self.into[expert], RowGroups(keys_R=keys_R))
 
     def _project_out(self, expert: int, a_RF: Tensor, keys_R: Tensor | None) -> Tensor:
-        return linear(a_RF, self.down[expert], self.out_of[expert], Rows(keys_R=keys_R))
+        return linear(a_RF, self.down[expert], self.out_of[expert], RowGroups(keys_R=keys_R))
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield each expert's three weights."""
@@ -85,7 +85,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h_RH: Tensor, weights_R: Tensor, precision: Precision) -> Tensor:
-        kept = keep_activation(h_RH, precision, Rows())
+        kept = keep_activation(h_RH, precision, RowGroups())
         ctx.save_for_backward(weights_R, *kept.tensors)
         ctx.operand = kept.operand
         return weighted_swiglu(h_RH, weights_R)

@@ -11,7 +11,7 @@ from attrs.validators import ge, le, min_len, optional
 import moefw
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import Extent, Fate, StateRest, Tensor
+from moefw.ledger.parts import Placement, RankShape, StateRest, Tensor
 
 MIN_BYTES = 1 << 20
 BUCKET_BYTES = 1 << 26
@@ -27,7 +27,7 @@ class Offload(MemoryPlugin):
     """
 
     name: ClassVar[str] = "offload"
-    treatment: ClassVar[str] = "offload"
+    mechanism: ClassVar[str] = "offload"
 
     to: Literal["host", "nvme"] = "host"
     path: str | None = field(default=None, validator=optional(min_len(1)))
@@ -44,7 +44,7 @@ class Offload(MemoryPlugin):
         what = "path is where files lie, and with to: host there are none."
         return [moefw.Problem(what, "Leave path out, or use to: nvme.", "path")]
 
-    def fates(self, saved: Sequence[Tensor], extent: Extent) -> Sequence[Fate]:
+    def placements(self, saved: Sequence[Tensor], shape: RankShape) -> Sequence[Placement]:
         """Large tensors go, as long as no more than ``fraction`` of the bytes so far has gone."""
         eligible = moved = 0
         found = []
@@ -53,7 +53,7 @@ class Offload(MemoryPlugin):
             eligible += tensor.nbytes if goes else 0
             goes = goes and moved + tensor.nbytes <= self.fraction * eligible
             moved += tensor.nbytes if goes else 0
-            found.append(Fate(offloaded=tensor.nbytes) if goes else Fate(kept=tensor.nbytes))
+            found.append(Placement(offloaded=tensor.nbytes) if goes else Placement(kept=tensor.nbytes))
         return found
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
@@ -75,7 +75,7 @@ class OptimizerOffload(OptimizerMemoryPlugin):
     """
 
     name: ClassVar[str] = "optimizer-offload"
-    treatment: ClassVar[str] = "offload"
+    mechanism: ClassVar[str] = "offload"
 
     update: Literal["host", "device"] = "device"
     bucket_bytes: int = field(default=BUCKET_BYTES, validator=ge(1 << 10))

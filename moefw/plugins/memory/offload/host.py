@@ -13,7 +13,7 @@ ACTIVATIONS = "memory policy offload", "activations", "Offload less (fraction, r
 STATES = (
     "memory policy optimizer-offload",
     "states of the optimizer",
-    "Add optimizer-bf16, share out more, or leave it out.",
+    "Add optimizer-bf16, shard more, or leave it out.",
 )
 
 

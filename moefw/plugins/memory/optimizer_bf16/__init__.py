@@ -20,7 +20,7 @@ class OptimizerBF16(OptimizerMemoryPlugin):
     """
 
     name: ClassVar[str] = "optimizer-bf16"
-    treatment: ClassVar[str] = "bf16"
+    mechanism: ClassVar[str] = "bf16"
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
 

@@ -11,7 +11,7 @@ from attrs.validators import ge, gt
 import moefw
 from moefw.core.plugin import MemoryPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import Extent, Fate, Tensor
+from moefw.ledger.parts import Placement, RankShape, Tensor
 from moefw.plugins.memory.paged_stash.pages import num_pages
 
 PAGE_ROWS: Final = 64
@@ -33,7 +33,7 @@ class PagedStash(MemoryPlugin):
     """
 
     name: ClassVar[str] = "paged-stash"
-    treatment: ClassVar[str] = "stash"
+    mechanism: ClassVar[str] = "stash"
 
     factor: float = field(default=FACTOR, validator=gt(0.0))
     page_rows: int = field(default=PAGE_ROWS, validator=[ge(1), _power_of_two])
@@ -44,7 +44,7 @@ class PagedStash(MemoryPlugin):
         whole = "only a GEMM that computes on all rows of a budget at once saves them as one tensor"
         fix = "Use a GEMM that offers it (gemm.use), or leave the region out."
         regions = [
-            moefw.need("region", (region, self.treatment), reason=whole, fix=fix, option="regions")
+            moefw.need("region", (region, self.mechanism), reason=whole, fix=fix, option="regions")
             for region in self.regions
         ]
         budget = moefw.need(
@@ -55,12 +55,12 @@ class PagedStash(MemoryPlugin):
         )
         return [*regions, budget]
 
-    def fates(self, saved: Sequence[Tensor], extent: Extent) -> Sequence[Fate]:
+    def placements(self, saved: Sequence[Tensor], shape: RankShape) -> Sequence[Placement]:
         """Of rows, so many pages as their pool has for them; everything else stays."""
-        share = min(1.0, self.factor / extent.capacity)
-        rows = num_pages(share * extent.rows, self.page_rows) * self.page_rows
+        share = min(1.0, self.factor / shape.capacity)
+        rows = num_pages(share * shape.rows, self.page_rows) * self.page_rows
         return [
-            Fate(kept=tensor.nbytes - extent.rows * tensor.row_bytes, stashed=rows * tensor.row_bytes)
+            Placement(kept=tensor.nbytes - shape.rows * tensor.row_bytes, stashed=rows * tensor.row_bytes)
             for tensor in saved
         ]
 

@@ -15,7 +15,7 @@ class Recompute(MemoryPlugin):
     """Runs the regions again in backward, as far as something they saved is wanted."""
 
     name: ClassVar[str] = "recompute"
-    treatment: ClassVar[str] = "recompute"
+    mechanism: ClassVar[str] = "recompute"
     runs_again: ClassVar[bool] = True
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:

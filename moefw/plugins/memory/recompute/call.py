@@ -111,16 +111,16 @@ class Run(Call):
 
 @final
 class Movement(Call):
-    """A movement of rows that is repeated; its metadata is in ``receipt``."""
+    """A movement of rows that is repeated; its metadata is in ``handle``."""
 
-    def __init__(self, again: Callable[..., Any], receipt: Any, args: Sequence[Any]) -> None:
-        self._again, self._receipt, self._arguments = again, receipt, Arguments(args, {})
+    def __init__(self, again: Callable[..., Any], handle: Any, args: Sequence[Any]) -> None:
+        self._again, self._handle, self._arguments = again, handle, Arguments(args, {})
 
     def again(self) -> Any:
         """Return what the movement brings."""
         args, _ = self._arguments.again()
         with torch.no_grad():
-            return self._again(self._receipt, *args)
+            return self._again(self._handle, *args)
 
 
 class _EnoughError(Exception):

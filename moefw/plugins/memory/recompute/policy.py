@@ -31,9 +31,9 @@ class RecomputePolicy(MemoryPolicy):
         """Return ``finish``. Nothing it saves is dropped, and ``again`` brings what it returns."""
 
         def repeated(pending: Any, *args: Any) -> Any:
-            brought, receipt = finish(pending, *args)
+            brought, handle = finish(pending, *args)
             if torch.is_grad_enabled():
-                brought = Movement(again, receipt, args).returned(brought)
-            return brought, receipt
+                brought = Movement(again, handle, args).returned(brought)
+            return brought, handle
 
         return repeated

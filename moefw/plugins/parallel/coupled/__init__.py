@@ -19,7 +19,7 @@ class Coupled(LayoutPlugin):
     """One mesh (pp, dp, cp, tp) whose groups the experts share: ep lies inside dp, and etp is tp.
 
     ``dp`` null: whatever the world leaves; ``ep`` divides it. An expert has dp / ep x cp copies, its edp.
-    ``shard`` and ``expert_shard``: over how many ranks each parameter of attention and of the experts is shared out
+    ``shard`` and ``expert_shard``: over how many ranks each parameter of attention and of the experts is sharded
     (FSDP), a divisor of its copies: of dp x cp, of edp. 1: each copy is whole; all: one copy in all.
     """
 

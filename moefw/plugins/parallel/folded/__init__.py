@@ -58,7 +58,7 @@ class Folded(LayoutPlugin):
     """Two meshes over the same ranks: dense (pp, dp, cp, tp) and experts (pp, edp, ep, etp).
 
     ``order``: the axes of a mesh in a pipeline stage, outermost first; the last one joins neighbouring ranks.
-    ``shard``: over how many ranks each parameter of a mesh is shared out (FSDP), a divisor of its copies: of dp x cp,
+    ``shard``: over how many ranks each parameter of a mesh is sharded (FSDP), a divisor of its copies: of dp x cp,
     of edp. 1: each copy is whole; all: one copy in all.
     """
 

@@ -28,8 +28,8 @@ class _Native(PrecisionPlugin):
         """Four bytes, or two."""
         return Formats(stream=4) if self.name == "fp32" else BF16_FORMATS
 
-    def high_formats(self) -> Formats:
-        """Nothing is spared."""
+    def fallback_formats(self) -> Formats:
+        """Nothing is kept in high precision."""
         return self.formats()
 
 

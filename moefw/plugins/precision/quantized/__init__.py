@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
 import moefw
 from moefw.core.plugin import PrecisionPlugin
-from moefw.plugins.precision.quantized.declaration import QuantizedPlugin, patterns_of_nothing
-from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise, nothing_to_gather
+from moefw.core.site import Site
+from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
+from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
 from moefw.plugins.precision.quantized.fp8_tensor import FP8Tensor
 from moefw.plugins.precision.quantized.gpus import MXFP8 as GPUS_OF_MXFP8
 from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.nvfp4 import NVFP4
 from moefw.plugins.precision.quantized.te.machine import MX_BLOCKS
+
+if TYPE_CHECKING:
+    from moefw.plugins.precision.quantized.operands import Operands
 
 
 @frozen(kw_only=True)
@@ -28,26 +32,15 @@ class MXFP8(QuantizedPlugin):
     gpus: ClassVar[Gpus] = GPUS_OF_MXFP8
     te_gpus: ClassVar[Gpus] = MX_BLOCKS
 
-    def build(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
+    def operands(self, site: Site) -> Operands:
+        """E8M0 scales of 32."""
         from moefw.plugins.precision.quantized.encoders import MX
-        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
-        from moefw.plugins.precision.quantized.scaled import scaled_recipe
+        from moefw.plugins.precision.quantized.operands import Operands
         from moefw.plugins.precision.quantized.swizzled_products import MXProducts
         from moefw.plugins.precision.quantized.te.quantizers import MXBlocks
-        from moefw.plugins.precision.quantized.te.recipe import te_recipe
 
-        if self.backend == "torch":
-            return scaled_recipe(MX(), MXProducts(), device=context.device, activations=self.saved_activations)
-        if self.backend == "te":
-            return te_recipe(MX(), MXBlocks(), self.te_gpus, device=context.device, activations=self.saved_activations)
-        return EmulatedRecipe(MX(), activations=self.saved_activations)
-
-
-@moefw.hookimpl
-def moefw_check(assembly: moefw.Assembly) -> list[moefw.Problem]:
-    """A pattern that names no module is a mistake, and so is an option that nothing comes of."""
-    return patterns_of_nothing(assembly) + nothing_to_gather(assembly)
+        activations = self.saved_activations
+        return Operands(encoder=MX(), products=MXProducts(), quantizers=MXBlocks(), activations=activations)
 
 
 @moefw.hookimpl

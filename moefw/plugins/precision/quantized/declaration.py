@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import frozen
 
@@ -15,6 +15,9 @@ from moefw.core.site import Site
 from moefw.ledger.parts import BF16_FORMATS, FP32, Codes, Formats
 from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.te.machine import te_needs
+
+if TYPE_CHECKING:
+    from moefw.plugins.precision.quantized.operands import Operands
 
 INTEGERS = Codes(value_bits=8, block=(1, 128), scale_bytes=4)
 MODULES = ("attention", "mlp", "moe.experts", "moe.shared_expert")
@@ -68,17 +71,35 @@ class LowPrecisionPlugin(PrecisionPlugin):
             *(te_needs(self.te_gpus) if self.backend == "te" else ()),
         ]
 
-    def high(self, context: moefw.BuildContext) -> moefw.Precision:
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """A pattern of ``keep_bf16`` that names no module is a mistake."""
+        layers = range(-site.num_layers, site.num_layers)
+        modules = [f"layers.{layer}.{module}" for layer in layers for module in MODULES]
+        return [
+            moefw.Problem(f"{name!r} names no module.", "Use for example layers.0.* or *.attention.", f"keep_bf16[{i}]")
+            for i, name in enumerate(self.keep_bf16)
+            if not any(fnmatchcase(module, name) for module in modules)
+        ]
+
+    def build(self, context: moefw.BuildContext) -> moefw.Precision:
+        """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
+        return self.operands(context.site).recipe(self.backend, context.device, self.te_gpus)
+
+    @abstractmethod
+    def operands(self, site: Site) -> Operands:
+        """Return what makes the operands of a layer."""
+
+    def fallback(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return bf16."""
         from moefw.runtime.compute.casts import BF16Recipe
 
         return BF16Recipe()
 
-    def high_formats(self) -> Formats:
+    def fallback_formats(self) -> Formats:
         """Those of bf16."""
         return BF16_FORMATS
 
-    def spares(self, module: str) -> bool:
+    def keeps_high_precision(self, module: str) -> bool:
         """Whether a pattern of ``keep_bf16`` names the module."""
         return any(fnmatchcase(module, pattern) for pattern in self.keep_bf16)
 
@@ -119,19 +140,3 @@ class QuantizedPlugin(LowPrecisionPlugin):
             fix = "Use gemm: grouped or loop, or saved_activations: bf16."
             needs.append(moefw.need("activations_kept", True, reason=reason, fix=fix, option="saved_activations"))
         return needs
-
-
-def patterns_of_nothing(assembly: moefw.Assembly) -> list[moefw.Problem]:
-    """Return a problem for each pattern of ``keep_bf16`` that names no module."""
-    recipe = assembly.parts.precision
-    if not isinstance(recipe, LowPrecisionPlugin):
-        return []
-    layers = range(-assembly.num_layers, assembly.num_layers)
-    modules = [f"layers.{layer}.{module}" for layer in layers for module in MODULES]
-    missed = [
-        (index, pattern)
-        for index, pattern in enumerate(recipe.keep_bf16)
-        if not any(fnmatchcase(module, pattern) for module in modules)
-    ]
-    fix = "Use for example layers.0.* or *.attention."
-    return [moefw.Problem(f"{name!r} names no module.", fix, f"precision.keep_bf16[{index}]") for index, name in missed]

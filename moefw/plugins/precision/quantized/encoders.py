@@ -8,7 +8,7 @@ from typing import final
 from torch import Tensor
 
 from moefw.core.contracts import Codec, WeightCodec
-from moefw.core.records import Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups
 from moefw.plugins.precision.quantized.primary import SquareBlocks, quantized_weight
 from moefw.plugins.precision.quantized.wire import PackedRows
 from moefw.runtime.parallel.primary_weights import GatheredWeight
@@ -32,7 +32,7 @@ class Encoder(ABC):
         return self
 
     @abstractmethod
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand of ``x`` (..., R, C) in a product."""
 
     def codec(self, dim: int) -> Codec | None:
@@ -43,7 +43,7 @@ class Encoder(ABC):
         """Return as what weights are gathered, as ``Precision.weight_codec`` does."""
         return None
 
-    def encode_activation(self, x: Tensor, rows: Rows) -> Quantized:
+    def encode_activation(self, x: Tensor, rows: RowGroups) -> Quantized:
         """Return the codes of rows ``x`` (R, C) that are saved for backward and are no operand."""
         return self.encode(x, "input", "fprop", rows)
 
@@ -65,7 +65,7 @@ class Blockwise(Encoder):
         """Return what quantizes shards of weights."""
         return self._primary
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand: of a weight that was gathered as codes, those."""
         if isinstance(x, GatheredWeight):
             return quantized_weight(x)
@@ -84,7 +84,7 @@ class MX(Encoder):
 
     row_scales: Scales = "e8m0"
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand."""
         return quantize_mxfp8(x, block=(1, 32) if summed_axis(role, during) == -1 else (32, 1))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.records import Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw_kernels.hadamard import SIZE, hadamard
 from moefw_kernels.quantize import Quantized, matrix_amax, quantize_nvfp4
@@ -32,7 +32,7 @@ class FourBits(Encoder):
         place = f"{self._place}.{name}"
         return FourBits(place, draws=self.draws, turns=self._turns, square_weights=self._square_weights)
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand. One of wgrad that is turned has its rows filled up with zeros to a multiple of 16."""
         block = (1, SIZE) if summed_axis(role, during) == -1 else (SIZE, 1)
         if role == "weight":

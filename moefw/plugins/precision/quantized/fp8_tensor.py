@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from attrs import evolve, field, frozen
 from attrs.validators import ge, optional
@@ -14,6 +14,9 @@ from moefw.ledger.parts import FP32, Codes, Formats
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
 from moefw.plugins.precision.quantized.gpus import TENSORS, Gpus
 from moefw.plugins.precision.quantized.te.machine import WHOLE_TENSORS
+
+if TYPE_CHECKING:
+    from moefw.plugins.precision.quantized.operands import Operands
 
 DELAYED: Final[Mapping[str, Any]] = {"history": 16, "margin": 0, "algorithm": "max"}
 """The options of delayed scaling, and what they are when left out."""
@@ -39,11 +42,10 @@ class FP8Tensor(QuantizedPlugin):
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Options of delayed scaling mean nothing under the other one."""
-        given = [name for name in DELAYED if getattr(self, name) is not None]
-        if self.scaling == "delayed":
-            return ()
+        given = [name for name in DELAYED if self.scaling == "current" and getattr(self, name) is not None]
         fix = "Leave it out, or use scaling: delayed."
-        return [moefw.Problem(f"{name} is no option of scaling: current.", fix, name) for name in given]
+        wrong = [moefw.Problem(f"{name} is no option of scaling: current.", fix, name) for name in given]
+        return [*super().check(site), *wrong]
 
     def formats(self) -> Formats | None:
         """Delayed scaling keeps of each operand the scale, the largest magnitude and the history."""
@@ -61,22 +63,17 @@ class FP8Tensor(QuantizedPlugin):
         given = {name: getattr(self, name) for name in DELAYED}
         return {name: DELAYED[name] if value is None else value for name, value in given.items()}
 
-    def build(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
-        from moefw.plugins.precision.quantized.delayed import DelayedScales
-        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
-        from moefw.plugins.precision.quantized.scaled import scaled_recipe
+    def operands(self, site: Site) -> Operands:
+        """A scale for a tensor, of this step or of those before."""
+        from moefw.plugins.precision.quantized.operands import Operands
         from moefw.plugins.precision.quantized.te.quantizers import CurrentTensors, DelayedTensors
-        from moefw.plugins.precision.quantized.te.recipe import te_recipe
-        from moefw.plugins.precision.quantized.tensorwise import CurrentScales
+        from moefw.plugins.precision.quantized.tensorwise import CurrentScales, DelayedScales
         from moefw.plugins.precision.quantized.tensorwise_products import TensorwiseProducts
 
-        encoder = CurrentScales() if self.scaling == "current" else DelayedScales(**self._options())
-        if self.backend == "torch":
-            return scaled_recipe(
-                encoder, TensorwiseProducts(), device=context.device, activations=self.saved_activations
-            )
-        if self.backend == "te":
-            tensors = CurrentTensors() if self.scaling == "current" else DelayedTensors()
-            return te_recipe(encoder, tensors, self.te_gpus, device=context.device, activations=self.saved_activations)
-        return EmulatedRecipe(encoder, activations=self.saved_activations)
+        current = self.scaling == "current"
+        return Operands(
+            encoder=CurrentScales() if current else DelayedScales(**self._options()),
+            products=TensorwiseProducts(),
+            quantizers=CurrentTensors() if current else DelayedTensors(),
+            activations=self.saved_activations,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
@@ -14,6 +14,9 @@ from moefw.plugins.precision.quantized.declaration import LowPrecisionPlugin
 from moefw.plugins.precision.quantized.gpus import NVFP4 as GPUS_OF_NVFP4
 from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.te.machine import FP4
+
+if TYPE_CHECKING:
+    from moefw.plugins.precision.quantized.operands import Operands
 
 
 @frozen(kw_only=True)
@@ -58,24 +61,17 @@ class NVFP4(LowPrecisionPlugin):
         inputs = Codes(value_bits=4, block=(self.rows, 1), scale_bytes=1, matrix_scale_bytes=FP32)
         return Formats(stream=2, inputs=inputs, keyed=self.stochastic_rounding, passing_counted=False)
 
-    def build(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
+    def operands(self, site: Site) -> Operands:
+        """Two scales; Transformer Engine draws for itself."""
         from moefw.plugins.precision.quantized.four_bits import FourBits
-        from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
-        from moefw.plugins.precision.quantized.scaled import scaled_recipe
+        from moefw.plugins.precision.quantized.operands import Operands
         from moefw.plugins.precision.quantized.swizzled_products import NVFP4Products
         from moefw.plugins.precision.quantized.te.quantizers import FP4Blocks
-        from moefw.plugins.precision.quantized.te.recipe import te_recipe
 
-        encoder = FourBits(
-            f"layers.{context.site.layer}",
-            draws=self.stochastic_rounding and self.backend != "te",
-            turns=self.hadamard,
-            square_weights=self.square_weights,
+        draws, turns, square = self.stochastic_rounding, self.hadamard, self.square_weights
+        place = f"layers.{site.layer}"
+        return Operands(
+            encoder=FourBits(place, draws=draws and self.backend != "te", turns=turns, square_weights=square),
+            products=NVFP4Products(),
+            quantizers=FP4Blocks(draws, turns, square),
         )
-        if self.backend == "torch":
-            return scaled_recipe(encoder, NVFP4Products(), device=context.device, activations="bf16")
-        if self.backend == "te":
-            blocks = FP4Blocks(self.stochastic_rounding, self.hadamard, self.square_weights)
-            return te_recipe(encoder, blocks, self.te_gpus, device=context.device, activations="bf16")
-        return EmulatedRecipe(encoder, activations="bf16")

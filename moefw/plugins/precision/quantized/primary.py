@@ -17,7 +17,7 @@ from moefw.runtime.parallel.primary_weights import GatheredWeight
 from moefw_kernels.quantize import E4M3, Quantized, quantize_fp8
 
 BLOCK: Final = (128, 128)
-_FIX: Final = "Share out over fewer ranks, leave the module out with keep_bf16, or use primary_weights: fp32."
+_FIX: Final = "Shard over fewer ranks, leave the module out with keep_bf16, or use primary_weights: fp32."
 
 
 @final
@@ -34,7 +34,7 @@ class SquareBlocks(WeightCodec):
         *stacked, rows, columns = shape
         name = f"primary_weights: fp8: {weight} is {'x'.join(map(str, shape))}"
         if stacked and stacked[0] % shards:
-            what = f"{name}, and {shards} ranks cannot share out {stacked[0]} experts evenly."
+            what = f"{name}, and {shards} ranks cannot shard {stacked[0]} experts evenly."
             raise PlanError(what, f"Use gemm: loop. Or: {_FIX}")
         own, left = (rows, 0) if stacked else divmod(rows, shards)
         if left or own % BLOCK[0] or columns % BLOCK[1]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from moefw.core.contracts import Codec, Precision, WeightCodec
-from moefw.core.records import Kept, Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups, SavedOperand
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw_kernels.quantize import Quantized, from_integers, integer_rows
 from moefw_kernels.swiglu_quantize import swiglu_quantize
 
 Activations = Literal["bf16", "fp8", "int8"]
-_NO_ROWS = Rows()
+_NO_ROWS = RowGroups()
 
 
 class LowPrecisionRecipe(nn.Module, Precision):
@@ -42,13 +42,13 @@ class LowPrecisionRecipe(nn.Module, Precision):
         """Return what quantizes shards of weights before they are gathered, if that is asked for."""
         return self.encoder.weight_codec()
 
-    def keep_activation(self, x: Tensor, rows: Rows | None = None) -> Kept:
+    def keep_activation(self, x: Tensor, rows: RowGroups | None = None) -> SavedOperand:
         """Return the codes of ``x`` in blocks along its last axis, if they are to be saved."""
         if self._activations == "bf16":
             return super().keep_activation(x, rows)
         dtype = x.dtype
         if self._activations == "int8":
-            return Kept(integer_rows(x), lambda saved: from_integers(saved[0], saved[1], dtype))
+            return SavedOperand(integer_rows(x), lambda saved: from_integers(saved[0], saved[1], dtype))
         return _kept(self.encoder.encode_activation(x, rows or _NO_ROWS), lambda codes: codes.dequantize().to(dtype))
 
 
@@ -56,7 +56,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
     """What wgrad needs of an input is saved as codes and scales; a weight is there in backward, and quantized again."""
 
     @abstractmethod
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return codes and scales of ``x``."""
 
     @abstractmethod
@@ -67,11 +67,11 @@ class QuantizedRecipe(LowPrecisionRecipe):
         """Return the recipe with the encoder of that place."""
         return type(self)(self.encoder.at(name, groups=groups), activations=self._activations)
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Any:
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
         """Return the operand."""
         return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
 
-    def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: Rows | None = None) -> Any | None:
+    def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: RowGroups | None = None) -> Any | None:
         """Return the operand, where blocks lie along rows and nothing is filled up."""
         scales, like_a_RF = self.encoder.row_scales, h_RH.chunk(2, dim=-1)[0]
         wanted = h_RH.dtype is torch.bfloat16 and not (torch.is_grad_enabled() and h_RH.requires_grad)
@@ -79,14 +79,14 @@ class QuantizedRecipe(LowPrecisionRecipe):
             return None
         return self.operand_of(like_a_RF, "fprop")(swiglu_quantize(h_RH, weights_R, scales=scales))
 
-    def fills_up(self, x: Tensor, rows: Rows) -> bool:
+    def fills_up(self, x: Tensor, rows: RowGroups) -> bool:
         """Return whether zeros are added to an input ``x`` in fprop."""
         return False
 
-    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
+    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
         """Return the codes of an input, or a weight itself."""
         if role == "weight":
-            return Kept((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
+            return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
         return _kept(self.encode(x, role, during, rows or _NO_ROWS), self.operand_of(x, during))
 
 
@@ -94,7 +94,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
 class EmulatedRecipe(QuantizedRecipe):
     """Operands are fp32 tensors whose values the format holds."""
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return codes and scales."""
         return self.encoder.encode(x, role, during, rows)
 
@@ -102,14 +102,14 @@ class EmulatedRecipe(QuantizedRecipe):
         """Return what dequantizes."""
         return Quantized.dequantize
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> Any:
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
         """Return the dequantized operand, fp32, through which gradients flow."""
         if torch.is_grad_enabled() and x.requires_grad:
             return _StraightThrough.apply(x, self, role, during, rows)  # type: ignore[no-untyped-call]
         return super().quantize(x, role=role, during=during, rows=rows)
 
 
-def _kept(encoded: Quantized, operand: Callable[[Quantized], Any]) -> Kept:
+def _kept(encoded: Quantized, operand: Callable[[Quantized], Any]) -> SavedOperand:
     """Return codes and scales; what makes the operand holds on to neither, nor to what they stand for."""
     names = [name for name in ("codes", "scales", "global_scale") if getattr(encoded, name) is not None]
     empty = encoded.codes.new_empty(0)
@@ -119,12 +119,14 @@ def _kept(encoded: Quantized, operand: Callable[[Quantized], Any]) -> Kept:
         return replace(form, **parts)
 
     form = filled(encoded, [empty] * len(names))
-    return Kept(tuple(getattr(encoded, name) for name in names), lambda saved: operand(filled(form, saved)))
+    return SavedOperand(tuple(getattr(encoded, name) for name in names), lambda saved: operand(filled(form, saved)))
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, recipe: EmulatedRecipe, role: Role, during: Pass, rows: Rows | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, recipe: EmulatedRecipe, role: Role, during: Pass, rows: RowGroups | None
+    ) -> Tensor:
         ctx.dtype = x.dtype
         operand: Tensor = recipe.quantize(x.detach(), role=role, during=during, rows=rows)
         return operand

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw.plugins.precision.quantized.products import Products
 from moefw.plugins.precision.quantized.recipe import Activations, QuantizedRecipe
@@ -74,7 +74,7 @@ class ScaledRecipe(QuantizedRecipe):
         """Return the recipe with the encoder of that place."""
         return ScaledRecipe(self.encoder.at(name, groups=groups), self._products, activations=self._activations)
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return codes and scales, laid along the axis that is summed over."""
         axis = summed_axis(role, during)
         more_rows, more_columns = self._missing(x, axis, rows)
@@ -85,11 +85,11 @@ class ScaledRecipe(QuantizedRecipe):
         encoded = self.encoder.encode(x, role, during, rows)
         return encoded if encoded.axis == axis else encoded.along(axis)
 
-    def fills_up(self, x: Tensor, rows: Rows) -> bool:
+    def fills_up(self, x: Tensor, rows: RowGroups) -> bool:
         """Return whether sizes are no multiples."""
         return self._missing(x, -1, rows) != (0, 0)
 
-    def _missing(self, x: Tensor, axis: int, rows: Rows) -> tuple[int, int]:
+    def _missing(self, x: Tensor, axis: int, rows: RowGroups) -> tuple[int, int]:
         """Return how many rows and columns of zeros are added."""
         more_rows, more_columns = (-size % self._products.multiple for size in x.shape[-2:])
         return (0 if rows.ends_e is not None and axis == -1 else more_rows), more_columns
@@ -98,11 +98,3 @@ class ScaledRecipe(QuantizedRecipe):
         """Return what names shape and dtype."""
         dtype = torch.float32 if during == "wgrad" else torch.bfloat16
         return partial(Scaled, shape=tuple(x.shape), dtype=dtype, products=self._products)
-
-
-def scaled_recipe(
-    encoder: Encoder, products: Products, *, device: torch.device, activations: Activations
-) -> ScaledRecipe:
-    """Return the recipe. Raises PlanError where torch cannot multiply its operands on the device."""
-    products.gpus.require(device)
-    return ScaledRecipe(encoder, products, activations=activations)

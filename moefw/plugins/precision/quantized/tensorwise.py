@@ -1,15 +1,33 @@
-"""One scale for a tensor: the rows of one expert, or its weight matrix. It serves sums along either axis."""
+"""One scale for a tensor: the rows of one expert, or its weight matrix. It serves sums along either axis.
+
+Either from the tensor itself, or delayed: from the largest magnitudes of earlier steps, one history for each GEMM,
+operand and group of rows. Source of the latter: ``DelayedScaling`` of Transformer Engine, which advances with each
+micro-batch; here a step is one of the optimizer, and magnitudes are the largest over the global batch, so that neither
+its split nor a layout changes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, final
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from moefw.core.records import Pass, Role, Rows
+from moefw.core.contracts import Meter
+from moefw.core.errors import ContractError
+from moefw.core.records import Pass, Role, RowGroups, State
 from moefw.plugins.precision.quantized.encoders import Encoder
-from moefw_kernels.quantize import E4M3, E5M2, Format, Quantized, quantize_tensor
+from moefw_kernels.quantize import (
+    E4M3,
+    E5M2,
+    Format,
+    Quantized,
+    delayed_scale,
+    group_amax,
+    matrix_amax,
+    quantize_tensor,
+)
 
 FORMATS: Final[Mapping[Role, Format]] = {"input": E4M3, "weight": E4M3, "grad": E5M2}
 """Precision where values are alike, range where they are not (arXiv 2209.05433); ``HYBRID`` of Transformer Engine."""
@@ -19,6 +37,78 @@ FORMATS: Final[Mapping[Role, Format]] = {"input": E4M3, "weight": E4M3, "grad": 
 class CurrentScales(Encoder):
     """The scale that brings a tensor's own largest magnitude to the format's largest number."""
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: Rows) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand."""
         return quantize_tensor(x, fmt=FORMATS[role], ends_e=rows.ends_e)
+
+
+Algorithm = Literal["max", "most_recent"]
+
+
+@final
+class DelayedScales(Encoder):
+    """Gives each GEMM scales of its own. ``history``: how many steps are remembered."""
+
+    shares_inputs = False
+
+    def __init__(self, *, history: int, margin: int, algorithm: Algorithm) -> None:
+        self._history, self._margin, self._algorithm = history, margin, algorithm
+
+    def at(self, name: str, *, groups: int | None = None) -> Encoder:
+        """Return the encoder of a GEMM, or this one where no GEMM is named yet."""
+        return self if groups is None else GemmScales(name, groups, self._history, self._margin, self._algorithm)
+
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+        """Refuse: nobody would remember the magnitude. Raises ContractError."""
+        what = "a GEMM without a name multiplies under delayed scaling: nothing would remember its magnitudes."
+        raise ContractError(
+            what, "Assign Precision.at(name, groups=...) to the GEMM's module, or use scaling: current."
+        )
+
+
+@final
+class GemmScales(nn.Module, Encoder, Meter):
+    """The scales of one GEMM, by group g and operand (in the order of ``FORMATS``): 1 until magnitudes are known.
+
+    Buffers, fp32: ``scale`` (g, 3), ``history`` (g, 3, H) with the last step first, ``largest`` (g, 3) of this step.
+    """
+
+    shares_inputs = False
+    scale: Tensor
+    history: Tensor
+
+    def __init__(self, name: str, groups: int, history: int, margin: int, algorithm: Algorithm) -> None:
+        super().__init__()
+        self.gemm, self._margin = name, margin
+        self._algorithm: Algorithm = algorithm
+        shape = (groups, len(FORMATS))
+        self.register_buffer("scale", torch.ones(shape), persistent=False)
+        self.register_buffer("history", torch.zeros(*shape, history), persistent=False)
+        self.register_buffer("largest", torch.zeros(shape), persistent=False)
+
+    def state_spec(self) -> Sequence[State]:
+        """The scales, the history that the next ones come from, and the magnitudes of a step in flight."""
+        scale, history, largest = (tuple(tensor.shape) for tensor in (self.scale, self.history, self.largest))
+        return State("scale", scale), State("history", history), State("largest", largest, saved=False)
+
+    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+        """Return the operand; in training, its magnitude is one of this step. Not finite: all of the group is NaN."""
+        operand = [*FORMATS].index(role)
+        amax = matrix_amax(x) if rows.ends_e is None else group_amax(x, rows.ends_e)
+        if self.training:
+            largest = self.largest[:, operand]
+            largest.copy_(torch.maximum(largest, amax.view_as(largest)))
+        scale = torch.where(amax.isfinite(), self.scale[:, operand].view_as(amax), torch.nan)
+        return quantize_tensor(x, fmt=FORMATS[role], scale=scale, ends_e=rows.ends_e)
+
+    def encode_activation(self, x: Tensor, rows: RowGroups) -> Quantized:
+        """Return the codes of what no GEMM takes, by its own magnitude."""
+        return quantize_tensor(x, ends_e=rows.ends_e)
+
+    def update(self, reduced: Mapping[str, Tensor]) -> None:
+        """Put the step's magnitudes first in the history and take the next scales from it."""
+        self.history.copy_(torch.cat([reduced["largest"].unsqueeze(-1), self.history[..., :-1]], -1))
+        for operand, fmt in enumerate(FORMATS.values()):
+            scale = self.scale[:, operand]
+            past = self.history[:, operand]
+            scale.copy_(delayed_scale(scale, past, fmt, margin=self._margin, algorithm=self._algorithm))

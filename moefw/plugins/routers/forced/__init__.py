@@ -10,7 +10,7 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import FP32, INT64, Extent, PartMemory, Region, Tensor, Weight
+from moefw.ledger.parts import FP32, INT64, PartMemory, RankShape, Region, Tensor, Weight
 
 
 @frozen(kw_only=True)
@@ -37,16 +37,16 @@ class Forced(RouterPlugin):
         fix = f"Use model.top_k between 1 and {experts}."
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
 
-    def memory(self, extent: Extent) -> PartMemory:
+    def memory(self, shape: RankShape) -> PartMemory:
         """The weight; the logits, the choices in turn, and their softmax."""
-        dims, x = extent.dims, extent.tokens_given()
-        logits = Tensor(name="logits", nbytes=extent.tokens * dims.num_experts * FP32)
-        weights = Tensor(name="softmax of chosen", nbytes=extent.choices * FP32)
-        ids = Tensor(name="chosen experts", nbytes=extent.choices * INT64)
-        absent = Tensor(name="absent", nbytes=extent.choices)
-        found = Tensor(name="experts found", nbytes=extent.choices * INT64)
+        dims, x = shape.dims, shape.tokens_given()
+        logits = Tensor(name="logits", nbytes=shape.tokens * dims.num_experts * FP32)
+        weights = Tensor(name="softmax of chosen", nbytes=shape.choices * FP32)
+        ids = Tensor(name="chosen experts", nbytes=shape.choices * INT64)
+        absent = Tensor(name="absent", nbytes=shape.choices)
+        found = Tensor(name="experts found", nbytes=shape.choices * INT64)
         counts = Tensor(name="tokens per expert", nbytes=(dims.num_experts + 1) * FP32)
-        wide = extent.tokens * dims.model_dim * FP32
+        wide = shape.tokens * dims.model_dim * FP32
         router = Region(
             name="router",
             given=(x,),

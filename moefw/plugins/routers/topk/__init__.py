@@ -10,7 +10,7 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Dims, Site
-from moefw.ledger.parts import Extent, PartMemory
+from moefw.ledger.parts import PartMemory, RankShape
 from moefw.plugins.routers.topk.options import (
     Options,
     check_capacity,
@@ -84,11 +84,11 @@ class TopK(Options, RouterPlugin):
         if self.capacity is not None:
             yield from check_capacity(self.balance)
 
-    def memory(self, extent: Extent) -> PartMemory | None:
+    def memory(self, shape: RankShape) -> PartMemory | None:
         """The weight; scores, weights and losses. Nothing is known of a capacity that drops from even routing."""
         from moefw.plugins.routers.topk.memory import memory
 
-        return memory(self, extent)
+        return memory(self, shape)
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""

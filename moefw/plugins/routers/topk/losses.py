@@ -70,7 +70,7 @@ LEVELS: dict[str, Callable[[View], Tensor]] = {
 class Losses:
     """All losses of one router: the functions are chosen once.
 
-    ``group`` is that of the ranks that share out a micro-batch's tokens, whose counts are added up.
+    ``group`` is that of the ranks that split a micro-batch's tokens, whose counts are added up.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ COUNT_BYTES, WEIGHT_BYTES = 8, 4
 
 
 @frozen(kw_only=True, eq=False)
-class Way:
+class Metadata:
     """The metadata of one movement: which rows are sent where, and how those that arrive lie in groups by expert."""
 
     slots: Slots
@@ -34,7 +34,7 @@ class Way:
 
 @final
 class SampleDispatcher(moefw.Dispatcher):
-    """Nothing is kept between calls: what a movement needs travels in its plan and its receipt."""
+    """Nothing is kept between calls: what a movement needs travels in its plan and its handle."""
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
         self.experts, self.row_alignment = experts, row_alignment
@@ -58,42 +58,44 @@ class SampleDispatcher(moefw.Dispatcher):
         )
         received = [sum(of_rank[:-1]) for of_rank in asked]
         return moefw.DispatchPlan(
-            detail=Way(slots=slots, sent=offered_Pe.sum(1).tolist(), received=received, groups=groups)
+            detail=Metadata(slots=slots, sent=offered_Pe.sum(1).tolist(), received=received, groups=groups)
         )
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
         """Send one row a (token, part of an expert), and its weight."""
-        way: Way = plan.detail
-        rows_ND = gather(x_TD, way.slots.rows)
+        metadata: Metadata = plan.detail
+        rows_ND = gather(x_TD, metadata.slots.rows)
         weights = weights_TK.repeat_interleave(self.experts.etp, 1).flatten()
-        weights_N = weights.index_select(0, way.slots.slot_R)
-        return exchange([rows_ND, weights_N], way.sent, way.received, self.experts.group, detail=plan)
+        weights_N = weights.index_select(0, metadata.slots.slot_R)
+        return exchange([rows_ND, weights_N], metadata.sent, metadata.received, self.experts.group, detail=plan)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, receipt: moefw.Receipt) -> moefw.Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
         """Send other values along the same way."""
-        return self.start_dispatch(x_TD, weights_TK, receipt.plan)
+        return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
-    def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.Receipt]:
+    def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
         """Put what arrived, in order (rank, expert, token), into groups: (expert, rank, token)."""
         plan: moefw.DispatchPlan = pending.detail
         groups: Groups = plan.detail.groups
         rows_ND, weights_N = finish(pending)
-        return moefw.ExpertBatch.of(groups.regroup(rows_ND, weights_N), groups), moefw.Receipt(plan=plan)
+        return moefw.ExpertBatch.of(groups.regroup(rows_ND, weights_N), groups), moefw.DispatchHandle(plan=plan)
 
-    def start_combine(self, rows_RD: Tensor, receipt: moefw.Receipt) -> moefw.Pending:
+    def start_combine(self, rows_RD: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
         """Send rows back in the order in which they came."""
-        way: Way = receipt.plan.detail
-        return exchange([way.groups.restore(rows_RD)], way.received, way.sent, self.experts.group, detail=way)
+        metadata: Metadata = handle.plan.detail
+        return exchange(
+            [metadata.groups.restore(rows_RD)], metadata.received, metadata.sent, self.experts.group, detail=metadata
+        )
 
     def finish_combine(self, pending: moefw.Pending) -> Tensor:
         """Add up each token's rows."""
-        way: Way = pending.detail
+        metadata: Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return gather_sum(rows_ND, way.slots.rows)
+        return gather_sum(rows_ND, metadata.slots.rows)
 
-    def traffic(self, receipt: moefw.Receipt, *, row_bytes: int) -> Traffic:
+    def traffic(self, handle: moefw.DispatchHandle, *, row_bytes: int) -> Traffic:
         """Count one row a (token, part of an expert), and the counts that every rank tells every other."""
-        way: Way = receipt.plan.detail
+        metadata: Metadata = handle.plan.detail
         told = [COUNT_BYTES * (self.experts.local_experts + 1)] * self.experts.size
-        hops = [(way.sent, way.received)]
+        hops = [(metadata.sent, metadata.received)]
         return traffic_of(self.experts.rank, hops, row_bytes=row_bytes, weight_bytes=WEIGHT_BYTES, told=told)

@@ -13,7 +13,7 @@ moefw_api = ">=2,<3"
 
 @frozen
 class Sample(moefw.LayoutPlugin):
-    """Attention is data-parallel over all ranks; each ``ep`` neighbouring ranks share out the experts."""
+    """Attention is data-parallel over all ranks; each ``ep`` neighbouring ranks split the experts."""
 
     name: ClassVar[str] = "sample"
 

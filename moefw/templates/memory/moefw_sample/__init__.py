@@ -14,11 +14,11 @@ moefw_api = ">=2,<3"
 class Sample(moefw.MemoryPlugin):
     """Keeps what the regions save for backward, through hooks that see every saved tensor.
 
-    ``treatment`` is what a region must allow: that it is kept.
+    ``mechanism`` is what a region must allow: that it is kept.
     """
 
     name: ClassVar[str] = "sample"
-    treatment: ClassVar[str] = "keep"
+    mechanism: ClassVar[str] = "keep"
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Return the policy."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.errors import ContractError
-from moefw.core.records import Kept
+from moefw.core.records import SavedOperand
 from moefw.plugins.precision.quantized.te.library import Library
 
 
@@ -106,7 +106,7 @@ class TEOperand:
         )
         return out[..., :rows, :columns].contiguous()
 
-    def kept(self) -> Kept:
+    def kept(self) -> SavedOperand:
         """Return what to save of it; what makes it again holds on to no codes."""
         taken = [_taken_apart(matrix) for matrix in self.matrices]
         forms, form = [(kind, names, others) for kind, names, others, _ in taken], self.form
@@ -117,7 +117,7 @@ class TEOperand:
                 [kind(**others, **{name: next(tensors) for name in names}) for kind, names, others in forms], form
             )
 
-        return Kept(tuple(tensor for *_, tensors in taken for tensor in tensors), operand)
+        return SavedOperand(tuple(tensor for *_, tensors in taken for tensor in tensors), operand)
 
 
 def _taken_apart(matrix: Any) -> tuple[type, list[str], dict[str, Any], list[Tensor]]:

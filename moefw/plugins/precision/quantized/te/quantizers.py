@@ -16,10 +16,9 @@ from torch import Tensor
 
 from moefw.core.errors import ContractError
 from moefw.core.records import Pass, Role
-from moefw.plugins.precision.quantized.delayed import GemmScales
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw.plugins.precision.quantized.te.library import Library
-from moefw.plugins.precision.quantized.tensorwise import FORMATS
+from moefw.plugins.precision.quantized.tensorwise import FORMATS, GemmScales
 
 
 @final

@@ -10,21 +10,12 @@ from torch.nn import functional as F
 
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
-from moefw.core.records import Kept, Pass, Role, Rows
+from moefw.core.records import Pass, Role, RowGroups, SavedOperand
 from moefw.plugins.precision.quantized.encoders import Encoder
-from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.recipe import Activations, LowPrecisionRecipe
-from moefw.plugins.precision.quantized.te.library import Library, load
+from moefw.plugins.precision.quantized.te.library import Library
 from moefw.plugins.precision.quantized.te.operand import Form, TEOperand
 from moefw.plugins.precision.quantized.te.quantizers import Quantizers, Usage
-
-
-def te_recipe(
-    encoder: Encoder, quantizers: Quantizers, gpus: Gpus, *, device: torch.device, activations: Activations
-) -> Precision:
-    """Return the recipe. Raises PlanError where the device or Transformer Engine cannot multiply its operands."""
-    gpus.require(device)
-    return TERecipe(load(), quantizers, encoder, activations=activations)
 
 
 @final
@@ -43,7 +34,7 @@ class TERecipe(LowPrecisionRecipe):
         encoder = self.encoder.at(name, groups=groups)
         return TERecipe(self._te, self._quantizers, encoder, activations=self._activations)
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: Rows | None = None) -> TEOperand:
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> TEOperand:
         """Return the operand. Raises ContractError where rows are in groups whose sizes the host does not know."""
         sizes = _sizes(rows)
         usage = Usage.of(role, during, alone=self._quantizers.columns_alone)
@@ -77,17 +68,17 @@ class TERecipe(LowPrecisionRecipe):
         quantizers = self._quantizers.make(self._te, role, usage, len(stacked))
         return [quantizer(matrix) for quantizer, matrix in zip(quantizers, stacked, strict=True)]
 
-    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: Rows | None = None) -> Kept:
+    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
         """Return the codes of an input, or a weight itself."""
         if role == "weight":
-            return Kept((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
+            return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
         return self.quantize(x, role=role, during=during, rows=rows).kept()
 
 
-def _sizes(rows: Rows | None) -> tuple[int, ...] | None:
+def _sizes(rows: RowGroups | None) -> tuple[int, ...] | None:
     if rows is None or rows.ends_e is None:
         return None
     if rows.sizes is None:
         what = "backend: te quantizes rows in groups, and nobody told it their sizes on the host."
-        raise ContractError(what, "Give Rows(ends_e, sizes=ExpertBatch.counts_host), or use backend: emulate.")
+        raise ContractError(what, "Give RowGroups(ends_e, sizes=ExpertBatch.counts_host), or use backend: emulate.")
     return rows.sizes

@@ -24,7 +24,7 @@ INDICES: Final = (torch.int64, torch.int32, torch.bool)
 
 
 @contextmanager
-def unreal_world(rank: int, world: int) -> Iterator[None]:
+def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
     """Be ``rank`` of ``world`` ranks, every one of which does what this one does.
 
     Tensors have shapes and no values, but for what is computed from indices alone, also over ranks. On the host, a

@@ -9,8 +9,8 @@ from typing import final
 from attrs import frozen
 
 from moefw.core.plugin import MemoryPlugin
-from moefw.ledger.parts import Extent, Fate, LayerMemory, Region, Tensor
-from moefw.ledger.protocols import SaysFates
+from moefw.ledger.parts import LayerMemory, Placement, RankShape, Region, Tensor
+from moefw.ledger.protocols import SaysPlacements
 
 
 @frozen(kw_only=True)
@@ -24,9 +24,9 @@ class Wait:
     tensor: Tensor
     region: str
     first: int
-    fate: Fate
+    placement: Placement
     policy: MemoryPlugin | None = None
-    """Whose fate it is; None: nobody's."""
+    """Whose placement it is; None: nobody's."""
     dropped: int = 0
     since: int = 0
     until: int = -1
@@ -59,7 +59,7 @@ class Rerun:
 
 
 @frozen(kw_only=True)
-class TreatedLayer:
+class PlacedLayer:
     """A layer as it waits for its backward."""
 
     layer: LayerMemory
@@ -70,17 +70,17 @@ class TreatedLayer:
     @property
     def kept(self) -> int:
         """The bytes that stay where they are."""
-        return sum(wait.fate.kept for wait in self.waits)
+        return sum(wait.placement.kept for wait in self.waits)
 
     @property
     def offloaded(self) -> int:
         """The bytes that wait off the device."""
-        return sum(wait.fate.offloaded for wait in self.waits)
+        return sum(wait.placement.offloaded for wait in self.waits)
 
     @property
     def stashed(self) -> int:
         """The bytes that wait in a policy's own memory."""
-        return sum(wait.fate.stashed for wait in self.waits)
+        return sum(wait.placement.stashed for wait in self.waits)
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class _Scope:
     start: int
     end: int = 0
     saved: dict[str, Tensor] = field(default_factory=dict)
-    fates: dict[str, Fate] = field(default_factory=dict)
+    placements: dict[str, Placement] = field(default_factory=dict)
     last_use: int = -1
     last_save: int = -1
     moves_rows: bool = False
@@ -109,17 +109,17 @@ class _Found:
     made_again_by: _Scope | None = None
 
 
-def treat(layer: LayerMemory, policies: Mapping[str, MemoryPlugin], extent: Extent) -> TreatedLayer:
+def place(layer: LayerMemory, policies: Mapping[str, MemoryPlugin], shape: RankShape) -> PlacedLayer:
     """Apply the policies of regions, by name. Of nested regions, the innermost treats what is saved in it."""
-    walk = _Walk(policies, extent)
+    walk = _Walk(policies, shape)
     walk.enter(layer.region, None, "", 0)
-    return TreatedLayer(layer=layer, waits=tuple(walk.waits()), calls=tuple(walk.calls), reruns=tuple(walk.reruns))
+    return PlacedLayer(layer=layer, waits=tuple(walk.waits()), calls=tuple(walk.calls), reruns=tuple(walk.reruns))
 
 
 @final
 class _Walk:
-    def __init__(self, policies: Mapping[str, MemoryPlugin], extent: Extent) -> None:
-        self.policies, self.extent = policies, extent
+    def __init__(self, policies: Mapping[str, MemoryPlugin], shape: RankShape) -> None:
+        self.policies, self.shape = policies, shape
         self.calls: list[Call] = []
         self.reruns: list[Rerun] = []
         self._found: dict[str, _Found] = {}
@@ -165,9 +165,9 @@ class _Walk:
                 self.reruns.append(Rerun(region=region.name, start=scope.start, last=scope.last_save))
             return
         saved = list(scope.saved.values())
-        said = scope.policy.fates(saved, self.extent) if isinstance(scope.policy, SaysFates) else None
-        fates = said or [Fate(kept=tensor.nbytes) for tensor in saved]
-        scope.fates = {tensor.name: fate for tensor, fate in zip(saved, fates, strict=True)}
+        said = scope.policy.placements(saved, self.shape) if isinstance(scope.policy, SaysPlacements) else None
+        placements = said or [Placement(kept=tensor.nbytes) for tensor in saved]
+        scope.placements = {tensor.name: placement for tensor, placement in zip(saved, placements, strict=True)}
 
     def _save(self, tensor: Tensor, region: str, scope: _Scope | None) -> None:
         found = self._record(tensor, region)
@@ -192,16 +192,16 @@ class _Walk:
 def _wait(found: _Found) -> Wait:
     tensor, region, first = found.tensor, found.region, found.first
     moved = [scope for scope in found.under if not scope.policy.runs_again]
-    fates = [scope.fates[tensor.name] for scope in moved]
-    if found.kept or any(fate.kept == tensor.nbytes for fate in fates):
-        return Wait(tensor=tensor, region=region, first=first, fate=Fate(kept=tensor.nbytes))
-    if fates:
+    placements = [scope.placements[tensor.name] for scope in moved]
+    if found.kept or any(placement.kept == tensor.nbytes for placement in placements):
+        return Wait(tensor=tensor, region=region, first=first, placement=Placement(kept=tensor.nbytes))
+    if placements:
         scope = moved[0]
         return Wait(
             tensor=tensor,
             region=region,
             first=first,
-            fate=fates[0],
+            placement=placements[0],
             policy=scope.policy,
             since=scope.start,
             until=scope.end,
@@ -212,7 +212,7 @@ def _wait(found: _Found) -> Wait:
         tensor=tensor,
         region=region,
         first=first,
-        fate=Fate(),
+        placement=Placement(),
         dropped=tensor.nbytes,
         since=maker.start,
         until=max(maker.last_use, first) if returned else maker.end,

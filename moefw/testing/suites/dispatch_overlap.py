@@ -1,4 +1,4 @@
-"""Movements out of the ordinary on one rank: several in flight, receipts used again, odd inputs, failures between.
+"""Movements out of the ordinary on one rank: several in flight, handles used again, odd inputs, failures between.
 
 Functions of ``(group, rank, case, assembly, ...)``, as in :mod:`moefw.testing.suites.dispatch_ranks`.
 """
@@ -17,18 +17,18 @@ from torch import Tensor
 from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Dispatcher
 from moefw.core.stages import Routing
-from moefw.testing.suites.dispatch_case import Case
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_ranks import Moved, again, experts, opened, seen, settled_case, there_and_back
-from moefw.testing.trial import Trial
 
 
-def other_case(case: Case) -> Case:
+def other_case(case: DispatchCase) -> DispatchCase:
     """Return another micro-batch of the same layer: other numbers of tokens, other routing."""
     tokens = case.tokens[1:] + case.tokens[:1] if len(set(case.tokens)) > 1 else tuple(n + 2 for n in case.tokens)
     return evolve(case, tokens=tokens, seed=case.seed + 101, skew="even")
 
 
-def two_at_once(group: Any, rank: int, case: Case, assembly: Assembly, order: str) -> list[Moved]:
+def two_at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, order: str) -> list[Moved]:
     """Return two movements on one dispatcher.
 
     ``order``: "in a row", or interleaved with finish and backward of "A first", of "B first", or of both "together".
@@ -45,7 +45,7 @@ def two_at_once(group: Any, rank: int, case: Case, assembly: Assembly, order: st
         came = {turn: moves.finish_dispatch(there[turn]) for turn in turns}
         arrived = [came[0], came[1]]
         rows = [experts(batch, one, rank) for (batch, _), one in zip(arrived, pair, strict=True)]
-        back = [moves.start_combine(row, receipt) for row, (_, receipt) in zip(rows, arrived, strict=True)]
+        back = [moves.start_combine(row, handle) for row, (_, handle) in zip(rows, arrived, strict=True)]
         home = {turn: moves.finish_combine(back[turn]) for turn in turns}
         outs = [home[0], home[1]]
         probes = [one.probe(rank) for one in pair]
@@ -60,45 +60,45 @@ def two_at_once(group: Any, rank: int, case: Case, assembly: Assembly, order: st
         return results
 
 
-def receipts(group: Any, rank: int, case: Case, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
-    """Return pairs that must be equal: movements along used receipts, and the first one."""
+def handles(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
+    """Return pairs that must be equal: movements along used handles, and the first one."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
         first = there_and_back(moves, case, rank, dropless=dropless)
         plan = moves.plan(case.routing(rank), dropless=dropless)
-        batch, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        batch, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
         rows_RD = experts(batch, case, rank).detach()
-        once = seen(batch, moves.combine(rows_RD, receipt))
+        once = seen(batch, moves.combine(rows_RD, handle))
         found = {"combine, the first time": (first, once)}
-        found["combine with a receipt used a second time"] = (once, seen(batch, moves.combine(rows_RD, receipt)))
+        found["combine with a handle used a second time"] = (once, seen(batch, moves.combine(rows_RD, handle)))
         there_and_back(moves, other_case(case), rank, dropless=dropless)
-        found["combine after a later movement"] = (once, seen(batch, moves.combine(rows_RD, receipt)))
-        found["redispatch"] = (first, again(moves, case, rank, receipt))
-        found["redispatch with a receipt used a second time"] = (first, again(moves, case, rank, receipt))
+        found["combine after a later movement"] = (once, seen(batch, moves.combine(rows_RD, handle)))
+        found["redispatch"] = (first, again(moves, case, rank, handle))
+        found["redispatch with a handle used a second time"] = (first, again(moves, case, rank, handle))
         later = moves.plan(other_case(case).routing(rank), dropless=dropless)
-        found["redispatch after a later plan"] = (first, again(moves, case, rank, receipt))
+        found["redispatch after a later plan"] = (first, again(moves, case, rank, handle))
         second, _ = moves.dispatch(case.x(rank), case.weights(rank), plan)
         found["dispatch with a plan used a second time"] = (once, seen(second, once.out_TD))
-        batch2, receipt2 = moves.redispatch(case.x(rank), case.weights(rank), receipt)
-        out_TD = moves.combine(experts(batch2, case, rank), receipt2)
-        found["combine with the receipt of a redispatch"] = (once, seen(batch2, out_TD))
+        batch2, handle2 = moves.redispatch(case.x(rank), case.weights(rank), handle)
+        out_TD = moves.combine(experts(batch2, case, rank), handle2)
+        found["combine with the handle of a redispatch"] = (once, seen(batch2, out_TD))
         assert later is not None
         return found
 
 
-def redispatched(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Moved, Moved]:
+def redispatched(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
     """Return a dispatch of twice the tokens and weights, and a redispatch of the same."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
         doubled: dict[str, Any] = {"x_TD": 2 * case.x(rank), "weights_TK": 2 * case.weights(rank)}
         wanted = there_and_back(moves, case, rank, dropless=dropless, **doubled)
         plan = moves.plan(case.routing(rank), dropless=dropless)
-        _, receipt = moves.dispatch(case.x(rank), case.weights(rank), plan)
-        return wanted, again(moves, case, rank, receipt, factor=2.0)
+        _, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        return wanted, again(moves, case, rank, handle, factor=2.0)
 
 
 def side_by_side(
-    group: Any, rank: int, case: Case, assembly: Assembly, second: Case, other: Trial
+    group: Any, rank: int, case: DispatchCase, assembly: Assembly, second: DispatchCase, other: LayerCase
 ) -> list[tuple[Moved, Moved]]:
     """Return what each of two dispatchers gives alone, and beside the other."""
     alone, later = [], other.assemble()
@@ -106,13 +106,13 @@ def side_by_side(
         with opened(group, one, parts) as moves:
             alone.append(there_and_back(moves, one, rank, dropless=settled_case(parts)))
     with opened(group, case, assembly) as first, opened(group, second, later) as latter:
-        pairs: list[tuple[Dispatcher, Case, Assembly]] = [(first, case, assembly), (latter, second, later)]
+        pairs: list[tuple[Dispatcher, DispatchCase, Assembly]] = [(first, case, assembly), (latter, second, later)]
         plans = [moves.plan(one.routing(rank), dropless=settled_case(parts)) for moves, one, parts in pairs]
         inputs = [(one.x(rank).requires_grad_(), one.weights(rank).requires_grad_()) for _, one, _ in pairs]
         sent = [m.dispatch(x, w, plan) for (m, _, _), (x, w), plan in zip(pairs, inputs, plans, strict=True)]
         outs = [
-            moves.combine(experts(batch, one, rank), receipt)
-            for (moves, one, _), (batch, receipt) in zip(pairs, sent, strict=True)
+            moves.combine(experts(batch, one, rank), handle)
+            for (moves, one, _), (batch, handle) in zip(pairs, sent, strict=True)
         ]
         beside = [seen(batch, out) for (batch, _), out in zip(sent, outs, strict=True)]
         for result, out, (_, one, _), (x, w) in zip(beside, outs, pairs, inputs, strict=True):
@@ -121,7 +121,7 @@ def side_by_side(
     return list(zip(alone, beside, strict=True))
 
 
-def after_failures(group: Any, rank: int, case: Case, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
+def after_failures(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
     """Return a movement before, and after one that was given up: in the experts, before finish, before backward."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
@@ -141,7 +141,7 @@ def after_failures(group: Any, rank: int, case: Case, assembly: Assembly) -> dic
         return found
 
 
-def reopened(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Moved, Moved]:
+def reopened(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
     """Return a movement, and one of a dispatcher built after the first was closed three times."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
@@ -152,7 +152,7 @@ def reopened(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Mov
         return first, there_and_back(moves, case, rank, dropless=dropless)
 
 
-def odd_inputs(group: Any, rank: int, case: Case, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
+def odd_inputs(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
     """Return movements of contiguous tensors, and of equal ones that are views."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
@@ -170,10 +170,10 @@ def odd_inputs(group: Any, rank: int, case: Case, assembly: Assembly) -> dict[st
         outs = {}
         for name in ("contiguous", "view"):
             plan = moves.plan(routing, dropless=dropless)
-            batch, receipt = moves.dispatch(x_TD, routing.weights_TK, plan)
+            batch, handle = moves.dispatch(x_TD, routing.weights_TK, plan)
             rows_RD = experts(batch, case, rank).detach()
             rows_RD = (_strided(rows_RD) if name == "view" else rows_RD).requires_grad_()
-            out_TD = moves.combine(rows_RD, receipt)
+            out_TD = moves.combine(rows_RD, handle)
             out_TD.sum().backward()  # its gradient is one number, expanded
             outs[name] = seen(batch, out_TD)
             outs[name].grad_rows_RD = rows_RD.grad
@@ -193,7 +193,7 @@ def _with_ids(routing: Routing, ids_TK: Tensor) -> Routing:
     return Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK, capacity=routing.capacity)
 
 
-def without_gradients(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Moved, Moved, list[str]]:
+def without_gradients(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved, list[str]]:
     """Return a movement with gradients, one without, and what the latter saved or hung a gradient on."""
     dropless = settled_case(assembly)
     saved: list[str] = []
@@ -206,14 +206,14 @@ def without_gradients(group: Any, rank: int, case: Case, assembly: Assembly) -> 
 
         x_TD, weights_TK = case.x(rank).requires_grad_(), case.weights(rank).requires_grad_()
         with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            batch, receipt = moves.dispatch(x_TD, weights_TK, moves.plan(case.routing(rank), dropless=dropless))
-            out_TD = moves.combine(experts(batch, case, rank), receipt)
+            batch, handle = moves.dispatch(x_TD, weights_TK, moves.plan(case.routing(rank), dropless=dropless))
+            out_TD = moves.combine(experts(batch, case, rank), handle)
         made = {"the rows": batch.rows_RD, "their weights": batch.row_weights_R, "the output": out_TD}
         saved += [f"{name} want gradients" for name, tensor in made.items() if tensor.requires_grad]
         return wanted, seen(batch, out_TD), saved
 
 
-def known_counts(group: Any, rank: int, case: Case, assembly: Assembly, how: str) -> tuple[Moved, Moved]:
+def known_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly, how: str) -> tuple[Moved, Moved]:
     """Return a movement planned by exchange, and one planned with counts that the host knows: given, or routed."""
     dropless = settled_case(assembly)
     counts = [case.counts(source).tolist() for source in range(case.world)]
@@ -225,7 +225,7 @@ def known_counts(group: Any, rank: int, case: Case, assembly: Assembly, how: str
         return exchanged, there_and_back(moves, case, rank, dropless=dropless, routing=routing)
 
 
-def permuted(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Tensor, Tensor]:
+def permuted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Tensor, Tensor]:
     """Return the output of tokens in another order, and the output put in that order."""
     dropless = settled_case(assembly)
     order = torch.randperm(case.tokens[rank], generator=torch.Generator().manual_seed(rank))
@@ -243,7 +243,9 @@ def permuted(group: Any, rank: int, case: Case, assembly: Assembly) -> tuple[Ten
         return shuffled.out_TD, straight.out_TD[order]
 
 
-def live_tensors(group: Any, rank: int, case: Case, assembly: Assembly, cases: Sequence[Case]) -> list[int]:
+def live_tensors(
+    group: Any, rank: int, case: DispatchCase, assembly: Assembly, cases: Sequence[DispatchCase]
+) -> list[int]:
     """Return how many tensors are alive after each of some rounds of movements; rank 0 counts, for all threads."""
     counts: list[int] = []
     dropless = settled_case(assembly)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, final
 
 from attrs import frozen
 
 import moefw
+from moefw.core.contracts import MemoryPolicy
 from moefw.core.plugin import MemoryPlugin
+
+
+@final
+class KeepPolicy(MemoryPolicy):
+    """Leaves a region as it is."""
+
+    def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``."""
+        return function
+
+    def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``finish``."""
+        return finish
 
 
 @frozen
@@ -15,13 +30,11 @@ class Keep(MemoryPlugin):
     """Keeps what the regions save. This is what happens without a policy; naming it refuses regions that cannot."""
 
     name: ClassVar[str] = "keep"
-    treatment: ClassVar[str] = "keep"
+    mechanism: ClassVar[str] = "keep"
     passive: ClassVar[bool] = True
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Return the policy."""
-        from moefw.plugins.memory.keep.policy import KeepPolicy
-
         return KeepPolicy()
 
 

@@ -34,11 +34,11 @@ def build_optimizer(
         return optimizer
     context = bare_context(assembly, layout, device, shared)
     offered = plugin.offers(assembly.site)["region"]
-    order = [] if offered == ANY else [treatment for region, treatment in offered if region == OPTIMIZER]
+    order = [] if offered == ANY else [mechanism for region, mechanism in offered if region == OPTIMIZER]
     states: OptimizerStates = TorchStates(optimizer)
-    for policy in sorted(policies, key=lambda one: order.index(one.treatment) if one.treatment in order else 0):
+    for policy in sorted(policies, key=lambda one: order.index(one.mechanism) if one.mechanism in order else 0):
         states = _built(policy, context).treat(states)
-    return TreatedOptimizer(optimizer, states, plugin.states(), dict(by_parameter(model)), assembly.spec.run.seed)
+    return OptimizerUnderPolicies(optimizer, states, plugin.states(), dict(by_parameter(model)), assembly.spec.run.seed)
 
 
 def _built(plugin: MemoryPlugin, context: BuildContext) -> OptimizerPolicy:
@@ -83,7 +83,7 @@ class TorchStates(OptimizerStates):
 
 
 @final
-class TreatedOptimizer(torch.optim.Optimizer):
+class OptimizerUnderPolicies(torch.optim.Optimizer):
     """An optimizer whose states rest as memory policies say, from before its first step.
 
     ``state`` holds what rests, and ``step``, an fp32 scalar on the CPU: the number of updates.

@@ -12,18 +12,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from moefw.testing.suites.dispatch_case import Case
+from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_ranks import Moved
-from moefw.testing.suites.dispatch_witness import same_bits
+from moefw.testing.suites.dispatch_recording import same_bits
 
-Judge = Callable[[Case, Sequence[Moved]], str | None]
+Assertion = Callable[[DispatchCase, Sequence[Moved]], str | None]
 
 FP32_EPS: Final = torch.finfo(torch.float32).eps
 SHOWN: Final = 8
 """How many rows a sentence shows."""
 
 
-def form(case: Case, ranks: Sequence[Moved]) -> str | None:
+def form(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Say which tensor has another dtype or shape than the contract says."""
     for rank, moved in enumerate(ranks):
         tokens, rows = case.x(rank), len(moved.rows_RD)
@@ -44,7 +44,7 @@ def form(case: Case, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
-def groups(case: Case, ranks: Sequence[Moved]) -> str | None:
+def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Say where counts and group ends are not those of the routing."""
     for rank, moved in enumerate(ranks):
         counts, sizes = [len(rows) for rows in case.arrivals(rank)], list(case.sizes(rank))
@@ -63,7 +63,7 @@ def groups(case: Case, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
-def order(case: Case, ranks: Sequence[Moved]) -> str | None:
+def order(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Say which rows are not where (expert, source rank, token) puts them, or are not bit for bit the tokens."""
     sent = [case.x(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
@@ -99,7 +99,7 @@ def _few(rows: Sequence[object]) -> str:
     return f"[{shown}{', ...' if len(rows) > SHOWN else ''}]"
 
 
-def weights(case: Case, ranks: Sequence[Moved]) -> str | None:
+def weights(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Say which row does not carry the routing weight of its choice, bit for bit."""
     sent = [case.weights(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
@@ -116,7 +116,7 @@ def weights(case: Case, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
-def padding(case: Case, ranks: Sequence[Moved]) -> str | None:
+def padding(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Say where rows that pad a group are not zero with weight zero."""
     for rank, moved in enumerate(ranks):
         start = 0
@@ -129,7 +129,7 @@ def padding(case: Case, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
-def output(case: Case, ranks: Sequence[Moved]) -> str | None:
+def output(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Say which token's output is not the sum of what its experts gave."""
     for rank, moved in enumerate(ranks):
         x_TD, weights_TK = case.x(rank).double(), case.weights(rank).double()
@@ -143,7 +143,7 @@ def output(case: Case, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
-def gradients(case: Case, ranks: Sequence[Moved]) -> str | None:
+def gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Say which gradient that is there is not the true one."""
     for rank, moved in enumerate(ranks):
         x_TD, probe_TD = case.x(rank).double(), case.probe(rank).double()
@@ -164,7 +164,7 @@ def gradients(case: Case, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
-def row_gradients(case: Case, ranks: Sequence[Moved]) -> str | None:
+def row_gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Say which row's gradient is not bit for bit that of its token's output."""
     probes = [case.probe(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
@@ -180,7 +180,7 @@ def row_gradients(case: Case, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
-def presence(case: Case, ranks: Sequence[Moved], *, wants: str) -> str | None:
+def presence(case: DispatchCase, ranks: Sequence[Moved], *, wants: str) -> str | None:
     """Say which gradient is missing, or is there though its input is frozen."""
     for rank, moved in enumerate(ranks):
         for letter, name, grad in (
@@ -192,7 +192,7 @@ def presence(case: Case, ranks: Sequence[Moved], *, wants: str) -> str | None:
     return None
 
 
-def spoiled(case: Case, ranks: Sequence[Moved]) -> str | None:
+def spoiled(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Say which input was changed in place."""
     for rank, moved in enumerate(ranks):
         if moved.spoiled:
@@ -200,7 +200,7 @@ def spoiled(case: Case, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
-def _apart(case: Case, got: Tensor, wanted: Tensor, size: Tensor, eps: float) -> tuple[int, str] | None:
+def _apart(case: DispatchCase, got: Tensor, wanted: Tensor, size: Tensor, eps: float) -> tuple[int, str] | None:
     """Return the first token whose value is off by more than rounding, and how."""
     terms = case.top_k * case.etp + case.dim * (eps == FP32_EPS) + 4
     off = (got.double() - wanted).abs()
@@ -244,5 +244,15 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool(((a - b).abs() <= 64 * torch.finfo(a.dtype).eps * scale).all())
 
 
-JUDGES: Final[Sequence[Judge]] = (form, groups, order, weights, padding, output, row_gradients, gradients, spoiled)
+ASSERTIONS: Final[Sequence[Assertion]] = (
+    form,
+    groups,
+    order,
+    weights,
+    padding,
+    output,
+    row_gradients,
+    gradients,
+    spoiled,
+)
 """All of them, in the order in which a fault is best understood."""

@@ -46,7 +46,7 @@ DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class LayerCase:
     """One MoE layer and its tokens. ``tokens`` holds each rank's number of tokens; ``skew`` shapes the routing.
 
     ``skew`` "one": every token prefers expert 0; "starved": no token prefers the last expert; "even": by chance.
@@ -105,7 +105,7 @@ class Trial:
         return x_TD.to(self.dtype), probe_TD.to(self.dtype)
 
     def tree(self) -> Tree:
-        """Return the spec of the trial as plain data."""
+        """Return the spec of the layer case as plain data."""
         sizes = {"dim": self.dim, "expert_dim": self.expert_dim, "num_experts": self.num_experts, "top_k": self.top_k}
         shared_dim = self.expert_dim if self.shared else 0
         model = {"num_layers": 1, "num_heads": 2, "head_dim": 4, "shared_expert_dim": shared_dim, **sizes}
@@ -113,10 +113,10 @@ class Trial:
         return {"model": model, "train": train, "run": {"device": "cpu"}, **self.parts}
 
     def resolve(self) -> Assembly:
-        """Resolve the trial's spec as it stands. Raises what resolve raises."""
+        """Resolve the layer case's spec as it stands. Raises what resolve raises."""
         return assemble_tree(
             self.tree(),
-            Marks("trial"),
+            Marks("layer case"),
             defaults=defaults(),
             registry=_registry(self.plugins),
             world=self.world,
@@ -124,7 +124,7 @@ class Trial:
         )
 
     def assemble(self) -> Assembly:
-        """Resolve the trial's spec, with its own ``row_alignment`` for the negotiated. Raises what resolve raises."""
+        """Resolve the spec, with its own ``row_alignment`` for the negotiated. Raises what resolve raises."""
         assembly = self.resolve()
         layers = {
             n: evolve(p, facts={**p.facts, "row_alignment": self.row_alignment}) for n, p in assembly.layers.items()
@@ -140,17 +140,17 @@ def _registry(plugins: tuple[type[Plugin], ...]) -> Registry:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A choice of a precision, and a trial that makes it."""
+    """A choice of a precision, and a layer case that makes it."""
 
     choice: str
     plugins: tuple[type[Plugin], ...]
-    trial: Trial = field(compare=False)
+    layer_case: LayerCase = field(compare=False)
 
 
 @cache
 def _residual_dtype(recipe: _Recipe) -> torch.dtype:
     """Return the dtype of the residual stream, as on one rank: a process may ask for the tokens of any."""
-    assembly = _alone(recipe.trial).resolve()
+    assembly = _alone(recipe.layer_case).resolve()
     layout = open_layout(assembly, "cpu")
     layout.rank = 0
     precision = ModelParts(assembly, layout, torch.device("cpu"), Shared()).precision
@@ -168,19 +168,21 @@ class Outcome:
     shares: dict[str, Tensor]
 
 
-def build_layer(trial: Trial) -> tuple[MoELayer, Shared]:
-    """Return the MoE layer of a trial on this rank, initialised by name."""
-    assembly = trial.assemble()
+def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
+    """Return the MoE layer of a layer case on this rank, initialised by name."""
+    assembly = layer_case.assemble()
     layout = open_layout(assembly, "cpu")
     shared = Shared()
     context = ModelParts(assembly, layout, torch.device("cpu"), shared)
     precision = context.at(0).recipe("moe.shared_expert")
-    expert = SwiGLU(trial.dim, trial.expert_dim, precision, _not_split(layout)) if trial.shared else None
+    expert = SwiGLU(layer_case.dim, layer_case.expert_dim, precision, _not_split(layout)) if layer_case.shared else None
     layer = context.moe_layer(0, shared_expert=expert)
     layer.forward = context.at(0).layer(layer.forward)  # type: ignore[method-assign]
-    std = min(0.3, 4.8 / math.sqrt(trial.dim))  # scores of wide rows must not saturate: their choices would be ties
-    initialise(layer, seed=trial.seed, std=lambda _: std)
-    _skew(layer.router, trial)
+    std = min(
+        0.3, 4.8 / math.sqrt(layer_case.dim)
+    )  # scores of wide rows must not saturate: their choices would be ties
+    initialise(layer, seed=layer_case.seed, std=lambda _: std)
+    _skew(layer.router, layer_case)
     return layer, shared
 
 
@@ -192,27 +194,27 @@ def _not_split(layout: Layout) -> TensorParallel:
 
 
 @torch.no_grad()
-def _skew(router: nn.Module, trial: Trial) -> None:
+def _skew(router: nn.Module, layer_case: LayerCase) -> None:
     weight: Any = getattr(router, "weight", None)
-    if getattr(weight, "shape", None) != (trial.num_experts, trial.dim):
+    if getattr(weight, "shape", None) != (layer_case.num_experts, layer_case.dim):
         return
-    if trial.skew == "one":
+    if layer_case.skew == "one":
         weight[0, 0] += 5.0
-    elif trial.skew == "starved":
+    elif layer_case.skew == "starved":
         weight[-1, 0] -= 5.0
 
 
-def routed(trial: Trial, layer: MoELayer) -> tuple[Tensor, Tensor, Routing]:
+def routed(layer_case: LayerCase, layer: MoELayer) -> tuple[Tensor, Tensor, Routing]:
     """Return this rank's tokens, its probe, and their routing."""
-    x_TD, probe_TD = trial.draw(this_rank())
+    x_TD, probe_TD = layer_case.draw(this_rank())
     ids = torch.zeros(1, len(x_TD), dtype=torch.int64)
     return x_TD, probe_TD, layer.router(x_TD, Batch(ids_BS=ids, labels_BS=ids))
 
 
-def received(trial: Trial) -> ExpertBatch:
+def received(layer_case: LayerCase) -> ExpertBatch:
     """Return the rows that this rank's experts get."""
-    layer, shared = build_layer(trial)
-    x_TD, _, routing = routed(trial, layer)
+    layer, shared = build_layer(layer_case)
+    x_TD, _, routing = routed(layer_case, layer)
     batch, _ = layer.dispatcher.dispatch(x_TD, routing.weights_TK, layer.dispatcher.plan(routing))
     shared.close()
     return batch
@@ -224,22 +226,22 @@ def this_rank() -> int:
 
 
 @poisoned_memory()
-def solve(trial: Trial) -> Outcome:
-    """Run the layer of a trial forward and backward on this rank; uninitialised memory reads as NaN."""
+def solve(layer_case: LayerCase) -> Outcome:
+    """Run the layer of a layer case forward and backward on this rank; uninitialised memory reads as NaN."""
     rank = this_rank()
-    layer, shared = build_layer(trial)
-    x_TD, probe_TD = trial.draw(rank)
+    layer, shared = build_layer(layer_case)
+    x_TD, probe_TD = layer_case.draw(rank)
     x_TD.requires_grad_()
-    mask_BS = trial.mask(rank).unsqueeze(0) if trial.masked else None
-    scale = torch.tensor(1.0 / max(1, trial.valid_tokens))
+    mask_BS = layer_case.mask(rank).unsqueeze(0) if layer_case.masked else None
+    scale = torch.tensor(1.0 / max(1, layer_case.valid_tokens))
     ids = torch.zeros(1, len(x_TD), dtype=torch.int64)
     batch = Batch(
         ids_BS=ids,
         labels_BS=ids,
         mask_BS=mask_BS,
         loss_scale=scale,
-        seeds_B=trial.seeds(rank),
-        keys_T=trial.keys(rank),
+        seeds_B=layer_case.seeds(rank),
+        keys_T=layer_case.keys(rank),
     )
     out_TD, stats = layer(x_TD, batch)
     (out_TD * probe_TD).sum(dtype=torch.float32).backward()
@@ -256,7 +258,7 @@ def solve(trial: Trial) -> Outcome:
 
 
 def _share(grad: Tensor) -> Tensor:
-    """Return what this rank adds to a gradient; of one that is summed and shared out already, an equal share."""
+    """Return what this rank adds to a gradient; of one that is summed and sharded already, an equal share."""
     return whole(grad) / grad.device_mesh.size() if is_shared_out(grad) else grad
 
 
@@ -269,55 +271,55 @@ def _whole(piece: Canonical, part: Tensor) -> Tensor:
     return whole
 
 
-def truth(trial: Trial, rule: Rule, **given: Tensor) -> Truth:
-    """Return the oracle's answer to a trial over the tokens of all ranks, in rank order.
+def truth(layer_case: LayerCase, rule: Rule, **given: Tensor) -> Truth:
+    """Return the oracle's answer to a layer case over the tokens of all ranks, in rank order.
 
     ``given``: router state and drops as :func:`dense_moe` takes them; the load of the last global batch is even.
     """
-    drawn = [trial.draw(rank) for rank in range(trial.world)]
+    drawn = [layer_case.draw(rank) for rank in range(layer_case.world)]
     x_TD, probe_TD = (torch.cat(tensors) for tensors in zip(*drawn, strict=True))
-    mask_T = torch.cat([trial.mask(rank) for rank in range(trial.world)])
-    eps: float = trial.parts.get("routing", {}).get("jitter", 0.0)
-    drawn_TD = torch.cat([_uniform(trial, rank) for rank in range(trial.world)])
-    given = {"load_E": torch.ones(trial.num_experts), "jitter_TD": 1.0 + eps * (2.0 * drawn_TD - 1.0), **given}
-    together = _tokens_together(trial)
+    mask_T = torch.cat([layer_case.mask(rank) for rank in range(layer_case.world)])
+    eps: float = layer_case.parts.get("routing", {}).get("jitter", 0.0)
+    drawn_TD = torch.cat([_uniform(layer_case, rank) for rank in range(layer_case.world)])
+    given = {"load_E": torch.ones(layer_case.num_experts), "jitter_TD": 1.0 + eps * (2.0 * drawn_TD - 1.0), **given}
+    together = _tokens_together(layer_case)
     return dense_moe(
-        parameters_of(trial),
+        parameters_of(layer_case),
         x_TD,
         probe_TD,
         rule,
         mask_T=mask_T,
         micro_batches=together,
         sequences=together,
-        ranks=trial.tokens,
-        shared=trial.shared,
+        ranks=layer_case.tokens,
+        shared=layer_case.shared,
         **given,
     )
 
 
-def _tokens_together(trial: Trial) -> list[int]:
+def _tokens_together(layer_case: LayerCase) -> list[int]:
     """Return the tokens of each micro-batch: ranks along cp and tp have parts of one."""
-    plan = trial.resolve().layout
+    plan = layer_case.resolve().layout
     groups = sorted({plan.group(rank, ("cp", "tp")) for rank in range(plan.world)})
     assert [rank for group in groups for rank in group] == list(range(plan.world)), "parts are with neighbours"
-    return [sum(trial.tokens[rank] for rank in group) for group in groups]
+    return [sum(layer_case.tokens[rank] for rank in group) for group in groups]
 
 
-def parameters_of(trial: Trial) -> dict[str, Tensor]:
-    """Return every parameter of the trial's layer, whole, by canonical name. In a process without a world."""
-    alone, shared = build_layer(_alone(trial))
+def parameters_of(layer_case: LayerCase) -> dict[str, Tensor]:
+    """Return every parameter of the layer case's layer, whole, by canonical name. In a process without a world."""
+    alone, shared = build_layer(_alone(layer_case))
     shared.close()
     return {piece.name: piece.of(piece.parameter.detach()) for piece in canonical_parameters(alone)}
 
 
-def _uniform(trial: Trial, rank: int) -> Tensor:
-    return uniform(token_keys(trial.seeds(rank), trial.tokens[rank], salt=0), trial.dim)
+def _uniform(layer_case: LayerCase, rank: int) -> Tensor:
+    return uniform(token_keys(layer_case.seeds(rank), layer_case.tokens[rank], salt=0), layer_case.dim)
 
 
-def _alone(trial: Trial) -> Trial:
+def _alone(layer_case: LayerCase) -> LayerCase:
     """The same layer on one rank; its tokens do not matter."""
-    parts = {key: value for key, value in trial.parts.items() if key != "parallel"}
-    return replace(trial, tokens=(1,), parts=parts)
+    parts = {key: value for key, value in layer_case.parts.items() if key != "parallel"}
+    return replace(layer_case, tokens=(1,), parts=parts)
 
 
 def assert_matches(outcomes: Sequence[Outcome], wanted: Truth, *, rtol: float, floor: float = 1e-2) -> None:

@@ -1,0 +1,57 @@
+"""The options of built-in dispatchers that can have a library move their rows."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from attrs import field, frozen
+from attrs.validators import gt, optional
+
+import moefw
+from moefw.core.site import Site
+from moefw.plugins.dispatchers.wire_option import SendsRows
+
+
+@frozen(kw_only=True)
+class CallsLibrary(SendsRows):
+    """``backend`` torch: the algorithm over any process group; library: a package that does the same on GPUs, in bf16.
+
+    ``max_tokens``: the most tokens that a rank ever sends at once. It sizes the library's buffer.
+    """
+
+    package: ClassVar[str]
+    """The library's module, and ``install``, how to get it."""
+    install: ClassVar[str]
+
+    backend: Literal["torch", "library"]
+    max_tokens: int | None = field(default=None, validator=optional(gt(0)))
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Also what the library asks of the machine and of the other parts."""
+        needs = super().needs(site)
+        if self.backend == "torch":
+            return needs
+        asks = (
+            ("package", self.package, "backend: library calls it", self.install),
+            ("device", ("cuda",), "its kernels run on NVIDIA GPUs", "Use backend: torch."),
+            ("wire", ("bf16",), "combine adds up bf16 only", "Use precision: {use: bf16}."),
+        )
+        return [*needs, *(moefw.need(fact, of, reason=why, fix=fix, option="backend") for fact, of, why, fix in asks)]
+
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """Only the library is sized beforehand, only bf16 goes through it, and not every layer."""
+        if self.backend == "library" and self.wire != "high":
+            what = "rows go through the library in bf16."
+            return [moefw.Problem(what, "Use wire: high, or backend: torch.", "wire")]
+        if self.backend == "library":
+            return self.limits(site)
+        if self.max_tokens is None:
+            return []
+        what = "max_tokens sizes the library's buffer; backend: torch has none."
+        return [moefw.Problem(what, "Leave max_tokens out, or use backend: library.", "max_tokens")]
+
+    @abstractmethod
+    def limits(self, site: Site) -> Sequence[moefw.Problem]:
+        """Return what is wrong where the library cannot carry the layer."""

@@ -1,0 +1,45 @@
+"""What a declaration makes operands with, and the recipe of each backend over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from moefw.plugins.precision.quantized.encoders import Encoder
+from moefw.plugins.precision.quantized.products import Products
+from moefw.plugins.precision.quantized.recipe import Activations, EmulatedRecipe, LowPrecisionRecipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from moefw.plugins.precision.quantized.gpus import Gpus
+    from moefw.plugins.precision.quantized.te.quantizers import Quantizers
+
+
+@frozen(kw_only=True)
+class Operands:
+    """``encoder`` makes codes, which torch multiplies by ``products``; Transformer Engine makes its own.
+
+    ``activations``: as what the experts' pre-activation is saved.
+    """
+
+    encoder: Encoder
+    products: Products
+    quantizers: Quantizers
+    activations: Activations = "bf16"
+
+    def recipe(self, backend: str, device: torch.device, te_gpus: Gpus) -> LowPrecisionRecipe:
+        """Return the recipe. Raises PlanError where the backend cannot multiply the operands on the device."""
+        if backend == "emulate":
+            return EmulatedRecipe(self.encoder, activations=self.activations)
+        if backend == "torch":
+            from moefw.plugins.precision.quantized.scaled import ScaledRecipe
+
+            self.products.gpus.require(device)
+            return ScaledRecipe(self.encoder, self.products, activations=self.activations)
+        from moefw.plugins.precision.quantized.te.library import load
+        from moefw.plugins.precision.quantized.te.recipe import TERecipe
+
+        te_gpus.require(device)
+        return TERecipe(load(), self.quantizers, self.encoder, activations=self.activations)
