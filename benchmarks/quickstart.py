@@ -1,11 +1,12 @@
 """What a newcomer sees: the quickstart's time and result, and what its experts do with and without balance.
 
 Runs ``examples/quickstart.yaml`` as it is, and for a quarter of its steps with ``routing.balance=[]``; writes
-``benchmarks/results/quickstart.json``.
+``benchmarks/results/quickstart.json``, and the pictures of the former to ``docs/images``.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from ruamel.yaml import YAML
 from moefw.training.metrics import read_metrics
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
 WINDOW = 50
 
 
@@ -27,6 +29,8 @@ def main() -> None:
     steps = YAML(typ="safe").load(SPEC)["train"]["steps"]
     with tempfile.TemporaryDirectory() as folder:
         whole = train(Path(folder) / "quickstart")
+        for picture in (Path(folder) / "quickstart" / "plots").glob("*.png"):
+            shutil.copy(picture, IMAGES / f"quickstart-{picture.name}")
         without = train(Path(folder) / "without", f"train.steps={steps // 4}", "routing.balance=[]")
     measured = {"quickstart": whole, "without balance": without}
     for name, result in measured.items():

@@ -18,7 +18,8 @@ from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble
 from moefw.core.errors import MoefwError
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -65,9 +66,10 @@ def test_every_command_has_a_row_and_help() -> None:
         assert CliRunner().invoke(cli, [command, "--help"]).exit_code == 0
 
 
-def test_runs_that_it_shows_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-    shown = re.findall(r"^moefw train (examples/\S+)(.*)$", README, flags=re.MULTILINE)
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_runs_that_are_shown_are_sound(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    monkeypatch.chdir(ROOT)
+    shown = re.findall(r"^moefw (?:train|plan) (examples/\S+)(.*)$", (ROOT / page).read_text(), flags=re.MULTILINE)
     assert shown
     for spec, overrides in shown:
-        specs.read(spec, shlex.split(overrides))
+        specs.read(spec, [word for word in shlex.split(overrides) if word != "--resume"])
