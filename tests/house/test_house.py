@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -96,12 +97,12 @@ def test_transformers_still_finds_its_kernels_package_beside_our_folder() -> Non
     assert python("import transformers; print(transformers.__version__)")
 
 
-def test_the_public_names_are_all_there() -> None:
-    import moefw
-
-    assert sorted(moefw.__all__) == sorted(set(moefw.__all__))
-    for name in moefw.__all__:
-        assert getattr(moefw, name) is not None
+@pytest.mark.parametrize("name", ["moefw", "moefw.testing"])
+def test_the_public_names_are_all_there(name: str) -> None:
+    module = importlib.import_module(name)
+    assert sorted(module.__all__) == sorted(set(module.__all__))
+    for public in module.__all__:
+        assert getattr(module, public) is not None
 
 
 @pytest.mark.parametrize("module", ["metrics", "clock", "progress", "plots"])
