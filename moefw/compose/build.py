@@ -98,13 +98,13 @@ class LayerContext(BuildContext):
         return any(self.in_high_precision(f"layers.{number}.{module}") for number in numbers)
 
     def recipe(self, module: str) -> Precision:
-        """Return what a module computes in: the recipe, if it does not keep it in high precision."""
+        """Return what a module computes in: the recipe or its fallback."""
         assert self.recipes is not None, "recipes are built before there are any to ask for"
-        precision, high = self.recipes
-        return (high if self.keeps_high_precision(module) else precision).at(module)
+        precision, fallback = self.recipes
+        return (fallback if self.keeps_high_precision(module) else precision).at(module)
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
-        """Return ``module``, whose weights a call gathers where the layout shares them out. Raises PlanError."""
+        """Return ``module``, whose weights a call gathers where the layout shards them. Raises PlanError."""
         if self.sharding is None:
             return module
         name = f"layers.{self.site.layer}: {type(module).__name__}"
@@ -175,7 +175,7 @@ class ModelParts(ModelContext):
         return recipes
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
-        """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shares them out."""
+        """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shards them."""
         return module if self._sharding is None else self._sharding.unit(module, "dense", dtype=dtype)
 
     def whole(self, model: M) -> M:

@@ -77,7 +77,7 @@ class BuildContext(Protocol):
 
     @property
     def site(self) -> Site:
-        """The layer's sizes and number, the world, the machine."""
+        """The layer's sizes and number, the layout, the machine."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -108,7 +108,7 @@ class BuildContext(Protocol):
         """Return what a module of this layer (``moe.experts``) computes in: the recipe or its fallback."""
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
-        """Return ``module``, a unit of weights of GEMMs: where the layout shares them out, a call gathers them.
+        """Return ``module``, a unit of weights of GEMMs: where the layout shards them, a call gathers them.
 
         They come in the recipe's ``weight_dtype``: a copy in another dtype would stay until backward. Or as its
         ``weight_codec`` says; raises PlanError where the codec cannot tell the shards of a weight.
@@ -143,7 +143,7 @@ class ModelContext(Protocol):
         """What the head and the modules that the recipe keeps in high precision compute in."""
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
-        """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shares them out."""
+        """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shards them."""
 
     def at(self, layer: int) -> BuildContext:
         """Return the context of one layer, dense or MoE."""

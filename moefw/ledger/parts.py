@@ -133,14 +133,14 @@ class LayerMemory:
 class ModelMemory:
     """A model: its layers in order, and what lies outside of them.
 
-    ``saves``: between forward and backward. ``moments``: at the end of forward and the start of backward.
+    ``saves``: between forward and backward. ``peak_candidates``: at the end of forward and the start of backward.
     ``stream_bytes``: the residual stream, whose gradient passes through all of backward.
     """
 
     layers: tuple[LayerMemory, ...]
     weights: tuple[Weight, ...]
     saves: tuple[Tensor, ...]
-    moments: tuple[PeakCandidate, ...]
+    peak_candidates: tuple[PeakCandidate, ...]
     last_peak_candidate: PeakCandidate
     """The end of backward, when no layer holds anything any more."""
     stream_bytes: int

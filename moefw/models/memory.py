@@ -43,7 +43,7 @@ def model_memory(options: Sizes, shape: RankShape, moe: Mapping[int, Sequence[Pa
         layers=layers,
         weights=(norms, table, *head),
         saves=_outside(options, shape, table.elements),
-        moments=_peak_candidates(options, shape),
+        peak_candidates=_peak_candidates(options, shape),
         last_peak_candidate=_last(shape, stream, table),
         stream_bytes=stream,
     )

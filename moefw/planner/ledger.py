@@ -76,7 +76,7 @@ def _filled(empty: Ledger, assembly: Assembly, model: ModelMemory, shape: RankSh
     lying = held(assembly, model, shape, empty.micro_batches)
     sweep = Sweep(model, shape, layers, width_of=_widths(shape), all_gradients=empty.micro_batches > 1)
     step = Peak(place="optimizer", saved=0, gathered=0, passing=lying.step_passing)
-    peak = max([*sweep.moments(), step], key=lambda moment: moment.total)
+    peak = max([*sweep.peaks(), step], key=lambda moment: moment.total)
     pools = _pools(layers)
     return evolve(
         empty,

@@ -59,7 +59,7 @@ class Sweep:
             self._below.append(self._below[-1] + layer.kept)
         self._out = sum(tensor.nbytes for tensor in model.saves)
 
-    def moments(self) -> Iterator[Peak]:
+    def peaks(self) -> Iterator[Peak]:
         """Yield every moment that may be the largest."""
         embed = self._gathering(0, "embed")
         yield self._peak("forward, gathering of the embedding", saved=0, gathered=self._root + embed, passing=0)
@@ -136,7 +136,7 @@ class Sweep:
 
     def _around_the_loss(self) -> Iterator[Peak]:
         saved = self._below[-1] + self._out
-        for moment in self.model.moments:
+        for moment in self.model.peak_candidates:
             gathered = self._root + sum(self._gathers(0, unit) for unit in moment.gathered)
             yield self._peak(moment.name, saved=saved, gathered=gathered, passing=moment.passing)
 

@@ -56,4 +56,4 @@ class CountingGroup(WrappedGroup):
             raise ContractError("bytes were sent outside every movement: launch collectives inside `group.during(...)`")
         rows = tensor.is_floating_point() and tensor.ndim >= 2 and tensor.shape[-1] in self.dims
         if peer != self.rank():
-            self._sent[self._movement][peer] += Sent(**{"payload" if rows else "metadata": tensor.nbytes})
+            self._sent[self._movement][peer] += Sent(payload=tensor.nbytes) if rows else Sent(metadata=tensor.nbytes)

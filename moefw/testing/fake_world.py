@@ -39,7 +39,7 @@ Kind = Literal["copied", "split", "experts"]
 class FakeStep:
     """What one rank holds after a forward and a backward.
 
-    ``elements`` of its parameters by kind, its shards alone where FSDP shares them out; ``without_gradient`` names the
+    ``elements`` of its parameters by kind, its shards alone where FSDP shards them; ``without_gradient`` names the
     parameters that have none of the shape of their shard.
     """
 

@@ -43,7 +43,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# The witnesses: a group that counts, a world of threads.
+# Groups of our own: one that counts, and a world of threads.
 
 
 def collectives(group, rank: int, size: int) -> tuple[Traffic, list[list[float]]]:

@@ -22,7 +22,7 @@ PRECISIONS: Mapping[str, Mapping[str, Any]] = {
 }
 EVERYWHERE = ("layer", "attn_norm", "attention", "qkv", "core_attn", "attn_proj", "dense_mlp", "mlp_norm", "router")
 IN_EXPERTS = ("experts", "expert_fc1", "expert_fc2", "shared_experts")
-TREATMENTS = {
+MECHANISMS = {
     **dict.fromkeys((*EVERYWHERE, *IN_EXPERTS, "moe_act"), (None, "recompute", "offload")),
     "dispatch": (None, "recompute"),
     "expert_fc2": (None, "offload"),
@@ -46,7 +46,7 @@ def observe(
     gemm=st.sampled_from(["grouped", "loop"]),
     precision=st.sampled_from(sorted(PRECISIONS)),
     in_flight=st.booleans(),
-    treated=st.fixed_dictionaries({region: st.sampled_from(ways) for region, ways in TREATMENTS.items()}),
+    treated=st.fixed_dictionaries({region: st.sampled_from(ways) for region, ways in MECHANISMS.items()}),
 )
 @settings(max_examples=24, deadline=None)
 def test_policies_on_any_regions_change_no_bit(

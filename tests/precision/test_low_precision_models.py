@@ -276,7 +276,7 @@ def test_gemms_of_attention_mlps_and_experts_quantize_their_fp32_weights_and_not
 
 
 @pytest.mark.parametrize(
-    ("keep", "spared"),
+    ("keep", "in_bf16"),
     [
         (["layers.0.*"], {"layers.0.attention", "layers.0.mlp"}),
         (["*.attention"], {f"layers.{layer}.attention" for layer in range(3)}),
@@ -286,8 +286,8 @@ def test_gemms_of_attention_mlps_and_experts_quantize_their_fp32_weights_and_not
     ],
     ids=lambda names: " ".join(sorted(names)),
 )
-def test_modules_that_keep_bf16_names_do_not_quantize(keep: list[str], spared: set[str]) -> None:
-    assert quantized_modules(keep)[0] == MODULES - spared
+def test_modules_that_keep_bf16_names_do_not_quantize(keep: list[str], in_bf16: set[str]) -> None:
+    assert quantized_modules(keep)[0] == MODULES - in_bf16
 
 
 def test_a_model_of_which_everything_is_kept_in_bf16_is_one_in_bf16(

@@ -14,7 +14,7 @@ from moefw.core.records import Side
 DENSE: Final = ("pp", "dp", "cp", "tp")
 EXPERT: Final = ("pp", "edp", "ep", "etp")
 COPIES: Final[Mapping[Side, tuple[str, ...]]] = {"dense": ("dp", "cp"), "experts": ("edp",)}
-"""Axes along which the ranks of a mesh hold copies of the same parameters, or share them out (FSDP)."""
+"""Axes along which the ranks of a mesh hold copies of the same parameters, or shard them (FSDP)."""
 
 
 @final
@@ -103,7 +103,7 @@ class MeshPlan(LayoutPlan):
         raise ValueError(f"axes {tuple(axes)} are not axes of one mesh: {DENSE} or {EXPERT}")
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks with this rank's parameters of a mesh, a row for each set that shares them out."""
+        """Return the ranks with this rank's parameters of a mesh, a row for each set that shards them."""
         ranks, each = self.group(rank, COPIES[side]), self.shards[side]
         return tuple(ranks[first : first + each] for first in range(0, len(ranks), each))
 

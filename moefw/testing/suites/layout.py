@@ -143,7 +143,7 @@ class LayoutSuite(Suite):
         self.for_all(check, self.plans())
 
     def test_copies_are_rows_that_all_their_ranks_agree_on(self) -> None:
-        """The ranks with a rank's parameters, each in one of the equally long rows that share them out."""
+        """The ranks with a rank's parameters, each in one of the equally long rows that shard them."""
         self.for_all(self._check_copies, st.tuples(self.plans(), st.sampled_from(list(COPIES))))
 
     def test_the_smallest_world_is_the_first_that_fits(self) -> None:

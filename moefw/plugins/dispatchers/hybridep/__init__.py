@@ -66,18 +66,20 @@ class HybridEP(CallsLibrary):
             what = "without rank_capacity there is no budget that could overflow."
             fix = "Set rank_capacity, for example 1.5, or leave on_overflow out."
             found.append(moefw.Problem(what, fix, "on_overflow"))
-        if site.ranks_per_node is not None:
-            found += self._uneven(site.layout, site.ranks_per_node)
-        return found
+        return found + self._uneven(site.layout, site.ranks_per_node)
 
-    def _uneven(self, layout: LayoutPlan, each: int) -> list[moefw.Problem]:
+    def _uneven(self, layout: LayoutPlan, each: int | None) -> list[moefw.Problem]:
         """Return a problem where an expert-parallel group lies unevenly on nodes of ``each`` ranks."""
+        if each is None:
+            return []
         groups = {layout.group(rank, ("ep", "etp")) for rank in range(layout.world)}
         problems = (uneven_nodes([rank // each for rank in group]) for group in sorted(groups))
         return [problem for problem in problems if problem][:1]
 
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
-        """Those of the layer, and of its ranks in a node where the spec says how many there are."""
+        """Those of the layer, and of its ranks in a node where the spec says how many there are; ranks lie evenly."""
+        if self._uneven(site.layout, site.ranks_per_node):
+            return []
         first, each = site.layout.group(0, ("ep", "etp")), site.ranks_per_node
         shape = Shape(
             model_dim=site.dims.model_dim,
