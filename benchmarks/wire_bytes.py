@@ -25,7 +25,6 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared
 from moefw.core.records import Movement, Sent, Traffic
 from moefw.runtime.communication.traffic import Link, by_link
-from moefw.testing.counting import CountingGroup
 from moefw.testing.minima import Scheme, distinct, inside
 from moefw.testing.threads import thread_world
 from moefw.testing.wire import differences, dispatch_assembly, measure, open_dispatcher
@@ -143,11 +142,11 @@ def bytes_of(name: str, case: Case) -> dict[str, dict[Link, dict[str, float]]]:
 
 
 def on_a_rank(group: ProcessGroup, rank: int, assembly: Assembly, case: Case) -> Traffic:
-    counting, shared = CountingGroup(group, dims=(DIM,)), Shared()
-    dispatcher = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
+    shared = Shared()
+    dispatcher = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
     ids_TK = case.ids_by_rank[rank]
     x_TD = torch.full((len(ids_TK), DIM), 0.5, dtype=torch.bfloat16)
-    claimed, counted = measure(dispatcher, counting, x_TD, torch.ones(ids_TK.shape), ids_TK)
+    claimed, counted = measure(dispatcher, group, x_TD, torch.ones(ids_TK.shape), ids_TK)
     wrong = differences(claimed, counted)
     assert not wrong, "\n".join(wrong)
     dispatcher.close()

@@ -1,4 +1,4 @@
-"""A process group that counts: it passes every collective on and adds up the bytes that leave this rank.
+"""The bytes that leave this rank while collectives are counted: those of every group, whoever opened it.
 
 What a collective counts as, whatever algorithm the backend takes: see :class:`moefw.core.records.Traffic`. Besides,
 an all-reduce counts as the rank's own tensor to each peer, a broadcast as the root's tensor to each peer, a barrier as
@@ -11,26 +11,27 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moefw.core.errors import ContractError
 from moefw.core.records import Movement, Sent, Traffic
-from moefw.testing.wrapped_group import Collective, WrappedGroup
+from moefw.testing.collectives import Collective, Collectives
 
 
-class CountingGroup(WrappedGroup):
-    """Wraps ``inner``. Payload: floating tensors of two axes or more, the last in ``dims``; the rest is metadata."""
+class Counting(Collectives):
+    """Adds up by rank of ``group``, whatever group a collective runs on.
 
-    def __init__(self, inner: Any, *, dims: Collection[int]) -> None:
-        super().__init__(inner.rank(), inner.size(), inner)
-        self.dims = dims
+    Payload: floating tensors of two axes or more, the last in ``dims``; the rest is metadata. While it is entered,
+    ContractError is raised for a collective outside of :meth:`during`, or to a rank that is not in ``group``.
+    """
+
+    def __init__(self, group: ProcessGroup, *, dims: Collection[int | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.group, self.dims = group, dims
         self._movement: Movement | None = None
-        self._sent: dict[Movement, list[Sent]] = {}
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was counted."""
-        self._sent = {movement: [Sent()] * self.size() for movement in get_args(Movement)}
+        self._sent = {movement: [Sent()] * group.size() for movement in get_args(Movement)}
 
     @contextmanager
     def during(self, movement: Movement) -> Iterator[None]:
@@ -42,18 +43,29 @@ class CountingGroup(WrappedGroup):
             self._movement = before
 
     def traffic(self) -> Traffic:
-        """Return what was counted since the last reset."""
-        return Traffic(self.rank(), {movement: tuple(peers) for movement, peers in self._sent.items()})
+        """Return what was counted."""
+        return Traffic(self.group.rank(), {movement: tuple(peers) for movement, peers in self._sent.items()})
 
     def launch(self, collective: Collective) -> Any:
         """Count what goes to each peer, and pass on."""
-        for peer, tensor in collective.to.items():
-            self._count(peer, tensor)
-        return collective.call([*collective.outputs])
+        for peer, tensors in collective.to.items():
+            rank = self._rank_of(peer, collective.group)
+            for tensor in tensors:
+                self._count(rank, tensor)
+        return collective.call(collective.outputs)
+
+    def _rank_of(self, peer: int, group: ProcessGroup) -> int:
+        if group is self.group:
+            return peer
+        ranks, rank = dist.get_process_group_ranks(self.group), dist.get_process_group_ranks(group)[peer]
+        if rank not in ranks:
+            raise ContractError(f"bytes were sent to rank {rank}, which is none of the ranks {ranks} of the experts.")
+        return ranks.index(rank)
 
     def _count(self, peer: int, tensor: Tensor) -> None:
         if self._movement is None:
-            raise ContractError("bytes were sent outside every movement: launch collectives inside `group.during(...)`")
+            what = "bytes were sent outside every movement: launch collectives inside `counting.during(...)`"
+            raise ContractError(what)
         rows = tensor.is_floating_point() and tensor.ndim >= 2 and tensor.shape[-1] in self.dims
-        if peer != self.rank():
+        if peer != self.group.rank():
             self._sent[self._movement][peer] += Sent(payload=tensor.nbytes) if rows else Sent(metadata=tensor.nbytes)

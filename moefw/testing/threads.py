@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefw.core.errors import ContractError
-from moefw.testing.wrapped_group import Collective, WrappedGroup
+from moefw.testing.collectives import Collective, Collectives
 
+_ProcessGroup: Any = dist.ProcessGroup
+"""Its stub lacks the group without a backend: every collective of it is a meeting."""
 MAX_RANKS = 64
 GRACE_S = 5.0
 """How long a world that failed waits for its threads to notice."""
@@ -35,7 +37,8 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
 
     def run(rank: int) -> None:
         try:
-            answers[rank] = function(ThreadGroup(meeting, rank), rank, *args)
+            with _Met(meeting):
+                answers[rank] = function(_ProcessGroup(rank, size), rank, *args)
         except _Ended:
             pass
         except BaseException as error:
@@ -47,9 +50,10 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     cores = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for thread in threads:
-            thread.start()
-        meeting.wait_for_all()
+        with _Met(meeting):  # PyTorch notes in one place for all threads whether a mode is on: it is on until the end
+            for thread in threads:
+                thread.start()
+            meeting.wait_for_all()
     finally:
         torch.set_num_threads(cores)
     return answers
@@ -138,7 +142,7 @@ def _named(ranks: Sequence[int]) -> str:
     return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks))
 
 
-class _Done:
+class _Done(dist.Work):
     """The work of a collective that is done."""
 
     def wait(self, timeout: Any = None) -> bool:
@@ -150,32 +154,36 @@ class _Done:
         return True
 
 
-class ThreadGroup(WrappedGroup):
-    """The group of one rank of a world of threads."""
+_DONE: Final = _Done()
 
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
-        super().__init__(rank, meeting.size)
+
+class _Met(Collectives):
+    """Lets every collective of a thread be a meeting with the other threads."""
+
+    def __init__(self, meeting: _Meeting) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._meeting = meeting
 
-    def launch(self, collective: Collective) -> _Done:
+    def launch(self, collective: Collective) -> Any:
         """Meet the other ranks. Raises ContractError for what not all ranks come to."""
         if collective.kind in ("send", "recv"):
             raise ContractError(f"a world of threads has no {collective.kind}.", "Use a RankPool.")
-        self._meeting.meet(self.rank(), collective)
-        return _Done()
+        self._meeting.meet(collective.group.rank(), collective)
+        return collective.answer(_DONE)
 
 
 def _deliver(calls: Sequence[Collective]) -> None:
     """Copy what goes from each rank to each, or reduce it in rank order."""
     for receiver, call in enumerate(calls):
         if call.operation is None:
-            for sender, place in call.places.items():
-                _copy(calls[sender].to[receiver], place, f"from rank {sender} to rank {receiver}")
+            for sender, places in call.places.items():
+                _copy(calls[sender].to[receiver], places, f"from rank {sender} to rank {receiver}")
             continue
-        place = call.places[receiver]
-        _copy(calls[0].to[receiver], place, f"from rank 0 to rank {receiver}")
+        places = call.places[receiver]
+        _copy(calls[0].to[receiver], places, f"from rank 0 to rank {receiver}")
         for other in calls[1:]:
-            _REDUCE[call.operation](place, other.to[receiver], out=place)
+            for place, part in zip(places, other.to[receiver], strict=True):
+                _REDUCE[call.operation](place, part, out=place)
 
 
 _REDUCE: Final[Mapping[Any, Callable[..., Any]]] = {
@@ -185,8 +193,9 @@ _REDUCE: Final[Mapping[Any, Callable[..., Any]]] = {
 }
 
 
-def _copy(part: Tensor, place: Tensor, way: str) -> None:
-    if part.shape != place.shape or part.dtype != place.dtype:
-        sent, awaited = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (part, place))
-        raise ContractError(f"{sent} is sent {way}, which awaits {awaited}.")
-    place.detach().copy_(part)
+def _copy(parts: Sequence[Tensor], places: Sequence[Tensor], way: str) -> None:
+    for part, place in zip(parts, places, strict=True):
+        if part.shape != place.shape or part.dtype != place.dtype:
+            sent, awaited = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (part, place))
+            raise ContractError(f"{sent} is sent {way}, which awaits {awaited}.")
+        place.detach().copy_(part)

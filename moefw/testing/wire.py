@@ -1,4 +1,4 @@
-"""What a dispatcher claims to send, held against what a counting group saw it send."""
+"""What a dispatcher claims to send, held against what was counted of what it sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefw.compose.build import Shared, bare_context
 from moefw.core.contracts import Dispatcher, Layout
 from moefw.core.records import Traffic
 from moefw.core.stages import Routing
-from moefw.testing.counting import CountingGroup
+from moefw.testing.counting import Counting
 from moefw.testing.layer_case import LayerCase
 
 
@@ -72,37 +72,38 @@ class _OneGroup(Layout):
 
 def measure(
     dispatcher: Dispatcher,
-    group: CountingGroup,
+    group: ProcessGroup,
     x_TD: Tensor,
     weights_TK: Tensor,
     ids_TK: Tensor,
     *,
+    packed: int | None = None,
     capacity: int | None = None,
     counts_host: tuple[int, ...] | None = None,
 ) -> tuple[Traffic, Traffic]:
-    """Return what the dispatcher claims to send and what ``group``, over which it was built, counted.
+    """Return what a dispatcher over ``group`` claims to send and what was counted.
 
-    Runs every movement once, with experts that return their rows. ``capacity`` and ``counts_host``: as in
-    :class:`moefw.core.stages.Routing`. Collective.
+    Runs every movement once, with experts that return their rows. ``packed``: the width of a row as a codec packs it.
+    ``capacity`` and ``counts_host``: as in :class:`moefw.core.stages.Routing`. Collective.
     """
-    group.reset()
     x_TD, weights_TK = x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()
     routing = Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK.detach(), capacity=capacity, counts_host=counts_host)
-    with group.during("plan"):
-        plan = dispatcher.plan(routing)
-    with group.during("dispatch"):
-        batch, handle = dispatcher.dispatch(x_TD, weights_TK, plan)
-    rows_RD = batch.rows_RD.detach().requires_grad_()
-    with group.during("combine"):
-        out_TD = dispatcher.combine(rows_RD, handle)
-    with group.during("combine_backward"):
-        (grad_RD,) = torch.autograd.grad(out_TD, rows_RD, torch.ones_like(out_TD))
-    arrived = [(batch.rows_RD, grad_RD), (batch.row_weights_R, torch.ones_like(batch.row_weights_R))]
-    arrived = [(tensor, grad) for tensor, grad in arrived if tensor.requires_grad]
-    with group.during("dispatch_backward"):
-        torch.autograd.grad([tensor for tensor, _ in arrived], [x_TD, weights_TK], [grad for _, grad in arrived])
+    with Counting(group, dims=(x_TD.shape[1], packed)) as counting:
+        with counting.during("plan"):
+            plan = dispatcher.plan(routing)
+        with counting.during("dispatch"):
+            batch, handle = dispatcher.dispatch(x_TD, weights_TK, plan)
+        rows_RD = batch.rows_RD.detach().requires_grad_()
+        with counting.during("combine"):
+            out_TD = dispatcher.combine(rows_RD, handle)
+        with counting.during("combine_backward"):
+            (grad_RD,) = torch.autograd.grad(out_TD, rows_RD, torch.ones_like(out_TD))
+        arrived = [(batch.rows_RD, grad_RD), (batch.row_weights_R, torch.ones_like(batch.row_weights_R))]
+        arrived = [(tensor, grad) for tensor, grad in arrived if tensor.requires_grad]
+        with counting.during("dispatch_backward"):
+            torch.autograd.grad([tensor for tensor, _ in arrived], [x_TD, weights_TK], [grad for _, grad in arrived])
     row_bytes = x_TD.shape[1] * x_TD.element_size()
-    return dispatcher.traffic(handle, row_bytes=row_bytes), group.traffic()
+    return dispatcher.traffic(handle, row_bytes=row_bytes), counting.traffic()
 
 
 def differences(claimed: Traffic, counted: Traffic) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from attrs import evolve, frozen
 from torch import Tensor
 
@@ -21,9 +22,10 @@ from moefw.core.errors import ContractError
 from moefw.core.records import Movement, Sent, Traffic
 from moefw.core.stages import Routing
 from moefw.runtime.communication.traffic import by_link
-from moefw.testing.counting import CountingGroup
+from moefw.testing.counting import Counting
 from moefw.testing.minima import Scheme, distinct, inside
 from moefw.testing.pool import RankPool
+from moefw.testing.suites.dispatch_recording import Recording
 from moefw.testing.threads import thread_world
 from moefw.testing.wire import differences, dispatch_assembly, measure, open_dispatcher
 
@@ -48,41 +50,42 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 def collectives(group, rank: int, size: int) -> tuple[Traffic, list[list[float]]]:
     """Call each collective once; return what was counted and what each brought."""
-    counting = CountingGroup(dist.group.WORLD if group is None else group, dims=(4,))
+    group = dist.group.WORLD if group is None else group
     sent, received = list(range(1, size + 1)), [rank + 1] * size
     brought = []
 
     def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return (torch.arange(count * 4) + 100 * rank).view(count, 4).to(dtype)
 
-    with counting.during("dispatch"):
-        out = torch.empty(sum(received), 4)
-        work = dist.all_to_all_single(out, rows(sum(sent)), received, sent, group=counting, async_op=True)
-        work.wait()
-        brought.append(out)
-        out = torch.empty(sum(received), 4, dtype=torch.int64)
-        dist.all_to_all_single(out, rows(sum(sent), torch.int64), received, sent, group=counting)
-        brought.append(out)
-        out = torch.empty(size)
-        dist.all_to_all_single(out, torch.arange(size) + 10.0 * rank, group=counting)
-        brought.append(out)
-        nothing = torch.empty(0, 4)
-        dist.all_to_all_single(nothing, nothing.clone(), [0] * size, [0] * size, group=counting)
-    with counting.during("plan"):
-        out = torch.empty(size * 2, 4)
-        all_gather(out, rows(2), group=counting)
-        brought.append(out)
-        listed = [torch.empty(3) for _ in range(size)]
-        dist.all_gather(listed, torch.full((3,), float(rank)), group=counting)
-        brought += listed
-        largest = torch.tensor([rank])
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=counting)
-        brought.append(largest)
-    with counting.during("combine"):
-        out = torch.empty(3, 4)
-        reduce_scatter(out, rows(3 * size), group=counting, async_op=True).wait()
-        brought.append(out)
-        dist.barrier(group=counting)
+    with Counting(group, dims=(4,)) as counting:
+        with counting.during("dispatch"):
+            out = torch.empty(sum(received), 4)
+            work = dist.all_to_all_single(out, rows(sum(sent)), received, sent, group=group, async_op=True)
+            work.wait()
+            brought.append(out)
+            out = torch.empty(sum(received), 4, dtype=torch.int64)
+            dist.all_to_all_single(out, rows(sum(sent), torch.int64), received, sent, group=group)
+            brought.append(out)
+            out = torch.empty(size)
+            dist.all_to_all_single(out, torch.arange(size) + 10.0 * rank, group=group)
+            brought.append(out)
+            nothing = torch.empty(0, 4)
+            dist.all_to_all_single(nothing, nothing.clone(), [0] * size, [0] * size, group=group)
+        with counting.during("plan"):
+            out = torch.empty(size * 2, 4)
+            all_gather(out, rows(2), group=group)
+            brought.append(out)
+            listed = [torch.empty(3) for _ in range(size)]
+            dist.all_gather(listed, torch.full((3,), float(rank)), group=group)
+            brought += listed
+            largest = torch.tensor([rank])
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            brought.append(largest)
+        with counting.during("combine"):
+            out = torch.empty(3, 4)
+            reduce_scatter(out, rows(3 * size), group=group, async_op=True).wait()
+            brought.append(out)
+            dist.barrier(group=group)
     return counting.traffic(), [tensor.flatten().tolist() for tensor in brought]
 
 
@@ -104,15 +107,80 @@ def test_counts_are_those_done_by_hand_and_threads_bring_what_gloo_brings(pool8:
         assert (traffic, brought) == by_threads[rank]
 
 
+def on_groups_of_its_own() -> Traffic:
+    """Exchange rows inside pairs of ranks, send to the next rank, and gather by a functional collective."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    with Counting(dist.group.WORLD, dims=(4,)) as counting:
+        with counting.during("dispatch"):
+            dist.all_to_all_single(torch.empty(6, 4), torch.ones(6, 4), group=pairs[rank % 2])
+        with counting.during("combine"):
+            sends = dist.P2POp(dist.isend, torch.ones(2, 4), (rank + 1) % 4)
+            receives = dist.P2POp(dist.irecv, torch.empty(2, 4), (rank - 1) % 4)
+            for work in dist.batch_isend_irecv([sends, receives]):
+                work.wait()
+        with counting.during("plan"):
+            functional.all_to_all_single(torch.ones(6), None, None, pairs[rank % 2]) + 1
+    return counting.traffic()
+
+
+def test_collectives_of_every_group_and_kind_are_counted(pool8: RankPool) -> None:
+    for rank, traffic in enumerate(pool8.run(on_groups_of_its_own, 4)):
+        across, after = (rank + 2) % 4, (rank + 1) % 4
+        for movement, to, sent in (
+            ("dispatch", across, Sent(payload=3 * 16)),
+            ("combine", after, Sent(payload=2 * 16)),
+            ("plan", across, Sent(metadata=3 * 4)),
+        ):
+            assert dict(enumerate(traffic.sent[movement])) == {peer: Sent() for peer in range(4)} | {to: sent}
+
+
+def to_a_stranger() -> None:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        refused = pytest.raises(ContractError, match=r"rank 2, which is none of the ranks \[0, 1\] of the experts")
+        with Counting(pair, dims=(4,)) as counting, counting.during("plan"), refused:
+            dist.send(torch.ones(1), 2)
+
+
+def test_bytes_to_a_rank_that_holds_no_experts_of_the_layer_are_refused(pool8: RankPool) -> None:
+    pool8.run(to_a_stranger, 3)
+
+
+def late() -> dict[str, Any]:
+    x, out = torch.ones(4, 4), torch.zeros(4, 4)
+    with Recording(late=True) as recording:
+        work = dist.all_to_all_single(out, x, async_op=True)
+        before = out.clone()
+        work.wait()
+        work = dist.all_to_all_single(torch.zeros(2), spoiled := torch.ones(2), async_op=True)
+        spoiled.zero_()
+        work.wait()
+        exchanged = functional.all_to_all_single(torch.ones(4), None, None, dist.group.WORLD)
+        under_way = recording.under_way()
+        exchanged = exchanged + 1
+    found = {"before": before, "after": out, "exchanged": exchanged, "under_way": (under_way, recording.under_way())}
+    return {**found, "overwritten": [str(event) for event in recording.overwritten]}
+
+
+def test_results_come_when_they_are_waited_for_and_what_is_sent_must_stay_until_then(pool8: RankPool) -> None:
+    for found in pool8.run(late, 2):
+        assert found["before"].isnan().all()
+        assert (found["after"] == 1).all()
+        assert (found["exchanged"] == 2).all()
+        assert found["under_way"] == (1, 0)
+        assert found["overwritten"] == ["all-to-all of float32 [2]"]
+
+
 def alone_and_unseen(group, rank: int) -> None:
-    counting = CountingGroup(group, dims=(4,))
-    with pytest.raises(ContractError, match="outside every movement"):
-        dist.all_reduce(torch.zeros(1), group=counting)
-    with counting.during("plan"), pytest.raises(RuntimeError, match="backend"):
-        counting.gather([[torch.zeros(1)]], [torch.zeros(1)])
+    with Counting(group, dims=(4,)) as counting:
+        with pytest.raises(ContractError, match="outside every movement"):
+            dist.all_reduce(torch.zeros(1), group=group)
+        with counting.during("plan"), pytest.raises(ContractError, match="c10d::gather_ is not among"):
+            group.gather([[torch.zeros(1)]], [torch.zeros(1)])
 
 
-def test_nothing_passes_a_counting_group_unseen() -> None:
+def test_nothing_passes_uncounted() -> None:
     thread_world(1, alone_and_unseen)
 
 
@@ -201,12 +269,12 @@ class Case:
 
 
 def claim_and_count(group, rank: int, case: Case, assembly: Assembly) -> tuple[Traffic, Traffic]:
-    counting, shared = CountingGroup(group, dims=(case.dim,)), Shared()
-    dispatcher = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
+    shared = Shared()
+    dispatcher = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
     ids_TK = case.ids(rank)
     x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.rand(ids_TK.shape)
     counts = tuple(torch.bincount(ids_TK.flatten(), minlength=case.num_experts).tolist()) if case.equal else None
-    answer = measure(dispatcher, counting, x_TD, weights_TK, ids_TK, capacity=case.capacity, counts_host=counts)
+    answer = measure(dispatcher, group, x_TD, weights_TK, ids_TK, capacity=case.capacity, counts_host=counts)
     dispatcher.close()
     shared.close()
     return answer
@@ -283,17 +351,15 @@ def test_ranks_that_got_no_rows_take_the_way_back_where_only_weights_want_gradie
 
 def redispatched(group, rank: int, case: Case, assembly: Assembly) -> tuple[Traffic, Traffic]:
     """Return what a dispatch and its repetition sent."""
-    counting, shared = CountingGroup(group, dims=(case.dim,)), Shared()
-    moves = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
+    shared = Shared()
+    moves = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
     ids_TK = case.ids(rank)
     x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.rand(ids_TK.shape)
-    with counting.during("plan"):
-        plan = moves.plan(Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK))
+    plan = moves.plan(Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK))
     seen = []
     handle = None
     for _ in range(2):
-        counting.reset()
-        with counting.during("dispatch"):
+        with Counting(group, dims=(case.dim,)) as counting, counting.during("dispatch"):
             _, handle = moves.redispatch(x_TD, weights_TK, handle) if handle else moves.dispatch(x_TD, weights_TK, plan)
         seen.append(counting.traffic())
     shared.close()
@@ -310,7 +376,7 @@ def test_a_dispatch_repeated_sends_what_the_first_did_and_no_more(use: str) -> N
 class Lying(Dispatcher):
     """Moves as another does, and sends or claims something else."""
 
-    def __init__(self, inner: Dispatcher, group: CountingGroup, lie: str) -> None:
+    def __init__(self, inner: Dispatcher, group: Any, lie: str) -> None:
         self.inner, self.group_, self.lie = inner, group, lie
         for name in ("start_dispatch", "finish_dispatch", "start_redispatch", "finish_combine"):
             setattr(self, name, getattr(inner, name))
@@ -341,11 +407,11 @@ class Lying(Dispatcher):
 
 
 def lied(group, rank: int, case: Case, assembly: Assembly, lie: str) -> list[str]:
-    counting, shared = CountingGroup(group, dims=(case.dim,)), Shared()
-    dispatcher = open_dispatcher(assembly, counting, ranks_per_node=case.ranks_per_node, shared=shared)
+    shared = Shared()
+    dispatcher = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
     ids_TK = case.ids(rank)
     x_TD, weights_TK = torch.randn(len(ids_TK), case.dim), torch.rand(ids_TK.shape)
-    return differences(*measure(Lying(dispatcher, counting, lie), counting, x_TD, weights_TK, ids_TK))
+    return differences(*measure(Lying(dispatcher, group, lie), group, x_TD, weights_TK, ids_TK))
 
 
 @pytest.mark.parametrize(
@@ -412,10 +478,10 @@ RANKS, TOKENS, DIM = 16, 4, 7168
 
 
 def totals(group, rank: int, use: str, assembly: Assembly, ids: Sequence[Tensor], each: int) -> dict[str, Any]:
-    counting, shared = CountingGroup(group, dims=(DIM,)), Shared()
-    dispatcher = open_dispatcher(assembly, counting, ranks_per_node=each, shared=shared)
+    shared = Shared()
+    dispatcher = open_dispatcher(assembly, group, ranks_per_node=each, shared=shared)
     x_TD = torch.zeros(len(ids[rank]), DIM, dtype=torch.bfloat16)
-    claimed, counted = measure(dispatcher, counting, x_TD, torch.ones(ids[rank].shape), ids[rank])
+    claimed, counted = measure(dispatcher, group, x_TD, torch.ones(ids[rank].shape), ids[rank])
     assert differences(claimed, counted) == []
     return by_link(counted, each)
 

@@ -15,7 +15,6 @@ from moefw.compose.build import Shared
 from moefw.core.contracts import Codec
 from moefw.core.errors import PlanError
 from moefw.core.records import Traffic
-from moefw.testing.counting import CountingGroup
 from moefw.testing.layer_case import DISPATCHERS, LayerCase, assert_matches, build_layer, solve
 from moefw.testing.minima import Scheme
 from moefw.testing.pool import RankPool
@@ -86,10 +85,9 @@ def test_a_packed_row_is_its_codes_and_scales(name: str, row_bytes: int) -> None
 
 def claim_and_count(group, rank: int, assembly: Assembly, ids: Sequence[Tensor]) -> tuple[Traffic, Traffic]:
     shared, packed = Shared(), codec("fp8-blockwise", DIM).row_bytes // 2
-    counting = CountingGroup(group, dims=(DIM, packed))
-    dispatcher = open_dispatcher(assembly, counting, ranks_per_node=2, shared=shared)
+    dispatcher = open_dispatcher(assembly, group, ranks_per_node=2, shared=shared)
     x_TD, weights_TK = torch.randn(len(ids[rank]), DIM, dtype=torch.bfloat16), torch.rand(ids[rank].shape)
-    answer = measure(dispatcher, counting, x_TD, weights_TK, ids[rank])
+    answer = measure(dispatcher, group, x_TD, weights_TK, ids[rank], packed=packed)
     shared.close()
     return answer
 

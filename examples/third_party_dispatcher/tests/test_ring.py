@@ -12,7 +12,6 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared
 from moefw.core.records import Traffic
 from moefw.testing import DispatcherSuite
-from moefw.testing.counting import CountingGroup
 from moefw.testing.threads import thread_world
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.wire import measure, open_dispatcher
@@ -35,10 +34,10 @@ class TestOneWayRing(DispatcherSuite):
 
 def counted(group: Any, rank: int, assembly: Assembly, distance: int) -> Traffic:
     """Return what a rank sends for one token whose only expert is on the rank ``distance`` further round."""
-    counting, shared = CountingGroup(group, dims=(DIM,)), Shared()
-    dispatcher = open_dispatcher(assembly, counting, ranks_per_node=RANKS, shared=shared)
+    shared = Shared()
+    dispatcher = open_dispatcher(assembly, group, ranks_per_node=RANKS, shared=shared)
     ids_TK = torch.tensor([[(rank + distance) % RANKS]])
-    _, counts = measure(dispatcher, counting, torch.randn(1, DIM), torch.rand(1, 1), ids_TK)
+    _, counts = measure(dispatcher, group, torch.randn(1, DIM), torch.rand(1, 1), ids_TK)
     shared.close()
     return counts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.errors import ContractError
+from moefw.testing.collectives import Collective, collective_of
 from moefw.testing.fake_world import fake_world
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
@@ -78,8 +78,8 @@ class _RealIndices(TorchDispatchMode):
     def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
         with unset_fake_temporarily():
             result = func(*args, **kwargs)
-            if func.namespace == "c10d" and func.__name__ != "barrier.default":
-                _as_if_all_were_alike(func, args)
+            if func.namespace == "c10d":
+                _as_if_all_were_alike(collective_of(func, args, kwargs))
         return tree_map_only(Tensor, self._without_values, result)
 
     def _without_values(self, tensor: Tensor) -> Tensor:
@@ -120,66 +120,13 @@ def _refuse_writes(func: Any, args: Sequence[Any]) -> None:
                 raise ContractError(what, "Measure with tensors that have values.")
 
 
-def _as_if_all_were_alike(func: Any, args: Any) -> None:
+def _as_if_all_were_alike(collective: Collective) -> None:
     """Fill what a collective receives: every rank sends what this one does."""
-    name = func.__name__.split(".")[0]
-    fill = _FILLS.get(name)
-    if fill is None:
-        raise ContractError(f"c10d::{name} of indices is not known to a world of ranks that are alike.")
-    fill(args)
-
-
-def _all_gather(args: Any) -> None:
-    output, sent = args[:2]
-    output.view(-1, *sent.shape).copy_(sent.expand(len(output.view(-1, *sent.shape)), *sent.shape))
-
-
-def _all_gather_list(args: Any) -> None:
-    for places, sent in zip(*args[:2], strict=True):
-        for place in places:
-            place.copy_(sent)
-
-
-def _all_to_all(args: Any) -> None:
-    output, sent, boxed, received_splits, sent_splits = args[:5]
-    group = ProcessGroup.unbox(boxed)
-    parts = sent.split(list(sent_splits) or len(sent) // group.size())
-    for place in output.split(list(received_splits) or len(output) // group.size()):
-        if len(place):
-            place.copy_(parts[group.rank()])
-
-
-def _all_reduce(args: Any) -> None:
-    tensors, boxed, operation = args[:3]
-    for tensor in tensors:
-        _sum(tensor, boxed, operation)
-
-
-def _reduce_scatter(args: Any) -> None:
-    output, sent, boxed, operation = args[:4]
-    group = ProcessGroup.unbox(boxed)
-    output.copy_(sent.view(group.size(), *output.shape)[group.rank()])
-    _sum(output, boxed, operation)
-
-
-def _sum(tensor: Tensor, boxed: Any, operation: Any) -> None:
-    if _kind(operation) == dist.ReduceOp.SUM:
-        tensor.mul_(ProcessGroup.unbox(boxed).size())
-
-
-def _kind(operation: Any) -> Any:
-    return dist.ReduceOp.unbox(operation).op if hasattr(dist.ReduceOp, "unbox") else operation.op
-
-
-def _nothing(args: Any) -> None:
-    """Leave what every rank has."""
-
-
-_FILLS: Final[dict[str, Callable[[Any], None]]] = {
-    "_allgather_base_": _all_gather,
-    "allgather_": _all_gather_list,
-    "alltoall_base_": _all_to_all,
-    "allreduce_": _all_reduce,
-    "_reduce_scatter_base_": _reduce_scatter,
-    "broadcast_": _nothing,
-}
+    if collective.kind == "recv":
+        raise ContractError("indices are received from one rank: unknown where all ranks are alike.")
+    for places in collective.places.values():
+        for place, sent in zip(places, collective.to.get(collective.group.rank(), places), strict=True):
+            if place.numel():
+                place.copy_(sent)
+            if collective.operation == dist.ReduceOp.SUM:
+                place.mul_(collective.group.size())

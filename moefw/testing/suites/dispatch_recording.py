@@ -1,10 +1,9 @@
-"""A process group that notes every launch and every wait, and may deliver as late as it can: not before the wait."""
+"""Every launch and every wait of a rank, noted; results may come as late as they can: not before the wait."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from moefw.testing.wrapped_group import Collective, WrappedGroup
+from moefw.testing.collectives import Collective, Collectives
 
 UNEVEN: Final = ("all-to-all", "send", "recv")
 """Kinds whose sizes may differ between ranks."""
@@ -20,7 +19,7 @@ UNEVEN: Final = ("all-to-all", "send", "recv")
 
 @frozen
 class Event:
-    """A ``launch`` or a ``wait`` of the group's collective ``number``; or a ``mark`` of who watches."""
+    """A ``launch`` or a ``wait`` of the rank's collective ``number``."""
 
     what: str
     number: int
@@ -38,23 +37,21 @@ class Event:
         return self.kind, shape, self.dtype
 
 
-class RecordingGroup(WrappedGroup):
-    """Wraps ``inner`` and writes ``events``.
+class Recording(Collectives):
+    """Writes the ``events`` of this thread while it is entered.
 
     ``late``: a result lies in its buffer only once its work was waited for; before that the buffer holds NaN. What is
     sent must stay as it is until then: ``overwritten`` names the collectives whose input did not. ``delay_s``: how
     long every launch takes here.
     """
 
-    def __init__(self, inner: Any, *, late: bool = False, delay_s: float = 0.0) -> None:
-        super().__init__(inner.rank(), inner.size(), inner)
+    def __init__(self, *, late: bool = False, delay_s: float = 0.0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.late, self.delay_s = late, delay_s
         self.events: list[Event] = []
         self.overwritten: list[Event] = []
-
-    def mark(self, name: str) -> None:
-        """Note that something happened."""
-        self.events.append(Event("mark", -1, name))
+        self._works: list[_Watched] = []
+        self._returned: dict[int, _Watched] = {}
 
     def launches(self) -> list[Event]:
         """Return the launches so far."""
@@ -73,64 +70,72 @@ class RecordingGroup(WrappedGroup):
         self.events.append(event)
         if self.delay_s:
             time.sleep(self.delay_s)
-        if not self.late:
-            return _Watched(self, event, collective.call([*collective.outputs]), [], [], [])
-        places = [torch.empty_like(output) for output in collective.outputs]
-        work = collective.call(places)
-        for output in collective.outputs:
-            output.detach().fill_(float("nan") if output.is_floating_point() else -77)
-        return _Watched(self, event, work, [*collective.inputs], [*collective.outputs], places)
+        inputs = [*collective.inputs] if self.late else []
+        places = [output.detach().clone() if self.late else output for output in collective.outputs]
+        result = collective.call(places)
+        if isinstance(result, Tensor):
+            promised = torch.empty_like(result) if self.late else result
+            self._returned[_storage(promised)] = _Watched(self, event, None, inputs, [promised], [result])
+            return promised
+        work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+        self._works.append(_Watched(self, event, work, inputs, collective.outputs, places))
+        return collective.answer(self._works[-1])
+
+    def wait(self, result: Tensor) -> Tensor:
+        """Wait for what a functional collective returned, and deliver."""
+        watched = self._returned.pop(_storage(result), None)
+        if watched is None:
+            return super().wait(result)
+        super().wait(*watched.places)
+        watched.deliver()
+        return result
 
 
-class _Watched:
-    """The work of a collective; says when it is waited for, and only then delivers."""
+class _Watched(dist.Work):
+    """The work of a collective; says when it is waited for, and only then delivers from ``places`` to ``outputs``."""
 
     def __init__(
         self,
-        recording: RecordingGroup,
+        recording: Recording,
         event: Event,
         work: Any,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        places: list[Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        places: Sequence[Tensor],
     ) -> None:
+        super().__init__()
         self._recording, self._event, self._work = recording, event, work
         self._inputs, self._kept = inputs, [tensor.detach().clone() for tensor in inputs]
-        self._outputs, self._places = outputs, places
+        self.places, self._late = places, [pair for pair in zip(outputs, places, strict=True) if pair[0] is not pair[1]]
         self._done = False
+        for output, _ in self._late:
+            output.detach().fill_(float("nan") if output.is_floating_point() else -77)
+
+    def deliver(self) -> None:
+        """Note the wait, and fill the outputs."""
+        if self._done:
+            return
+        self._done = True
+        event = self._event
+        self._recording.events.append(Event("wait", event.number, event.kind, event.shape, event.dtype))
+        if not all(same_bits(a, b) for a, b in zip(self._inputs, self._kept, strict=True)):
+            self._recording.overwritten.append(event)
+        for output, place in self._late:
+            output.detach().copy_(place)
 
     def wait(self, *timeout: Any) -> bool:
         """Wait, and deliver."""
-        if self._work is not None:
-            self._work.wait(*timeout)
-        if not self._done:
-            self._done = True
-            event = self._event
-            self._recording.events.append(Event("wait", event.number, event.kind, event.shape, event.dtype))
-            if not all(same_bits(a, b) for a, b in zip(self._inputs, self._kept, strict=True)):
-                self._recording.overwritten.append(event)
-            for output, place in zip(self._outputs, self._places, strict=True):
-                output.detach().copy_(place)
+        self._work.wait(*timeout)
+        self.deliver()
         return True
 
     def is_completed(self) -> bool:
         """Return whether it was waited for."""
         return self._done
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what else a work has."""
-        return getattr(self._work, name)
 
-
-@contextmanager
-def known(group: Any) -> Iterator[None]:
-    """Let ``torch.distributed`` know a group that it did not make: to look up peers of sends, and its rank."""
-    ranks: Any = dist.distributed_c10d._world.pg_group_ranks
-    ranks[group] = {rank: rank for rank in range(group.size())}
-    try:
-        yield
-    finally:
-        ranks.pop(group, None)
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

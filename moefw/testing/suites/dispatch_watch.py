@@ -17,11 +17,10 @@ from torch import Tensor
 from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Dispatcher
 from moefw.core.records import Traffic
-from moefw.testing.counting import CountingGroup
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_overlap import other_case
 from moefw.testing.suites.dispatch_ranks import Moved, experts, opened, settled_case, there_and_back
-from moefw.testing.suites.dispatch_recording import Event, RecordingGroup, known
+from moefw.testing.suites.dispatch_recording import Event, Recording
 from moefw.testing.wire import differences, measure
 
 DEPTH = 6
@@ -118,8 +117,10 @@ def recorded(
 
     ``late``: results arrive when they are waited for. ``slow``: the rank whose launches take 3 ms.
     """
-    recording = RecordingGroup(group, late=late, delay_s=0.003 if rank == slow else 0.0)
-    with known(recording), opened(recording, case, assembly) as moves:
+    with (
+        Recording(late=late, delay_s=0.003 if rank == slow else 0.0) as recording,
+        opened(group, case, assembly) as moves,
+    ):
         result = there_and_back(moves, case, rank, dropless=settled_case(assembly))
         return result, recording.events, recording.overwritten
 
@@ -128,7 +129,7 @@ class _Step(torch.autograd.Function):
     """Work between start and finish, which notes when its backward runs and what is under way then."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, recording: RecordingGroup, name: str, found: dict[str, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, recording: Recording, name: str, found: dict[str, int]) -> Tensor:
         ctx.noted = recording, name, found
         return x * 1.0
 
@@ -141,8 +142,8 @@ class _Step(torch.autograd.Function):
 
 def under_way(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, int]:
     """Return how many collectives are under way after each start and finish, and in the backward of work between."""
-    recording, found = RecordingGroup(group), dict[str, int]()
-    with known(recording), opened(recording, case, assembly) as moves:
+    found: dict[str, int] = {}
+    with Recording() as recording, opened(group, case, assembly) as moves:
         x_TD, weights_TK = case.x(rank).requires_grad_(), case.weights(rank).requires_grad_()
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
         found["plan"] = recording.under_way()
@@ -168,17 +169,16 @@ def under_way(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> 
 
 def on_the_wire(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[list[str], Traffic, Traffic]:
     """Return where the claimed bytes are not those that were counted, and both."""
-    counting = CountingGroup(group, dims=(case.dim,))
-    with known(counting), opened(counting, case, assembly) as moves:
+    with opened(group, case, assembly) as moves:
         ids_TK, weights_TK = case.ids(rank), case.weights(rank)
-        claimed, counted = measure(moves, counting, case.x(rank), weights_TK, ids_TK, capacity=case.capacity(rank))
+        claimed, counted = measure(moves, group, case.x(rank), weights_TK, ids_TK, capacity=case.capacity(rank))
         return differences(claimed, counted), claimed, counted
 
 
 def sent_again(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[list[Event], list[Event], int]:
     """Return the collectives of a dispatch and of its repetition, and how often ``plan`` was called for the latter."""
-    recording, plans = RecordingGroup(group), 0
-    with known(recording), opened(recording, case, assembly) as moves:
+    plans = 0
+    with Recording() as recording, opened(group, case, assembly) as moves:
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
         before = len(recording.launches())
         _, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)

@@ -1,0 +1,221 @@
+"""Collectives as PyTorch's operators show them: of every group, whoever opened it, in forward and in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from attrs import Factory, frozen
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from moefw.core.errors import ContractError
+
+
+@frozen(kw_only=True, eq=False)
+class Collective:
+    """A call of a collective on this rank of ``group``; ranks below are those of the group.
+
+    ``to``: what goes to each rank. ``places``: where that of each rank comes to lie, in ``outputs``; if ``operation``
+    is given, the one place where all of it is reduced. ``call`` runs the operator into the given outputs; ``answer``
+    is what it returns with the given work. A functional collective has no outputs: it returns them.
+    """
+
+    kind: str
+    group: ProcessGroup
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    to: Mapping[int, Sequence[Tensor]] = Factory(dict)
+    places: Mapping[int, Sequence[Tensor]] = Factory(dict)
+    operation: Any = None
+    call: Callable[[Sequence[Tensor]], Any]
+    answer: Callable[[dist.Work], Any]
+
+
+class Collectives(TorchDispatchMode):
+    """Sees every collective that is called on this thread while it is entered.
+
+    Raises ContractError for a collective of PyTorch that it does not know. What does not go through PyTorch's
+    operators (a library's own kernels) is not seen.
+    """
+
+    def launch(self, collective: Collective) -> Any:
+        """Start a collective; return what its operator returns."""
+        raise NotImplementedError
+
+    def wait(self, result: Tensor) -> Tensor:
+        """Wait for what a functional collective returned."""
+        waited: Tensor = _WAIT(result)
+        return waited
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator; a collective by :meth:`launch`."""
+        if any(issubclass(kind, AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # it waits for its tensor first
+        if func.namespace not in ("c10d", "_c10d_functional") or func.__name__ in _LOCAL:
+            return func(*args, **(kwargs or {}))
+        if func is _WAIT:
+            return self.wait(*args)
+        return self.launch(collective_of(func, args, kwargs or {}))
+
+
+_LOCAL: Final = ("_wrap_tensor_autograd.default",)
+_WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
+
+
+def collective_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Collective:
+    """Return the call that an operator of ``c10d`` or ``_c10d_functional`` is. Raises ContractError."""
+    name = f"{func.namespace}::{func.__name__.partition('.')[0]}"
+    read = _READ.get(name)
+    if read is None:
+        what = f"{name} is not among the collectives that are known here."
+        raise ContractError(what, f"Use one of {', '.join(sorted(_READ))}.")
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    boxed, group_name = given.pop("process_group", None), given.pop("group_name", None)
+    group = _resolve_process_group(group_name) if boxed is None else ProcessGroup.unbox(boxed)
+    fields = read(group, *given.values())
+
+    def call(outputs: Sequence[Tensor]) -> Any:
+        others = {id(old): new for old, new in zip(fields.get("outputs", ()), outputs, strict=True)}
+        return func(*tree_map_only(Tensor, lambda tensor: others.get(id(tensor), tensor), args), **kwargs)
+
+    def answer(work: dist.Work) -> Any:
+        return (args[0], work.boxed()) if len(func._schema.returns) > 1 else work.boxed()
+
+    return Collective(group=group, call=call, answer=answer, **fields)
+
+
+_Fields = dict[str, Any]
+
+
+def _all_to_all(group: ProcessGroup, output: Tensor, input: Tensor, received: Any, sent: Any, *_: Any) -> _Fields:
+    return {**_sent_apart(group, input, sent), "outputs": [output], "places": _split(output, received, group)}
+
+
+def _sent_apart(group: ProcessGroup, input: Tensor, sent: Any) -> _Fields:
+    return {"kind": "all-to-all", "inputs": [input], "to": _split(input, sent, group)}
+
+
+def _all_to_all_list(group: ProcessGroup, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> _Fields:
+    return {
+        "kind": "all-to-all",
+        "inputs": inputs,
+        "outputs": outputs,
+        "to": _each(inputs),
+        "places": _each(outputs),
+    }
+
+
+def _all_gather(group: ProcessGroup, output: Tensor, input: Tensor, *_: Any) -> _Fields:
+    places = output.view(group.size(), *input.shape).unbind()
+    return {**_sent_to_all(group, [input]), "outputs": [output], "places": _each(places)}
+
+
+def _all_gather_list(group: ProcessGroup, outputs: list[list[Tensor]], inputs: list[Tensor], *_: Any) -> _Fields:
+    (places,) = outputs
+    return {**_sent_to_all(group, inputs), "outputs": places, "places": _each(places)}
+
+
+def _sent_to_all(group: ProcessGroup, inputs: Sequence[Tensor]) -> _Fields:
+    return {"kind": "all-gather", "inputs": inputs, "to": dict.fromkeys(range(group.size()), inputs)}
+
+
+def _reduce_scatter(group: ProcessGroup, output: Tensor, input: Tensor, operation: Any, *_: Any) -> _Fields:
+    return {
+        **_reduced_apart(group, input),
+        "outputs": [output],
+        "places": {group.rank(): [output]},
+        "operation": _kind_of(operation),
+    }
+
+
+def _reduced_apart(group: ProcessGroup, input: Tensor) -> _Fields:
+    return {"kind": "reduce-scatter", "inputs": [input], "to": _split(input, None, group)}
+
+
+def _reduce_scatter_list(
+    group: ProcessGroup, outputs: list[Tensor], inputs: list[list[Tensor]], operation: Any, *_: Any
+) -> _Fields:
+    (parts,) = inputs
+    return {
+        "kind": "reduce-scatter",
+        "inputs": parts,
+        "outputs": outputs,
+        "to": _each(parts),
+        "places": {group.rank(): outputs},
+        "operation": _kind_of(operation),
+    }
+
+
+def _all_reduce(group: ProcessGroup, tensors: list[Tensor], operation: Any, *_: Any) -> _Fields:
+    """A rank's own tensors go to each peer, who reduces for himself."""
+    given = [tensor.detach().clone() for tensor in tensors]
+    return {
+        "kind": "all-reduce",
+        "outputs": tensors,
+        "to": dict.fromkeys(range(group.size()), given),
+        "places": {group.rank(): tensors},
+        "operation": _kind_of(operation),
+    }
+
+
+def _broadcast(group: ProcessGroup, tensors: list[Tensor], root: int, *_: Any) -> _Fields:
+    given = [tensor.detach().clone() for tensor in tensors]
+    return {
+        "kind": "broadcast",
+        "outputs": tensors,
+        "to": dict.fromkeys(range(group.size()), given) if root == group.rank() else {},
+        "places": {root: tensors},
+    }
+
+
+def _send(group: ProcessGroup, tensors: list[Tensor], peer: int, *_: Any) -> _Fields:
+    return {"kind": "send", "inputs": tensors, "to": {peer: tensors}}
+
+
+def _receive(group: ProcessGroup, tensors: list[Tensor], peer: int, *_: Any) -> _Fields:
+    return {"kind": "recv", "outputs": tensors, "places": {peer: tensors}}
+
+
+def _barrier(group: ProcessGroup, *_: Any) -> _Fields:
+    return {"kind": "barrier"}
+
+
+_READ: Final[Mapping[str, Callable[..., _Fields]]] = {
+    "c10d::alltoall_base_": _all_to_all,
+    "c10d::alltoall_": _all_to_all_list,
+    "c10d::_allgather_base_": _all_gather,
+    "c10d::allgather_": _all_gather_list,
+    "c10d::_reduce_scatter_base_": _reduce_scatter,
+    "c10d::reduce_scatter_": _reduce_scatter_list,
+    "c10d::allreduce_": _all_reduce,
+    "c10d::broadcast_": _broadcast,
+    "c10d::send": _send,
+    "c10d::recv_": _receive,
+    "c10d::barrier": _barrier,
+    "_c10d_functional::all_to_all_single": lambda group, input, _, sent: _sent_apart(group, input, sent),
+    "_c10d_functional::all_gather_into_tensor": lambda group, input, _: _sent_to_all(group, [input]),
+    "_c10d_functional::reduce_scatter_tensor": lambda group, input, *_: _reduced_apart(group, input),
+}
+"""The fields of a collective by its operator, of the group and of the operator's other arguments."""
+
+
+def _split(tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> dict[int, list[Tensor]]:
+    """Return the rows for each rank; no sizes: equally many."""
+    return _each(tensor.split(list(sizes or [len(tensor) // group.size()] * group.size())))
+
+
+def _each(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    return {rank: [tensor] for rank, tensor in enumerate(tensors)}
+
+
+def _kind_of(operation: Any) -> dist.ReduceOp.RedOpType:
+    """Return what an operator reduces by, which it holds as a number."""
+    return dist.ReduceOp.RedOpType(operation.op())
