@@ -1,4 +1,4 @@
-"""``moefw matrix``: what goes with what."""
+"""``moefw matrix``: which variants of plugins go together."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Grid:
 @click.option("--markdown", is_flag=True, help="Print the page docs/matrix.md.")
 @click.option("--all", "everybody", is_flag=True, help="With the plugins of other distributions.")
 def matrix(as_json: bool, markdown: bool, everybody: bool) -> None:
-    """Show which ways to use the plugins go together, and why others do not: resolve, run over the product.
+    """Show which variants of plugins go together, and why others do not, by resolving every pair.
 
-    Nothing is started, and nothing is asked of this machine: what a plugin needs of one stands apart.
+    Nothing is started, and this machine is not inspected: the needs of plugins on a machine are listed separately.
     """
     found = survey(Registry(), ours_only=not everybody)
     if as_json:
@@ -83,7 +83,7 @@ def data(found: Matrix) -> dict[str, object]:
 
 
 def grids(found: Matrix) -> Iterator[Grid]:
-    """Yield a table for every two sections: rows and columns in which something is refused, the others together."""
+    """Yield a table for each pair of sections with refusals. Rows and columns without refusals are merged into one."""
     for (one, here), (other, there) in itertools.combinations(found.sections.items(), 2):
         refused = {
             (refusal.one, refusal.other): refusal

@@ -20,7 +20,7 @@ from moefw.compose.registry import Registry
 from moefw.core.errors import Problem, SpecError
 
 TEMPLATES: Final = Path(__file__).parent.parent / "templates"
-"""``package`` is what all kinds have; a kind's own files go before it. Everything is called ``sample`` there."""
+"""``package`` holds the files of all kinds; a kind's own files replace them. Everything is called ``sample`` there."""
 LONGEST_NAME: Final = 32
 
 
@@ -28,7 +28,7 @@ LONGEST_NAME: Final = 32
 class Kind:
     """A kind of plugin that ``moefw new`` writes.
 
-    ``spec`` is how one chooses it, ``runtime`` what to change in its file, or at ``where`` if it has none.
+    ``spec`` chooses it in a spec. ``runtime`` says what to change in its file, or at ``where`` if it has none.
     """
 
     suite: str
@@ -101,7 +101,7 @@ def new(kind: str, name: str, into: Path) -> int:
 
 @frozen
 class Names:
-    """What everything in a package is called."""
+    """The names in a package."""
 
     part: str
     module: str
@@ -161,7 +161,7 @@ def _sources(kind: str) -> dict[Path, Path]:
 
 
 def _write(kind: str, names: Names, into: Path) -> Path:
-    """Write the package beside its place and move it there: all of it or nothing."""
+    """Write the package to a temporary folder and rename that, so that it appears whole or not at all."""
     where = KINDS[kind].where or f"`moefw_sample/{kind}.py`"
     words = {
         "{kind}": kind,

@@ -1,4 +1,4 @@
-"""What a run that found no memory is told: what a rank was planned to hold, beside what the machine has."""
+"""Note for a run that is out of memory: the planned memory of a rank, and the memory of the machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from moefw.compose.assembly import Assembly
 from moefw.planner import ledger
 
 LARGEST = 3
-"""So many categories are named."""
+"""Number of categories that are named."""
 
 
 def memory_note(assembly: Assembly) -> str:
-    """Return the largest categories of the plan of a rank, its peak, and the memory of this machine."""
+    """Return the largest categories of a rank's plan, its peak, and the memory of this machine."""
     found = ledger(assembly)
     if found.held is None or found.peak_bytes is None:
         return f"This machine has {_told(usable_bytes())} of memory."

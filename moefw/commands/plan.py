@@ -1,4 +1,4 @@
-"""``moefw plan``: what a rank will hold, from the spec alone."""
+"""``moefw plan``: the predicted memory of a rank, from the spec alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sheet:
 def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool) -> int:
     """Predict the memory of a rank that trains as SPEC says, by category and by region, without a GPU.
 
-    Whatever `moefw check` would report comes first: exits with 2 then.
+    Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
     try:
         found = ledger(specs.read(spec, overrides, world))
@@ -53,7 +53,7 @@ def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool
 
 
 def show(found: Ledger) -> None:
-    """Print the tables: as such on a terminal, as plain lines elsewhere."""
+    """Print the tables, as plain lines if not on a terminal."""
     console = Console(markup=False, highlight=False)
     tokens = f"{found.tokens} tokens a micro-batch, {found.micro_batches} a step"
     click.echo(f"memory of each of {found.world} ranks; {tokens}")
@@ -65,12 +65,12 @@ def show(found: Ledger) -> None:
 
 
 def unit_for(peak_bytes: int) -> tuple[int, str]:
-    """Return the unit in which memory of such a peak is told, in bytes and by name."""
+    """Return the unit for memory with this peak, in bytes and by name."""
     return (GIB, "GiB") if peak_bytes >= GIB else (MIB, "MiB")
 
 
 def sheets(found: Ledger) -> list[Sheet]:
-    """Return the tables of a ledger: by category, of the largest moment, and by region, over all layers of a kind."""
+    """Return the tables of a ledger: by category, of the peak, and by region, over all layers of a kind."""
     if found.held is None or found.peak is None or found.peak_bytes is None:
         return []
     held, peak, totals = found.held, found.peak, found.totals

@@ -1,4 +1,4 @@
-"""``moefw plugins``: every part by hook point, where it comes from, and whether it is usable here."""
+"""``moefw plugins``: every plugin by hook point, its distribution, and whether it is usable here."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def plugins(as_json: bool) -> None:
 
 
 def describe(part: RegisteredPlugin, site: Site) -> dict[str, Any]:
-    """Return what is told of a part, as plain data.
+    """Return the description of a plugin as plain data.
 
-    ``usable`` is None where only the options decide; ``options`` holds the defaults, None for those in ``required``.
+    ``usable`` is None if it depends on the options; ``options`` holds the defaults, None for those in ``required``.
     """
     usable, reason = _usable(part.declaration, site)
     fields = [field for field in attrs.fields(part.declaration) if field.init]
@@ -79,7 +79,7 @@ def _default(field: attrs.Attribute[Any]) -> Any:
 
 
 def _usable(declaration: type[Plugin], site: Site) -> tuple[bool | None, str]:
-    """Try the defaults, with every choice of what has none; what a choice lacks is told even if another is usable."""
+    """Try the defaults with every choice of required options. Return all reasons, even if one choice is usable."""
     try:
         lacks = {label: _lack(declaration(**options), site) for label, options in _layer_cases(declaration)}
     except Exception as error:
@@ -91,7 +91,7 @@ def _usable(declaration: type[Plugin], site: Site) -> tuple[bool | None, str]:
 
 
 def _layer_cases(declaration: type[Plugin]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield labelled sets of required options: each choice of a Literal, an empty list; nothing if one has no guess."""
+    """Yield labelled sets of required options: each choice of a Literal, an empty tuple; none if one has no guess."""
     required = [field for field in attrs.fields(attrs.resolve_types(declaration)) if field.default is attrs.NOTHING]
     choices = [_guesses(field.type) for field in required]
     for values in itertools.product(*choices):
@@ -106,7 +106,7 @@ def _guesses(kind: Any) -> tuple[Any, ...]:
 
 
 def _lack(part: Plugin, site: Site) -> str:
-    """Return what the part needs of the machine and does not get there, or nothing."""
+    """Return the needs of a plugin that the machine does not meet; empty if there are none."""
     machine = site.machine
     lacks = []
     for need in part.needs(site):

@@ -48,7 +48,7 @@ def schema() -> None:
 def spec_schema(parts: Sequence[RegisteredPlugin], defaults: Tree, *, warn: Callable[[str], None]) -> Schema:
     """Return the schema (draft 2020-12) of a spec over ``parts``, where ``defaults`` fill what a spec leaves out.
 
-    A part whose options cannot be described is left out, and told to ``warn``.
+    A plugin whose options cannot be described is left out and reported to ``warn``.
     """
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "moefw spec"}
     return head | _Writer(parts, warn).of_class(Spec, defaults) | {"type": "object"}
@@ -60,7 +60,7 @@ class _Writer:
     warn: Callable[[str], None]
 
     def of_class(self, cls: type[Any], given: Mapping[str, Any]) -> Schema:
-        """The mapping that ``structure`` reads as ``cls``, where ``given`` fills in."""
+        """Return the schema of a mapping that ``structure`` reads as ``cls``; ``given`` holds the defaults."""
         fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
         required = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in given]
         return {
@@ -72,7 +72,7 @@ class _Writer:
         }
 
     def of_field(self, field: attrs.Attribute[Any], given: Mapping[str, Any]) -> Schema:
-        """The value of a field: a choice among plugins, a section with defaults of its own, or an option."""
+        """Return the schema of a field: a choice among plugins, a section with its own defaults, or an option."""
         default = given.get(field.name)
         hook = field.metadata.get("hook")
         if hook and get_origin(field.type) is tuple:
@@ -85,7 +85,7 @@ class _Writer:
         return self.of_type(field.type) | _bounds(field.validator) | _default(field, given)
 
     def of_choice(self, hook: str, given: Mapping[str, Any] | None) -> Schema:
-        """One of the plugins of ``hook``; ``given`` holds the one that stands in when ``use`` is left out."""
+        """Return the schema of one of the plugins of ``hook``; ``given`` holds the default if ``use`` is left out."""
         branches = []
         for part in self.parts:
             if part.hook == hook:
@@ -100,7 +100,7 @@ class _Writer:
         return {"description": _summary(family), "oneOf": branches or [False]}
 
     def of_part(self, part: RegisteredPlugin, given: Mapping[str, Any]) -> Schema:
-        """The options of one plugin beside ``use`` and ``preset``; a preset may bring what has no default."""
+        """Return the schema of one plugin: ``use``, ``preset`` and its options. A preset may set required options."""
         is_default = given.get("use") == part.name
         body = self.of_class(part.declaration, given if is_default else {})
         presets = sorted(part.declaration.presets())
@@ -114,7 +114,7 @@ class _Writer:
         return body | {"type": "object", "properties": chosen | body["properties"]}
 
     def of_type(self, kind: Any) -> Schema:
-        """The values that a field of type ``kind`` takes; anything where the type does not say."""
+        """Return the schema of values of type ``kind``; empty, which allows anything, for unknown types."""
         origin, args = get_origin(kind), get_args(kind)
         if kind in SCALARS:
             return {"type": SCALARS[kind]}
@@ -136,7 +136,7 @@ class _Writer:
         return {}
 
     def of_union(self, kinds: Sequence[Any]) -> Schema:
-        """Scalars as one list of type names, which editors show best; anything else as alternatives."""
+        """Return scalars as one list of type names, which editors show best; other types as alternatives."""
         if all(kind in SCALARS for kind in kinds):
             return {"type": [SCALARS[kind] for kind in kinds]}
         return {"anyOf": [self.of_type(kind) for kind in kinds]}
@@ -147,7 +147,7 @@ def _summary(cls: type[Any]) -> str:
 
 
 def _bounds(validator: Any) -> Schema:
-    """Bounds as keywords; each binds values of its own type only, so it may stand beside null and other types."""
+    """Return bounds as keywords. Each applies to values of its own type only, so null and other types stay valid."""
     if isinstance(validator, _Number):
         return {BOUNDS[validator.compare_op]: validator.bound}
     if isinstance(validator, _Length):

@@ -1,4 +1,4 @@
-"""What commands share: reading a spec file into an assembly."""
+"""Reads a spec file into an assembly, for all commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefw.training.spec_seal import check_seal
 
 
 def read(spec: str, overrides: Sequence[str], world: int | None = None) -> Assembly:
-    """Resolve a spec file. Raises what is wrong with it, all at once; a run's own is what the run wrote."""
+    """Resolve a spec file. Raises all its problems at once. A run's own spec must be as the run wrote it."""
     path = Path(spec)
     if path.name == "spec.yaml" and path.is_file():
         check_seal(path)
@@ -23,9 +23,9 @@ def read(spec: str, overrides: Sequence[str], world: int | None = None) -> Assem
 
 
 def read_run(run: str, overrides: Sequence[str]) -> Assembly:
-    """Resolve the spec of a run's folder for one rank; experts that were spread come together.
+    """Resolve the spec of a run's folder for one rank, which then holds all experts.
 
-    A ``tokenizer.json`` that is not where it was, since the run has moved, is taken from the folder.
+    If the run was moved and its ``tokenizer.json`` is no longer found, the copy in the folder is used.
     """
     spec = Path(run) / "spec.yaml"
     if not spec.is_file():

@@ -35,7 +35,7 @@ class _Bare(click.Command):
     """A command whose ``--resume`` means ``--resume=last`` and never takes the next word, which is an override."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Spell out what is bare, up to a ``--``."""
+        """Replace a bare ``--resume`` by ``--resume=last``, up to a ``--``."""
         end = args.index("--") if "--" in args else len(args)
         spelled = ["--resume=last" if arg == "--resume" else arg for arg in args[:end]]
         return super().parse_args(ctx, spelled + args[end:])
@@ -80,7 +80,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
 
 
 def _requests(assembly: Assembly, *, resume: bool) -> StopRequests:
-    """Return the signals that this process answers; a run that is not resumed has no checkpoint before its first."""
+    """Return the signal handlers of this process. Before its first save, only a resumed run has a checkpoint."""
     run_dir = Path(assembly.spec.run.dir)
     return StopRequests(
         resumable=lambda: resume and bool(checkpoint_dirs(run_dir)),
@@ -98,7 +98,7 @@ def _check_start(assembly: Assembly, spec: str) -> None:
 
 
 def _spare_input(assembly: Assembly) -> None:
-    """Refuse input from the folder of an earlier run, which gives way to this one."""
+    """Refuse input from run.dir, as an earlier run there is moved aside."""
     run_dir = Path(assembly.spec.run.dir).resolve()
     for option, value in assembly.spec.data.options.items():
         if isinstance(value, str) and Path(value).exists() and Path(value).resolve().is_relative_to(run_dir):
@@ -107,7 +107,7 @@ def _spare_input(assembly: Assembly) -> None:
 
 
 def _open_ledger(assembly: Assembly) -> None:
-    """Print and write what is predicted; where ranks will be on a CPU, also one step of a rank, measured."""
+    """Print and write the predicted memory; for ranks on a CPU, also the measured memory of a rank's step."""
     from moefw.commands.plan import show, unit_for
     from moefw.planner import ledger
     from moefw.training.ledger_file import write
@@ -126,5 +126,5 @@ def _open_ledger(assembly: Assembly) -> None:
 
 
 def _plain(measured: Measured) -> dict[str, object]:
-    """Return what JSON has no form for: tensors by region, and places in words."""
+    """Return the values that JSON cannot represent: tensors by region, and places in words."""
     return {"saved": measured.saved_bytes, "regions": measured.by_region(), "peak_place": str(measured.peak_place)}

@@ -1,6 +1,6 @@
-"""What ranks tell each other outside of training: JSON over a process group, never pickled objects.
+"""Exchange of control data between ranks: JSON over a process group, never pickled objects.
 
-A peer is not trusted with more than its answer: ``all_gather_object`` would run what it sends.
+``all_gather_object`` would unpickle, and so could execute, whatever a peer sends.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.distributed import ProcessGroup
 from moefw.core.errors import DamagedDataError, MoefwError, Problem, RunError
 
 MAX_BYTES: Final = 1 << 30
-"""No answer is longer: a checkpoint's list of tensors has some hundred bytes for each."""
+"""Size limit of one answer. A checkpoint's list of tensors has a few hundred bytes for each tensor."""
 
 
 def everywhere(answer: Any, group: ProcessGroup | None) -> list[Any]:
-    """Return what each rank of the group answers, in the order of ranks; None stands for this rank alone. Collective.
+    """Return the answers of all ranks of the group, in rank order. ``group`` None: this rank alone. Collective.
 
-    ``answer`` is what JSON can say. Over gloo or NCCL, from the device that the group talks from. Raises RunError
-    where a rank sends something else.
+    ``answer`` must be JSON-serializable. It travels on the CPU over gloo, and on the GPU over NCCL. Raises RunError if
+    a rank sends something other than JSON.
     """
     if group is None:
         return [answer]
@@ -42,7 +42,7 @@ def everywhere(answer: Any, group: ProcessGroup | None) -> list[Any]:
 
 
 def anywhere(answer: bool, group: ProcessGroup | None) -> bool:
-    """Return whether any rank of a group on the host says yes; None stands for this rank alone. Collective."""
+    """Return whether ``answer`` is True on any rank of a host group. ``group`` None: this rank alone. Collective."""
     if group is None:
         return answer
     found = torch.tensor([int(answer)])
@@ -51,7 +51,7 @@ def anywhere(answer: bool, group: ProcessGroup | None) -> bool:
 
 
 def raise_together(error: MoefwError | None, group: ProcessGroup | None) -> None:
-    """Raise the error of the first rank that has one, on every rank; do nothing where none has. Collective."""
+    """Raise the error of the first rank that has one, on every rank; do nothing if none has one. Collective."""
     own = None if error is None else [type(error).__name__, [[p.what, p.fix, p.where] for p in error.problems]]
     found = next((answer for answer in everywhere(own, group) if answer is not None), None)
     if error is not None and found == own:

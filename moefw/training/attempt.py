@@ -1,4 +1,4 @@
-"""What a step has computed before anything moves: sums over micro-batches and ranks, and the gradient's norm."""
+"""Results of a step before its update: sums over micro-batches and ranks, and the norm of the gradient."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moefw.training.gradients import STAGE
 
 @dataclass(slots=True, eq=False)
 class LayerTally:
-    """One layer's statistics and auxiliary losses, summed, fp64."""
+    """Sums of one layer's statistics and auxiliary losses, in fp64."""
 
     stats: dict[str, Tensor] = field(default_factory=dict)
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, new: LayerStats) -> None:
-        """Add those of one forward."""
+        """Add the values of one forward."""
         for total, values in ((self.stats, new.stats), (self.aux_losses, new.aux_losses)):
             for name, value in values.items():
                 total[name] = total.get(name, 0.0) + value.detach().double()
@@ -42,7 +42,7 @@ class Tally:
             self.layers.setdefault(number, LayerTally()).add(new)
 
     def reduce(self, layout: Layout) -> None:
-        """Add up over all ranks that hold different tokens, in one exchange."""
+        """Sum over all ranks that hold different tokens, in one all-reduce."""
         group = layout.group(*STAGE)
         if group is None:
             return
@@ -66,7 +66,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Attempt:
-    """A step up to its update: what it reports, and the norm of the gradient that it leaves on the parameters."""
+    """A step up to its update: its sums, and the norm of the gradient that it leaves on the parameters."""
 
     tally: Tally
     counts: dict[str, float]
@@ -74,11 +74,11 @@ class Attempt:
 
     @property
     def loss(self) -> float:
-        """The global mean over tokens in nats."""
+        """The global mean loss over tokens, in nats."""
         loss_sum, tokens = self.tally.loss.tolist()
         return float(loss_sum / max(tokens, 1))
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient are: the same on every rank."""
+        """Whether loss and gradient are finite, the same on every rank."""
         return bool(torch.isfinite(torch.cat([self.tally.loss, self.norm.view(1)])).all())

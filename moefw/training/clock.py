@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Wall time of a step by section."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class SectionTime(NamedTuple):
 class StepClock:
     """Adds up wall time by section: ``with clock("forward"): ...``, then ``step_done()``.
 
-    A step lasts from one ``step_done`` to the next, the first from the construction. The first ``warmup`` steps
-    (compilation, allocator, caches) count nowhere.
+    A step lasts from one ``step_done`` to the next; the first starts at construction. The first ``warmup`` steps
+    (compilation, allocator, caches) are not counted.
 
-    A GPU works behind the host's back, and the clock does not wait for it: there a section shows the time to launch its
-    work, and the waiting lands in whichever section first needs a result. ``synchronise=True`` waits for the device
-    at both ends of every section, which gives each its own time and makes the whole step slower.
+    A GPU runs asynchronously, and the clock does not wait for it. A section then shows the time to launch its work, and
+    the wait counts in the section that first needs a result. ``synchronise=True`` waits for the device at both ends of
+    every section, which gives each section its own time and makes the whole step slower.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StepClock:
 
     @contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        """Time what is inside, which is stamped. Sections may come back within a step, and do not nest."""
+        """Stamp a section and time the code inside. A section may repeat within a step; sections do not nest."""
         assert self._open is None, f"section {section!r} inside section {self._open!r}"
         assert section != OTHER, "'other' is what no section covers"
         self._open = section

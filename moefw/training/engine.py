@@ -24,7 +24,7 @@ from moefw.training.meters import Meters
 
 
 class Clock(Protocol):
-    """Something that measures named sections."""
+    """Clock that measures named sections."""
 
     def __call__(self, section: str) -> AbstractContextManager[None]:
         """Measure the section that follows."""
@@ -32,12 +32,12 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did, the same on every rank.
+    """Result of a step, the same on every rank.
 
-    ``loss`` is the global mean over tokens in nats, without auxiliary terms; ``load_LE`` the share of tokens of each
-    expert in each MoE layer, 1.0 = fair; ``counts`` what layers count beside, summed over layers: choices dropped, rows
-    that overflowed a budget, or that a memory policy had no room for (the step was run again then), and whether the
-    step was bad. ``note`` tells of a bad step in a line; empty of others.
+    ``loss`` is the global mean over tokens in nats, without auxiliary terms. ``load_LE`` is the share of tokens of each
+    expert in each MoE layer, 1.0 = fair. ``counts`` holds other counts, summed over layers: dropped choices, rows that
+    overflowed a budget and rows that a memory policy had no space for (the step was run again then), and whether the
+    step was bad. ``note`` is a line about a bad step, empty for other steps.
     """
 
     loss: float
@@ -49,12 +49,12 @@ class StepResult:
 
     @property
     def load_max_over_mean(self) -> float:
-        """The busiest expert of any layer against the fair share."""
+        """Load of the busiest expert of any layer, relative to the fair share."""
         return max((max(load) for load in self.load_LE), default=1.0)
 
 
 class Engine:
-    """Advances a model. The order of everything that it does depends on nothing but its inputs."""
+    """Runs training steps. The order of its operations depends only on its inputs."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Engine:
         self.bad_steps = BadSteps(model, optimizer, layout, on_bad_step)
 
     def step(self, batches: Sequence[Batch], lr: float, clock: Clock, *, number: int = 0) -> StepResult:
-        """Train on one global batch, of which ``batches`` are this rank's micro-batches; messages say ``number``.
+        """Train on one global batch. ``batches`` are this rank's micro-batches; ``number`` is the step in messages.
 
-        Raises RunError if loss or gradient are not finite and ``on_bad_step`` has no way out; nothing has been changed
-        then, nor where the step is skipped.
+        Raises RunError if loss or gradient is not finite and ``on_bad_step`` cannot help. No state changes then, nor in
+        a skipped step.
         """
         scale = self._loss_scale(batches)
         attempt = partial(self._attempt, [replace(batch, loss_scale=scale) for batch in batches], clock)
@@ -92,7 +92,7 @@ class Engine:
         return replace(result, counts={**result.counts, verdict.metric: 1.0}, note=verdict.note)
 
     def _attempt(self, batches: Sequence[Batch], clock: Clock) -> Attempt:
-        """Run the step up to its update: again without budgets where they did not hold."""
+        """Run the step up to its update, and run it again without budgets if one overflowed."""
         tally = self._accumulate(batches, clock)
         counts = tally.counts()
         if counts.get("overflow") or counts.get(UNSAVED):
@@ -114,7 +114,7 @@ class Engine:
             self.meters.update()
 
     def _accumulate(self, batches: Sequence[Batch], clock: Clock) -> Tally:
-        """Run all micro-batches forward and backward; return what they report, over all ranks."""
+        """Run all micro-batches forward and backward, and return their sums over all ranks."""
         tally = Tally(batches[0].ids_BS.device)
         self.optimizer.zero_grad(set_to_none=True)
         self.meters.start()
@@ -153,7 +153,7 @@ def _result(made: Attempt) -> StepResult:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> float:
-    """Return the mean loss over the valid tokens of all ranks, in nats. Every rank passes equally many batches."""
+    """Return the mean loss in nats over the valid tokens of all ranks. Every rank passes the same number of batches."""
     was_training = model.training
     model.eval()
     tally = Tally(next(model.parameters()).device)

@@ -1,4 +1,4 @@
-"""How a run ends that does not end by itself."""
+"""Errors that end a run early."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from moefw.core.errors import MoefwError, Problem, RunError
 
 
 class NotWrittenError(RunError):
-    """A file of the run could not be written; what was there before is untouched."""
+    """A file of the run could not be written; its previous content is untouched."""
 
 
 class LostContactError(RunError):
-    """Another rank is gone; that one, or who watches it, says why."""
+    """Another rank is gone. That rank, or the process that watches it, reports why."""
 
 
 class StoppedError(MoefwError):
-    """A signal asked the run to stop, and it has. ``exit_code``: 128 + the signal's where nothing is to be resumed."""
+    """A signal has stopped the run. ``exit_code``: 128 + the signal number if there is nothing to resume."""
 
     def __init__(self, problems: str | Problem | Iterable[Problem], fix: str = "", *, exit_code: int = 75) -> None:
         super().__init__(problems, fix)

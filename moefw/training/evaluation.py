@@ -1,4 +1,4 @@
-"""How well a model predicts held-out text."""
+"""Evaluation of a model on held-out text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefw.training.session import Session
 
 
 def evaluation(session: Session) -> dict[str, float]:
-    """Return ``eval_loss`` (nats a token) and ``eval_bits_per_byte`` over held-out text. Collective."""
+    """Return ``eval_loss`` (nats per token) and ``eval_bits_per_byte`` over held-out text. Collective."""
     data = session.data
     loss = evaluate(session.model, list(_batches(session)), session.layout)
     tokens_per_byte = len(data.heldout) / max(1, data.num_heldout_bytes)
@@ -23,19 +23,19 @@ def evaluation(session: Session) -> dict[str, float]:
 
 
 def evaluation_starts(session: Session) -> list[int]:
-    """Return where the windows of an evaluation start. Raises DataError if there is not one."""
+    """Return the start positions of an evaluation's windows. Raises DataError if there is no window."""
     spec = session.assembly.spec.train
     starts = heldout_windows(len(session.data.heldout), seq_len=spec.seq_len, max_tokens=spec.eval_tokens)
     return [int(start) for start in starts]
 
 
 def zlib_bits_per_byte(text: bytes) -> float:
-    """Return what ``zlib -9`` needs for the text, in bits a byte."""
+    """Return the size of the text compressed by ``zlib -9``, in bits per byte."""
     return 8 * len(zlib.compress(text, 9)) / max(1, len(text))
 
 
 def _batches(session: Session) -> Iterator[Batch]:
-    """Yield this rank's batches; every rank gets equally many, the last ones padded."""
+    """Yield this rank's batches. Every rank gets the same number; the last ones are padded."""
     spec, layout, stream = session.assembly.spec.train, session.layout, session.data.heldout
     starts, size, ranks = evaluation_starts(session), spec.micro_batch, layout.size("dp")
     for first in range(0, len(starts), size * ranks):

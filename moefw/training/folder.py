@@ -1,4 +1,4 @@
-"""The folder of a run: what must be true of it before a process is started."""
+"""The folder of a run: checked and locked before any rank is started."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from moefw.core.errors import SpecError
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "stacks")
-"""What tells the folder of a run from others: any of these."""
+"""A folder that holds any of these names is the folder of a run."""
 
 
 def checkpoint_dirs(run_dir: Path) -> list[tuple[int, Path]]:
     """Return the committed checkpoints of a run as (step, folder), oldest first.
 
-    One that was about to be replaced when a run was killed is that of its step until there is another.
+    A ``step-N.replaced`` that a killed run left counts as the checkpoint of its step if there is no ``step-N``.
     """
     found: dict[int, Path] = {}
     with suppress(OSError), os.scandir(run_dir / "checkpoints") as listing:
-        # One look: asked again, folder by folder, a run that saves and drops would seem to have none.
+        # One scan: with a query per folder, a run that saves and drops meanwhile could seem to have none.
         for entry in sorted(listing, key=lambda entry: entry.name):
             number = re.fullmatch(r"step-([0-9]+)(\.replaced)?", entry.name)
             if number and entry.is_dir():
@@ -41,10 +41,11 @@ def checkpoint_dirs(run_dir: Path) -> list[tuple[int, Path]]:
 
 @contextmanager
 def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: Callable[[str], None]) -> Iterator[None]:
-    """Keep a run's folder to this process. Without ``resume`` an earlier run in it gives way.
+    """Lock a run's folder for this process. Without ``resume``, move an earlier run in it aside.
 
-    That is moved aside, and back where the new one leaves nothing; ``tell`` gets a line for the user then. ``again``:
-    one with the same spec stays where it is, and begins again. Raises SpecError where a run cannot be in the folder.
+    The earlier run is moved back if the new one leaves nothing. ``tell`` gets a line for the user on each move.
+    ``again``: an earlier run with the same spec stays in place and starts anew. Raises SpecError if the folder cannot
+    hold a run.
     """
     run_dir = Path(assembly.spec.run.dir)
     if run_dir.is_symlink() and not run_dir.is_dir():
@@ -66,7 +67,7 @@ def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: C
 
 
 def _is_same_run(run_dir: Path, assembly: Assembly) -> bool:
-    """Whether the run in a folder was started with the same spec."""
+    """Return whether the run in a folder was started with the same spec."""
     try:
         before = YAML(typ="safe").load(run_dir / "spec.yaml")
     except (OSError, ValueError, YAMLError):
@@ -75,14 +76,14 @@ def _is_same_run(run_dir: Path, assembly: Assembly) -> bool:
 
 
 def kept_spec(assembly: Assembly) -> dict[str, Any]:
-    """Return the resolved spec as a run's folder keeps it: it means the same from any other folder."""
+    """Return the resolved spec as a run's folder keeps it, valid from any working directory."""
     parts = evolve(assembly.parts, data=assembly.parts.data.anchored())
     kept: dict[str, Any] = json.loads(json.dumps(evolve(assembly, parts=parts).resolved()))
     return kept
 
 
 def _moved_aside(run_dir: Path) -> Path | None:
-    """Rename the folder of an earlier run, and return its new name; None where there is none."""
+    """Rename the folder of an earlier run and return its new name; None if there is none."""
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return None
     if not any((run_dir / name).exists() for name in OF_A_RUN):
@@ -96,9 +97,9 @@ def _moved_aside(run_dir: Path) -> Path | None:
 
 
 def _give_back(run_dir: Path, aside: Path | None, tell: Callable[[str], None]) -> None:
-    """Undo what was done for a run that has left nothing."""
+    """Move the earlier run back if the new one has left nothing."""
     with suppress(OSError):
-        run_dir.rmdir()  # fails where there is something in it
+        run_dir.rmdir()  # fails if it is not empty
         if aside is not None:
             aside.rename(run_dir)
             tell(f"{aside} is {run_dir} again")
@@ -106,7 +107,7 @@ def _give_back(run_dir: Path, aside: Path | None, tell: Callable[[str], None]) -
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which goes with the process; nothing happens where the file system has none."""
+    """Hold a lock on a folder, which ends with the process. Do nothing if the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,7 +123,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Return where prepared data is kept: ``$MOEFW_CACHE``, else the user's cache folder."""
+    """Return the folder of prepared data: ``$MOEFW_CACHE``, else the user's cache folder."""
     chosen = os.environ.get("MOEFW_CACHE")
     if chosen:
         return Path(chosen)

@@ -1,4 +1,4 @@
-"""What happens where a file of the run cannot be written: the run ends, or goes on and says so."""
+"""Handling of files of the run that cannot be written: the run ends, or continues with a note."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moefw.training.errors import NotWrittenError
 
 @final
 class RunFiles:
-    """Writes of files that training does not need: metrics, events, the spec, plots. ``note`` prints a line."""
+    """Guards writes of files that training does not need: metrics, events, the spec, plots. ``note`` prints a line."""
 
     def __init__(self, on_full_disk: Literal["stop", "continue"], note: Callable[[str], None]) -> None:
         self._on_full_disk, self._note = on_full_disk, note
@@ -20,7 +20,7 @@ class RunFiles:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Write ``path`` inside. Under ``stop`` a failure is an error, under ``continue`` the first one is noted."""
+        """Guard writes of ``path``. A failure raises under ``stop``; under ``continue`` the first one is noted."""
         try:
             with written(path):
                 yield
@@ -38,7 +38,7 @@ class RunFiles:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Write ``path`` inside. Raises NotWrittenError where that fails."""
+    """Guard writes of ``path``. Raises NotWrittenError if one fails."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Text from a model: one token after the other."""
+"""Text generation, token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moefw.training.faults.stamps import stamp
 def generate(
     model: nn.Module, data: DataSource, prompt: str, *, tokens: int, temperature: float, seed: int, window: int
 ) -> str:
-    """Return ``prompt`` and up to ``tokens`` tokens more, drawn from the softmax at ``temperature`` (0: the best one).
+    """Return ``prompt`` and up to ``tokens`` tokens more, drawn from the softmax at ``temperature`` (0: the likeliest).
 
     The model sees the last ``window`` tokens. Every rank that shares the model passes the same arguments.
     """

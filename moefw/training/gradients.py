@@ -1,4 +1,4 @@
-"""Gradients are sums, everywhere: each parameter's over its copies, and a norm that counts every element once."""
+"""Sums of gradients over the copies of each parameter, and a norm that counts every element once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STAGE = ("dp", "cp", "tp")
 class Family:
     """Parameters that the same ranks hold in the same way.
 
-    ``summed_over``: axes over which gradients are still to be added up, after FSDP. ``copies``: ranks with an element.
+    ``summed_over``: axes over which gradients remain to be summed after FSDP. ``copies``: ranks that hold an element.
     """
 
     parameters: list[nn.Parameter]
@@ -68,21 +68,21 @@ class Gradients:
         return square.sqrt()
 
     def clip(self, norm: Tensor, limit: float) -> None:
-        """Scale the gradients, whose norm is ``norm``, so that it is at most ``limit``."""
+        """Scale the gradients of norm ``norm`` to a norm of at most ``limit``."""
         factor = (limit / (norm + 1e-6)).clamp(max=1.0).float()
         for family in self.families:
             torch._foreach_mul_(_local(family.parameters), factor)
 
 
 def split_axis(pieces: Sequence[Canonical]) -> str | None:
-    """Return the axis whose ranks hold parts of a parameter; None where each of them holds all of it."""
+    """Return the axis that a parameter is split over; None if it is not split."""
     return next((piece.shard.axis for piece in pieces if piece.shard is not None), None)
 
 
 def copied_over(side: Side, axis: str | None) -> tuple[str, ...]:
-    """Return the axes whose ranks hold copies of a parameter that is split over ``axis``, seen by different tokens.
+    """Return the axes whose ranks hold copies of a parameter that is split over ``axis``, with different tokens.
 
-    Dense parameters that tp does not split work on each rank's part of the tokens, so tp holds copies of them.
+    tp holds copies of dense parameters that it does not split: each rank applies them to its part of the tokens.
     """
     return COPIES[side] if side == "experts" or axis == "tp" else STAGE
 

@@ -24,13 +24,13 @@ from moefw.training.local_ranks import LocalRanks, kill
 from moefw.training.world import threads_of_a_rank
 
 LAUNCHED: Final = "MOEFW_LAUNCHED"
-"""Set for ranks that :func:`run_local_ranks` started, to the end of a pipe that closes when it is gone."""
+"""Set for ranks that :func:`run_local_ranks` started: the read end of a pipe that closes when the launcher ends."""
 _RANKS_A_CORE: Final = 8
 _LEAVE_S: Final = 1.0
 
 
 def check_room(world: int, *, cores: int) -> None:
-    """Raise PlanError where so many ranks are more than a machine with so many cores can start."""
+    """Raise PlanError if ``world`` ranks are more than a machine with ``cores`` cores can start."""
     most = max(64, _RANKS_A_CORE * cores)
     if world > most:
         what = f"the layout has {world:,} ranks; with {cores} cores, this machine starts {most} at most."
@@ -44,22 +44,22 @@ def run_local_ranks(
 ) -> int:
     """Start ``world`` processes of a command on this machine and return the exit code of the run.
 
-    When a rank ends badly the others are ended; so are all when this process ends, however it ends. Raises RunError
-    with what no rank says itself: one was killed, hangs, left too early or got no memory (of which ``memory_note``
-    tells what was planned and what there is). Raises StoppedError if ``requests`` came before anything was to save.
+    When a rank fails, the others are ended. When this process ends, in any way, all ranks end. Raises RunError with a
+    problem that no rank reports: one was killed, hangs, left too early or ran out of memory (``memory_note`` returns
+    the planned and the available memory). Raises StoppedError if a signal came before there was anything to save.
     """
     with _private_folder() as folder, _started(command, world, folder) as processes:
         return LocalRanks(processes, folder, run, requests, memory_note).wait()
 
 
 def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """End this process when the one that launched it is gone. Nothing happens in a process that was not launched."""
+    """End this process when its launcher ends. Do nothing in a process without a launcher."""
     leash = environment.get(LAUNCHED)
     if leash is None:
         return
 
     def watch() -> None:
-        os.read(int(leash), 1)  # returns at the end of the pipe: the launcher holds the only writing end
+        os.read(int(leash), 1)  # returns when the pipe closes: the launcher holds the only write end
         shutil.rmtree(environment[MEETING], ignore_errors=True)
         os._exit(1)
 
@@ -78,7 +78,7 @@ def _private_folder() -> Iterator[Path]:
 
 @contextmanager
 def _started(command: Sequence[str], world: int, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the processes and, at the end, give them a second to leave by themselves."""
+    """Start the processes. At the end, give them a second to exit before they are killed."""
     leash, our_end = os.pipe()
     shared = {**KEEP_PAGES, **os.environ, "OMP_NUM_THREADS": str(threads_of_a_rank(world)), LAUNCHED: str(leash)}
     shared |= {MEETING: str(folder), **_on_loopback()}
@@ -112,7 +112,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str], leash: int) -
 
 @contextmanager
 def _ignored(number: signal.Signals) -> Iterator[None]:
-    """Let processes that are started inside ignore a signal from their birth."""
+    """Let processes that are started inside ignore a signal from their start."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         yield

@@ -1,4 +1,4 @@
-"""``ledger.json`` in a run's folder: the memory that was predicted, and what was measured."""
+"""``ledger.json`` in a run's folder: the predicted and the measured memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moefw.training.full_disk import written
 
 
 def write(assembly: Assembly, **entries: dict[str, Any]) -> None:
-    """Add entries, such as ``predicted`` or ``measured``, to the file; bytes throughout.
+    """Add entries, such as ``predicted`` or ``measured``, to the file. Sizes are in bytes.
 
-    Raises RunError where it cannot be written.
+    Raises RunError if it cannot be written.
     """
     path = Path(assembly.spec.run.dir) / "ledger.json"
     known = json.loads(path.read_text()) if path.is_file() else {}

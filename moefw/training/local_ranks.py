@@ -1,4 +1,4 @@
-"""The ranks of a launcher while they run: it looks at their records, and decides what becomes of the run."""
+"""Supervision of a launcher's ranks: reads their records and decides the outcome of the run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from moefw.training.faults.stacks import keep_others
 
 _LOOK_S: Final = 0.05
 _SEEN_S: Final = 0.2
-"""The process that died first may not be the one that is seen first: so long all are looked at together."""
+"""Delay after a failure is seen, as the process that died first may not be the one seen first."""
 _WORD_S: Final = 10.0
-"""Ranks lose contact before the one that has left says why."""
+"""Time for a rank that left to report why, after the others lost contact with it."""
 _STACKS_S: Final = 1.0
 
 
 @final
 class LocalRanks:
-    """Processes that share a private folder with this one, in which they have their records and stacks."""
+    """Rank processes, whose records and stacks are in a private folder that they share with this process."""
 
     def __init__(
         self,
@@ -51,9 +51,10 @@ class LocalRanks:
         self._forwarded, self._lost_until_s = False, math.inf
 
     def wait(self) -> int:
-        """Return the exit code of the run as soon as it is decided; ranks may be there still.
+        """Return the exit code of the run as soon as it is decided; ranks may still be running.
 
-        Raises RunError with what no rank says itself, StoppedError where a signal came before anything was to save.
+        Raises RunError with a problem that no rank reports, and StoppedError if a signal came before there was anything
+        to save.
         """
         self._requests.mode = "defer"
         while True:
@@ -68,7 +69,7 @@ class LocalRanks:
             time.sleep(_LOOK_S)
 
     def _outcome(self) -> Outcome | None:
-        """Return what ranks that have left make of the run, None as long as nothing."""
+        """Return the outcome of the run by the ranks that have left, None while it is undecided."""
         gone = self._gone()
         if all(each.well for each in gone):
             return Outcome(code=0) if len(gone) == len(self._processes) else None
@@ -90,11 +91,11 @@ class LocalRanks:
         ]
 
     def _record(self, rank: int) -> Record:
-        """Return a rank's record, with the process that was started where it has not said yet who it is."""
+        """Return a rank's record, with the pid and host of the process that was started."""
         return evolve(read_record(self._buffers[rank]), pid=self._processes[rank].pid, host=socket.gethostname())
 
     def _forward(self, number: signal.Signals) -> None:
-        """Ask all ranks to save at the end of their step; end them where one has not begun its first."""
+        """Ask all ranks to save at the end of their step. Kill them if one has not begun its first step."""
         if not all(self._record(rank).step for rank in range(len(self._processes))):
             kill(self._processes)
             raise self._requests.stopped(number)
@@ -102,7 +103,7 @@ class LocalRanks:
         self._forwarded = True
 
     def _end_if_hung(self) -> None:
-        """Raise RunError, with no rank left and their stacks kept, where one of them does not get on."""
+        """If a rank hangs, keep the stacks, kill all ranks and raise RunError."""
         alive = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
         records = {rank: self._record(rank) for rank in alive}
         still = self._still.of({rank: record.stamps for rank, record in records.items()})
@@ -119,7 +120,7 @@ class LocalRanks:
         raise RunError(evolve(problem, what=f"{problem.what} {stacks}"))
 
     def _take_stacks(self, ranks: Sequence[int]) -> str:
-        """Let ranks that have begun write their stacks, which a stopped one does when it goes on."""
+        """Let ranks write their stacks, and return where these are. A stopped rank is continued to write its own."""
         files = [stack_file(self._folder, rank) for rank in ranks]
         _send(signal.SIGUSR2, [self._processes[rank] for rank in ranks])
         _send(signal.SIGCONT, self._processes)
@@ -133,7 +134,7 @@ class LocalRanks:
 
 
 def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End all processes at once; one that is stopped ends, too."""
+    """Kill all processes at once, including stopped ones, and wait for their end."""
     _send(signal.SIGKILL, processes)
     for process in processes:
         process.wait()
@@ -141,4 +142,4 @@ def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _send(number: signal.Signals, processes: Iterable[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        process.send_signal(number)  # does nothing to one that has ended
+        process.send_signal(number)  # does nothing if the process has ended

@@ -1,4 +1,4 @@
-"""What recipes measure in a step: the largest values over micro-batches, and over all ranks that have a GEMM."""
+"""Measurements of recipes in a step: the largest values over micro-batches and over all ranks that hold a GEMM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefw.runtime.naming import by_side
 from moefw.training.gradients import STAGE
 
 HOLDERS: Final[Mapping[Side, tuple[str, ...]]] = {"dense": STAGE, "experts": ("edp", "etp")}
-"""The axes of all ranks that have a GEMM: copies of its weights or parts of them, with tokens of their own."""
+"""The axes of all ranks that hold a GEMM: copies or parts of its weights, with different tokens."""
 
 
 class Meters:
@@ -28,13 +28,13 @@ class Meters:
         }
 
     def start(self) -> None:
-        """Forget what was measured: a step begins, or begins again."""
+        """Clear the measurements, as a step begins or is run again."""
         for meters in self.found.values():
             for meter in meters:
                 meter.largest.zero_()
 
     def update(self) -> None:
-        """Advance the meters by what the step has measured everywhere."""
+        """Update the meters with the measurements of the step over all ranks."""
         for side, meters in self.found.items():
             if not meters:
                 continue

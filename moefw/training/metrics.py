@@ -1,4 +1,4 @@
-"""What a run measures: one JSON object a step in ``metrics.jsonl``, the same scalars for TensorBoard."""
+"""Metrics of a run: one JSON object per step in ``metrics.jsonl``, and the same scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from moefw.training.full_disk import written
 class MetricsLog:
     """Writes ``run_dir/metrics.jsonl`` and ``run_dir/tensorboard``; one process may write at a time.
 
-    What is written has left the process when ``write`` returns, so a killed run keeps it. ``writing`` surrounds each
-    write of a file and decides what a failure means; what could not be written waits for the next record.
-    An existing file is continued, without its last line if that is torn. With ``keep_until``, as after a resume
-    from that step, later steps are forgotten, in TensorBoard too.
+    A record has left the process when ``write`` returns, so a killed run keeps it. ``writing`` surrounds each write of
+    a file and decides how a failure is handled. Data that could not be written wait for the next record.
+    An existing file is continued, without its last line if that is incomplete. With ``keep_until``, as after a resume
+    from that step, later steps are removed, in TensorBoard too.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MetricsLog:
     def write(self, record: Mapping[str, object]) -> None:
         """Append one record: ``step`` (int), numbers by name, and nested lists or mappings of numbers.
 
-        What is not finite becomes null. Only numbers directly in the record go to TensorBoard, their names as tags;
+        Non-finite values become null. Only top-level numbers of the record go to TensorBoard, with their names as tags;
         there NaN stays NaN.
         """
         self._append(self._lines, json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
@@ -61,7 +61,7 @@ class MetricsLog:
             file.append(data)
 
     def close(self) -> None:
-        """Write what still waits and close both; closing twice is allowed."""
+        """Write pending data and close both files; closing twice is allowed."""
         for file in (self._lines, self._events):
             with closing(file):
                 self._append(file, b"")
@@ -77,7 +77,7 @@ class MetricsLog:
 
 @final
 class _Appended:
-    """A file that grows by whole pieces. A piece that fails is taken back, and waits for the next one."""
+    """File that grows by whole pieces. A piece that fails is removed and written again with the next one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,7 +108,7 @@ class _Appended:
 
 
 def _event(record: Mapping[str, object]) -> bytes:
-    """Return the numbers directly in a record as TensorBoard reads them."""
+    """Return the top-level numbers of a record as a TensorBoard event."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -120,7 +120,7 @@ def _event(record: Mapping[str, object]) -> bytes:
 
 
 def _first_event(step: int) -> bytes:
-    """Return what begins a file of events, and hides those of other files from ``step`` on."""
+    """Return the first events of a file, which hide those of other files from ``step`` on."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     version = Event(wall_time=time.time(), step=step, file_version="brain.Event:2")
@@ -137,9 +137,9 @@ def _framed(event: Any) -> bytes:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a ``metrics.jsonl`` in the order of the file; what was not finite is None.
+    """Return the records of a ``metrics.jsonl`` in the order of the file; non-finite values are None.
 
-    A torn last line, as a killed run leaves it, is passed over. Raises ``DataError`` where the file is missing or a
+    An incomplete last line, as a killed run leaves it, is skipped. Raises ``DataError`` if the file is missing or a
     line before the last is damaged.
     """
     if not path.is_file():
@@ -148,7 +148,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each record with its line, without the line's end. A torn object never parses: its brace is missing."""
+    """Yield each record with its line, without the newline. A cut-off object never parses: its brace is missing."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
@@ -159,7 +159,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _truncate(path: Path, keep_until: int | None) -> None:
-    """Replace the file by one without steps after ``keep_until`` and without a torn last line."""
+    """Replace the file by one without steps after ``keep_until`` and without an incomplete last line."""
     last = math.inf if keep_until is None else keep_until
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8", newline="\n") as file:
@@ -170,7 +170,7 @@ def _truncate(path: Path, keep_until: int | None) -> None:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON can say: Python's numbers for NumPy's, None for what is not finite."""
+    """Return JSON-serializable data: Python numbers for NumPy numbers, None for non-finite ones."""
     match value:
         case Mapping():
             return {key: _plain(item) for key, item in value.items()}

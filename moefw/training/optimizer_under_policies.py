@@ -26,7 +26,7 @@ STEP = "step"
 def build_optimizer(
     assembly: Assembly, model: nn.Module, layout: Layout, device: torch.device, shared: Shared
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model on this rank. Raises RunError where there is no room for its states."""
+    """Return the optimizer of a model on this rank. Raises RunError if there is no memory for its states."""
     plugin, lr = assembly.parts.optimizer, assembly.spec.train.lr
     optimizer: torch.optim.Optimizer = plugin.build(dict(model.named_parameters()), lr)
     policies = [policy for policy in assembly.parts.memory if OPTIMIZER in policy.regions]
@@ -51,7 +51,7 @@ def _built(plugin: MemoryPlugin, context: BuildContext) -> OptimizerPolicy:
 
 @final
 class TorchStates(OptimizerStates):
-    """States as a torch optimizer has them: fp32, beside their parameter. It updates whatever parts it is given."""
+    """States as a torch optimizer has them: fp32, on the parameter's device. Updates any parts that it is given."""
 
     dtype = torch.float32
 
@@ -59,11 +59,11 @@ class TorchStates(OptimizerStates):
         self.inner = inner
 
     def room(self, parameter: Tensor) -> Tensor:
-        """Return zeros beside the parameter."""
+        """Return zeros on the parameter's device."""
         return torch.zeros_like(parameter, dtype=self.dtype, requires_grad=False)
 
     def update(self, parts: Sequence[StatePart]) -> None:
-        """Let the optimizer take its step, with the parts in place of its parameters."""
+        """Run the optimizer's step on the parts instead of its parameters."""
         self._forget()
         for part in parts:
             part.parameter.grad = part.grad
@@ -76,7 +76,7 @@ class TorchStates(OptimizerStates):
         self._forget()
 
     def _forget(self) -> None:
-        """Hold on to nothing: what the parts view would stay in memory."""
+        """Drop all references to the parts, which would keep their storage in memory."""
         self.inner.state.clear()
         for group in self.inner.param_groups:
             group["params"] = []
@@ -84,9 +84,9 @@ class TorchStates(OptimizerStates):
 
 @final
 class OptimizerUnderPolicies(torch.optim.Optimizer):
-    """An optimizer whose states rest as memory policies say, from before its first step.
+    """Optimizer whose states are stored as memory policies say, from before its first step.
 
-    ``state`` holds what rests, and ``step``, an fp32 scalar on the CPU: the number of updates.
+    ``state`` holds the stored states and ``step``, the number of updates as an fp32 scalar on the CPU.
     """
 
     def __init__(

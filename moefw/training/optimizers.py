@@ -14,7 +14,7 @@ from moefw.core.plugin import OPTIMIZER, OptimizerPlugin
 from moefw.core.site import Site
 
 NO_DECAY = ("norm", "router", "embed", "bias")
-"""Parts of a canonical name whose parameters do not decay."""
+"""Parameters with one of these words in their canonical name do not decay."""
 
 
 @frozen(kw_only=True)
@@ -29,15 +29,15 @@ class AdamW(OptimizerPlugin):
     weight_decay: float = field(default=0.1, validator=ge(0.0))
 
     def offers(self, site: Site) -> Offers:
-        """The moments may rest in bf16, off the device, or both."""
+        """Offer to store the moments in bf16, off the device, or both."""
         return moefw.offers(region=((OPTIMIZER, "bf16"), (OPTIMIZER, "offload")))
 
     def states(self) -> tuple[str, ...]:
-        """The moments."""
+        """Return the names of the moments."""
         return ("exp_avg", "exp_avg_sq")
 
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
-        """Return a fused ``torch.optim.AdamW``; a group holds parameters of one mesh that decay alike."""
+        """Return a fused ``torch.optim.AdamW``; a group holds parameters of one mesh with the same decay."""
         import torch
 
         alike: dict[Any, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn without a display and without matplotlib's global state."""
+"""Plots of a run, drawn without a display and without matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBER: Any = {"color": _INK, "fontsize": 9}
 _MAX_NUMBERED_EXPERTS = 32
 _MAX_DOTTED_STEPS = 50
 _LABEL_GAP = 0.055
-"""Least distance of two labels at the right edge, as a share of the axis."""
+"""Minimum distance of two labels at the right edge, as a share of the axis."""
 
 
 class _Label(NamedTuple):
@@ -42,13 +42,13 @@ class _Inches(NamedTuple):
 
 
 def plot_loss(records: Sequence[Mapping[str, Any]], out: Path, *, zlib_bits: float | None) -> None:
-    """Draw the loss over steps into ``out``, a PNG of 1200 x 700 pixels; its directory is made.
+    """Draw the loss over steps into ``out``, a PNG of 1200 x 700 pixels; its directory is created.
 
     ``records`` are those of ``read_metrics``: ``step``, ``loss`` (nats per token), optional ``eval_loss`` (nats per
-    token), ``eval_bits_per_byte`` and ``lr``; None and missing values leave a gap. If any record has both of an
-    evaluation, they say how many bytes a token has, and all is drawn in bits per byte, with a line at
-    ``zlib_bits``, what zlib needs for a byte of the evaluation text. Else the axis is nats per token, which zlib
-    cannot be compared with, and its line is left out. The axis is logarithmic where the loss halves or more.
+    token), ``eval_bits_per_byte`` and ``lr``; None and missing values leave a gap. If any record has both values of
+    an evaluation, they give the bytes per token. Then all is drawn in bits per byte, with a line at ``zlib_bits``, the
+    bits that zlib needs for a byte of the evaluation text. Otherwise the axis is nats per token, which cannot be
+    compared with zlib, and its line is left out. The axis is logarithmic if the loss at least halves.
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -97,7 +97,7 @@ def plot_loss(records: Sequence[Mapping[str, Any]], out: Path, *, zlib_bits: flo
 
 
 def _bits_per_byte_of_a_nat(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return how many bits a byte one nat a token is, by the last evaluation; None where there is none."""
+    """Return the bits per byte of one nat per token, by the last evaluation; None if there is none."""
     for record in reversed(records):
         bits, nats = record.get("eval_bits_per_byte"), record.get("eval_loss")
         if bits and nats and math.isfinite(bits / nats):
@@ -106,12 +106,12 @@ def _bits_per_byte_of_a_nat(records: Sequence[Mapping[str, Any]]) -> float | Non
 
 
 def plot_expert_load(load_LE: Sequence[Sequence[float]], layers: Sequence[int], out: Path, *, title: str) -> None:
-    """Draw a heat map of MoE layers by experts into ``out``, a PNG at 150 dots per inch; its directory is made.
+    """Draw a heat map of MoE layers by experts into ``out``, a PNG at 150 dots per inch; its directory is created.
 
     ``load_LE`` holds the tokens of each expert, or any multiple of them: every row is divided by its mean, so 1.0 is
     a fair share, and a row without tokens is 0. ``layers`` are the rows' layer numbers. The colours end at 2, with
-    one more for all beyond; the numbers stand in the cells up to 32 experts. The largest share of a row, its
-    max/mean, stands at its right.
+    one more for larger shares. Cells show their numbers for up to 32 experts. The largest share of a row, its
+    max/mean, is written at its right.
     """
     import numpy as np
     from matplotlib.cm import ScalarMappable
@@ -169,7 +169,7 @@ def plot_expert_load(load_LE: Sequence[Sequence[float]], layers: Sequence[int], 
 
 
 def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[Floats, Floats]:
-    """Return the steps and the values of a key, NaN where a record has None; without the records that lack it."""
+    """Return the steps and the values of a key, NaN for None. Records without the key are left out."""
     import numpy as np
 
     rows = [(record["step"], record[key]) for record in records if key in record]
@@ -177,9 +177,9 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[Floats, Flo
 
 
 def _smooth(values: Floats) -> Floats:
-    """Return the local line at each step, Gaussian weights over about a thirtieth of the run; NaN stays NaN.
+    """Return a local linear fit at each step, with Gaussian weights over about a thirtieth of the run; NaN stays NaN.
 
-    A line instead of a mean, since at the ends and on the steep start a mean is off (Cleveland 1979, LOWESS).
+    A line instead of a mean, as a mean is biased at the ends and on the steep start (Cleveland 1979, LOWESS).
     """
     import numpy as np
 
@@ -203,7 +203,7 @@ def _smooth(values: Floats) -> Floats:
 
 
 def _log_if_it_halves(axes: Axes, loss: Floats) -> bool:
-    """Make the axis logarithmic, with plain numbers at its ticks, and return whether it was done."""
+    """Make the axis logarithmic, with plain numbers at its ticks, if the loss halves. Return whether it was done."""
     import numpy as np
 
     known = loss[np.isfinite(loss)]
@@ -280,7 +280,7 @@ def _label_right(axes: Axes, labels: Sequence[_Label]) -> None:
 
 
 def _save(figure: Figure, out: Path) -> None:
-    """Write the PNG beside its place and move it there, so a reader never sees half of one."""
+    """Write the PNG to a temporary file and rename it, so that a reader never sees a partial one."""
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: one live line on a terminal, plain lines anywhere else."""
+"""Progress display of a run: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 _SMOOTHING = 0.95
-"""Weight of the past in the smoothed loss: a memory of about 20 steps."""
+"""Decay of the smoothed loss, which averages over about 20 steps."""
 _RATE_STEPS = 100
-"""How many steps the time left is judged by."""
+"""Number of last steps from which the time left is estimated."""
 _MIN_BAR, _MAX_BAR = 8, 40
 
 
 @frozen(kw_only=True)
 class _Seen:
-    """One step, whole: the thread that redraws the line reads it while the run goes on."""
+    """One step, replaced as a whole: the thread that redraws the line reads it during the run."""
 
     step: int
     loss: float
@@ -36,7 +36,7 @@ class _Seen:
 
 
 class _Part(NamedTuple):
-    """A part of the line: ``{}`` in a form stands for the value; the lowest ``rank`` is the last to be dropped."""
+    """Part of the line. A form has ``{}`` for the value. The part with the lowest ``rank`` is dropped last."""
 
     rank: int
     value: str
@@ -52,13 +52,13 @@ class _Part(NamedTuple):
 
 @final
 class Progress:
-    """Shows a run; a context manager, used on rank 0 only.
+    """Shows the progress of a run; a context manager, used on rank 0 only.
 
     ``start_step`` is the number of steps done before, ``total_steps`` the step at which the run ends. On a terminal
     one line is redrawn: the loss smoothed over about 20 steps, tokens per second, balance (tokens of the busiest
-    expert over the mean: 1.00 is even), the last evaluation, elapsed time, time left; what does not fit is left out.
-    Elsewhere the first and last steps give a line each, and those between at most one each ``line_every_s`` seconds;
-    there the loss is that of the step, as in ``metrics.jsonl``.
+    expert over the mean: 1.00 is even), the last evaluation, elapsed time, time left. Parts that do not fit are left
+    out. Elsewhere the first and last steps print a line each, and those between at most one every ``line_every_s``
+    seconds; there the loss is that of the step, as in ``metrics.jsonl``.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Progress:
         lr: float,
         eval_bits_per_byte: float | None = None,
     ) -> None:
-        """Take in a step that is done; ``step`` counts from 1, ``loss`` is nats per token.
+        """Record a step that is done; ``step`` counts from 1, ``loss`` is in nats per token.
 
-        ``eval_bits_per_byte`` is shown until the next one. A loss that is not finite is shown and does not enter the
-        smoothed loss.
+        ``eval_bits_per_byte`` is shown until the next one. A non-finite loss is shown and does not enter the smoothed
+        loss.
         """
         self._marks.append((self._now(), step))
         if eval_bits_per_byte is not None:
@@ -131,7 +131,7 @@ class Progress:
             self._print_line(seen)
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above the bar where there is one."""
+        """Print a separate line, above the bar if there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _print_line(self, seen: _Seen) -> None:
@@ -151,7 +151,7 @@ class Progress:
         self.note("  ".join(parts))
 
     def _left_s(self) -> float | None:
-        """Return the seconds left by the pace of the last steps, or None before there is one: a first step compiles."""
+        """Return the seconds left at the pace of the last steps. None before the second step, as the first compiles."""
         if len(self._marks) < 2:
             return None
         (first_s, first), (last_s, last) = self._marks[0], self._marks[-1]

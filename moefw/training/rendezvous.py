@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: the store through which process groups find their peers."""
+"""The store through which the process groups of a run find their peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def meet(place: Place, *, timeout: timedelta) -> Store:
     """Return the store of this run's ranks. Collective.
 
     Ranks that moefw started share a file that no other user can open. Under torchrun they use the store of its agents,
-    under names of its own for each restart; elsewhere rank 0 listens on ``MASTER_PORT``.
+    with a separate prefix for each restart. Elsewhere rank 0 listens on ``MASTER_PORT``.
     """
     store: Store
     if folder := meeting_folder():

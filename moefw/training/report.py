@@ -1,4 +1,4 @@
-"""What a run tells the user before the first step and after the last: sizes, times, plots, a sample of text."""
+"""Report of a run before the first step and after the last: sizes, times, plots, a sample of text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = "def ", 160, 0.7
 
 
 def introduce(session: Session, start: int, changes: Sequence[str], console: Console) -> None:
-    """Say what is about to be trained, where, from which step on, and what ``changes`` in the spec of a resumed run."""
+    """Print the sizes and device of the run, its first step, and the ``changes`` in the spec of a resumed run."""
     held = sum(local(parameter).numel() for parameter in session.model.parameters())
     sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
     ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
@@ -46,7 +46,7 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
 
 
 def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console) -> None:
-    """Sample text, draw the plots, and say where everything is. Collective."""
+    """Sample text, draw the plots, and print the results and their folder. Collective."""
     spec = session.assembly.spec
     text = generate(
         session.model,
@@ -77,12 +77,12 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line as it is: no markup, no line breaks of the console's."""
+    """Print a line unchanged, without markup or line breaks by the console."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _readable(path: Path, console: Console) -> list[dict[str, Any]]:
-    """Return the records of a run; none, with a line that says why, where they cannot be read."""
+    """Return the records of a run. If they cannot be read, print the reason and return none."""
     try:
         return read_metrics(path)
     except DataError as error:

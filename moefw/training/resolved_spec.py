@@ -20,9 +20,9 @@ from moefw.training.spec_seal import sealed
 
 
 def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
-    """Write ``spec.yaml`` into the run's folder; return what has changed since it was written before, a line each.
+    """Write ``spec.yaml`` into the run's folder; return the changes since it was last written, one line each.
 
-    Raises OSError where it cannot be written.
+    Raises OSError if it cannot be written.
     """
     path, scratch = run_dir / "spec.yaml", run_dir / "spec.yaml.tmp"
     resolved = kept_spec(assembly)

@@ -1,4 +1,4 @@
-"""Which checkpoint of its folder a run goes on from. Without torch: the command line asks before a rank is started."""
+"""Choice of the checkpoint that a run resumes from. Imports no torch: the command line calls it before ranks start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moefw.training.folder import checkpoint_dirs
 
 Word = Literal["last", "last-good", "auto"]
 Which = Word | int
-"""The newest; the newest that is whole; the newest if there is one, else none; or that of a step."""
+"""The newest checkpoint; the newest intact one; the newest if there is one, else none; or that of a step."""
 
 
 def read_which(text: str) -> Which:
@@ -27,9 +27,9 @@ def read_which(text: str) -> Which:
 
 
 def candidates(run_dir: Path, which: Which) -> list[tuple[int, Path]]:
-    """Return the checkpoints that a run may go on from as (step, folder), the first to be tried first.
+    """Return the checkpoints that a run may resume from as (step, folder), in the order to try them.
 
-    Empty where ``auto`` starts anew. Raises CheckpointError if there is none to go on from.
+    Empty if ``auto`` starts anew. Raises CheckpointError if there is none to resume from.
     """
     saved = checkpoint_dirs(run_dir)[::-1]
     if not saved:

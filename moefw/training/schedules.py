@@ -1,4 +1,4 @@
-"""``cosine`` and ``wsd``: the learning rate over the steps, behind a linear warm-up."""
+"""``cosine`` and ``wsd``: the learning rate over the steps, after a linear warm-up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cosine(SchedulePlugin):
     final_share: float = field(default=0.1, validator=share)
 
     def factor(self, step: int, steps: int) -> float:
-        """Return the share of the peak in ``step``."""
+        """Return the learning rate of ``step`` as a share of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps + 1) / max(1, steps - self.warmup_steps)
@@ -35,7 +35,7 @@ class Cosine(SchedulePlugin):
 class WSD(SchedulePlugin):
     """Rises over ``warmup_steps``, stays, and falls to ``final_share`` over the last ``decay_share`` of the run.
 
-    The fall is ``1 - sqrt`` (arXiv 2405.18392). It does not begin before the rise is over.
+    The decay is ``1 - sqrt`` (arXiv 2405.18392). It does not begin before the warm-up is over.
     """
 
     name: ClassVar[str] = "wsd"
@@ -45,7 +45,7 @@ class WSD(SchedulePlugin):
     final_share: float = field(default=0.0, validator=share)
 
     def factor(self, step: int, steps: int) -> float:
-        """Return the share of the peak in ``step``."""
+        """Return the learning rate of ``step`` as a share of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         decay_steps = min(round(steps * self.decay_share), steps - self.warmup_steps)

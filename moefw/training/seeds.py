@@ -1,4 +1,4 @@
-"""A number for every sequence of a run, from which random draws for its tokens start."""
+"""Seeds of the sequences of a run, from which the random draws for their tokens start."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sequence_seeds(run_seed: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a seed for each sequence by its number in the whole run; equal numbers only give equal seeds.
+    """Return a seed for each sequence by its number in the whole run; only equal numbers give equal seeds.
 
-    The SplitMix64 stream of ``run_seed``, ``numbers`` being the places in it: a pure function, whatever rank asks.
+    A seed is the value of the SplitMix64 stream of ``run_seed`` at that number: a pure function, equal on all ranks.
     """
     start = _mix(np.array([run_seed % (1 << 64)], dtype=np.uint64))
     return _mix(start + (numbers.astype(np.uint64) + np.uint64(1)) * _GAMMA).view(np.int64)

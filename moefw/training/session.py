@@ -34,7 +34,7 @@ from moefw.training.world import Place, threads_of_a_rank
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a command works with on this rank."""
+    """The objects that a command works with on this rank."""
 
     assembly: Assembly
     device: torch.device
@@ -45,7 +45,7 @@ class Session:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank talks to the user and writes shared files."""
+        """Whether this rank prints to the user and writes shared files."""
         return self.layout.rank == 0
 
     def batch(
@@ -57,7 +57,7 @@ class Session:
     ) -> Batch:
         """Return windows ``(B, S+1)`` as a batch on the device; sequences from ``valid`` on are padding.
 
-        ``seeds_B`` numbers the sequences for random draws; None: nothing is drawn.
+        ``seeds_B`` seeds the random draws of each sequence; None: nothing is drawn.
         """
         tokens = torch.from_numpy(windows_BS)
         mask = None
@@ -74,8 +74,8 @@ class Session:
 def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     """Join the world, agree on the spec, prepare data, build and initialise the model. Collective.
 
-    Raises what is wrong on every rank alike; on leaving, everything is freed. A rank that fails frees only what it can
-    without the others: it is to say why before they time out.
+    Raises problems of spec and data on every rank. Frees everything on exit. A rank that fails frees only what it can
+    without the others, so that it reports the reason before they time out.
     """
     device = _device(assembly, place)
     torch.set_num_threads(threads_of_a_rank(place.local_world))
@@ -110,14 +110,14 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         what = f"rank {place.rank} lost contact with another rank."
         raise LostContactError(what, "The rank that failed says why; continue with --resume.") from error
     finally:
-        with nullcontext() if ended_well else suppress(Exception):  # what failed first is what is told
+        with nullcontext() if ended_well else suppress(Exception):  # the first failure is reported
             shared.close(together=ended_well)
         if dist.is_initialized() and (ended_well or dist.get_backend() == "gloo"):
             dist.destroy_process_group()
 
 
 def _lost_a_rank(error: RuntimeError) -> bool:
-    """Tell a broken connection from our own mistakes; gloo has no class for it."""
+    """Return whether an error is a broken connection; gloo has no class for it."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
@@ -134,9 +134,9 @@ def _device(assembly: Assembly, place: Place) -> torch.device:
 
 
 def _backend(device: torch.device, store: Any, world: int) -> str:
-    """NCCL where every rank has a GPU to itself; gloo on CPUs, and where ranks share a GPU, which NCCL refuses.
+    """Return NCCL if every rank has its own GPU; gloo on CPUs, and if ranks share a GPU, which NCCL refuses.
 
-    Ranks count who has which GPU: each may see its own alone, under the same number. Collective.
+    Ranks count the users of each GPU by its UUID, as each may see only its own, under the same index. Collective.
     """
     if device.type == "cpu":
         return "gloo"
@@ -150,7 +150,7 @@ def _backend(device: torch.device, store: Any, world: int) -> str:
 
 
 def _prepare_once(assembly: Assembly, place: Place, layout: Layout) -> DataSource:
-    """Let the first rank of each machine prepare; the others find the files there."""
+    """Prepare the data on the first rank of each machine, and open the prepared files on the others."""
     source = assembly.parts.data
     if place.world == 1:
         return _fitting(source.prepare(cache_dir()), assembly)

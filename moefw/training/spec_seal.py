@@ -1,4 +1,4 @@
-"""The seal of a run's ``spec.yaml``: its last line is the hash of those above. Another digit would be another model."""
+"""Seal of a run's ``spec.yaml``: its last line is the hash of those above. A changed digit may change the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moefw.training.folder import OF_A_RUN
 
 
 def sealed(text: str) -> str:
-    """Return a spec, which ends with a line's end, with its seal: a comment of YAML."""
+    """Return a spec, which ends with a newline, with its seal: a YAML comment."""
     return f"{text}{_seal(text.encode())}"
 
 
 def check_seal(path: Path) -> None:
-    """Raise SpecError where the spec in a run's folder is not what was sealed. One without a seal is let pass."""
+    """Raise SpecError if the spec in a run's folder differs from the sealed one. One without a seal passes."""
     if not any(path.with_name(name).exists() for name in OF_A_RUN if name != path.name):
         return
     text, line_end, seal = path.read_bytes().rstrip(b"\n").rpartition(b"\n")

@@ -21,7 +21,7 @@ TRIES: Final = 5
 def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int]]:
     """Open the last checkpoint of the run on this process alone; yield the session and the step it was saved at.
 
-    A training run beside may drop it meanwhile: then the one that is the last by now is read.
+    A training run may drop it meanwhile. Then the checkpoint that is the last by then is read.
     """
     run_dir = Path(assembly.spec.run.dir)
     candidates(run_dir, "last")

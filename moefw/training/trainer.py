@@ -44,7 +44,7 @@ from moefw.training.session import Session, open_session
 from moefw.training.world import Place
 
 LEDGER_STEPS = 2
-"""After so many steps, a GPU has seen its peak: the optimizer's states are there from the first on."""
+"""Steps after which a GPU has reached its peak: the optimizer's states exist from the first step on."""
 
 
 def train(
@@ -57,8 +57,8 @@ def train(
 ) -> None:
     """Train as the assembly says, from the start or from a checkpoint of the run's folder. Collective.
 
-    ``ledger``: write into its ledger what a GPU has allocated at most in the first steps. ``requests``: the signals
-    that save and end the run, StoppedError, at the end of a step; None: there are none.
+    ``ledger``: write the peak GPU memory of the first steps into the run's ledger. ``requests``: the signals that make
+    the run save and raise StoppedError at the end of a step; None: there are none.
     """
     with open_session(assembly, place) as session:
         Trainer(session, resume=resume, ledger=ledger, requests=requests).run()
@@ -125,7 +125,7 @@ class Trainer:
         conclude(self.session, self.run_dir, self.clock, self.console)
 
     def _open_files(self) -> tuple[MetricsLog, list[str]]:
-        """Write the spec and the tokenizer; return the log of metrics, and what the spec changes in a resumed run."""
+        """Write the spec and the tokenizer; return the log of metrics and the changes in the spec of a resumed run."""
         stamp("opening the run's files", slow=True)
         changes = list[str]()
         with self.files.writing(self.run_dir / "spec.yaml"):
@@ -137,7 +137,7 @@ class Trainer:
         return MetricsLog(self.run_dir, keep_until=keep_until, writing=self.files.writing), changes
 
     def _stop(self, step: int) -> NoReturn:
-        """Save after ``step``, unless that has just happened, and raise StoppedError: with a message on one rank."""
+        """Save after ``step``, unless it is saved already, and raise StoppedError, with a message on one rank only."""
         self.requests.mode = "finish"
         folder = self.run_dir / "checkpoints" / f"step-{step + 1}"
         if self.saved != folder:
@@ -146,13 +146,13 @@ class Trainer:
         raise StoppedError([said] if self.session.leads else [])
 
     def _measured(self) -> str:
-        """Write what the GPU has allocated at most so far, and return a line about it."""
+        """Write the peak GPU memory so far into the ledger, and return a line about it."""
         peak = torch.cuda.max_memory_allocated(self.session.device)
         ledger_file.write(self.session.assembly, measured={"peak": peak, "allocator": "cuda"})
         return f"the GPU has allocated at most {peak / 2**30:.4f} GiB"
 
     def _step(self, step: int) -> dict[str, Any]:
-        """Train one step, evaluate if it is time to, and return what ``metrics.jsonl`` holds of it."""
+        """Train one step, evaluate if due, and return its record for ``metrics.jsonl``."""
         stamp("observers", step=step + 1)
         self.guard.notify("moefw_before_step", step=step)
         began = time.perf_counter()
@@ -190,11 +190,11 @@ class Trainer:
             yield self.session.batch(windows, seeds_B=seeds[chosen])
 
     def _due(self, step: int, every: int) -> bool:
-        """Whether something that happens every so many steps, and after the last one, happens after ``step``."""
+        """Return whether an action with period ``every``, which also follows the last step, is due after ``step``."""
         return step + 1 == self.spec.steps or (every > 0 and (step + 1) % every == 0)
 
     def _writing_checkpoint(self, step: int) -> AbstractContextManager[None]:
-        """Write a checkpoint inside; the last one of a run is not passed over, whatever ``on_full_disk`` says."""
+        """Guard the write of a checkpoint. A failure at a run's last one raises under any ``on_full_disk``."""
         last = step + 1 == self.spec.steps
         return nullcontext() if last else self.files.writing(self.run_dir / "checkpoints")
 
@@ -213,7 +213,7 @@ class Trainer:
         return path
 
     def _resume(self, which: Which | None) -> int:
-        """Load the checkpoint that all ranks go on from and return its step; 0 where they start anew."""
+        """Load the checkpoint that all ranks resume from and return its step; 0 if they start anew."""
         data, group = self.session.data, self.host_group
         chosen = checkpoint.choose_together(self.run_dir, which, data, group)
         if chosen is None:

@@ -1,4 +1,4 @@
-"""The world of ranks that torchrun, Slurm or our launcher made, read from the environment."""
+"""The world of ranks that torchrun, Slurm or moefw's launcher created, read from the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefw.core.errors import PlanError
 
 @frozen
 class Place:
-    """This process among the ranks of a run."""
+    """Position of this process among the ranks of a run."""
 
     rank: int
     world: int
@@ -23,13 +23,13 @@ class Place:
 
 
 ALONE: Final = Place(0, 1, 0, 1)
-"""The only rank."""
+"""The place of the only rank."""
 
 
 def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
     """Return the place that torchrun or Slurm gave this process, or None outside of both.
 
-    Raises PlanError where the variables contradict each other.
+    Raises PlanError if the variables contradict each other.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -60,7 +60,7 @@ def _check_port(told: str | None) -> None:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> str:
-    """Return how many tasks Slurm runs on this node, ``3`` of ``2(x2),3`` on the third; ``1`` where it does not say."""
+    """Return how many tasks Slurm runs on this node, ``3`` of ``2(x2),3`` on the third; ``1`` if unknown."""
     told = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
     by_node = [tasks for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", told) for _ in range(int(times or 1))]
     node = int(environment.get("SLURM_NODEID", "0"))
@@ -68,7 +68,7 @@ def _tasks_here(environment: Mapping[str, str]) -> str:
 
 
 def threads_of_a_rank(local_world: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many threads a rank computes with: ``OMP_NUM_THREADS``, or its share of the cores."""
+    """Return the number of threads of a rank: ``OMP_NUM_THREADS``, or its share of the cores."""
     told = environment.get("OMP_NUM_THREADS")
     if not told:
         return max(1, (os.cpu_count() or 1) // local_world)
@@ -79,7 +79,7 @@ def threads_of_a_rank(local_world: int, environment: Mapping[str, str] = os.envi
 
 
 def restarted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun has started this run's ranks again after one of them had failed."""
+    """Return whether torchrun has restarted this run's ranks after one of them failed."""
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 

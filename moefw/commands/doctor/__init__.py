@@ -1,4 +1,4 @@
-"""``moefw doctor``: what of this machine and its libraries works, found out by really using it."""
+"""``moefw doctor``: checks this machine and its libraries by using them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moefw.commands.doctor.probes import GROUPS, PROBES
 TIMEOUT_S = 20.0
 WORKERS = 2
 NEEDED = ("python", "torch", "gloo", "grouped_mm", "safetensors")
-"""What training cannot do without."""
+"""The capabilities that training needs."""
 
 
 @click.command()
@@ -44,7 +44,7 @@ def doctor(as_json: bool, timeout: float) -> None:
 
 
 def examine(*, timeout_s: float) -> list[Capability]:
-    """Try everything, within about ``timeout_s`` seconds in all."""
+    """Return all capabilities, each tried, within about ``timeout_s`` seconds in all."""
     deadline = time.monotonic() + timeout_s
     found = inspect_machine()
     absent = [name for name, probe in PROBES.items() if importlib.util.find_spec(probe.package) is None]

@@ -1,4 +1,4 @@
-"""A child: ``python -m moefw.commands.doctor PROBE ...`` runs probes, and writes one JSON line for each."""
+"""A child process: ``python -m moefw.commands.doctor PROBE ...`` runs probes and writes one JSON line for each."""
 
 import sys
 

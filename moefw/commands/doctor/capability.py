@@ -1,4 +1,4 @@
-"""What the doctor says of one thing, and what a probe says that finds something wrong."""
+"""Results of the doctor: a capability, and the error of a probe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attrs import frozen
 
 @frozen
 class Capability:
-    """One thing that the machine has, has broken, or lacks; ``fix`` is what to do then."""
+    """A capability that is available, unusable or missing. ``fix``: the action that makes it available."""
 
     name: str
     state: Literal["available", "unusable", "missing"]
@@ -19,7 +19,7 @@ class Capability:
 
 
 class ProbeError(Exception):
-    """A probe's answer in words of ours. ``missing``: the package is here, but built without what is asked for."""
+    """A fault that a probe has found. ``missing``: the package is installed, but built without the capability."""
 
     def __init__(self, detail: str, *, missing: bool = False) -> None:
         super().__init__(detail)

@@ -1,4 +1,4 @@
-"""Probes run in children, because a broken CUDA library may take the interpreter down."""
+"""Runs probes in child processes, as a broken CUDA library may crash the interpreter."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moefw.commands.doctor.probes import PROBES
 
 
 def ask(names: Sequence[str], *, deadline: float) -> list[Capability]:
-    """Run probes in one child, and those that are left in a new one when it dies of the probe that it is at."""
+    """Run probes in one child. If a probe kills it, run the remaining ones in a new child."""
     answers: list[Capability] = []
     pending = list(names)
-    # What this process can import, the child can; -P keeps -m from putting the working directory first.
+    # The child gets this process's import path; -P keeps -m from putting the working directory first.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     while pending:
         left_s = max(deadline - time.monotonic(), 0.0)
@@ -51,7 +51,7 @@ def _death(child: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def answer(names: Iterable[str]) -> None:
-    """Be the child: write one JSON line a probe to stdout, and nothing else that a library may print."""
+    """Run as the child: write one JSON line per probe to stdout, without any output of libraries."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in names:

@@ -1,4 +1,4 @@
-"""Which products of eight and four bits torch multiplies on a device, found out by multiplying ones."""
+"""Finds the 8-bit and 4-bit matrix products that torch supports on a device, by multiplying ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SIZE = 256
 
 
 def fp8_products() -> tuple[str, str]:
-    """Return no version, and for each device what torch multiplies there, in groups or not, and what it does not."""
+    """Return an empty version, and for each device the products, in groups or not, that torch has and lacks there."""
     import torch
 
     said = []
@@ -21,7 +21,7 @@ def fp8_products() -> tuple[str, str]:
 
 
 def _products(device: str) -> dict[str, Callable[[], Any]]:
-    """Return by format: a product of ones, with scales as ``*_products.py`` of the recipes lay them."""
+    """Return a product of ones for each format, with scales in the layouts of the recipes' ``*_products.py``."""
     import torch
     from torch.nn.functional import ScalingType, SwizzleType
 
@@ -59,7 +59,7 @@ def _products(device: str) -> dict[str, Callable[[], Any]]:
 
 
 def _product(codes: Any, rows: dict[str, Any], columns: dict[str, Any], ends: Any) -> Any:
-    """Return ones by ones; with ``ends`` in groups of rows, each with a matrix of its own."""
+    """Return the product of two matrices of ones; with ``ends``, of groups of rows and a matrix for each."""
     import torch
     from torch.nn import functional as F
 

@@ -1,4 +1,4 @@
-"""What the doctor looks at without a library: Python, cores and memory, the disk, the working directory."""
+"""Checks of the doctor that need no library: Python, cores and memory, the disk, the working directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOW_DISK_BYTES = 2**30
 
 
 def inspect_machine() -> list[Capability]:
-    """Return what is known of the machine and of this Python."""
+    """Return the capabilities of the machine and of this Python."""
     return [_python(), _cores_and_memory(), _disk(), _working_directory()]
 
 
@@ -41,12 +41,12 @@ def _cores_and_memory() -> Capability:
 
 
 def usable_cores() -> int:
-    """Return on how many cores this process may run."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_bytes() -> int:
-    """Return the memory of the machine, or of the container where that is less."""
+    """Return the memory of the machine, or of the container if that is less."""
     num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(limit).read_text().strip() if Path(limit).is_file() else ""

@@ -1,4 +1,4 @@
-"""Each library, tried: what the doctor runs in a child."""
+"""Probes of the libraries, which the doctor runs in a child."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _safetensors() -> tuple[str, str]:
 
 @frozen
 class Probe:
-    """What to run for a capability: it returns version and detail, or raises. ``package`` is the import name."""
+    """Probe of a capability. ``run`` returns version and detail, or raises. ``package`` is the import name."""
 
     run: Callable[[], tuple[str, str]]
     package: str
@@ -215,4 +215,4 @@ GROUPS = (
     ("deep_ep",),
     ("tokenizers", "matplotlib"),
 )
-"""Probes that share a child, as to import torch takes seconds; what training needs comes first, so it has the time."""
+"""Probes that share a child, as importing torch takes seconds. Those for training come first, before a time-out."""

@@ -1,4 +1,4 @@
-"""Ranks go on from one checkpoint, in one place of one text, or from none."""
+"""Agreement of all ranks on the checkpoint to resume from and on the data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moefw.training.resume import Which
 
 
 def choose_together(run_dir: Path, which: Which | None, data: DataSource, group: ProcessGroup | None) -> Chosen | None:
-    """Return the checkpoint that every rank goes on from, None where all start anew. Collective.
+    """Return the checkpoint that every rank resumes from, None if all start anew. Collective.
 
-    ``which`` None: this rank was not asked to resume. Raises the first rank's CheckpointError on all of them, and
-    PlanError with what differs where ranks were asked for different things, or see different checkpoints or texts.
+    ``which`` None: this rank was not asked to resume. Raises the first rank's CheckpointError on all ranks, and
+    PlanError with the differences if ranks were asked for different checkpoints, or see different checkpoints or data.
     """
     chosen, error = None, None
     try:

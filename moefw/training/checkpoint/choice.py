@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what to do about one that is damaged."""
+"""Choice of the checkpoint that a run resumes from, and advice on a damaged one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moefw.training.resume import Which, candidates
 
 @frozen(kw_only=True)
 class Chosen:
-    """A checkpoint to go on from: its step, its folder, the digest of its manifest, and why newer ones were passed."""
+    """Checkpoint to resume from: its step, its folder, the digest of its manifest, and why newer ones were skipped."""
 
     step: int
     folder: Path
@@ -26,9 +26,9 @@ class Chosen:
 
 
 def choose(run_dir: Path, which: Which) -> Chosen | None:
-    """Return the checkpoint of a run to go on from, None where ``auto`` starts anew.
+    """Return the checkpoint of a run to resume from, None if ``auto`` starts anew.
 
-    Raises CheckpointError where there is none; what it holds is checked for ``last-good`` alone, and when it is loaded.
+    Raises CheckpointError if there is none. Only ``last-good`` checks its tensors here; loading always does.
     """
     found = candidates(run_dir, which)
     passed: list[str] = []
@@ -49,7 +49,7 @@ def choose(run_dir: Path, which: Which) -> Chosen | None:
 
 @contextmanager
 def way_out(folder: Path) -> Iterator[None]:
-    """Raise damage to a checkpoint as a CheckpointError that offers the newest whole one beside it."""
+    """Raise damage to a checkpoint as a CheckpointError that names the newest intact checkpoint of the run."""
     try:
         yield
     except Damage as damage:

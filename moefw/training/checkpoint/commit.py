@@ -1,7 +1,7 @@
-"""How a checkpoint appears and goes: by renames, so that at any moment a killed run has whole checkpoints.
+"""Checkpoints are created and removed by renames, so that a run killed at any moment has complete checkpoints.
 
-``step-N.tmp`` is being written, ``step-N.replaced`` gives way to another one of its step, ``.step-N.discarded`` is
-being deleted, ``step-N.aside`` lies after the step that a run went back to.
+``step-N.tmp`` is being written, ``step-N.replaced`` is being replaced by another one of its step, ``.step-N.discarded``
+is being deleted, and ``step-N.aside`` is later than the step that a run went back to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moefw.training.folder import MANIFEST, checkpoint_dirs
 
 
 def begin(scratch: Path) -> None:
-    """Make an empty folder to write a checkpoint in; what killed runs have left beside it goes."""
+    """Create an empty folder to write a checkpoint in, and clean up after killed runs."""
     scratch.parent.mkdir(parents=True, exist_ok=True)
     for left in list(scratch.parent.iterdir()):
         if re.fullmatch(r"step-[0-9]+\.tmp|\.step-.*\.discarded", left.name):
@@ -29,7 +29,7 @@ def begin(scratch: Path) -> None:
 
 
 def commit(scratch: Path, manifest: bytes, final: Path) -> None:
-    """Make a written folder the checkpoint ``final``. All of it is on the disk before, its name after."""
+    """Make a written folder the checkpoint ``final``. Sync its content before the rename and its name after."""
     (scratch / MANIFEST).write_bytes(manifest)
     sync(scratch / MANIFEST)
     sync(scratch)
@@ -44,14 +44,14 @@ def commit(scratch: Path, manifest: bytes, final: Path) -> None:
 
 
 def prune(run_dir: Path, *, keep: int) -> None:
-    """Drop all but the newest checkpoints; one that cannot be deleted stays."""
+    """Drop all but the newest ``keep`` checkpoints; one that cannot be deleted stays."""
     for _, folder in checkpoint_dirs(run_dir)[:-keep]:
         with suppress(OSError):
             discard(folder)
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint, whose name goes first: nobody finds a part of it."""
+    """Rename a checkpoint and delete it, so that no reader finds a part of it."""
     gone = folder.with_name(f".{folder.name}.discarded")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
@@ -59,7 +59,7 @@ def discard(folder: Path) -> None:
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[str]:
-    """Rename the checkpoints after a step, so that none is gone on from; return a line for the user on each."""
+    """Rename the checkpoints after a step, so that no run resumes from them. Return a line for the user on each."""
     said = []
     for later, folder in checkpoint_dirs(run_dir):
         if later > step:
@@ -75,7 +75,7 @@ def set_aside_after(run_dir: Path, step: int) -> list[str]:
 
 
 def sync(path: Path) -> None:
-    """Wait until what was written to a file, or which names a folder holds, is on the disk."""
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,7 +84,7 @@ def sync(path: Path) -> None:
 
 
 def _give_place(replaced: Path) -> None:
-    """End an exchange of a checkpoint that was cut off: to the new one if that has its name, else to the old one."""
+    """Finish an interrupted replacement: keep the new checkpoint if it has its name, else restore the old one."""
     final = replaced.with_name(replaced.name.removesuffix(".replaced"))
     if final.exists():
         discard(replaced)

@@ -1,4 +1,4 @@
-"""No checkpoint holds a value that is not finite: a run could not be left from it."""
+"""Check that all values of a checkpoint are finite, as no run could continue from a non-finite one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moefw.training.folder import checkpoint_dirs
 def require_finite(
     run_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout
 ) -> None:
-    """Raise RunError on every rank if what one of them would save is not finite. Collective."""
+    """Raise RunError on every rank if one of them would save a non-finite value. Collective."""
     found = everywhere(_first_bad(model, optimizer), layout.host_group())
     bad = [(rank, name) for rank, name in enumerate(found) if name is not None]
     if bad:
@@ -33,7 +33,7 @@ def require_finite(
 
 
 def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the first tensor on this rank that holds NaN or infinity: its own copy, its own part."""
+    """Return the name of the first tensor on this rank, of its own copies and shards, that holds NaN or infinity."""
     for parameter, pieces in by_parameter(model):
         states = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
         for kind, held in {"model": parameter.detach(), **states}.items():
@@ -43,7 +43,7 @@ def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None
 
 
 def _bad_piece(held: Tensor, pieces: Sequence[Canonical]) -> str:
-    """Return the name of the piece of a parameter, or of what is shaped like it, that is not finite."""
+    """Return the name of the non-finite piece of a parameter, or of a tensor of its shape."""
     values = held
     if is_shared_out(held):
         values = torch.zeros(held.shape, dtype=held.dtype, device=local(held).device)

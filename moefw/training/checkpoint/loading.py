@@ -29,10 +29,10 @@ def load(
     tokenizer: str = "",
     group: ProcessGroup | None = None,
 ) -> Manifest:
-    """Fill a model, its state and its optimizer, checking every hash first; return the manifest. Collective.
+    """Check every hash, fill a model, its state and its optimizer, and return the manifest. Collective.
 
-    ``tokenizer``: fingerprint of the one in use. Raises CheckpointError on all ranks of ``group``, with nothing
-    changed, if the folder that one of them sees is damaged or holds another model, or one with another tokenizer.
+    ``tokenizer``: fingerprint of the tokenizer in use. Raises CheckpointError on all ranks of ``group``, before any
+    tensor is filled, if one of them sees a damaged folder, another model or another tokenizer.
     """
     checked, error = None, None
     try:
@@ -53,7 +53,7 @@ def load(
 def _checked(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, tokenizer: str
 ) -> tuple[Manifest, Mapping[str, Any], Mapping[str, Slot]]:
-    """Return the manifest, and by name each tensor's open file and its place. Raises CheckpointError."""
+    """Return the manifest, and each tensor's open file and slot by name. Raises CheckpointError."""
     with way_out(folder):
         manifest = read_manifest(folder)
         _check_same_tokenizer(folder, manifest.origin.tokenizer, tokenizer)

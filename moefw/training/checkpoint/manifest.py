@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what lies in its folder, under a seal that any changed bit breaks.
+"""The manifest of a checkpoint: the content of its folder, with a seal that any changed bit breaks.
 
-``manifest.json`` is one canonical serialisation of its content (sorted keys, no spaces, ASCII) with the SHA-256 of the
-rest inside: what reads it writes it again, and compares the bytes.
+``manifest.json`` is the canonical serialisation of its content (sorted keys, no spaces, ASCII), with the SHA-256 of the
+rest. A reader serialises the content again and compares the bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moefw.training.folder import MANIFEST
 
 FORMAT: Final = 2
 MAX_BYTES: Final = 1 << 30
-"""No manifest is longer: it has some two hundred bytes for each tensor."""
+"""Size limit of a manifest, which has about two hundred bytes for each tensor."""
 _FILE: Final = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 _NAME: Final = re.compile(r"(model|state|optimizer/[^/]+)/.+")
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Damage(Exception):  # noqa: N818 -- a finding, which becomes a CheckpointError where the way out is known
-    """What is wrong with a checkpoint, as the user is told it. ``fix`` is empty where another checkpoint is the fix."""
+    """Damage to a checkpoint, in words for the user. ``fix`` is empty if another checkpoint is the fix."""
 
     def __init__(self, what: str, fix: str = "") -> None:
         super().__init__(what)
@@ -51,7 +51,7 @@ class SavedTensor:
 
 @frozen
 class SavedShard:
-    """A file of a checkpoint, its hash, the CRC-32 of what lies before its tensors, and these by name."""
+    """A file of a checkpoint, its hash, the CRC-32 of the bytes before its tensors, and its tensors by name."""
 
     file: str
     sha256: str
@@ -59,7 +59,7 @@ class SavedShard:
     tensors: Mapping[str, SavedTensor]
 
     def to_data(self) -> dict[str, Any]:
-        """Return what JSON says of it."""
+        """Return the shard as JSON data."""
         return asdict(self, value_serializer=lambda _, __, value: [*value] if isinstance(value, tuple) else value)
 
 
@@ -77,7 +77,7 @@ class Origin:
 
 @frozen(kw_only=True)
 class Manifest:
-    """What a checkpoint holds, and of which run and step."""
+    """Content of a checkpoint, and the run and step that saved it."""
 
     step: int
     origin: Origin = Factory(Origin)
@@ -102,7 +102,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises Damage unless it is what was written for a folder of this name."""
+    """Return the manifest of a checkpoint. Raises Damage unless it is as written for a folder of this name."""
     path = folder / MANIFEST
     data = _read(path)
     try:
@@ -124,7 +124,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def require_file(path: Path) -> None:
-    """Raise Damage unless a path is a file of its own, not a link to one."""
+    """Raise Damage unless a path is a regular file, not a link to one."""
     try:
         mode = path.lstat().st_mode
     except OSError as error:
@@ -136,7 +136,7 @@ def require_file(path: Path) -> None:
 
 
 def shard_from(data: object) -> SavedShard:
-    """Return a shard from what JSON says of it. Raises ValueError."""
+    """Return a shard from its JSON data. Raises ValueError."""
     file, tensors = _item(data, "file", str), _item(data, "tensors", dict)
     if not _FILE.fullmatch(file):
         raise ValueError(f"{show(file)} is not the name of a shard")

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: every rank writes a share of the tensors, under names that no layout changes."""
+"""Saving a checkpoint: every rank writes a share of the tensors, under names that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def save(
 ) -> Path:
     """Write ``checkpoints/step-N`` and drop all but the newest ``keep``. Collective.
 
-    Raises RunError on every rank, with nothing committed, if a value is not finite on one, and NotWrittenError if one
-    cannot write.
+    Raises RunError on every rank if a value is not finite on one, and NotWrittenError if one cannot write. Nothing is
+    committed then.
     """
     stamp("saving a checkpoint")
     require_finite(run_dir, step, model, optimizer, layout)
@@ -56,9 +56,9 @@ def save(
 
 
 def owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank writes, on the host: the ranks that hold copies of parameters take turns.
+    """Yield the tensors that this rank writes, on the host. The ranks that hold copies of parameters take turns.
 
-    One tensor at a time is whole on the device: states that rest elsewhere may find no room there together.
+    Only one tensor at a time is gathered on the device, as it may not have memory for all offloaded states together.
     """
     experts = expert_parameters(model)
     for turn, (parameter, pieces) in enumerate(by_parameter(model)):
@@ -81,7 +81,7 @@ def owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) ->
 
 
 def _write_shard(scratch: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Any] | None:
-    """Write a rank's tensors and return what the manifest says of them; None where it has none."""
+    """Write a rank's tensors and return their manifest entry; None if it has no tensors."""
     if not tensors:
         return None
     path = scratch / f"rank-{rank:05d}.safetensors"
@@ -94,12 +94,12 @@ def _write_shard(scratch: Path, tensors: dict[str, Tensor], rank: int) -> dict[s
 
 
 def _manifest(step: int, origin: Origin, shards: Sequence[object]) -> bytes:
-    """Return the manifest of what ranks say they wrote. Raises ValueError where one says what no manifest can."""
+    """Return the manifest of the shards that ranks report. Raises ValueError if a report is invalid."""
     return Manifest(step=step, origin=origin, shards=tuple(shard_from(shard) for shard in shards if shard)).sealed()
 
 
 def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[Any]:
-    """Let each rank write, and return what each answers. Raises NotWrittenError on all where one of them fails."""
+    """Call ``write`` on each rank and return all results. Raises NotWrittenError on all ranks if one fails."""
     answer, reason = None, None
     try:
         answer = write()

@@ -1,4 +1,4 @@
-"""A shard: one rank's tensors in a safetensors file, held against what the manifest says of it."""
+"""A shard: one rank's tensors in a safetensors file, checked against the manifest."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes of a checkpoint as safetensors calls them."""
+"""The dtypes of a checkpoint by their safetensors names."""
 _CHUNK: Final = 1 << 24
 
 
 def words(name: str) -> str:
-    """Return the name of a tensor of a checkpoint as a user is told it, ``optimizer state exp_avg of norm``."""
+    """Return the name of a checkpoint's tensor for messages, such as ``optimizer state exp_avg of norm``."""
     kind, rest = name.split("/", 1)
     if kind == "optimizer":
         key, of = rest.split("/", 1)
@@ -44,13 +44,13 @@ def words(name: str) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds no NaN and no infinity."""
-    parts = tensor.reshape(-1).split(_CHUNK)  # beside a full device there may be no room for more
+    """Return whether a tensor holds no NaN and no infinity."""
+    parts = tensor.reshape(-1).split(_CHUNK)  # a full device may have no memory for more at once
     return all(bool(torch.isfinite(part.float() if tensor.itemsize == 1 else part).all()) for part in parts)
 
 
 def described(path: Path) -> SavedShard:
-    """Return what the manifest says of a shard that has just been written."""
+    """Return the manifest entry of a shard that has just been written."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
@@ -65,9 +65,9 @@ def described(path: Path) -> SavedShard:
 
 
 def opened(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the open file that holds each tensor, by its name; what it gives are the bytes that were saved.
+    """Return the open file that holds each tensor, by the tensor's name. Its bytes are those that were saved.
 
-    Raises Damage unless every file of the checkpoint is what the manifest says.
+    Raises Damage unless every file of the checkpoint matches the manifest.
     """
     files: dict[str, Any] = {}
     for shard in manifest.shards:
@@ -89,7 +89,7 @@ def opened(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> None:
-    """Raise Damage unless a checkpoint is whole: the manifest, all hashes, and every value finite."""
+    """Raise Damage unless a checkpoint is intact: manifest, hashes and dtypes are valid, and every value is finite."""
     manifest = read_manifest(folder)
     files = opened(folder, manifest)
     for name, saved in manifest.tensors.items():
@@ -113,7 +113,7 @@ def _check_tensors(path: Path, file: Any, shard: SavedShard) -> None:
 
 
 def _difference(path: Path, digest: str, shard: SavedShard, manifest: Manifest) -> str:
-    """Say in which way a file is not the shard that was saved."""
+    """Return how a file differs from the shard that was saved."""
     other = next((other.file for other in manifest.shards if other.sha256 == digest), None)
     if other is not None:
         return f"holds what {other} held: files were exchanged"

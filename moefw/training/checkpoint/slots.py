@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go: the places of a model and of its optimizer on this rank, by name."""
+"""Slots for the tensors of a checkpoint, in a model and its optimizer on this rank, by name."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moefw.training.checkpoint.manifest import SavedTensor
 from moefw.training.checkpoint.shards import DTYPES
 
 _RESTING = {"BF16", "F32"}
-"""The dtypes in which states of an optimizer rest, as memory policies say; a run may go on with other policies."""
+"""The dtypes in which memory policies store optimizer states. A run may resume with other policies."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A tensor to fill: the ``piece`` of a parameter, or of what is shaped like it; None: something of its own.
+    """A tensor to fill: the ``piece`` of a parameter, or of a tensor of its shape; None: the whole target.
 
-    ``rests``: it is a state of an optimizer, whose dtype may have been another one.
+    ``rests``: it is an optimizer state, whose saved dtype may differ.
     """
 
     target: Tensor
@@ -37,7 +37,7 @@ class Slot:
         return self.piece.shard.whole(shape) if self.piece.shard else tuple(shape)
 
     def misfit(self, saved: SavedTensor) -> str:
-        """Say how a saved tensor differs from what goes here; empty: it fits."""
+        """Return how a saved tensor differs from this slot; empty if it fits."""
         if saved.shape != self.shape:
             return f"{saved.shape} there and {self.shape} here"
         own = DTYPES.get(self.target.dtype, str(self.target.dtype))
@@ -46,7 +46,7 @@ class Slot:
         return ""
 
     def fill(self, values: Tensor, saved: Tensor) -> None:
-        """Write the saved tensor to its place in ``values``, which are all of the target's."""
+        """Write the saved tensor to its place in ``values``, the gathered target."""
         if self.piece is None:
             values.copy_(saved)
         else:
@@ -64,7 +64,8 @@ def optimizer_slots(
 ) -> tuple[dict[str, Slot], dict[nn.Parameter, dict[str, Tensor]]]:
     """Return the slots of an optimizer's states by name, and all states of each parameter.
 
-    Where it has none yet, as before its first step, there is room for what was saved; the optimizer is not changed.
+    States that it does not have yet, as before its first step, are allocated for the saved ones. The optimizer is not
+    changed.
     """
     slots: dict[str, Slot] = {}
     rooms: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -83,7 +84,7 @@ def optimizer_slots(
 
 
 def by_target(slots: Mapping[str, Slot]) -> Iterable[list[tuple[str, Slot]]]:
-    """Return the slots with their names, those of one tensor together."""
+    """Return the slots with their names, grouped by target tensor."""
     targets: dict[int, list[tuple[str, Slot]]] = {}
     for name, slot in slots.items():
         targets.setdefault(id(slot.target), []).append((name, slot))

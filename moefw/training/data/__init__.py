@@ -1,4 +1,4 @@
-"""``text``: files of text, tokenized once; a run reads what it needs of the ids."""
+"""``text``: files of text, tokenized once; a run reads the ids that it needs."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Text(Options, DataSourcePlugin):
     """The text in a file or a folder; one file is one document.
 
     ``path`` null: the sources of the running Python's standard library. ``suffixes`` keeps the files of a folder
-    that end so; empty, every file that is UTF-8 text. ``tokenizer`` is ``bytes``, ``bpe-N`` (a byte-level BPE of N
-    ids, made from the text that is trained on) or the path of a ``tokenizer.json``. ``heldout`` is the share of
+    with these endings; empty: every file that is UTF-8 text. ``tokenizer`` is ``bytes``, ``bpe-N`` (a byte-level BPE
+    of N ids, made from the training text) or the path of a ``tokenizer.json``. ``heldout`` is the share of
     documents that training never sees (of a single document, the share of its bytes, at its end); a document's side
-    depends on its path inside the folder alone.
+    depends only on its path inside the folder.
     """
 
     name: ClassVar[str] = "text"
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Room for the ids that are asked for."""
+        """Return the need of a BPE vocabulary for token ids."""
         if self.bpe_size is None:
             return []
         fix = f"Use model.vocab_size: {self.bpe_size}."
@@ -41,7 +41,7 @@ class Text(Options, DataSourcePlugin):
         ]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """A vocabulary over bytes holds every byte, and the end of a text; what nearly names one is no path."""
+        """Return the problems of ``bpe-N``: too few ids for all bytes and the end of a text, or a misspelt name."""
         if self.bpe_size is None:
             slip = re.match(r"\s*bpe", self.tokenizer, re.IGNORECASE) and not re.search(r"/|\.json$", self.tokenizer)
             what = f"{self.tokenizer!r} is neither bytes, nor bpe- and a number, nor the path of a tokenizer.json."
@@ -52,13 +52,13 @@ class Text(Options, DataSourcePlugin):
         return [moefw.Problem(what, f"Use bpe-{NUM_BYTES + 1} or more.", "tokenizer")]
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
-        """Return the prepared data, from ``cache_dir`` if they lie there already. Raises DataError."""
+        """Return the prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
         from moefw.training.data.source import prepare_text
 
         return prepare_text(self, cache_dir)
 
     def anchored(self) -> Text:
-        """Return the same text and tokenizer, by absolute paths."""
+        """Return the same text and tokenizer, with absolute paths."""
         path = None if self.path is None else _absolute(self.path)
         names_no_file = self.tokenizer == "bytes" or self.bpe_size is not None
         return evolve(self, path=path, tokenizer=self.tokenizer if names_no_file else _absolute(self.tokenizer))

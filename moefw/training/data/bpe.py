@@ -1,4 +1,4 @@
-"""A byte-level BPE vocabulary (arXiv 1508.07909 over bytes, as in GPT-2), made from the text that is trained on."""
+"""A byte-level BPE vocabulary (arXiv 1508.07909 over bytes, as in GPT-2), made from the training text."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from moefw.training.data.tokenizers import END_OF_TEXT
 
 SAMPLE_BYTES = 1 << 26
-"""Of a longer text, so much is looked at: 64 MiB."""
+"""64 MiB: the part of a longer text that is used."""
 LONGEST_RUN = 256
-"""Characters without a space that are looked at in one: counting pairs takes the square of that."""
+"""Characters without a space that are counted together: counting pairs takes quadratic time in their number."""
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int) -> bytes:
     """Return the ``tokenizer.json`` of at most ``vocab_size`` ids over UTF-8 texts; the same texts give the same bytes.
 
-    Pairs of ids that stand together most often become an id of their own, until there are enough or none repeats.
+    The most frequent adjacent pair of ids becomes a new id, until there are enough ids or no pair repeats.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

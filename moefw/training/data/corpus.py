@@ -34,9 +34,9 @@ class Document:
 
 @frozen
 class Corpus:
-    """The files that a corpus may consist of, sorted by name; whether they are text is not known yet.
+    """The candidate files of a corpus, sorted by name; they are not yet known to be text.
 
-    ``named`` is True where ``root`` is the one file that the user named.
+    ``named`` is True if ``root`` is the one file that the user named.
     """
 
     root: Path
@@ -45,10 +45,10 @@ class Corpus:
 
 
 def find_corpus(path: str | None, suffixes: Sequence[str]) -> Corpus:
-    """Return the files at ``path``, found by name and size alone; none is opened.
+    """Return the files at ``path``, found by name and size only; none is opened.
 
-    A folder's hidden files and folders are left out, and so are links to folders and caches; None stands for the
-    Python sources of the standard library, without its tests. Raises DataError if nothing is there.
+    A folder's hidden files and folders, links to folders, and caches are left out. None means the Python sources of
+    the standard library, without its tests. Raises DataError if there are no files.
     """
     try:
         return _find(path, suffixes)
@@ -166,7 +166,7 @@ def _document(path: Path, name: str) -> Document:
 
 
 def _flaw(file: Document) -> str:
-    """Return why a file is no document, or nothing if it is one."""
+    """Return why a file is no document; empty if it is one."""
     blank = True
     position = 0
     for piece in pieces(file):

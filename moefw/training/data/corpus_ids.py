@@ -1,4 +1,4 @@
-"""From documents to a token file: text goes in batches through all cores, and ids come out as of one text each."""
+"""Encodes documents into a token file, in batches over all cores. Batches do not change the ids."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moefw.training.data.tokenizers import TextTokenizer
 from moefw.training.data.tokens import TokenWriter
 
 PART_BYTES = 1 << 16
-"""64 KiB: on one core as fast as anything, and of a batch there are parts for 64 of them."""
+"""64 KiB: as fast as larger parts on one core, and a batch has parts for 64 cores."""
 BATCH_BYTES = 1 << 22
 WHOLE_BATCH_BYTES = 1 << 24
-"""Where text is not cut finer than :func:`pieces` cuts it: four of its pieces."""
+"""Batch size for text that only :func:`pieces` cuts: four of its pieces."""
 
 _END_OF_WORD = re.compile(rb"[!-~](?=[ \n])")
 
@@ -35,9 +35,9 @@ def write_tokens(
     encode: Encode,
     done: Callable[[int], None],
 ) -> int:
-    """Write the ids of documents, one after the other, and return how many. ``done`` is told of bytes.
+    """Write the ids of documents in order and return their number. ``done`` gets the number of bytes encoded.
 
-    The ids are those of each document's pieces, encoded one by one. Raises DataError that names what has no ids.
+    The ids equal those of each document's pieces, encoded one by one. Raises DataError that names a failing document.
     """
     separator = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype=np.int64)
     fine = tokenizer.parts_after_words
@@ -64,7 +64,7 @@ def after_words(text: bytes, size: int) -> Iterator[bytes]:
 
 
 def _batches(documents: Sequence[Document], *, fine: bool) -> Iterator[list[tuple[Document, bytes]]]:
-    """Yield parts of documents in order, about as many bytes at a time as there is memory for."""
+    """Yield batches of parts of documents in order, each of about the batch size in bytes."""
     room = most = BATCH_BYTES if fine else WHOLE_BATCH_BYTES
     batch: list[tuple[Document, bytes]] = []
     for document in documents:

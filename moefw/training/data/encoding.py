@@ -1,4 +1,4 @@
-"""A ``tokenizer.json`` at work in a process of its own: it is data of strangers, and what it breaks is that process."""
+"""Runs a ``tokenizer.json`` in a separate process: it is untrusted data, which can only crash that process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ID_BYTES = 4
 
 
 class EncodingError(Exception):
-    """A text has no ids: ``reason`` is why, ``text`` its number among those of the call."""
+    """A text cannot be encoded: ``reason`` is why, ``text`` its index among those of the call."""
 
     def __init__(self, reason: str, text: int = 0) -> None:
         super().__init__(reason)
@@ -29,7 +29,7 @@ class EncodingError(Exception):
 
 @final
 class EncodingProcess:
-    """Encodes on all cores that the process may use; a context manager. Raises EncodingError where loading fails."""
+    """Encodes on all cores that the process may use; a context manager. Raises EncodingError if loading fails."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -44,7 +44,7 @@ class EncodingProcess:
         return [np.frombuffer(part, dtype=np.uint32) for part in parts]
 
     def _ask_alone(self, number: int, text: bytes) -> bytes:
-        """Ask for the ids of one text, as of those at once nobody says which of them fails."""
+        """Return the ids of one text, as a batch does not report which of its texts fails."""
         if self._process.poll() is not None:
             self.close()
             self._start()
@@ -55,7 +55,7 @@ class EncodingProcess:
         return part
 
     def _start(self) -> None:
-        # The file's own folder stays off the path: the library would be hidden by our module of its name.
+        # -P keeps the file's folder off the path, where our module ``tokenizers`` would hide the library.
         command = [sys.executable, "-P", encoding_child.__file__]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (see close; a pipe that nobody reads would fill up)
         pipe, environment = subprocess.PIPE, {**os.environ, "RUST_BACKTRACE": "0"}

@@ -1,7 +1,7 @@
-"""What the process that encodes runs: it loads a ``tokenizer.json`` within limits and turns texts into ids.
+"""Program of the encoding process: loads a ``tokenizer.json`` within limits and turns texts into ids.
 
-Run as a file; it imports nothing of moefw and starts in 50 ms. A message is a line of JSON and bytes as it says. The
-first request is the ``tokenizer.json``, each other one the texts to encode at once, both as ``{"sizes": [...]}``.
+Run as a file; it imports nothing of moefw and starts in 50 ms. A message is a line of JSON and parts of the sizes that
+it gives. The first request holds the ``tokenizer.json``, each later one a batch of texts, both as ``{"sizes": [...]}``.
 Answers are ``{"sizes": [...]}`` with the ids of each text, uint32, or ``{"error": why}``.
 """
 
@@ -19,9 +19,9 @@ from contextlib import suppress
 from typing import IO, Any
 
 LOAD_CPU_S, LOAD_BYTES, LOAD_BYTES_PER_BYTE = 60, 1 << 30, 32
-"""A ``tokenizer.json`` of 256 MiB takes a quarter of that."""
+"""Limits of loading. A ``tokenizer.json`` of 256 MiB takes a quarter of them."""
 ENCODE_CPU_S_PER_MIB, ENCODE_BYTES_PER_BYTE = 60, 512
-"""A hundred times what BPE takes in time, and five times in memory."""
+"""Limits of encoding: a hundred times the time of BPE, and five times its memory."""
 SAMPLE = "".join(map(chr, range(32, 127))) + "\n\tThe quick brown fox: Grüße, 你好 🙂 " + "a" * 100
 
 
@@ -33,7 +33,7 @@ def send(file: IO[bytes], head: Mapping[str, Any], parts: Sequence[bytes] = ()) 
 
 
 def receive(file: IO[bytes], *, width: int = 1) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Return a message and its parts, whose sizes are counted in ``width`` bytes; None where the other one is gone."""
+    """Return a message and its parts, whose sizes are counted in ``width`` bytes; None if the other process is gone."""
     line = file.readline()
     if not line.endswith(b"\n"):
         return None
@@ -44,8 +44,8 @@ def receive(file: IO[bytes], *, width: int = 1) -> tuple[dict[str, Any], list[by
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks decides
+    """Answer requests until the other process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process decides
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _limit(resource.RLIMIT_CORE, 0)
@@ -81,7 +81,7 @@ def _load(content: bytes) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
-    with suppress(BaseException):  # it may still know the text at hand: a sample shows what ends the process
+    with suppress(BaseException):  # only a crash matters here: the actual texts may still be encodable
         (ids,) = _encode(tokenizer, [SAMPLE])
         tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     return tokenizer
@@ -92,7 +92,7 @@ def _encode(tokenizer: Any, texts: Sequence[str]) -> list[array[int]]:
 
 
 def _said(error: BaseException) -> str:
-    """Return what an exception says, in a line; a panic of Rust is one, and no Exception."""
+    """Return the first line of an exception's message. A Rust panic is a BaseException, not an Exception."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 

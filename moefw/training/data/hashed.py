@@ -1,4 +1,4 @@
-"""Files that are hashed chunk by chunk: what is read is what was written, and what is not read costs nothing."""
+"""Files that are hashed chunk by chunk: every chunk that is read is checked, and unread chunks cost nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Final, final
 from moefw.core.errors import DamagedDataError
 
 CHUNK_BYTES: Final = 1 << 18
-"""256 KiB: a first read hashes 0.2 ms of it, and the hashes of a terabyte are 128 MB."""
+"""256 KiB: a chunk's first read takes 0.2 ms to hash, and the hashes of a terabyte take 128 MB."""
 HASH_BYTES: Final = 32
 
 
 def chunk_hashes(path: Path) -> bytes:
-    """Return the SHA-256 of each chunk of a file, one after the other: ``HASH_BYTES * num_chunks(size)`` bytes."""
+    """Return the SHA-256 of each chunk of a file, in order: ``HASH_BYTES * num_chunks(size)`` bytes."""
     hashes = bytearray()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -31,10 +31,10 @@ def num_chunks(size: int) -> int:
 
 @final
 class HashedFile:
-    """A file of ``size`` bytes that is not written any more; ``hashes`` is what :func:`chunk_hashes` said of it.
+    """A file of ``size`` bytes that is no longer written; ``hashes`` is the result of :func:`chunk_hashes` for it.
 
-    A chunk is checked when something of it is first read. Read by calls, not mapped: a disk that fails under a map
-    ends the process without a word. Raises OSError if there is no such file.
+    A chunk is checked at its first read. The file is read, not memory-mapped: a disk error under a mapping kills the
+    process without a message. Raises OSError if there is no such file.
     """
 
     def __init__(self, path: Path, *, size: int, hashes: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The options of ``text``: what its files depend on."""
+"""The options of ``text``, which determine its prepared files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attrs.validators import and_, gt, lt, min_len, optional
 
 @frozen(kw_only=True)
 class Options:
-    """Which text, and how it becomes ids: see :class:`moefw.training.data.Text`."""
+    """The text and how it is tokenized: see :class:`moefw.training.data.Text`."""
 
     path: str | None = field(default=None, validator=optional(min_len(1)))
     suffixes: tuple[str, ...] = ()
@@ -19,6 +19,6 @@ class Options:
 
     @property
     def bpe_size(self) -> int | None:
-        """How many ids a vocabulary gets that is made from the text; None: it is not made from it."""
+        """Number of ids of a vocabulary that is made from the text; None: it is not made from it."""
         number = re.fullmatch("bpe-([0-9]{1,9})", self.tokenizer)
         return int(number[1]) if number else None

@@ -1,4 +1,4 @@
-"""Which windows of a token stream a step sees: a pure function of seed and step.
+"""Windows of a token stream that a step sees: a pure function of seed and step.
 
 A window is ``seq_len + 1`` tokens: every token but the last is an input, every token but the first a label. The
 last token of a window is the first of the next one.
@@ -21,8 +21,8 @@ class BatchOrder:
 
     An epoch shows ``num_windows`` windows, each once, in an order and at a shift drawn for that epoch; the shift
     moves the borders between windows and leaves out less than ``2 * seq_len`` tokens at the two ends of the
-    stream. Steps follow each other across the ends of epochs. World size, rank and earlier calls play no part.
-    ``begin`` moves all steps: a run that goes on with other steps goes on where it was in the text.
+    stream. Steps may span epochs. World size, rank and earlier calls have no effect. ``begin`` shifts all steps: a run
+    that resumes with steps of another size continues at its position in the text.
     """
 
     num_tokens: int
@@ -36,11 +36,11 @@ class BatchOrder:
 
     @property
     def num_windows(self) -> int:
-        """Return how many windows an epoch has: as many as fit at every shift, and at least one."""
+        """The number of windows of an epoch: the most that fit at every shift, and at least one."""
         return max(1, (self.num_tokens - self.seq_len) // self.seq_len)
 
     def first(self, step: int) -> int:
-        """Return how many sequences lie before ``step`` (from 0)."""
+        """Return how many sequences come before ``step`` (from 0)."""
         return self.begin + step * self.sequences_per_step
 
     def starts(self, step: int) -> NDArray[np.int64]:
@@ -61,8 +61,8 @@ class BatchOrder:
 def heldout_windows(num_tokens: int, *, seq_len: int, max_tokens: int) -> NDArray[np.int64]:
     """Return where evaluation windows start, int64, ascending; windows share no label.
 
-    All consecutive windows if they predict at most ``max_tokens`` tokens, else as many as that allows (at least
-    one), evenly spread over the stream. Raises DataError if the stream is shorter than a window.
+    Takes all consecutive windows if they predict at most ``max_tokens`` tokens, else the most that this allows (at
+    least one), evenly spread over the stream. Raises DataError if the stream is shorter than a window.
     """
     fix = "Use more text, a larger data.heldout, or a shorter train.seq_len."
     _check_enough("held-out", num_tokens, seq_len, fix)
@@ -75,8 +75,8 @@ def heldout_windows(num_tokens: int, *, seq_len: int, max_tokens: int) -> NDArra
 def _epoch_order(seed: int, epoch: int, num_windows: int) -> tuple[NDArray[np.int64], int]:
     """Return a permutation of the windows and a number to draw the shift from.
 
-    Sorts raw Philox output, which numpy promises never to change, unlike ``Generator.permutation``: a run goes on
-    in the same order under a newer numpy.
+    Sorts raw Philox output, which numpy promises never to change, unlike ``Generator.permutation``: a run
+    resumes in the same order under a newer numpy.
     """
     key = np.array([seed % (1 << 64), epoch], dtype=np.uint64)
     raw = np.random.Philox(key=key).random_raw(num_windows + 1)

@@ -1,4 +1,4 @@
-"""Folders of prepared data: filled beside their place, moved there whole, and found damaged before they are used."""
+"""Folders of prepared data: filled under a temporary name, renamed when complete, checked for damage before use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _META, _HASHES, _OWN_HASH = "meta.json", "hashes.bin", "sha256"
 
 @frozen(kw_only=True)
 class Prepared:
-    """A folder that is whole: ``meta`` is what ``meta.json`` says, ``hashes`` are those of all files' chunks."""
+    """An intact folder: ``meta`` is the content of ``meta.json``, ``hashes`` are those of all files' chunks."""
 
     folder: Path
     meta: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Prepared:
 
 
 def describe(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Write ``meta.json`` and ``hashes.bin``, over all files of a folder that are there now."""
+    """Write ``meta.json`` and ``hashes.bin`` for all files that are in a folder now."""
     files = sorted(folder.iterdir())
     hashes = b"".join(map(chunk_hashes, files))
     (folder / _HASHES).write_bytes(hashes)
@@ -64,9 +64,9 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> None:
 
 
 def open_prepared(folder: Path) -> Prepared | None:
-    """Return the data in a folder; None where it is not there, or not as :func:`describe` left it.
+    """Return the data in a folder; None if it is missing, or not as :func:`describe` left it.
 
-    Of a file but ``tokenizer.json``, its size is looked at here and its content when it is read.
+    The content of ``tokenizer.json`` is checked here. Other files are checked for size here, for content when read.
     """
     try:
         content = (folder / _META).read_bytes()
@@ -88,10 +88,10 @@ def open_prepared(folder: Path) -> Prepared | None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty hidden folder beside ``folder``, which gets that name at the end, or is removed.
+    """Yield an empty hidden folder next to ``folder``. At the end it gets that name, or is removed.
 
-    What lies there damaged gives way; what another process has put there whole stays. What killed processes of this
-    machine have left in the cache is removed.
+    A damaged ``folder`` is replaced; an intact one that another process has put there stays. Folders that killed
+    processes of this machine have left in the cache are removed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder.parent)
@@ -108,11 +108,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _own_folder(folder: Path) -> tuple[Path, int]:
-    """Return a new hidden folder, and a lock on it that goes with this process."""
+    """Return a new hidden folder, and a lock on it that ends with this process."""
     while True:
         partial = _hidden(folder)
         partial.mkdir()
-        with suppress(FileNotFoundError, BlockingIOError):  # taken for a leftover before it is locked
+        with suppress(FileNotFoundError, BlockingIOError):  # removed as a leftover before it was locked
             lock = os.open(partial, os.O_RDONLY)
             try:
                 _lock(lock, fcntl.LOCK_NB)
@@ -128,7 +128,7 @@ def _remove_leftovers(cache_dir: Path) -> None:
     ours = re.compile(rf"\.[0-9a-f]{{32}}\.{re.escape(_host())}\.[0-9a-f]{{16}}")
     for path in cache_dir.iterdir():
         if ours.fullmatch(path.name):
-            with suppress(OSError):  # locked, gone by now, or on a file system without locks: nobody knows whose it is
+            with suppress(OSError):  # locked, already gone, or on a file system without locks: it may be in use
                 lock = os.open(path, os.O_RDONLY)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,7 +138,7 @@ def _remove_leftovers(cache_dir: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Take what is damaged out of the way in one move, before another process can look at half of it."""
+    """Rename a damaged folder and delete it, so that no other process sees a part of it."""
     aside = _hidden(folder)
     with suppress(FileNotFoundError):
         os.rename(folder, aside)
@@ -157,7 +157,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, how: int = 0) -> None:
-    """Lock a folder; nothing happens where the file system has no locks. Raises BlockingIOError."""
+    """Lock a folder; do nothing if the file system has no locks. Raises BlockingIOError."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | how)
     except BlockingIOError:
@@ -175,7 +175,7 @@ def _host() -> str:
 
 
 def _written(meta: Mapping[str, Any]) -> bytes:
-    """Return what ``meta.json`` holds: what is said, and a hash of it."""
+    """Return the content of ``meta.json``: ``meta`` and a hash of it."""
     return (json.dumps({**meta, _OWN_HASH: _hash(meta)}, indent=2) + "\n").encode()
 
 

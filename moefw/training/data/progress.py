@@ -1,4 +1,4 @@
-"""How far the encoding of a corpus is: a bar on a terminal, a line now and then anywhere else."""
+"""Progress of the encoding of a corpus: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.progress import Progress as Bar
 
 @final
 class EncodingProgress:
-    """Counts the bytes that are encoded, of ``total``; a context manager. Writes to standard error.
+    """Counts encoded bytes out of ``total``; a context manager. Writes to standard error.
 
-    Where that is no terminal, what takes less than ``line_every_s`` seconds says nothing.
+    If that is no terminal, an encoding that takes less than ``line_every_s`` seconds prints nothing.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EncodingProgress:
             self._bar.stop()
 
     def advance(self, count: int) -> None:
-        """Count bytes that are done."""
+        """Add bytes that are done."""
         self._done += count
         now_s = self._now()
         if self._bar:

@@ -24,7 +24,7 @@ from moefw.training.data.tokens import TokenFile, token_dtype
 from moefw.training.folder import TOKENIZER
 
 FORMAT = 2
-"""Counted up when files of the same corpus would come out differently."""
+"""Increased when the prepared files of the same corpus would change."""
 
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by moefw; may be deleted.\n"
 
@@ -44,12 +44,12 @@ class TextSource(DataSource):
 
     @cached_property
     def heldout_bytes(self) -> bytes:  # type: ignore[override]
-        """The held-out documents one after the other, read when first asked for. Raises DamagedDataError."""
+        """The held-out documents, concatenated in order and read on first use. Raises DamagedDataError."""
         return self._heldout_text.read(0, self.num_heldout_bytes)
 
     @property
     def num_heldout_bytes(self) -> int:
-        """How many bytes the held-out documents have."""
+        """The number of bytes of the held-out documents."""
         return self._heldout_text.size
 
     def encode(self, text: str) -> list[int]:
@@ -70,7 +70,7 @@ class TextSource(DataSource):
             raise DataError(what, "The decoder in the tokenizer.json is at fault.") from error
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, unless ids are bytes or it lies there already."""
+        """Write ``tokenizer.json``, unless ids are bytes or it is there already."""
         path, content = folder / TOKENIZER, self._tokenizer.content
         if content is not None and not (path.is_file() and path.read_bytes() == content):
             path.write_bytes(content)
@@ -79,7 +79,7 @@ class TextSource(DataSource):
 def prepare_text(options: Options, cache_dir: Path) -> TextSource:
     """Return the corpus that ``options`` name, tokenized in this call unless an earlier one did it.
 
-    Files are written beside their place and moved there whole, so a process may be killed at any time, and
+    Files are written to a temporary folder that is renamed when complete, so a process may be killed at any time, and
     several may prepare at once. Raises DataError.
     """
     content = None if options.bpe_size else read_tokenizer(options.tokenizer)
@@ -107,9 +107,9 @@ def prepare_text(options: Options, cache_dir: Path) -> TextSource:
 def split_documents(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
     """Return the documents to train on and those held out, neither empty, each in the order given.
 
-    A document is held out if the hash of its name falls into ``share``, whatever else the corpus holds; where that
-    leaves a side empty, the document nearest to it is moved. A single document is cut. Raises DataError if it is
-    too small for that.
+    A document is held out if the hash of its name, scaled to [0, 1), is below ``share``, independent of other
+    documents. If that leaves a side empty, the document nearest to it is moved. A single document is cut. Raises
+    DataError if it is too small for that.
     """
     if len(documents) == 1:
         head, tail = halves(documents[0], share)
@@ -127,7 +127,7 @@ def _place(name: str) -> float:
 
 
 def _digest(corpus: Corpus, tokenizer: str, heldout: float) -> str:
-    """Return a name for what is prepared: other files, sizes, times or options give another name."""
+    """Return the folder name of prepared data: other files, sizes, times or options give another name."""
     digest = hashlib.sha256()
     head = (FORMAT, str(corpus.root), tokenizer, heldout)
     for entry in (head, *((file.name, file.stop, file.mtime_ns) for file in corpus.files)):
@@ -166,14 +166,14 @@ def _fill(folder: Path, corpus: Corpus, content: bytes | None, options: Options)
 
 
 def _vocabulary(documents: Sequence[Document], vocab_size: int) -> bytes:
-    """Return a tokenizer made from documents, the same ones first whatever else is there."""
+    """Return a tokenizer made from documents, in an order that does not depend on other documents."""
     mixed = sorted(documents, key=lambda document: _place(document.name))
     return train_bpe((piece for document in mixed for piece in pieces(document)), vocab_size)
 
 
 @contextmanager
 def _encoder(name: str, content: bytes | None) -> Iterator[tuple[TextTokenizer, Encode]]:
-    """Yield a tokenizer, and what encodes several texts at once: for bytes the tokenizer itself, else a process."""
+    """Yield a tokenizer and the function that encodes batches: for bytes the tokenizer itself, else a process."""
     if content is None:
         tokenizer = load_tokenizer(name, None)
         yield tokenizer, lambda texts: [tokenizer.encode(text) for text in texts]

@@ -1,4 +1,4 @@
-"""Between text and token ids."""
+"""Conversion between text and token ids."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from moefw.core.errors import DataError
 
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
-"""What tokenizers call the token that ends a document, the likelier names first."""
+"""Names of the token that ends a document, the likelier ones first."""
 MAX_BYTES: Final = 1 << 28
-"""256 MiB; the tokenizers of models with the largest vocabularies have a tenth of it."""
+"""256 MiB, ten times the size of the tokenizers with the largest vocabularies."""
 _FIX = "Use bytes, bpe-2048 (or another number of ids), or the path of a tokenizer.json."
 
 
@@ -27,8 +27,8 @@ class TextTokenizer(ABC):
     """Turns UTF-8 text into ids below ``vocab_size`` and back.
 
     ``fingerprint`` is equal for tokenizers that yield equal ids. ``separator`` is the id between two documents,
-    or None if the vocabulary has none. ``content`` is what a ``tokenizer.json`` of it holds, None for bytes.
-    ``parts_after_words``: ids stay the same where text is cut between a word and the white space that follows.
+    or None if the vocabulary has none. ``content`` is the content of its ``tokenizer.json``, None for bytes.
+    ``parts_after_words``: a cut between a word and the white space after it does not change the ids.
     """
 
     fingerprint: str
@@ -39,16 +39,16 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
-        """Return the ids of UTF-8 text, one axis; nothing is added at its ends. Raises ValueError where it fails."""
+        """Return the ids of UTF-8 text, one axis; nothing is added at its ends. Raises ValueError if it fails."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids. Raises ValueError where it fails."""
+        """Return the text of ids. Raises ValueError if it fails."""
 
 
 @final
 class ByteTokenizer(TextTokenizer):
-    """A byte is an id. Documents are separated by byte 0, which text does not contain."""
+    """Uses bytes as ids. Documents are separated by byte 0, which text does not contain."""
 
     fingerprint = "bytes"
     vocab_size = 256
@@ -60,7 +60,7 @@ class ByteTokenizer(TextTokenizer):
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; what is no UTF-8, or no byte at all, becomes the replacement character."""
+        """Return the text; invalid UTF-8, and ids that are no byte, become the replacement character."""
         never_utf8 = 0xFF
         return bytes(id if 0 <= id < 256 else never_utf8 for id in ids).decode("utf-8", "replace")
 
@@ -69,8 +69,8 @@ class ByteTokenizer(TextTokenizer):
 class JsonTokenizer(TextTokenizer):
     """A ``tokenizer.json`` of the ``tokenizers`` library. ``content`` is the file's; raises ValueError if it is none.
 
-    The names of special tokens are ordinary text where they stand in a document, so that no document can end
-    another; the file's truncation and padding, meant for training on single sentences, are switched off.
+    Names of special tokens inside a document are ordinary text, so that no document can end another. The file's
+    truncation and padding, meant for training on single sentences, are switched off.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -105,7 +105,7 @@ class JsonTokenizer(TextTokenizer):
 
 @contextmanager
 def _failures_told() -> Iterator[None]:
-    """Raise what the library raises as ValueError, also a panic of Rust, which is no Exception."""
+    """Raise the library's errors as ValueError, including a Rust panic, which is no Exception."""
     try:
         yield
     except BaseException as error:
@@ -115,10 +115,10 @@ def _failures_told() -> Iterator[None]:
 
 
 def _splits_like_gpt2(tokenizer: Any) -> bool:
-    """Tell whether text is split into words by GPT-2's pattern, and by nothing else, before it is encoded.
+    """Return whether GPT-2's pattern, and nothing else, splits text into words before it is encoded.
 
-    A match of that pattern that holds something else than white space ends where white space begins, and no match
-    depends on what is before it: where white space begins, text may be cut.
+    A match of that pattern with characters other than white space ends where white space begins, and no match depends
+    on the text before it. So text may be cut where white space begins.
     """
     from tokenizers import pre_tokenizers
 
@@ -133,12 +133,12 @@ def _splits_like_gpt2(tokenizer: Any) -> bool:
 
 
 def fingerprint(content: bytes) -> str:
-    """Return that of a ``tokenizer.json``."""
+    """Return the fingerprint of a ``tokenizer.json``."""
     return f"tokenizer.json {hashlib.sha256(content).hexdigest()}"
 
 
 def read_tokenizer(name: str) -> bytes | None:
-    """Return what the ``tokenizer.json`` holds that ``data.tokenizer`` names; None for ``bytes``. Raises DataError."""
+    """Return the content of the tokenizer.json that ``data.tokenizer`` names; None for ``bytes``. Raises DataError."""
     if name == "bytes":
         return None
     path = Path(os.path.expanduser(name))
@@ -156,9 +156,9 @@ def read_tokenizer(name: str) -> bytes | None:
 
 
 def load_tokenizer(name: str, content: bytes | None) -> TextTokenizer:
-    """Return the tokenizer that ``data.tokenizer`` names, with what its file holds: None for bytes. Raises DataError.
+    """Return the tokenizer that ``data.tokenizer`` names, from its file's content: None for bytes. Raises DataError.
 
-    A file that this process has not made runs first where it may break (:class:`EncodingProcess`).
+    A file that this process has not made must first run in an :class:`EncodingProcess`, which it may crash.
     """
     try:
         return ByteTokenizer() if content is None else JsonTokenizer(content)

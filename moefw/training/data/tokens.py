@@ -1,4 +1,4 @@
-"""Token files: the ids of a corpus, one after the other in the smallest type that holds them, little endian."""
+"""Token files: the ids of a corpus in order, in the smallest type that holds them, little endian."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @final
 class TokenFile(TokenStream):
-    """A token file of whole tokens, whose bytes are checked when they are first read."""
+    """A token file, whose bytes are checked when they are first read."""
 
     def __init__(self, file: HashedFile, *, dtype: np.dtype[Any]) -> None:
         assert file.size % dtype.itemsize == 0
@@ -40,7 +40,7 @@ class TokenFile(TokenStream):
 
 @final
 class TokenWriter:
-    """Writes a token file from beginning to end; a context manager. On the disk when it is left."""
+    """Writes a token file from beginning to end; a context manager. Syncs the file to the disk on exit."""
 
     def __init__(self, path: Path, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size

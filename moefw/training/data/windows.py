@@ -1,4 +1,4 @@
-"""Windows of a token stream, as a model may read them."""
+"""Reads windows of a token stream and checks their ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefw.core.errors import ContractError, DamagedDataError
 def read_windows(stream: TokenStream, starts: Iterable[int], *, seq_len: int, vocab_size: int) -> NDArray[np.int64]:
     """Return the windows of ``seq_len + 1`` ids at ``starts``: ``(B, seq_len + 1)``, int64.
 
-    Raises DamagedDataError where an id lies outside of the vocabulary, ContractError where the stream gives no ids.
+    Raises DamagedDataError if an id is outside the vocabulary, and ContractError if the stream returns no ids.
     """
     return np.stack([_window(stream, int(start), seq_len + 1, vocab_size) for start in starts])
 

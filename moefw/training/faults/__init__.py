@@ -1,1 +1,1 @@
-"""What goes wrong in a run: a rank hangs, dies, leaves or is asked to stop, a number or a plugin is bad."""
+"""Faults of a run: a rank hangs, dies, leaves or is asked to stop, a value is not finite, a plugin misbehaves."""

@@ -1,4 +1,4 @@
-"""What is done about a step whose loss or gradient is not finite: stop, skip it, or run it again."""
+"""Handling of a step whose loss or gradient is not finite: stop, skip it, or run it again."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moefw.training.faults.watched_step import StepWatch
 Policy = Literal["stop", "skip", "rerun"]
 
 SKIPPED_STEPS, RERUN_STEPS = "skipped_steps", "rerun_steps"
-"""The metrics that are 1 in a step that was skipped, or taken at its second run; other steps do not have them."""
+"""The metrics that are 1 in a step that was skipped, or whose second run counts; other steps do not have them."""
 
 MAX_SKIPPED: Final = 10
-"""So many bad steps in a row are no accident of a batch: nothing is learned any more."""
+"""Bad steps in a row after which a run stops: no single batch is the cause, and nothing is learned."""
 
 
 @frozen(eq=False)
 class Verdict:
-    """What is done: ``attempt`` is the step that counts, ``metric`` the name under which it does.
+    """Decision on a bad step: ``attempt`` is the run that counts, ``metric`` the metric that records it.
 
-    ``note`` tells the user, in a line.
+    ``note`` is a line for the user.
     """
 
     attempt: Attempt
@@ -38,17 +38,17 @@ class Verdict:
 
 @final
 class BadSteps:
-    """Judges bad steps, the same on every rank. ``policy`` is ``train.on_bad_step``."""
+    """Decides on bad steps, the same on every rank. ``policy`` is ``train.on_bad_step``."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, policy: Policy) -> None:
         self._model, self._optimizer, self._layout, self._policy = model, optimizer, layout, policy
         self._skipped: list[int] = []
 
     def judge(self, number: int, bad: Attempt, again: Callable[[], Attempt], *, num_batches: int) -> Verdict:
-        """Run step ``number`` again under watch, and say what is to be done. Collective.
+        """Run step ``number`` again under watch, and return the decision. Collective.
 
-        Raises RunError, which names the first bad tensor, where the policy is to stop or cannot help: what was bad
-        before the step stays bad, a second run that is bad too is reproducible, and skipping goes on for too long.
+        Raises RunError, which names the first bad tensor, if the policy is to stop or cannot help: a tensor was bad
+        before the step, a second run is bad too, or too many steps in a row were skipped.
         """
         if before := first_of_all(bad_state(self._model, self._optimizer), self._layout):
             fix = "It was so before the step, so no other step is better: continue with --resume=last-good."

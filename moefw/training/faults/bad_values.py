@@ -1,4 +1,4 @@
-"""Values that are not finite: how many there are, of what kind, in the tensor of which name, on which rank."""
+"""Non-finite values: their number and kind, the name of their tensor, and its rank."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from moefw.runtime.parallel.pieces import local, stored
 from moefw.training.agreement import everywhere
 
 _FINITE, _NAN, _INF = 1, 2, 3
-"""What a value is; 0 where this rank does not store it."""
+"""Kinds of values; 0 if this rank does not store the value."""
 
 
 @frozen
 class BadTensor:
-    """A tensor that is not finite, in words. Of several, on any ranks, the one of the least ``order`` came first."""
+    """A non-finite tensor, in words. Over all ranks, the one with the least ``order`` came first."""
 
     order: tuple[float, ...]
     what: str
 
 
 def bad_values(tensor: Tensor) -> str:
-    """Return what is not finite in a plain tensor, ``3 NaN and 1 inf (of 1,024 values)``; empty where all is."""
+    """Return a plain tensor's non-finite values, ``3 NaN and 1 inf (of 1,024 values)``; empty if there are none."""
     if not tensor.is_floating_point() or tensor.itemsize < 2 or bool(tensor.isfinite().all()):
         return ""
     return _counted(_kinds(tensor))
 
 
 def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the bad values of each piece of a parameter, or of what is shaped like it.
+    """Yield the name and the bad values of each piece of a parameter, or of a tensor of its shape.
 
-    Of a tensor that is sharded, only what this rank stores is looked at.
+    Of a sharded tensor, only this rank's shard is checked.
     """
     own = local(held)
     if bool(own.isfinite().all()):
@@ -74,7 +74,7 @@ def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
 
 
 def first_of_all(found: BadTensor | None, layout: Layout) -> str:
-    """Return which tensor came first over all ranks, ``rank 1: ... holds ...``; empty if there is none. Collective."""
+    """Return the first bad tensor over all ranks, ``rank 1: ... holds ...``; empty if there is none. Collective."""
     own = None if found is None else [found.order, found.what]
     answers = enumerate(everywhere(own, layout.host_group()))
     told = [(answer[0], rank, answer[1]) for rank, answer in answers if answer is not None]

@@ -1,4 +1,4 @@
-"""Who keeps a run from getting on, and how that is said."""
+"""Finds the rank that blocks a run, and words the message about it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RESUME = "Continue from the last checkpoint with --resume."
 
 @frozen(kw_only=True)
 class Seen:
-    """A rank as a watcher sees it: ``still_s`` without progress. ``state``: what keeps its process from running.
+    """A rank as a watcher sees it: ``still_s`` seconds without progress. ``state``: why its process does not run.
 
-    ``heard``: the record is what the rank has told, and may be a second old.
+    ``heard``: the record came through the store, and may be a second old.
     """
 
     rank: int
@@ -30,34 +30,35 @@ class Seen:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others."""
+        """Whether it waits for other ranks."""
         return bool(self.record.waits_in) and not self.state
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return how long it may go without progress; a stopped process imports nothing."""
+        """Return the seconds that it may go without progress; a stopped process imports nothing."""
         return limit_s(timeout_s, slow=self.record.slow and self.state != STOPPED)
 
     @property
     def name(self) -> str:
-        """Which rank, and where to find it."""
+        """The rank, with its host and pid."""
         return named(self.rank, self.record)
 
     @property
     def place(self) -> str:
-        """Where it is in the run, as far as is known."""
+        """Its last known place in the run."""
         return f"last heard of at {self.record.place}" if self.heard and self.state else self.record.place
 
 
 def named(rank: int, record: Record) -> str:
-    """Return which rank, and where to find it."""
+    """Return the name of a rank, with its host and pid if known."""
     return f"rank {rank} ({record.host}, pid {record.pid})" if record.pid else f"rank {rank}"
 
 
 def culprit(ranks: Sequence[Seen], timeout_s: float) -> Seen | None:
-    """Return the rank that all wait for, or None while the run gets on.
+    """Return the rank that all others wait for, or None while the run makes progress.
 
-    A rank that waits in a collective is excused as long as anybody gets on: those whom it waits for may. A process that
-    does not run is blamed first, also if others have waited a little longer, then who has the oldest stamp.
+    A rank that waits in a collective is not blamed while any rank makes progress, as it may wait for that one. A
+    process that does not run is blamed first, even if others have waited a little longer, then the rank with the oldest
+    stamp.
     """
     working = [seen for seen in ranks if not seen.record.ending]
     late = [seen for seen in working if seen.still_s > seen.limit_s(timeout_s)]
@@ -69,18 +70,18 @@ def culprit(ranks: Sequence[Seen], timeout_s: float) -> Seen | None:
 
 
 def vanished(ranks: Sequence[Seen]) -> Seen | None:
-    """Return the rank that has left without a word, where this one lost contact with another."""
+    """Return the rank that left without a message. Called when this rank has lost contact with another."""
     gone = [seen for seen in ranks if seen.state and not seen.record.ending]
     return max(gone, key=lambda seen: seen.still_s, default=None)
 
 
 def left_silently(gone: Seen) -> Problem:
-    """Return what is told of a rank that others lost."""
+    """Return the problem of a rank that left without a message."""
     return Problem(f"{gone.name} left without a word, {gone.place}.", RESUME)
 
 
 def accusation(found: Seen, ranks: Sequence[Seen], timeout_s: float) -> Problem:
-    """Return what is told of a rank that hangs: who, where, for how long, and what the others wait in."""
+    """Return the problem of a rank that hangs: which rank, where, for how long, and the collectives of the others."""
     limit = found.limit_s(timeout_s)
     what = f"{found.name} has made no progress for {found.still_s:.1f} s (run.timeout_s allows {limit:g}): "
     what += found.place

@@ -1,4 +1,4 @@
-"""Where the ranks of a launcher put their records and stacks: files in a private folder that they share with it."""
+"""Files for the records and stacks of a launcher's ranks, in a private folder that they share with it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Final
 from moefw.training.faults.record import RECORD_BYTES
 
 MEETING: Final = "MOEFW_MEETING"
-"""Names the private folder (mode 0700, one for each attempt) of ranks that a launcher of ours started."""
+"""Names the private folder (mode 0700, one for each attempt) of ranks that moefw's launcher started."""
 
 
 def meeting_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the private folder of this rank's launcher; None where no launcher of ours started it."""
+    """Return the private folder of this rank's launcher; None if moefw's launcher did not start it."""
     folder = environment.get(MEETING)
     return Path(folder) if folder else None
 
 
 def record_file(folder: Path, rank: int) -> memoryview:
-    """Return a rank's record, which all processes see that open it; empty when it is opened first."""
+    """Return a rank's record, shared by all processes that open it; it is empty at first."""
     descriptor = os.open(folder / f"rank-{rank}.record", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, RECORD_BYTES)

@@ -1,4 +1,4 @@
-"""Ranks that have left: what is told of them, and what that makes of the run."""
+"""Ranks that have left: the problems to report, and the outcome of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefw.training.faults.record import Record
 
 @frozen(kw_only=True)
 class Departed:
-    """A rank whose process ended: with an exit ``code``, or, below zero, by a signal."""
+    """A rank whose process ended. ``code``: its exit code, or minus the signal that ended it."""
 
     rank: int
     record: Record
@@ -22,23 +22,24 @@ class Departed:
 
     @property
     def well(self) -> bool:
-        """Whether it had done all that there was to do."""
+        """Whether it ended after the run was done."""
         return self.code == 0 and self.record.ending == "done"
 
 
 @frozen(kw_only=True)
 class Outcome:
-    """What becomes of the run: an exit ``code``, and the ``problem`` where none of the ranks has told it."""
+    """Outcome of the run: an exit ``code``, and the ``problem`` if no rank has reported it."""
 
     code: int
     problem: Problem | None = None
 
 
 def outcome(gone: Sequence[Departed], *, oom_kills: int, memory_note: Callable[[], str]) -> Outcome | None:
-    """Return what those who left make of the run; None as long as they left well, or since others were gone.
+    """Return the outcome of the run by the ranks that left; None if these left well or had only lost contact.
 
-    A signal comes first, then who left without a word, then who told why. ``oom_kills``: how many processes the kernel
-    has killed for memory meanwhile; ``memory_note`` returns what was planned for and what there is.
+    A rank ended by a signal comes first, then one out of memory, one without a message, and one that reported why.
+    ``oom_kills``: processes that the kernel has killed for memory during the run. ``memory_note`` returns the planned
+    and the available memory.
     """
     for each in gone:
         if each.code < 0:
@@ -54,7 +55,7 @@ def outcome(gone: Sequence[Departed], *, oom_kills: int, memory_note: Callable[[
 
 
 def left_early(rank: int, record: Record, code: object) -> Problem:
-    """Return what is told of a rank that leaves before the others."""
+    """Return the problem of a rank that leaves before the run is done."""
     shown = 0 if code is None else code
     return Problem(
         f"{named(rank, record)} left with exit code {shown} at {record.place}, before the run was done.", RESUME
@@ -62,12 +63,12 @@ def left_early(rank: int, record: Record, code: object) -> Problem:
 
 
 def out_of_memory(rank: int, record: Record, memory_note: Callable[[], str]) -> Problem:
-    """Return what is told of a rank that asked for memory and got none."""
+    """Return the problem of a rank that ran out of memory."""
     return Problem(f"{named(rank, record)} ran out of memory at {record.place}. {memory_note()}", RESUME)
 
 
 def lost_contact(gone: Sequence[Departed]) -> Problem:
-    """Return what is told where ranks lost each other and none says why."""
+    """Return the problem of ranks that lost contact while none reports why."""
     who = in_words([each.rank for each in gone])
     return Problem(f"{who} lost contact with the others at {gone[0].record.place}, and none says why.", RESUME)
 

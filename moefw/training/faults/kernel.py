@@ -1,4 +1,4 @@
-"""What the kernel tells of processes: what keeps one from running, and that memory ran out."""
+"""Information from the kernel: why a process does not run, and whether memory ran out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STATES: Final = {
 
 
 def process_state(pid: int) -> str:
-    """Return what keeps a process of this machine from running; nothing where it may run."""
+    """Return why a process of this machine does not run; empty if it may run."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except OSError:
@@ -29,7 +29,7 @@ def process_state(pid: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, PyTorch's allocator on the host, or the one of a GPU had no memory left."""
+    """Return whether an error means that Python or PyTorch's allocator of the host or a GPU had no memory left."""
     torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
     return isinstance(error, MemoryError) or torchs
 

@@ -1,4 +1,4 @@
-"""Warns of a loss that jumps."""
+"""Warns of loss spikes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections import deque
 from typing import Final, final
 
 WARM_UP: Final = 20
-"""So many losses are known before one can be a spike."""
+"""Number of losses before one can be a spike."""
 WINDOW: Final = 50
-"""Over so many steps the mean is taken."""
+"""Number of steps over which the mean is taken."""
 LOSS_SPIKES: Final = "loss_spikes"
 """The metric that is 1 in a step whose loss is a spike; other steps do not have it."""
 
 
 @final
 class LossSpikes:
-    """Holds each loss against the mean of the last ones. ``factor`` is ``train.loss_spike``; None: nothing is a spike.
+    """Compares each loss with the mean of the last ones. ``factor`` is ``train.loss_spike``; None: nothing is a spike.
 
-    It begins anew with every start of a run. What is not finite is no spike and enters no mean.
+    The mean starts anew with every start of a run. A non-finite loss is no spike and does not enter the mean.
     """
 
     def __init__(self, factor: float | None) -> None:
@@ -26,7 +26,7 @@ class LossSpikes:
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
     def warning(self, step: int, loss: float) -> str:
-        """Return a line about the loss of ``step`` if it is a spike, else nothing."""
+        """Return a line about the loss of ``step`` if it is a spike, else an empty string."""
         if not math.isfinite(loss):
             return ""
         count, total = len(self._recent), sum(self._recent)

@@ -1,4 +1,4 @@
-"""How long is waited for what, and how long ranks have not got on; ``timeout_s`` is the spec's ``run.timeout_s``."""
+"""Time limits, and the time that ranks go without progress; ``timeout_s`` is the spec's ``run.timeout_s``."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Callable, Mapping
 from typing import Final, final
 
 START_S: Final = 300.0
-"""What imports libraries has at least so long, from the start of a process on: from a shared disk that is slow."""
+"""Least limit of phases that import libraries, from the start of a process on: a shared disk may be slow."""
 LOOK_S: Final = 1.0
-"""A rank looks at itself and at others at least so often."""
+"""Longest interval between two checks of a rank on itself and on others."""
 
 
 def limit_s(timeout_s: float, *, slow: bool) -> float:
-    """Return how long a rank may go without progress, in a phase that is known to be ``slow`` or in another one."""
+    """Return the seconds that a rank may go without progress; ``slow``: in a phase that is known to be slow."""
     return max(timeout_s, START_S) if slow else timeout_s
 
 
 def look_every_s(timeout_s: float) -> float:
-    """Return how often a rank looks at where its main thread is."""
+    """Return the seconds between two checks of a rank on its main thread."""
     return min(LOOK_S, timeout_s / 4)
 
 
 def collective_timeout_s(timeout_s: float) -> float:
-    """Return a time-out for collectives, which name nobody: the watch has spoken long before."""
+    """Return the time-out of collectives. It names no rank, so the watch reports long before it."""
     return 2 * max(timeout_s, START_S) + 60.0
 
 
 @final
 class Stillness:
-    """Counts from the last change that was seen.
+    """Measures the time since the last change of each rank's count.
 
-    A watcher that was itself stopped (Ctrl-Z, a suspended laptop) counts no more than two looks of that time: nobody
-    else may have run either.
+    If the watcher itself was stopped (Ctrl-Z, a suspended laptop), at most ``2 * LOOK_S`` of that time count, as the
+    other ranks may not have run either.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class Stillness:
         self._changed: dict[int, tuple[int, float]] = {}
 
     def of(self, counts: Mapping[int, int]) -> dict[int, float]:
-        """Return the seconds since each rank's count was another, as far as has been seen."""
+        """Return the seconds since each rank's count was last seen to change."""
         now_s = self._now()
         self._awake_s += min(now_s - self._last_s, 2 * LOOK_S)
         self._last_s = now_s

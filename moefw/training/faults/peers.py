@@ -1,4 +1,4 @@
-"""The records of ranks that no launcher of ours has started: told through a store, over a connection of their own."""
+"""Exchange of records between ranks without moefw's launcher: through a store, over a separate connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefw.training.faults.blame import RESUME
 from moefw.training.faults.record import RECORD_BYTES, Record, read_record
 
 WATCHERS: Final = (0, 1)
-"""These ranks look at all others: one could hang itself. The others only look whether somebody is accused."""
+"""The ranks that watch all others: two, as one could itself hang. The others only check for an accusation."""
 _ACCUSED: Final = "moefw/accused"
 
 
@@ -25,7 +25,7 @@ class SilentStoreError(Exception):
 
 @frozen(kw_only=True)
 class Accused:
-    """The rank that keeps the others from getting on; it runs as ``pid`` on ``machine``. ``by``: who says so."""
+    """The rank that blocks the others; it runs as ``pid`` on ``machine``. ``by``: the rank that reports it."""
 
     by: int
     machine: str
@@ -34,9 +34,9 @@ class Accused:
 
 @final
 class Peers:
-    """What ranks tell each other while they train. ``timeout_s``: how long the store may take to answer.
+    """Messages between ranks during training. ``timeout_s``: seconds that the store may take to answer.
 
-    A thread of its own calls the store: the client waits for ever for a server whose process is stopped.
+    A separate thread calls the store, as the client waits forever for a server whose process is stopped.
     """
 
     def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
@@ -47,20 +47,20 @@ class Peers:
 
     @property
     def watches(self) -> bool:
-        """Whether this rank looks at all others."""
+        """Whether this rank watches all others."""
         return self._rank in WATCHERS
 
     @property
     def last(self) -> Mapping[int, Record]:
-        """The records that were read last, by rank; a watcher has all."""
+        """The records read last, by rank; a watcher has those of all ranks."""
         return self._known
 
     def tell(self, record: bytes) -> None:
-        """Let the others see this rank's record."""
+        """Publish this rank's record."""
         self._ask("set", f"moefw/rank-{self._rank}", record)
 
     def look(self) -> Mapping[int, Record]:
-        """Read the records of all ranks; one that has told nothing yet has an empty one."""
+        """Read the records of all ranks; a rank that has published none yet has an empty one."""
         self._missing -= {rank for rank in self._missing if self._ask("check", [f"moefw/rank-{rank}"])}
         there = sorted(self._known.keys() - self._missing)
         found = self._ask("multi_get", [f"moefw/rank-{rank}" for rank in there]) if there else []
@@ -68,12 +68,12 @@ class Peers:
         return self._known
 
     def accuse(self, accused: Accused) -> bool:
-        """Say who hangs; return whether nobody has said so before."""
+        """Publish which rank hangs; return whether no rank had done so before."""
         own = json.dumps([accused.by, accused.machine, accused.pid])
         return bytes(self._ask("compare_set", _ACCUSED, "", own)) == own.encode()
 
     def accused(self) -> Accused | None:
-        """Return who is said to hang, if anybody is."""
+        """Return the rank that is accused of hanging, if any."""
         if not self._ask("check", [_ACCUSED]):
             return None
         by, machine, pid = json.loads(self._ask("get", _ACCUSED))
@@ -90,12 +90,12 @@ class Peers:
 
 
 def speaker(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the rank that says that the store is silent: the first that does not keep it itself."""
+    """Return the rank that reports a silent store: the first that does not host it."""
     return 0 if _agent_keeps_it(environment) else 1
 
 
 def silent_store(keeper: Record, timeout_s: float, environment: Mapping[str, str] = os.environ) -> Problem:
-    """Return what is wrong where the store does not answer that ``keeper``, rank 0, or torchrun's agent has."""
+    """Return the problem of a silent store, hosted by ``keeper``, which is rank 0, or by torchrun's agent."""
     who = f"rank 0 ({keeper.host}, pid {keeper.pid}), which keeps the ranks' store,"
     if _agent_keeps_it(environment):
         address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"

@@ -1,4 +1,4 @@
-"""Calls into code of others while a run goes: what it leaves behind is put back, and who did it is named."""
+"""Calls of third-party plugins during a run: shared state that they change is restored, and the plugin is named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moefw.core.plugin import Plugin
 
 
 class MisbehaviourError(PluginError):
-    """A plugin misbehaves while a run goes, perhaps on one rank alone: each that fails says so."""
+    """A plugin misbehaves during a run, perhaps on one rank only: each rank that fails reports it."""
 
     exit_code = 1
 
@@ -31,12 +31,12 @@ class PluginGuard:
         self._assembly, self._rank = assembly, rank
 
     def notify(self, hook: str, *, step: int, **arguments: Any) -> None:
-        """Call the observers of a hook; one that fails or changes what is shared is named and not called again."""
+        """Call the observers of a hook; one that fails or changes shared state is named and not called again."""
         place = f"{hook}, step {step + 1}, rank {self._rank}"
         self._assembly.registry.notify(hook, place=place, around=partial(kept, ContractError), step=step, **arguments)
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of ``step``, from 0. Raises MisbehaviourError where the schedule gives none."""
+        """Return the learning rate of ``step`` (from 0). Raises MisbehaviourError if the schedule gives none."""
         train, schedule = self._assembly.spec.train, self._assembly.parts.schedule
         with self.calling(schedule, step):
             factor: object = schedule.factor(step, train.steps)
@@ -49,7 +49,7 @@ class PluginGuard:
 
     @contextmanager
     def calling(self, plugin: Plugin, step: int) -> Iterator[None]:
-        """Be in a call of a part. Raises MisbehaviourError where one of others fails, or changes what is shared."""
+        """Guard a call of a part. Raises MisbehaviourError if a third-party part fails or changes shared state."""
         part = self._assembly.registry.origin(plugin)
         if part.distribution == OURS:
             yield

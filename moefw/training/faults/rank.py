@@ -1,4 +1,4 @@
-"""How a rank leaves: at the end of its run, with a word of its own, or so that others say why."""
+"""Exit of a rank: at the end of its run, with its own message, or silently if others report why."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from moefw.training.faults.watch import Watch
 from moefw.training.world import Place
 
 CONTACT_S: Final = 8.0
-"""Who lost another rank is silent for so long: that one may still be about to say why it left."""
+"""Seconds that a rank is silent after it lost another one, which may still report why it left."""
 
 
 @contextmanager
 def watched(run: RunSpec, place: Place, requests: StopRequests, *, memory_note: Callable[[], str]) -> Iterator[None]:
-    """Watch what this rank does inside, from its first stamp on.
+    """Watch the code inside on this rank, from its first stamp on.
 
-    ``memory_note`` returns what memory was planned for and what there is. Raises RunError where the process is about to
-    leave before its run is done, or got no memory; exits silently where a launcher of ours will tell that.
+    ``memory_note`` returns the planned and the available memory. Raises RunError if the process is about to leave
+    before its run is done, or ran out of memory. Exits silently if moefw's launcher will report that.
     """
     with Watch(run, place, requests) as watch, stamping(watch.stamps):
         try:

@@ -1,4 +1,4 @@
-"""What a rank says of itself: a record of a fixed size, in memory that others see, or sent to them as it is."""
+"""Record of a rank's progress, of a fixed size: in shared memory, or sent to the others as it is."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ENDING_AT: Final = _WHO_AT + _WHO.size
 RECORD_BYTES: Final = _ENDING_AT + _ENDING.size
 
 Ending = Literal["", "done", "told", "lost", "memory"]
-"""How a rank left: not yet, at the end of the run, with a message of its own, since others were gone, out of memory."""
+"""How a rank left: not yet, at the end of the run, with its own message, after losing others, out of memory."""
 
 
 @frozen(kw_only=True)
 class Record:
-    """A rank's last ``phase`` at ``step`` (from 1; 0: before the first), after so many ``stamps``.
+    """A rank's last ``phase`` at ``step`` (from 1; 0: before the first), and its number of ``stamps``.
 
     ``slow``: the phase imports libraries.
     ``beats`` counts the looks of its watch thread, ``waits_in`` names the collective that its main thread was seen in.
@@ -42,14 +42,14 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Where it is in the run, for a message."""
+        """Its place in the run, for a message."""
         if not self.stamps:
             return "before its first sign of life"
         return f"step {self.step}, {self.phase}" if self.step else self.phase
 
 
 def read_record(buffer: bytes | bytearray | memoryview) -> Record:
-    """Return what ``RECORD_BYTES`` say. A text that is being written while it is read may come out mixed."""
+    """Return the record in ``RECORD_BYTES`` bytes. A text that is written during the read may come out mixed."""
     stamps, step, slow, phase = _STAMP.unpack_from(buffer)
     beats, seen_at, waits_in = _LOOK.unpack_from(buffer, _LOOK_AT)
     pid, host, machine = _WHO.unpack_from(buffer, _WHO_AT)
@@ -74,12 +74,12 @@ def write_stamp(buffer: memoryview, stamps: int, step: int, phase: str, *, slow:
 
 
 def write_look(buffer: memoryview, beats: int, waits_in: str, *, stamps: int) -> None:
-    """Write the watch thread's part; ``waits_in`` holds until there are more than so many ``stamps``."""
+    """Write the watch thread's part; ``waits_in`` is valid until the next stamp after ``stamps``."""
     _LOOK.pack_into(buffer, _LOOK_AT, beats, stamps, waits_in.encode())
 
 
 def write_who(buffer: memoryview, pid: int, host: str, machine: str) -> None:
-    """Write whose record it is."""
+    """Write the process that the record belongs to."""
     _WHO.pack_into(buffer, _WHO_AT, pid, host.encode(), machine.encode())
 
 

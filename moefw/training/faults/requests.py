@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C. It saves at the end of its step then."""
+"""Signals that ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C. The run then saves at the end of its step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from moefw.training.errors import StoppedError
 ASKING: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INTERRUPTED: Final = 128 + signal.SIGINT
 BOUNDARY_S: Final = 25.0
-"""torchrun kills 30 s after its SIGTERM, which it also sends when a peer has died: then no step ends any more."""
+"""Limit for a step to end after torchrun's SIGTERM, which also comes when a peer has died: then no step ends any more.
+torchrun kills after 30 s."""
 _ANSWER_S: Final = 2.0
-"""So long the main thread may take to raise what a signal asks for; in a library it may never."""
+"""Limit for the main thread to answer a signal; inside a library it may never do so."""
 
 Mode = Literal["end", "defer", "finish"]
 
 
 @final
 class StopRequests:
-    """A context manager of the main thread; the handlers of before are back afterwards.
+    """Signal handlers as a context manager of the main thread; the previous handlers are restored on exit.
 
     In mode "end" a request ends the process with :class:`StoppedError`; in "defer" it waits in ``asked`` for the end of
-    a step; in "finish" all is saved, and the run ends by itself. A second Ctrl-C always raises KeyboardInterrupt.
-    ``resumable`` tells whether there is a checkpoint to continue from. ``launched``: the launcher answers Ctrl-C.
-    ``torchrun``: a step that does not end within ``BOUNDARY_S`` of SIGTERM will not end at all.
+    a step; in "finish" all is saved, and the run ends by itself. Ctrl-C after another request always raises
+    KeyboardInterrupt. ``resumable`` returns whether there is a checkpoint to continue from. ``launched``: the launcher
+    answers Ctrl-C. ``torchrun``: a step that does not end within ``BOUNDARY_S`` of SIGTERM will not end at all.
     """
 
     def __init__(self, *, resumable: Callable[[], bool], launched: bool = False, torchrun: bool = False) -> None:
@@ -56,7 +57,7 @@ class StopRequests:
             os.close(end)
 
     def stopped(self, number: signal.Signals) -> StoppedError:
-        """Return what ends a process that has nothing to save when a signal comes."""
+        """Return the error for a signal that comes when there is nothing to save."""
         if self._resumable():
             what = f"stopped by {number.name} before a step was done: the last checkpoint is as it was."
             return StoppedError(what, "Continue with --resume.")
@@ -72,7 +73,7 @@ class StopRequests:
             raise KeyboardInterrupt
 
     def wait(self, seconds: float) -> None:
-        """Wait for a signal, for :meth:`wake`, or so long. For another thread than the main one, which may hang."""
+        """Wait for a signal, for :meth:`wake`, or ``seconds``. For a thread other than the main one, which may hang."""
         if select.select([self._pipe[0]], [], [], seconds)[0]:
             self._arrived += [(number, time.monotonic()) for number in os.read(self._pipe[0], 256) if number]
 
@@ -81,7 +82,7 @@ class StopRequests:
         os.write(self._pipe[1], b"\0")
 
     def overdue(self) -> StoppedError | None:
-        """Return what should have ended the process by now, if the main thread had answered a signal."""
+        """Return the error that would have ended the process if the main thread had answered a signal."""
         now_s = time.monotonic()
         late = [signal.Signals(number) for number, at_s in self._arrived if now_s - at_s > _ANSWER_S]
         if signal.SIGINT in late[1:]:

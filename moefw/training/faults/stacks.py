@@ -11,7 +11,7 @@ STACKS = "stacks"
 
 
 def keep_own(run_dir: Path, rank: int) -> str:
-    """Write the stacks of this process's threads; return where they are, or why they are not."""
+    """Write the stacks of this process's threads; return where they are, or why they could not be written."""
     try:
         folder = _folder(run_dir)
         with (folder / f"rank-{rank}.txt").open("wb") as file:
@@ -22,7 +22,7 @@ def keep_own(run_dir: Path, rank: int) -> str:
 
 
 def keep_others(files: list[Path], run_dir: Path) -> str:
-    """Move files of stacks to the folder of the run; return where they are, or why they are not."""
+    """Copy files of stacks to the folder of the run; return where they are, or why they could not be copied."""
     try:
         folder = _folder(run_dir)
         for file in files:

@@ -1,4 +1,4 @@
-"""Progress, stamped by the main thread: a call of about a microsecond wherever a run gets on."""
+"""Progress stamps of the main thread: a call of about a microsecond at each point of progress."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from moefw.training.faults.record import write_stamp
 
 @final
 class Stamps:
-    """The stamps of one rank, written into its record; ``store``: where it has met the others, if anywhere.
+    """The stamps of one rank, written into its record. ``store``: the store that it shares with the others, if any.
 
-    ``wake`` is called when it has.
+    ``wake`` is called when the store is set.
     """
 
     def __init__(self, buffer: memoryview, *, wake: Callable[[], None]) -> None:
@@ -32,14 +32,14 @@ class Stamps:
 
 
 _CURRENT: ContextVar[Stamps | None] = ContextVar("stamps", default=None)
-"""Those of this thread: a new thread has none, so that nothing but the main thread counts as progress."""
+"""The stamps of this thread. A new thread has none, so that only the main thread counts as progress."""
 
 
 def stamp(phase: str, *, step: int | None = None, slow: bool = False) -> None:
-    """Say that the run has got as far as ``phase``, which begins. ``step`` (from 1) holds until it is given again.
+    """Record that ``phase`` begins. ``step`` (from 1) is kept until it is given again.
 
-    ``slow``: the phase imports libraries, and is given the time that takes at worst.
-    Nothing happens outside of :func:`stamping`, and in other threads than the one that called it.
+    ``slow``: the phase imports libraries, and gets a limit that is long enough for this.
+    Does nothing outside of :func:`stamping`, and in other threads than the one that called it.
     """
     stamps = _CURRENT.get()
     if stamps is not None:
@@ -47,7 +47,7 @@ def stamp(phase: str, *, step: int | None = None, slow: bool = False) -> None:
 
 
 def met(store: Any) -> None:
-    """Say that the ranks share a store: there they tell each other how they get on, unless a launcher watches them."""
+    """Set the store through which ranks exchange their progress, unless a launcher watches them."""
     stamps = _CURRENT.get()
     if stamps is not None:
         stamps.store = store

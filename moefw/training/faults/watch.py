@@ -1,4 +1,4 @@
-"""The watch of a rank: a thread that sees its main thread hang and, where no launcher of ours does, other ranks."""
+"""The watch of a rank: a thread that detects hangs of its main thread and, without moefw's launcher, of other ranks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from moefw.training.world import Place
 
 @final
 class Watch:
-    """One rank's record, and the thread that keeps it while this context manager is open. Opened by the main thread.
+    """One rank's record, and the thread that updates it while this context manager is open. Opened by the main thread.
 
-    A launcher of ours looks at the records of its ranks. Other ranks tell them each other once they have met, and the
-    first to see one hang ends this process; so does a signal that the main thread does not answer.
+    moefw's launcher reads the records of its ranks. Other ranks exchange them once they share a store, and this process
+    ends when one of these ranks hangs. It also ends on a signal that the main thread does not answer.
     """
 
     def __init__(self, run: RunSpec, place: Place, requests: StopRequests) -> None:
@@ -54,7 +54,7 @@ class Watch:
 
     @property
     def launched(self) -> bool:
-        """Whether a launcher of ours looks at this rank."""
+        """Whether moefw's launcher watches this rank."""
         return self._folder is not None
 
     @property
@@ -95,7 +95,7 @@ class Watch:
                 self._look()
 
     def _look(self) -> None:
-        """Publish where the main thread is, and look at all others that this rank watches."""
+        """Publish where the main thread is, and check all ranks that this one watches."""
         rank, stamps = self._place.rank, self.seen.stamps
         own_s = self._still.of({rank: stamps})[rank]
         self._beats += 1
@@ -114,7 +114,7 @@ class Watch:
             self._accuse(found, accusation(found, ranks, self._timeout_s))
 
     def _met(self, own: Sequence[Seen]) -> Sequence[Seen]:
-        """Return all ranks that this one watches, as far as the store tells."""
+        """Return all ranks that this one watches, by their records in the store."""
         place = self._place
         try:
             if self._peers is None:
@@ -138,13 +138,13 @@ class Watch:
         ]
 
     def _state(self, record: Record, silent_s: float) -> str:
-        """Return what keeps a peer from running; on another machine, no more is known than that it is silent."""
+        """Return why a peer does not run; on another machine, only its silence is known."""
         if record.machine == self.seen.machine:
             return process_state(record.pid)
         return SILENT if silent_s > 3 * self._every_s else ""
 
     def _accuse(self, found: Seen, problem: Problem) -> NoReturn:
-        """Say what is wrong with a rank, unless another one has said so, and leave."""
+        """Report the problem of a rank, unless another rank has done so, and leave."""
         record = found.record
         if self._peers is not None:
             accused = Accused(by=self._place.rank, machine=record.machine, pid=record.pid)
@@ -156,7 +156,7 @@ class Watch:
         self._leave(f"error: {evolve(problem, what=f'{problem.what} {stacks}')}", 1)
 
     def _follow(self, accused: Accused) -> NoReturn:
-        """Leave since another rank has said why."""
+        """Leave, as another rank has reported the problem."""
         keep_own(self._run_dir, self._place.rank)
         self._awaken(accused)
         os._exit(1)
@@ -176,13 +176,13 @@ class Watch:
         self._leave(f"error: {evolve(problem, what=f'{problem.what} {stacks}')}", 1)
 
     def _awaken(self, accused: Accused) -> None:
-        """Let a stopped process on this machine go on: it leaves its stacks and ends when it reads what is said."""
+        """Continue a stopped process on this machine: it reads the accusation, keeps its stacks and ends."""
         if accused.machine == self.seen.machine:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(accused.pid, signal.SIGCONT)
 
     def _leave(self, why: str, code: int) -> NoReturn:
-        """Print why and end this process, once the others had the time to see who is accused."""
+        """Print why and end this process, after the others had time to read the accusation."""
         os.write(2, f"{why}\n".encode(errors="replace"))
         if self._peers is not None:
             time.sleep(2 * LOOK_S)

@@ -1,7 +1,7 @@
-"""A step under watch: every activation and every gradient is looked at as it comes.
+"""A step under watch: every activation and every gradient is checked as it is computed.
 
-Steps are deterministic, so the step that was bad is bad again at the same place. Hooks of modules and tensors change no
-value; there are none outside of a watch.
+Steps are deterministic, so a bad step is bad again at the same place. The hooks of modules and tensors change no value
+and exist only during a watch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORWARD, _BACKWARD = 0, 1
 
 @frozen(eq=False)
 class _Place:
-    """One side of a module. Rows of routed experts lie in groups that end at ``ends``, up to which they are defined."""
+    """One side of a module. Rows of routed experts form groups that end at ``ends``; rows after these are undefined."""
 
     path: str
     side: Literal["input", "output"]
@@ -39,7 +39,7 @@ class _Place:
     num_rows: int = -1
 
     def bad(self, tensor: Tensor) -> Iterator[tuple[str, str]]:
-        """Yield the name and the bad values of a tensor of this place, of each expert's rows in it if it is of rows."""
+        """Yield the name and the bad values of a tensor of this place, or of each expert's rows if it holds rows."""
         if not tensor.dim() or len(tensor) != self.num_rows:
             yield f"the {self.side} of {self.path or 'the model'}", bad_values(tensor)
             return
@@ -53,7 +53,7 @@ class _Place:
 class StepWatch:
     """Watches the steps that run while it is open; a context manager. ``num_batches``: micro-batches of a step.
 
-    Modules inside routed experts are not looked at: which of them run depends on the rank.
+    Modules inside routed experts are not checked, as it depends on the rank which of them run.
     """
 
     def __init__(self, model: nn.Module, num_batches: int) -> None:
@@ -80,7 +80,7 @@ class StepWatch:
 
     @torch.no_grad()
     def first(self) -> BadTensor | None:
-        """Return the first bad tensor on this rank, at last among the gradients as they were added up; None: none."""
+        """Return the first bad tensor on this rank, with the summed gradients checked last; None if there is none."""
         return self._found or next(self._bad_gradients(), None)
 
     def _bad_gradients(self) -> Iterator[BadTensor]:
@@ -99,7 +99,7 @@ class StepWatch:
         self._watch_weights(path, module)
 
     def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if isinstance(out, Routing):  # whose scores, to look at, may be -inf
+        if isinstance(out, Routing):  # its scores are not checked, as they may be -inf
             out = (out.weights_TK, dict(out.stats), dict(out.aux_losses))
         self._watch(self._place(path, "output", module, args), out)
 
@@ -112,9 +112,9 @@ class StepWatch:
         return place(experts, tuple(batch.offsets_e.tolist()), len(batch.rows_RD))
 
     def _watch(self, place: _Place, values: Any) -> None:
-        """Look at the tensors of a place now, and at their gradients in backward.
+        """Check the tensors of a place now, and their gradients in backward.
 
-        What a memory policy computes again in backward was looked at in forward.
+        Tensors that a memory policy recomputes in backward were checked in forward.
         """
         for tensor in tree_leaves(values):
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -128,7 +128,7 @@ class StepWatch:
         self._note((_BACKWARD, -place.order), "backward", "the gradient of ", place.bad(gradient))
 
     def _watch_weights(self, path: str, module: nn.Module) -> None:
-        """Look at the gradients of weights as they come, before ranks add them up: the weights that are whole now."""
+        """Check the gradients of unsharded weights as they are computed, before ranks sum them."""
         for key, weight in module.named_parameters():
             name = f"{path}.{key}" if path else key
             if weight.requires_grad and weight not in self._weights and not is_shared_out(weight):

@@ -1,4 +1,4 @@
-"""Which collective a thread waits in, read off its Python frames without its help."""
+"""The collective that a thread waits in, read from its Python frames without its help."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _COLLECTIVES: Final = "/torch/distributed/"
 
 
 def waits_in(thread: int) -> str:
-    """Return ``all_reduce of ranks 0 and 1``, or nothing where the thread does something else.
+    """Return ``all_reduce of ranks 0 and 1``, or an empty string if the thread does something else.
 
-    Autograd runs backward on a GPU in threads of its own: where ``thread`` is in it, theirs are looked at.
+    Autograd runs backward on a GPU in its own threads: if ``thread`` is in backward, their frames are read.
     """
     frames = sys._current_frames()
     innermost = frames.pop(thread, None)
