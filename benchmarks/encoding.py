@@ -1,6 +1,6 @@
-"""How fast a corpus becomes ids: in parts on all cores, and piece by piece on one, the same ids.
+"""Speed of encoding a corpus: in parts on all cores, against piece by piece on one core, with the same ids.
 
-Both take turns over the sources of the standard library with a BPE of 2048 ids; their speeds are written to
+Both alternate over the sources of the standard library with a BPE of 2048 ids. Their speeds are written to
 ``benchmarks/results/encoding.json``.
 """
 
@@ -30,7 +30,7 @@ def main(rounds: int = 3) -> None:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, float]:
-    """Return MB/s of both ways, medians, and their ratio; the ids are held against each other before."""
+    """Return the median MB/s of both ways and their ratio, after checking that their ids are equal."""
     text = b"".join(piece for document in text_documents(find_corpus(None, ())) for piece in pieces(document))
     tokenizer = JsonTokenizer(train_bpe([text], 2048))
     (folder / "text").write_bytes(text)

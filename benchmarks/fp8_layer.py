@@ -1,9 +1,9 @@
-"""How much faster an MoE layer trains in eight or four bits: a recipe with backend torch against bf16, both ways.
+"""Speedup of an MoE layer in eight or four bits: a recipe with backend torch against bf16, forward and backward.
 
-Correct first: every product of the experts against the same codes dequantized and multiplied in fp32, then the layer
-against fp32, where it may be off by no more than emulation. Both layers run in one process on the same weights and
-tokens and take turns; a time is the median over rounds. Needs one GPU that multiplies the recipe's operands, and says
-so where there is none.
+Correctness is checked first. Every product of the experts is compared with the same codes dequantized and multiplied
+in fp32. The layer's error against fp32 may be hardly larger than that of emulation. Both layers run in one process on
+the same weights and tokens and alternate; a time is the median over rounds. Needs one GPU that multiplies the recipe's
+operands, and reports if there is none.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ RECIPES: Mapping[str, Gpus] = {"fp8-blockwise": BLOCKS_OF_128, "fp8-tensor": TEN
 WARM_UP = 5
 GOAL = 1.30
 ALLOWED = {"product": 1e-3, "of_emulated": 1.05}
-"""Off from emulation, and how much further from fp32 than emulation: norms of differences over norms."""
+"""Relative error (norm of the difference over the norm) against emulation; error against fp32 over emulation's."""
 ALLOWED_LAYER = {"fp8-blockwise": 0.08, "fp8-tensor": 0.12, "mxfp8": 0.08, "nvfp4": 0.4}
-"""Off from fp32, by recipe."""
+"""Relative error against fp32, by recipe."""
 
 
 @frozen(kw_only=True)
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def measure(device: torch.device, shape: Shape, rounds: int, recipe: str = "fp8-blockwise") -> dict[str, Any]:
-    """Return errors of products and of the layer, what of it is not allowed, times in milliseconds and their ratio."""
+    """Return errors of products and of the layer, those not allowed, times in milliseconds and their ratio."""
     mine = choice(recipe, "torch")
     products = product_errors(device, shape, recipe)
     wanted = Layer({"use": "fp32"}, device, shape).figures()
@@ -104,12 +104,12 @@ def measure(device: torch.device, shape: Shape, rounds: int, recipe: str = "fp8-
 
 
 def choice(recipe: str, backend: str) -> dict[str, Any]:
-    """Return a spec's precision; the one layer is also the first, which some recipes leave out."""
+    """Return a spec's precision, with the first layer, here the only one, which some recipes leave out by default."""
     return {"use": recipe, "backend": backend, "keep_bf16": []}
 
 
 def product_errors(device: torch.device, shape: Shape, recipe: str) -> dict[str, float]:
-    """Return how far each product of the first GEMM is from emulation, for the same operands."""
+    """Return the error of each product of the first GEMM against emulation, for the same operands."""
     contexts = [model_context(choice(recipe, backend), device, shape) for backend in ("torch", "emulate")]
     mine, emulated = (context.at(0).recipe("moe.experts") for context in contexts)
     generator = torch.Generator(device).manual_seed(0)
@@ -135,7 +135,7 @@ def product_errors(device: torch.device, shape: Shape, recipe: str) -> dict[str,
 
 
 def model_context(precision: Mapping[str, Any], device: torch.device, shape: Shape) -> ModelContext:
-    """Return what a model of one layer is built from."""
+    """Return the context from which a model of one layer is built."""
     sizes = {name: size for name, size in asdict(shape).items() if name != "tokens"}
     tree = {"model": {"num_layers": 1, **sizes}, "precision": dict(precision)}
     assembly = assemble_tree(tree, Marks("fp8_layer"), defaults=defaults(), machine=Machine(device="cuda"))
@@ -159,7 +159,7 @@ class Layer:
         self.batch = Batch(ids_BS=ids, labels_BS=ids)
 
     def run(self) -> Tensor:
-        """Forward and backward; gradients are new ones each time."""
+        """Run forward and backward with new gradients, and return the output."""
         self.module.zero_grad()
         self.x_TD.grad = None
         out_TD, _ = self.module(self.x_TD, self.batch)
@@ -168,7 +168,7 @@ class Layer:
         return result
 
     def figures(self) -> dict[str, Tensor]:
-        """Return output and gradients by name, those of all experts in one."""
+        """Return output and gradients by name, with those of all experts concatenated."""
         found = {"out": [self.run()], "x": [grad_of(self.x_TD)]}
         for piece in canonical_parameters(self.module):
             found.setdefault(piece.name.split(".")[-2], []).append(piece.of(grad_of(piece.parameter)))
@@ -176,7 +176,7 @@ class Layer:
 
 
 def grad_of(tensor: Tensor) -> Tensor:
-    """Return its gradient."""
+    """Return the gradient of a tensor."""
     assert tensor.grad is not None
     return tensor.grad
 
@@ -187,7 +187,7 @@ def off(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, fl
 
 
 def relative(got: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference over the norm."""
+    """Return the norm of the difference over the norm of ``wanted``."""
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 

@@ -1,8 +1,8 @@
-"""How much faster it is to quantize what is computed while it is computed: fused kernels against one after the other.
+"""Speedup of quantization fused into the producing kernel, against separate kernels.
 
-Bits first: codes and scales of both ways are compared. Both run in one process on the same tensors and take turns; a
-time is the median over rounds. Without a GPU there are no kernels, only their references on a small shape: that shows
-that both ways run and agree, and no more, so nothing is written.
+Codes and scales of both ways are compared first, bit for bit. Both run in one process on the same tensors and
+alternate; a time is the median over rounds. Without a GPU, the references run on a small shape. This only shows that
+both ways run and agree, so nothing is written.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(device: torch.device, shape: Shape, rounds: int) -> dict[str, Any]:
-    """Return what differs and the times of both ways in milliseconds, for each operation and scale."""
+    """Return, for each operation and scale, the differing bytes and the times of both ways in milliseconds."""
     rows = []
     for operation, scales, ways in cases(device, shape):
         differ = differing(*(ways[name]() for name in ("fused", "apart")))
@@ -70,7 +70,7 @@ def measure(device: torch.device, shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def cases(device: torch.device, shape: Shape) -> Iterator[tuple[str, Scales, Mapping[str, Way]]]:
-    """Yield each operation with each scale: for rows of experts, groups padded to 128."""
+    """Yield each operation with each scale, for rows of experts in groups padded to 128."""
     generator = torch.Generator(device).manual_seed(0)
     x_TD = torch.randn(shape.tokens, shape.dim, device=device, generator=generator).bfloat16()
     choices = torch.rand(shape.tokens, shape.num_experts, device=device, generator=generator)
@@ -100,7 +100,7 @@ def permutations(x_TD: Tensor, rows: RowMap, scales: Scales) -> Mapping[str, Way
 
 
 def differing(mine: Quantized, right: Quantized) -> int:
-    """Return how many bytes of codes and scales are not the same."""
+    """Return the number of bytes of codes and scales that differ."""
     pairs = ((mine.codes, right.codes), (mine.scales, right.scales))
     return sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
 

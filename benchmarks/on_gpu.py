@@ -1,9 +1,9 @@
-"""Everything that awaits a GPU, in one call: kernels against their references, layers against fp32, then times.
+"""All checks that need a GPU, in one call: kernels against their references, layers against fp32, then times.
 
     python benchmarks/on_gpu.py [--parts kernels quickstart ...]
 
-Each part is a process of its own, so that one that fails takes no other with it. What each says at last, and how long
-it took, goes to ``results/on_gpu.json`` after each; the benchmarks among them write results of their own beside it.
+Each part runs in its own process, so that a failure does not affect the others. After each part, the end of its output
+and its time are written to ``results/on_gpu.json``. Benchmarks also write their own results to this folder.
 Exit code 1 if a part fails; 2 without a GPU.
 """
 
@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 LAYER, REFUSED = "benchmarks/fp8_layer.py", 2
-"""Exits so where this GPU has no products for a recipe."""
+"""Exit code of ``LAYER`` if this GPU has no products for a recipe."""
 KERNELS = ("quantize_kernels", "swiglu_kernels", "fused_quantize", "grouped_gemm", "paged_copy", "swizzle")
 QUICKSTART = ("-m", "moefw", "train", "examples/quickstart.yaml", "parallel={}", "run.device=cuda", "train.steps=200")
 OFFLOAD = "memory=[{use: offload, regions: [experts, attention], min_bytes: 1}]"
@@ -39,13 +39,13 @@ PARTS: Mapping[str, Sequence[str]] = {
     "quickstart, fp8-blockwise": (*QUICKSTART, "precision={use: fp8-blockwise, backend: torch}"),
     "quickstart, offload": (*QUICKSTART, OFFLOAD),
 }
-"""Arguments of Python."""
+"""Arguments of Python for each part."""
 TOLD = 4000
-"""Characters, of the end of what a part prints."""
+"""Characters to keep from the end of a part's output."""
 
 
 def main() -> int:
-    """Run the parts in order, print how each ended, and write."""
+    """Run the parts in order, print the result of each, and write all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     names = parser.parse_args().parts
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return how a part ended. Kernels that tests would interpret run on the GPU."""
+    """Run a part and return its result. Kernels that tests would interpret run on the GPU."""
     with tempfile.TemporaryDirectory() as folder:
         places = [f"run.dir={folder}/run"] if "train" in arguments else []
         began = time.monotonic()

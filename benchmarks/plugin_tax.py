@@ -1,9 +1,9 @@
-"""What modularity costs: an MoE layer built from a spec against the same operations written inline.
+"""Cost of modularity: an MoE layer built from a spec against the same operations written inline.
 
-Same process, same weights and tokens, T=64, one thread, forward and backward, some passes in a row as in a model of
-several layers, taking turns in an order that changes every round. The tax is the median over rounds of the
-difference in CPU time. It is measured with tiny experts, where the noise of the GEMMs does not drown it, and held
-against the time of the layer at a usual size; an A/A control (inline against itself) says how far to believe it.
+Same process, weights and tokens, T=64, one thread, forward and backward. A measurement is several passes in a row, as
+in a model of several layers. The ways alternate in an order that changes every round. The tax is the median over
+rounds of the difference in CPU time. It is measured with tiny experts, where the noise of the GEMMs does not hide it,
+and compared with the time of the layer at a usual size. An A/A control (inline against itself) shows the uncertainty.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TINY, USUAL = (16, 16), (512, 256)
 """Model dim and expert dim."""
 RECIPE = FP32Recipe()
 LAYERS, WARM_UP = 8, 5
-"""Passes in a row, as a model of so many layers makes them, and rounds that are not counted."""
+"""Passes in a row, as in a model with that number of layers, and rounds that are not counted."""
 ALLOWED_US, ALLOWED_SHARE = 15.0, 0.02
 
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def race(dim: int, expert_dim: int, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each round of each way."""
+    """Return the CPU seconds of each round, for each way."""
     routing = {"use": "topk", "score": "sigmoid"}
     layer_case = LayerCase(
         tokens=(TOKENS,), dim=dim, expert_dim=expert_dim, num_experts=EXPERTS, top_k=TOP_K, parts={"routing": routing}
@@ -100,14 +100,14 @@ def race(dim: int, expert_dim: int, rounds: int) -> dict[str, list[float]]:
 
 
 class Inline(nn.Module):
-    """What the layer computes, written by hand: one module, no parts."""
+    """The layer's computation written by hand: one module, no parts."""
 
     def __init__(self, router: nn.Parameter, gate_up: nn.Parameter, down: nn.Parameter) -> None:
         super().__init__()
         self.router, self.gate_up, self.down = router, gate_up, down
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return what the layer returns."""
+        """Return the output of the layer."""
         logits_TE = linear(x_TD.float(), self.router.float())
         ids_TK = logits_TE.detach().sigmoid().topk(TOP_K).indices
         weights_TK = chosen(logits_TE, ids_TK).sigmoid()

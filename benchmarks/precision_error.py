@@ -1,10 +1,11 @@
-"""What rounding costs one MoE layer: errors of its output and of every gradient against fp32, by precision recipe.
+"""Rounding errors of one MoE layer: of its output and of every gradient against fp32, by precision recipe.
 
-Each recipe runs the layer's own code on one rank, on the same tokens and weights, exact in bf16; an error is the norm
-of the difference over the norm of the fp32 result (Frobenius), gradients of all experts taken together. Tokens are
-normal; "outliers": one of 100 channels is 64 times as large. ``--seeds`` averages (root mean square) over draws. E4M3
-rounds a number alike under every power of two: mxfp8 and fp8-blockwise differ where a block spans more than 15 binades.
-Another recipe: name it, with its options, in ``RECIPES``.
+Each recipe runs the layer's own code on one rank, on the same tokens and weights, which are exact in bf16. An error is
+the norm of the difference over the norm of the fp32 result (Frobenius), with the gradients of all experts taken
+together. Tokens are normally distributed; with "outliers", one of 100 channels is 64 times as large. Errors are the
+root mean square over ``--seeds`` draws. E4M3 rounds a number in the same way under every power of two, so mxfp8 and
+fp8-blockwise differ only where a block spans more than 15 binades. To add a recipe, put it with its options into
+``RECIPES``.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def errors(shape: Shape, recipe: Mapping[str, Any], seeds: int) -> dict[str, float]:
-    """Return each figure's error, root mean square over draws."""
+    """Return the error of each figure as the root mean square over draws."""
     squares = dict.fromkeys(FIGURES, 0.0)
     for seed in range(seeds):
         got, wanted = (solved(shape, choice, seed) for choice in (recipe, {"use": "fp32"}))
@@ -97,7 +98,7 @@ def relative(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def solved(shape: Shape, recipe: Mapping[str, Any], seed: int) -> dict[str, list[Tensor]]:
-    """Return the output and the gradients of the layer in a precision, by figure."""
+    """Return the output and the gradients of the layer under a precision recipe, by figure."""
     layer_case = LayerCase(
         tokens=(shape.tokens,),
         num_experts=shape.num_experts,
@@ -134,7 +135,7 @@ def drawn(shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table: a row for each recipe and shape, errors in percent."""
+    """Print a table with a row for each recipe and shape; errors are in percent."""
     table = Table(title="errors against fp32 in percent: output, and gradients of tokens and weights")
     for heading in ("shape", "recipe"):
         table.add_column(heading)

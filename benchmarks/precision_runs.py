@@ -1,12 +1,12 @@
-"""``precision_runs.yaml`` under each precision recipe: final validation loss against that of bf16, seed by seed.
+"""Runs of ``precision_runs.yaml`` under each precision recipe: final validation loss against bf16, seed by seed.
 
     python benchmarks/precision_runs.py [--steps 600] [--seeds 0 1 2] [--recipes bf16 fp8-blockwise ...]
 
-Runs of one seed have the same data, initial weights and schedule; two of them are bf16 once more, with sums in another
-order: how far these are apart is chance. What is known after each run is written and drawn; runs of the same number of
-steps that are in the file already stay, each with its commit, unless they are asked for again: that of bf16 with the
-same seed is run only where it is missing.
-Exit code 1 if a recipe that was asked for is, on average, worse than bf16 by more than its goal.
+Runs of one seed have the same data, initial weights and schedule. Two of them repeat bf16 with another order of sums;
+their differences show the effect of chance. Results are written and drawn after each run. Earlier runs in the file
+with the same number of steps are kept, each with its commit, unless they are requested again. The bf16 run of a seed
+is added if it is missing.
+Exit code 1 if a requested recipe is, on average, worse than bf16 by more than its goal.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SAME: Mapping[str, Mapping[str, Any]] = {
     "bf16, on one rank": {"parallel": {}},
     "bf16, experts in a loop": {"gemm": {"use": "loop"}},
 }
-"""Other sections of the run in bf16: equal but for the order of sums."""
+"""Replaced sections of a bf16 run that only change the order of sums."""
 GOALS = {name: 0.015 if name.startswith("nvfp4") else 0.005 for name in RECIPES}
-"""How much worse than bf16 a recipe may be, of the loss."""
+"""Share of the loss by which a recipe may be worse than bf16."""
 
 Runs = dict[tuple[str, int], dict[str, Any]]
 
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def earlier(steps: int) -> Runs:
-    """Return the runs of so many steps that the file holds."""
+    """Return the runs of ``steps`` steps that the file holds."""
     path = record.RESULTS / "precision_runs.json"
     found = json.loads(path.read_text()) if path.exists() else {"steps": steps, "runs": []}
     kept = found["runs"] if found["steps"] == steps else []
@@ -88,7 +88,7 @@ def earlier(steps: int) -> Runs:
 
 
 def train(name: str, seed: int, steps: int) -> dict[str, Any]:
-    """Return what is known of a run: its validation loss at the end, in nats a byte, and its commit."""
+    """Train and return the validation loss at the end, in nats a byte, and the commit."""
     commit = record.commit()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -104,7 +104,7 @@ def train(name: str, seed: int, steps: int) -> dict[str, Any]:
 def summarise(runs: Runs, goal: float | None) -> list[dict[str, Any]]:
     """Return for each recipe its mean loss, the spread over seeds, and the mean ratio to bf16 with the same seed.
 
-    ``goal``: for all recipes, instead of their own.
+    ``goal`` replaces the goals of all recipes.
     """
     rows = []
     for name in dict.fromkeys(name for name, _ in runs):
@@ -125,7 +125,7 @@ def summarise(runs: Runs, goal: float | None) -> list[dict[str, Any]]:
 
 
 def draw(runs: Runs, path: Path, steps: int) -> None:
-    """Draw a dot for each run, a row for each recipe: its loss against bf16 with the same seed, or bf16's own mean."""
+    """Draw a dot for each run, a row for each recipe: loss against bf16 with the same seed; bf16 against its mean."""
     names: Sequence[str] = list(dict.fromkeys(name for name, _ in runs))
     usual = mean(run["eval_loss"] for (name, _), run in runs.items() if name == BF16)
     figure = Figure(figsize=(8, 1.2 + 0.42 * len(names)), dpi=150, layout="constrained")

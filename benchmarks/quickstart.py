@@ -1,7 +1,7 @@
-"""What a newcomer sees: the quickstart's time and result, and what its experts do with and without balance.
+"""Time and result of the quickstart, and the loads of its experts with and without balancing.
 
-Runs ``examples/quickstart.yaml`` as it is, and for a quarter of its steps with ``routing.balance=[]``; writes
-``benchmarks/results/quickstart.json``, and the pictures of the former to ``docs/images``.
+Runs ``examples/quickstart.yaml`` unchanged, and for a quarter of its steps with ``routing.balance=[]``. Writes
+``benchmarks/results/quickstart.json``, and the plots of the first run to ``docs/images``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def train(run: Path, *overrides: str) -> dict[str, Any]:
-    """Train and return what ``metrics.jsonl`` says of it; loads are averages over the last steps."""
+    """Train and return a summary of ``metrics.jsonl``; loads are averages over the last steps."""
     command = [sys.executable, "-m", "moefw", "train", str(SPEC), f"run.dir={run}", *overrides]
     subprocess.run(command, check=True)
     records = read_metrics(run / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Writes what a benchmark measured to ``benchmarks/results``, with date, commit and machine."""
+"""Writes the results of a benchmark to ``benchmarks/results``, with date, commit and machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write(name: str, measured: dict[str, Any]) -> Path:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, and whether files differ from it, results apart; empty outside of one."""
+    """Return the current commit, and whether files other than results differ from it; empty outside a repository."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=HERE).stdout.strip()

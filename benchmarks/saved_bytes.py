@@ -1,9 +1,8 @@
-"""What an MoE layer saves for backward, and how fast it is, beside Hugging Face's ``grouped_mm`` experts.
+"""Bytes that an MoE layer saves for backward, and its speed, compared with Hugging Face's ``grouped_mm`` experts.
 
-One process and one thread, bf16, one rank, the same tokens and weights; ways take turns in an order that changes every
-round. Bytes are those of all memory that is alive between forward and backward, the input of the layer included; its
-output and all copies of weights are left out. They are held against 2TD + 4SF: the tokens, and gate and up of S = T*K
-rows, in bf16.
+One process, one thread, one rank, bf16, the same tokens and weights. Modes alternate in an order that changes every
+round. Bytes count all memory that is alive between forward and backward, including the input of the layer, without its
+output and copies of weights. They are compared with 2TD + 4SF: the tokens, and gate and up of S = T*K rows, in bf16.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ GOAL, ALLOWED_TIME = 1.02, 1.02
 
 
 class Alive(TorchDispatchMode):
-    """The memory that operators made, but for matrices of experts."""
+    """Counts the memory that operators allocate, except matrices of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class Alive(TorchDispatchMode):
         return result
 
     def nbytes(self) -> int:
-        """Return the bytes that are still held."""
+        """Return the bytes that are still allocated."""
         return sum(nbytes for made, nbytes in self._made.items() if not made.expired())
 
 
@@ -80,7 +79,7 @@ def main() -> None:
 
 
 def measure(shape: dict[str, int], rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each mode of ours and for the peer."""
+    """Return a row for each of our modes and for the peer."""
     tokens, dim, expert_dim, top_k = (shape[key] for key in ("tokens", "dim", "expert_dim", "top_k"))
     minimum = 2 * tokens * dim + 4 * tokens * top_k * expert_dim
     x_TD = torch.randn(tokens, dim, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
@@ -116,7 +115,7 @@ def measure(shape: dict[str, int], rounds: int) -> list[dict[str, Any]]:
 
 
 class Ours(nn.Module):
-    """An MoE layer of a shape whose regions are recomputed."""
+    """MoE layer of a shape that recomputes the given regions."""
 
     def __init__(self, shape: dict[str, int], regions: list[str]) -> None:
         super().__init__()
@@ -164,10 +163,10 @@ def peer(shape: dict[str, int], layer: nn.Module, x_TD: Tensor) -> Callable[[], 
 
 
 def held(way: Callable[[], Tensor]) -> int:
-    """Return the bytes that are held between forward and backward, beside the input."""
+    """Return the bytes that are held between forward and backward, without the input."""
     with Alive() as alive:
         out = way()
-    graph = out.sum()  # holds what backward needs, and not the output
+    graph = out.sum()  # holds the saved tensors, but not the output
     del out
     nbytes = alive.nbytes()
     del graph

@@ -1,19 +1,19 @@
-"""A run of two ranks through faults drawn from a seed, against one that nothing happens to.
+"""A run of two ranks through faults drawn from a seed, against an undisturbed run.
 
-A scheduler's part is played: whenever the run ends, ``moefw train SPEC --resume=auto`` is repeated, with
-``--resume=last-good`` instead where that refuses a damaged checkpoint. How it is counted:
+The benchmark acts as the scheduler: whenever the run ends, it repeats ``moefw train SPEC --resume=auto``, or
+``--resume=last-good`` if that refuses a damaged checkpoint. Its quantities are:
 
-- *repeated*: steps that were recorded before the fault and are made again.
+- *repeated*: steps that were recorded before the fault and are computed again.
 - *restart*: seconds from starting the command again to the first step that it records, new or repeated.
-- *fresh start*: seconds from starting the same command in an empty folder to its first recorded step; text is prepared.
-  One is made before each restart, which is held against it: how fast a machine is changes within minutes.
-- *lost*: seconds that a fault costs in all: until its end is seen, of the restart, and of the repeated steps.
-- *goodput*: seconds inside of the steps that are in ``metrics.jsonl`` at the end, over all from the first start on but
-  those of the fresh starts.
+- *fresh start*: seconds from starting the same command in an empty folder to its first recorded step, with prepared
+  text. One precedes each restart, which is compared with it, because a machine's speed changes within minutes.
+- *lost*: all seconds that a fault costs: until the run has ended, for the restart, and for the repeated steps.
+- *goodput*: seconds inside the steps that are in ``metrics.jsonl`` at the end, over all seconds since the first start,
+  without those of the fresh starts.
 - memory and files: of each rank of the undisturbed run, from /proc, midway between checkpoints. *Growth*: the mean of
-  the last tenth of the steps over that of the tenth after step 200; single samples differ by 1 to 2 % either way.
+  the last tenth of the steps over that of the tenth after step 200. Single samples vary by 1 to 2 %.
 
-Writes ``benchmarks/results/soak.json``; ends with 1 where a promise is not held.
+Writes ``benchmarks/results/soak.json``; exits with 1 if a promise is not kept.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SPEC = Path(__file__).with_name("soak.yaml")
 SETTLED = 200
 """Steps after which memory and open files no longer grow."""
 RESTART, GROWTH = 1.5, 0.02
-"""What is promised: a restart's cost in fresh starts, and the growth of resident memory."""
+"""Promised limits: cost of a restart in fresh starts, and growth of resident memory."""
 METRICS = "metrics.jsonl"
 
 
 @frozen(kw_only=True)
 class Struck:
-    """A fault that has happened: where, how the run ended, after how many seconds, and what going on cost."""
+    """A fault that happened: its step, the run's exit code, the seconds until it ended, and the cost of resuming."""
 
     kind: str
     step: int
@@ -60,7 +60,7 @@ class Struck:
 
 
 class Soak:
-    """Starts of one spec with overrides, in folders of their own."""
+    """Starts runs of one spec with overrides, each in its own folder."""
 
     def __init__(self, overrides: Sequence[str], steps: int) -> None:
         self.overrides, self.steps = [*overrides, f"train.steps={steps}"], steps
@@ -68,7 +68,7 @@ class Soak:
         self.every = self.assembly.spec.train.checkpoint_every
 
     def start(self, run_dir: Path, resume: str = "auto") -> TrainingProcess:
-        """Start a run, or go on with it."""
+        """Start or resume a run."""
         command = [*TRAIN, str(SPEC), f"run.dir={run_dir}", f"--resume={resume}", *self.overrides]
         return TrainingProcess(command, run_dir=run_dir)
 
@@ -91,7 +91,7 @@ class Soak:
             return time.monotonic() - began
 
     def disturbed(self, run_dir: Path, plan: Sequence[Planned], chance: random.Random) -> list[Struck]:
-        """Train to the end through faults."""
+        """Train to the end through faults, and return them."""
         found = []
         run = self.start(run_dir)
         for number, planned in enumerate(plan):
@@ -112,7 +112,7 @@ class Soak:
             fresh_start_s = self.fresh_start_s(run_dir.with_name(f"fresh-{number}"))
             began_s = time.monotonic()
             run = self.start(run_dir, resume)
-            run.wait_for_step(0)  # the metrics are put back to the step after which it goes on
+            run.wait_for_step(0)  # the metrics are reset to the step after which it resumes
             run.wait_for_step(last_step(run_dir / METRICS) + 1)
             restart_s = time.monotonic() - began_s
             found.append(
@@ -132,7 +132,7 @@ class Soak:
 
 
 def main() -> int:
-    """Run, print and write; return 0 if every promise is held."""
+    """Run, print and write; return 0 if every promise is kept."""
     arguments = _arguments()
     measured = measure(arguments.overrides, steps=arguments.steps, faults=arguments.faults, seed=arguments.seed)
     for name, value in measured.items():
@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def measure(overrides: Sequence[str], *, steps: int, faults: int, seed: int) -> dict[str, Any]:
-    """Train twice, undisturbed and through faults, and return what both did."""
+    """Train twice, undisturbed and through faults, and return the results of both."""
     began_s, chance, soak = time.monotonic(), random.Random(seed), Soak(overrides, steps)
     plan = draw(chance, faults=faults, steps=steps, apart=2 * soak.every)
     with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +178,7 @@ def measure(overrides: Sequence[str], *, steps: int, faults: int, seed: int) -> 
 
 
 def broken_promises(measured: dict[str, Any]) -> list[str]:
-    """Return what is not held."""
+    """Return the promises that are not kept."""
     every = measured["checkpoint_every"]
     held = {
         f"a restart costs {RESTART} fresh starts at most": measured["largest_restart_of_fresh_start"] <= RESTART,
@@ -193,7 +193,7 @@ def broken_promises(measured: dict[str, Any]) -> list[str]:
 
 
 def _growth(samples: Sequence[dict[str, list[int]]], window: int) -> float:
-    """Return by which share the resident memory of a rank has grown at most, ``window`` samples against as many."""
+    """Return the largest growth of a rank's resident memory: last ``window`` samples over the first, minus 1."""
     ranks = [list(rank) for rank in zip(*(one["resident_kib"] for one in samples), strict=True)]
     return max(fmean(rank[-window:]) / fmean(rank[:window]) - 1 for rank in ranks)
 
@@ -204,7 +204,7 @@ def _expect(ended: Ended, code: int, told: str = "") -> None:
 
 
 def _resumed_after(said: str) -> int:
-    """Return the step after which a start goes on, as it says itself; 0 where it begins anew."""
+    """Return the step after which a run resumed, from its output; 0 if it started anew."""
     found = re.search(r"^continuing after step (\d+)$", said, re.MULTILINE)
     return int(found[1]) if found else 0
 

@@ -1,4 +1,4 @@
-"""The faults of the soak: what is done to a run, how its launcher ends then, and what it says."""
+"""Faults of the soak: the action on a run, the launcher's exit code, and its message."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from attrs import frozen
 from moefw.testing.training_process import TrainingProcess
 
 DISK_BYTES = 1 << 20
-"""What a file may hold where the disk is full: metrics and what is printed, and no shard of a checkpoint."""
+"""Largest file on the full disk: metrics and output fit, a shard of a checkpoint does not."""
 
 
 @frozen
 class Kind:
-    """A fault, the exit code of the run that it strikes, and what that run's last words contain."""
+    """A fault, the exit code of the affected run, and a text that its error output contains."""
 
     strike: Callable[[TrainingProcess], None]
     code: int
@@ -29,7 +29,7 @@ class Kind:
 
 @frozen
 class Planned:
-    """A fault that strikes when a step is recorded."""
+    """A fault that occurs when a step is recorded."""
 
     kind: str
     step: int
@@ -55,11 +55,11 @@ KINDS: Mapping[str, Kind] = {
     "disk full": Kind(_fill_disk, 1, "could not be saved"),
     "checkpoint damaged": Kind(_terminate, 75, "stopped by a signal", damages=True),
 }
-"""What may happen. A checkpoint is damaged while the run does not run: between SIGTERM and the next start."""
+"""All faults. A checkpoint is damaged while the run is stopped, between SIGTERM and the next start."""
 
 
 def draw(chance: random.Random, *, faults: int, steps: int, apart: int) -> list[Planned]:
-    """Return so many faults, of every kind if there are enough, each ``apart`` steps at least from the others."""
+    """Return ``faults`` faults, of every kind if there are enough, each at least ``apart`` steps after the previous."""
     names = list(KINDS)
     kinds = chance.sample(names, min(faults, len(names))) + chance.choices(names, k=max(0, faults - len(names)))
     chance.shuffle(kinds)

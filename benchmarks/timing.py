@@ -1,4 +1,4 @@
-"""How long ways to do one thing take, side by side: they take turns, forth and back."""
+"""Times of several ways to do the same thing. They alternate, in reverse order every second round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Way = Callable[[], object]
 
 
 def race(ways: Mapping[str, Way], rounds: int, *, warm_up: int) -> dict[str, float]:
-    """Return the median time of each way in seconds over ``rounds``, after ``warm_up`` rounds more."""
+    """Return the median time of each way in seconds over ``rounds`` rounds, after ``warm_up`` others."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_up + rounds):
         for name in sorted(ways, reverse=turn % 2 == 1):
@@ -23,7 +23,7 @@ def race(ways: Mapping[str, Way], rounds: int, *, warm_up: int) -> dict[str, flo
 
 
 def timed(way: Way) -> float:
-    """Return how long it takes in seconds until the device is done."""
+    """Return the seconds that ``way`` takes, until the device is done."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
     begun = time.perf_counter()

@@ -1,9 +1,9 @@
-"""Bytes on the wire of every dispatcher against the fewest that can be: forward and backward of one MoE layer.
+"""Bytes on the wire of every dispatcher against the minimum: forward and backward of one MoE layer.
 
-The dispatchers' own code runs on 8 to 64 ranks, threads of this process, over groups that count what leaves each rank
-(``moefw.testing.counting``); a dispatcher's claim (``Dispatcher.traffic``) must be the count to the byte. Sizes as in
-DeepSeek-V3: bf16 rows of 7168, 8 of 256 experts, uniform routing and 4 of 8 groups; nodes of 4 and of 8 ranks.
-Another dispatcher: name it, with its options, in ``DISPATCHERS``.
+The dispatchers' own code runs on 8 to 64 ranks, threads of this process, over groups that count the bytes leaving each
+rank (``moefw.testing.counting``). A dispatcher's claim (``Dispatcher.traffic``) must equal the count to the byte. Sizes
+are those of DeepSeek-V3: bf16 rows of 7168, 8 of 256 experts, uniform routing and 4 of 8 groups; nodes of 4 and of 8
+ranks. To add a dispatcher, put it with its options into ``DISPATCHERS``.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all ranks."""
+        """Return the number of tokens of all ranks."""
         return sum(map(len, self.ids_by_rank))
 
     def fewest(self) -> dict[str, float]:
-        """Return rows a token, counted for these ids: to ranks, to nodes, inside nodes."""
+        """Return the fewest rows a token, counted for these ids: to ranks, to nodes, inside nodes."""
         ids, nodes = self.ids_by_rank, self.ranks // self.ranks_per_node
         rows = {
             "ranks": distinct(ids, num_experts=EXPERTS, num_units=self.ranks),
@@ -76,7 +76,7 @@ class Case:
         return {name: count / self.tokens for name, count in rows.items()}
 
     def expected(self) -> dict[str, float]:
-        """Return the same by the closed forms."""
+        """Return the fewest rows a token as the closed forms expect them."""
         scheme, nodes = SCHEMES[self.routing], self.ranks // self.ranks_per_node
         ranks, between = scheme.between(self.ranks), scheme.between(nodes)
         rows = {"ranks": ranks, "nodes": between, "inside": scheme.within(self.ranks, self.ranks_per_node)}
@@ -122,7 +122,7 @@ def described(case: Case) -> dict[str, Any]:
 
 
 def bytes_of(name: str, case: Case) -> dict[str, dict[Link, dict[str, float]]]:
-    """Return what a token costs, by movement and link: payload and metadata."""
+    """Return bytes a token of payload and metadata, by movement and link."""
     assembly = dispatch_assembly(
         name, ep=case.ranks, num_experts=EXPERTS, top_k=TOP_K, dim=DIM, options=DISPATCHERS[name]
     )
@@ -199,9 +199,9 @@ def judged(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> None:
-    """Print KB a token by link, the ratios to the fewest, and what the closed forms expect the fewest to be.
+    """Print KB a token by link, the ratios to the minimum, and the minimum that the closed forms expect.
 
-    The fewest inside nodes are those of tokens that come to a node but once: no ratio for dispatchers that do not.
+    The minimum inside nodes assumes that a token enters a node only once. Other dispatchers get no ratio.
     """
     for routing in SCHEMES:
         table = Table(

@@ -1,4 +1,4 @@
-"""Trains under every layout of tests/layouts.yaml and writes docs/layouts.md: what `make test-layouts` runs."""
+"""Trains under every layout of tests/layouts.yaml and writes docs/layouts.md. `make test-layouts` runs it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ losses of every step within {LOSS:g} and gradient norms within {NORM:g} of it, w
 
 
 def main() -> int:
-    """Return 0 if every layout trains as one rank does."""
+    """Train, write the page, and return 0 if every layout trains like one rank."""
     measured, pool = commit(), RankPool(16)
     table = LayoutTable(ROOT / "tests" / "layouts.yaml", pool)
     found = []
@@ -54,7 +54,7 @@ def page(found: list[tuple[Row, Deviation]], measured: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit that is checked out."""
+    """Return the current commit."""
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 

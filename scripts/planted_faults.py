@@ -24,7 +24,7 @@ FAULTS = ROOT / "tests" / "planted_faults.yaml"
 
 @frozen
 class Fault:
-    """What is wrong, the lines of a file that are replaced, and the tests that must fail."""
+    """A description of the fault, the lines of a file that it replaces, and the tests that must fail."""
 
     what: str
     file: str
@@ -33,7 +33,7 @@ class Fault:
     test: str
 
     def plant(self, code: Path) -> None:
-        """Change a copy of the code. Raises ValueError where the lines are not there, or twice."""
+        """Change a copy of the code. Raises ValueError unless the lines occur exactly once."""
         path = code / self.file
         text = path.read_text()
         if text.count(self.was) != 1:

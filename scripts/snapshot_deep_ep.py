@@ -1,7 +1,7 @@
 """Write ``tests/snapshots/deep_ep.json``: the signatures of the DeepEP library that the adapters call.
 
-Nothing is imported: the sources are parsed. The wheel holds ``Buffer`` and ``ElasticBuffer``; ``HybridEPBuffer`` lives
-on the branch ``hybrid-ep`` of the git repository only::
+The sources are parsed, not imported. The wheel holds ``Buffer`` and ``ElasticBuffer``; ``HybridEPBuffer`` is only on
+the branch ``hybrid-ep`` of the git repository::
 
     pip download --no-deps sgl-deep-ep==0.1.2.post1
     git show hybrid-ep:deep_ep/hybrid_ep_buffer.py > hybrid_ep_buffer.py
@@ -75,7 +75,7 @@ def classes(source: str) -> dict[str, ast.ClassDef]:
 
 
 def method(owner: ast.ClassDef, name: str) -> ast.FunctionDef:
-    """Return a method of a class. Raises KeyError where it is gone."""
+    """Return a method of a class. Raises KeyError if it is missing."""
     for node in owner.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
@@ -83,7 +83,7 @@ def method(owner: ast.ClassDef, name: str) -> ast.FunctionDef:
 
 
 def signature(function: ast.FunctionDef) -> dict[str, Any]:
-    """Return name, kind and default of each parameter, ``self`` left out."""
+    """Return name, kind and default of each parameter, without ``self``."""
     arguments = function.args
     assert arguments.vararg is None and arguments.kwarg is None and not arguments.posonlyargs  # noqa: PT018
     defaults: list[ast.expr | None] = [None] * (len(arguments.args) - len(arguments.defaults))
@@ -110,7 +110,7 @@ def rank_counts(function: ast.FunctionDef) -> list[int]:
 
 
 def handle_fields(function: ast.FunctionDef) -> list[str]:
-    """Return what the last item of the returned tuple holds, in order."""
+    """Return the attributes in the last item of the returned tuple, in order."""
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)][-1]
     assert isinstance(returned, ast.Tuple)
     handle = returned.elts[-1]

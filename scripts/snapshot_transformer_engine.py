@@ -1,7 +1,7 @@
-"""Write ``tests/snapshots/transformer_engine-<version>.json``: what ``backend: te`` calls, as a release defines it.
+"""Write ``tests/snapshots/transformer_engine-<version>.json``: the API that ``backend: te`` calls, as of a release.
 
-Nothing is imported: the sources in the wheel are parsed. Its compiled part is in another distribution, so of what that
-defines, the snapshot holds how Transformer Engine itself calls it::
+The sources in the wheel are parsed, not imported. The compiled part is in another distribution. For its functions, the
+snapshot holds the ways in which Transformer Engine itself calls them::
 
     pip download --no-deps transformer-engine==2.20.2
     python scripts/snapshot_transformer_engine.py transformer_engine-2.20.2-*.whl
@@ -58,12 +58,12 @@ class Wheel:
         return ast.parse(self._texts[ROOT + path])
 
     def trees(self) -> Iterator[ast.Module]:
-        """Yield all of them."""
+        """Yield all parsed sources of ``transformer_engine.pytorch``."""
         yield from (ast.parse(text) for name, text in self._texts.items() if name.startswith(ROOT))
 
 
 def found(tree: ast.Module | ast.ClassDef, name: str) -> Any:
-    """Return a class or function by name. Raises KeyError where it is gone."""
+    """Return a class or function by name. Raises KeyError if it is missing."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
@@ -71,7 +71,7 @@ def found(tree: ast.Module | ast.ClassDef, name: str) -> Any:
 
 
 def signature(function: ast.FunctionDef, *, bound: bool) -> list[dict[str, Any]]:
-    """Return name, kind and default of each parameter, the first left out if ``bound``."""
+    """Return name, kind and default of each parameter, without the first if ``bound``."""
     given = function.args
     assert not given.posonlyargs
     defaults: list[ast.expr | None] = [None] * (len(given.args) - len(given.defaults))
@@ -94,7 +94,7 @@ def fields(owner: ast.ClassDef) -> list[str]:
 
 
 def metadata(storage: ast.ClassDef) -> list[str]:
-    """Return the keys of what ``get_metadata`` returns."""
+    """Return the keys of the dictionary that ``get_metadata`` returns."""
     (returned,) = (node for node in ast.walk(found(storage, "get_metadata")) if isinstance(node, ast.Dict))
     return [key.value for key in returned.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 

@@ -1,1 +1,1 @@
-"""Kernels of moefw: a directory an op, each with its readable reference first."""
+"""Kernels of moefw: one directory for each op, with a readable reference in plain PyTorch."""

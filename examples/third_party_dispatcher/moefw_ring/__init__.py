@@ -1,4 +1,4 @@
-"""``ring``: tokens travel from neighbour to neighbour, each as far as it is needed."""
+"""Dispatcher ``ring``: tokens travel from neighbour to neighbour, each as far as it is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ring(moefw.DispatcherPlugin):
     both_ways: bool = True
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        """Any row alignment; counts are known on the host once the routing has gone round."""
+        """Offer any row alignment; counts are known on the host once the routing has gone round."""
         return moefw.offers(
             row_alignment=moefw.ANY,
             rows=("ragged", "padded"),
@@ -33,7 +33,7 @@ class Ring(moefw.DispatcherPlugin):
         )
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
-        """An expert-parallel axis."""
+        """Need an expert-parallel axis."""
         return [moefw.need("axis", "ep", reason="the ring runs over the expert-parallel axis")]
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:

@@ -1,7 +1,7 @@
-"""Ring dispatch: every rank picks rows of its experts from the tokens that pass, and adds to the sums that come back.
+"""Ring dispatch: every rank picks rows of its experts from the passing tokens, and adds to the returning sums.
 
-Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``N`` rows that leave on a lane, ``A`` rows that are here in
-the end: this rank's own tokens, then what came on each lane.
+Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``N`` rows that leave on a lane, ``A`` rows that this rank has
+in the end: its own tokens, then the rows that arrived on each lane.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Metadata:
 
 @final
 class RingDispatcher(moefw.Dispatcher):
-    """A token goes from rank to rank as far as the last that holds one of its experts; sums come back the same way.
+    """Sends a token from rank to rank up to the last with one of its experts; sums return the same way.
 
-    Ranks that hold parts of the same experts (etp > 1) are stations like any other: each adds its partial sum.
+    Ranks that hold parts of the same experts (etp > 1) are treated like all others: each adds its partial sum.
     """
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int, both_ways: bool) -> None:
@@ -52,7 +52,7 @@ class RingDispatcher(moefw.Dispatcher):
     def plan(
         self, routing: moefw.Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> moefw.DispatchPlan:
-        """Pass the choices around and sort those of this rank's experts. ``counts`` saves nothing here."""
+        """Pass the choices around and sort those of this rank's experts. ``counts`` is not used."""
         ids_TK = routing.expert_ids_TK
         leaving = [self._leaving(ids_TK, step, hops) for step, hops in self.ways.items()]
         told = self._tell(len(ids_TK), routing.capacity or 0, leaving)
@@ -74,9 +74,9 @@ class RingDispatcher(moefw.Dispatcher):
         )
 
     def _leaving(self, ids_TK: Tensor, step: int, hops: int) -> Slots:
-        """Return the tokens that leave on the lane of ``step``, those first that go furthest, else in order.
+        """Return the tokens that leave on the lane of ``step``: those that go furthest first, else in order.
 
-        ``counts`` says how many go ``hops`` far, one less, and so on.
+        ``counts`` lists the number of tokens that make ``hops`` hops, then ``hops - 1``, and so on.
         """
         owners = self.experts.owners(ids_TK)
         distances = ((owners - self.experts.rank) * step).remainder(self.experts.size)
@@ -85,7 +85,7 @@ class RingDispatcher(moefw.Dispatcher):
         return sort_slots((hops - furthest_T1).masked_fill(furthest_T1 == 0, -1), hops)
 
     def _tell(self, num_tokens: int, capacity: int, leaving: Sequence[Slots]) -> list[list[int]]:
-        """Return of each rank its tokens, its capacity, and on each lane how many tokens make each hop."""
+        """Exchange and return each rank's number of tokens, its capacity, and its tokens that make each lane's hops."""
         mine = [slots.counts.cumsum(0).flip(0) for slots in leaving]
         head = torch.tensor([num_tokens, capacity], device=leaving[0].counts.device if leaving else None)
         ones = [1] * self.experts.size
@@ -102,7 +102,7 @@ class RingDispatcher(moefw.Dispatcher):
             begin += hops
 
     def _pass_on(self, notes_T: Tensor, lanes: Sequence[Lane], leaving: Sequence[Slots]) -> list[Tensor]:
-        """Return the notes about the tokens that will come, lane by lane."""
+        """Exchange the notes of tokens, and return those of the tokens that will arrive, lane by lane."""
         if not lanes:
             return []
         notes, works = Onward(lanes)([notes_T.index_select(0, slots.slot_R) for slots in leaving])
@@ -111,7 +111,7 @@ class RingDispatcher(moefw.Dispatcher):
         return notes
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
-        """Send the tokens that leave, and their weights, on their first hop."""
+        """Send the leaving tokens and their weights on their first hop."""
         metadata: _Metadata = plan.detail
         detail = (plan, x_TD, weights_TK)
         if not metadata.lanes:
@@ -120,11 +120,11 @@ class RingDispatcher(moefw.Dispatcher):
         return start(sent, forward=Onward(metadata.lanes), dual=Return(metadata.lanes), detail=detail)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
-        """Send again along the same way."""
+        """Send tokens again along the same way."""
         return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
     def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
-        """Pass tokens on until all have been where they are needed, and pick the rows of this rank's experts."""
+        """Pass tokens on until all have been where they are needed, and return the rows of this rank's experts."""
         plan, x_TD, weights_TK = pending.detail
         came = finish(pending)
         x_AD, weights_AK = torch.cat([x_TD, *came[::2]]), torch.cat([weights_TK, *came[1::2]])
@@ -132,7 +132,7 @@ class RingDispatcher(moefw.Dispatcher):
         return moefw.ExpertBatch.of(arrival.expand(x_AD, weights_AK), arrival), moefw.DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
-        """Add up each token's rows here, and send the sums of those that came by on their first hop home."""
+        """Sum each token's rows on this rank, and send the sums of other ranks' tokens on their first hop back."""
         metadata: _Metadata = handle.plan.detail
         sum_AD = metadata.arrival.reduce(rows_RD)
         own_TD, *away = sum_AD.split([metadata.num_tokens, *(sum(lane.arriving) for lane in metadata.lanes)])
@@ -141,14 +141,14 @@ class RingDispatcher(moefw.Dispatcher):
         return start(away, forward=Return(metadata.lanes), dual=Onward(metadata.lanes), detail=(metadata, own_TD))
 
     def finish_combine(self, pending: moefw.Pending) -> Tensor:
-        """Add what came home to what was computed here."""
+        """Add the sums that came back to the sums of this rank."""
         metadata, out_TD = pending.detail
         for slots, home_ND in zip(metadata.leaving, finish(pending), strict=True):
             out_TD = out_TD + gather_sum(home_ND, slots.rows)
         return out_TD
 
     def traffic(self, handle: moefw.DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count what leaves here on each lane, own rows and rows that are passed on."""
+        """Count the rows that leave this rank on each lane, both its own and those passed on."""
         metadata: _Metadata = handle.plan.detail
         size = self.experts.size
         hops = [([0] * size, [0] * size), *(lane.splits() for lane in metadata.lanes)]

@@ -1,6 +1,6 @@
-"""One way around the ring: rows out, hop by hop, and sums of rows back along the same way.
+"""One direction around the ring: rows go out hop by hop, and sums of rows return along the same way.
 
-Out and back are each other's dual: what copies a row to several ranks in forward adds up their gradients in backward.
+Out and back are dual: a movement that copies a row to several ranks in forward adds their gradients in backward.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.distributed import ProcessGroup
 from moefw.runtime.communication.movement import Work
 
 Round = list[Work]
-"""What is under way at a time: one hop of every lane."""
+"""Works that run at the same time: one hop of every lane."""
 
 
 @frozen(kw_only=True, eq=False)
 class Lane:
-    """Ranks pass rows to the rank ``step`` further (1 or -1), ``hops`` times.
+    """One direction of the ring: each rank passes rows to the rank ``step`` further (1 or -1), ``hops`` times.
 
-    ``rows[rank][hop]`` of the rows of ``rank`` make that hop: the first so many, so that what goes on is a slice.
+    The first ``rows[rank][hop]`` rows of ``rank`` make that hop, so that the rows that go on are a slice.
     """
 
     group: ProcessGroup
@@ -34,28 +34,28 @@ class Lane:
 
     @property
     def hops(self) -> range:
-        """The numbers of the hops."""
+        """Return the numbers of the hops."""
         return range(len(self.rows[0]))
 
     @property
     def leaving(self) -> list[int]:
-        """The rows that leave this rank in each hop: first its own, then what came in the hop before."""
+        """Return the number of rows that leave this rank in each hop: first its own, then those of the previous hop."""
         return [self._rows_of(hop)[hop] for hop in self.hops]
 
     @property
     def arriving(self) -> list[int]:
-        """The rows that come to this rank in each hop."""
+        """Return the number of rows that arrive at this rank in each hop."""
         return [self._rows_of(hop + 1)[hop] for hop in self.hops]
 
     def _rows_of(self, distance: int) -> Sequence[int]:
         return self.rows[(self.rank - self.step * distance) % len(self.rows)]
 
     def splits(self) -> tuple[list[int], list[int]]:
-        """Return the rows sent to and received from each rank on the way out."""
+        """Return the numbers of rows sent to and received from each rank on the way out."""
         return self._peers(sum(self.leaving), self.step), self._peers(sum(self.arriving), -self.step)
 
     def out(self, sent: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[Round]:
-        """Fill ``buffers`` with what arrives, in order of hops. Each rank passes on what is needed further on."""
+        """Fill ``buffers`` with the arriving rows, in order of hops. Each rank passes on the rows needed further on."""
         carried = list(sent)
         pieces = [buffer.split(self.arriving) for buffer in buffers]
         for hop in self.hops:
@@ -67,7 +67,7 @@ class Lane:
             carried = into
 
     def back(self, sent: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[Round]:
-        """Fill ``buffers`` with the sums of the rows that came from each token; ``sent`` lies in order of hops."""
+        """Fill ``buffers`` with the sums of the rows of each token; ``sent`` is in order of hops."""
         pieces = [tensor.split(self.arriving) for tensor in sent]
         carried = [piece[-1] for piece in pieces]
         for hop in reversed(self.hops):
@@ -77,7 +77,7 @@ class Lane:
                 carried = [_added(piece[hop - 1], more) for piece, more in zip(pieces, into, strict=True)]
 
     def _pass(self, rows: Tensor, into: Tensor, step: int) -> Work:
-        """Start sending rows to one neighbour while others come from the other one."""
+        """Start sending rows to one neighbour and receiving others from the other neighbour."""
         sent, received = self._peers(len(rows), step), self._peers(len(into), -step)
         work: Any = dist.all_to_all_single(into, rows, received, sent, group=self.group, async_op=True)
         return work
@@ -97,7 +97,7 @@ def _added(rows_ND: Tensor, more_ND: Tensor) -> Tensor:
 
 @final
 class _Rounds:
-    """Rounds that follow each other: the first starts at once, the rest when somebody waits."""
+    """Consecutive rounds: the first starts at once, the rest in ``wait``."""
 
     def __init__(self, rounds: Iterator[Round]) -> None:
         self._rounds = rounds
@@ -113,19 +113,19 @@ class _Rounds:
 
 @final
 class Onward:
-    """Starts rows on their way out. Tensors lie lane by lane, equally many for each."""
+    """Starts rows on their way out. Tensors are in order of lanes, the same number for each."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
-        """Return the buffers of what arrives, in order of hops."""
+        """Return the buffers of the arriving rows, in order of hops, and the works to wait for."""
         return _launch([(sum(lane.arriving), lane.out) for lane in self.lanes], tensors)
 
 
 @final
 class Return:
-    """Starts sums on their way home: the dual of :class:`Onward`."""
+    """Starts sums on their way back: the dual of :class:`Onward`."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
@@ -139,7 +139,7 @@ def _launch(
     moves: Sequence[tuple[int, Callable[[Sequence[Tensor], Sequence[Tensor]], Iterator[Round]]]],
     tensors: Sequence[Tensor],
 ) -> tuple[list[Tensor], list[Work]]:
-    """Start a movement on every lane, given the rows that it brings; the lanes make their hops side by side."""
+    """Start a movement on every lane, given the number of rows that arrive. Hops of the lanes run concurrently."""
     each = len(tensors) // len(moves)
     buffers: list[Tensor] = []
     rounds = []

@@ -1,4 +1,4 @@
-"""The ring keeps the contract of every dispatcher, and its own promise: rows go to neighbours, as far as needed."""
+"""Tests the contract of dispatchers for the ring, and that rows only go to neighbours, as far as needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestOneWayRing(DispatcherSuite):
 
 
 def counted(group: Any, rank: int, assembly: Assembly, distance: int) -> Traffic:
-    """Return what a rank sends for one token whose only expert is on the rank ``distance`` further round."""
+    """Return the traffic of a rank for one token whose only expert is on the rank ``distance`` further round."""
     shared = Shared()
     dispatcher = open_dispatcher(assembly, group, ranks_per_node=RANKS, shared=shared)
     ids_TK = torch.tensor([[(rank + distance) % RANKS]])
@@ -45,7 +45,7 @@ def counted(group: Any, rank: int, assembly: Assembly, distance: int) -> Traffic
 @pytest.mark.parametrize("both_ways", [True, False])
 @pytest.mark.parametrize("distance", range(RANKS))
 def test_rows_go_to_neighbours_and_no_further_than_they_are_needed(distance: int, both_ways: bool) -> None:
-    """Every rank passes on as many rows as its own token needs hops, since all ranks do the same."""
+    """Every rank sends one row for each hop that its own token needs, because all ranks do the same."""
     parts = {
         "routing": {"use": "topk", "score": "sigmoid"},
         "dispatch": {"use": "ring", "both_ways": both_ways},

@@ -1,4 +1,4 @@
-"""Grouped GEMMs on FP8 that torch has no kernel for; see the README beside."""
+"""Grouped FP8 GEMMs that torch has no kernel for; see README.md."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def blockwise_grouped_mm(
 ) -> Tensor:
     """Return the products of groups, as ``torch.nn.functional.grouped_mm`` defines them.
 
-    Rows by weights: ``a`` (R, I) in blocks of 1x128 and ``b`` (e, I, O) of 128x128 give ``(R, O)``; groups may begin
-    anywhere, and rows past the last end are undefined. Summing over rows: ``a`` (O, R) in blocks of 1x128 and ``b``
-    (R, I) of 128x1 give ``(e, O, I)``, zero where a group is empty; ends are multiples of 128, so that no block
-    reaches over two groups. ``ends_e``, int32 on the device, is read there alone. I and O are multiples of 128; codes
-    lie contiguous along the axis that is summed over. Each block's sum is fp32 and is scaled in fp32.
+    Rows by weights: ``a`` (R, I) in blocks of 1x128 and ``b`` (e, I, O) of 128x128 give ``(R, O)``. Groups may begin
+    anywhere, and rows past the last end are undefined. Sum over rows: ``a`` (O, R) in blocks of 1x128 and ``b``
+    (R, I) of 128x1 give ``(e, O, I)``, zero where a group is empty. Ends are then multiples of 128, so that no block
+    spans two groups. ``ends_e``, int32, is read only on the device. I and O are multiples of 128. Codes are
+    contiguous along the summed axis. Each block's sum is fp32 and is scaled in fp32.
 
     Raises:
         ValueError: Other blocks, sizes, strides or formats.
@@ -43,11 +43,11 @@ def blockwise_grouped_mm(
 def tensorwise_grouped_mm(
     a: Quantized, b: Quantized, ends_e: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Return the same products where each group has one scale, and each of its weights, as ``quantize_tensor`` makes.
+    """Return the same products with one scale for a group's rows and one for its weights, as ``quantize_tensor`` does.
 
-    ``a`` (R, I) with scales for each row and ``b`` (e, I, O) with one for each matrix; or, over rows, ``a`` (O, R) and
-    ``b`` (R, I), both with scales for each row, whose ends are multiples of 16. Everything else is as above: codes are
-    E4M3 or E5M2, each on its own, and a group's sum is scaled once, in fp32.
+    ``a`` (R, I) has a scale for each row and ``b`` (e, I, O) one for each matrix. In the sum over rows, ``a`` (O, R)
+    and ``b`` (R, I) both have a scale for each of the R rows, and ends are multiples of 16. ``a`` and ``b`` are each
+    E4M3 or E5M2, and a group's sum is scaled once, in fp32. The rest is as in ``blockwise_grouped_mm``.
 
     Raises:
         ValueError: Scales of blocks or of the tensor, other sizes, strides or formats.

@@ -1,4 +1,4 @@
-"""The truth in plain PyTorch: values, one expert after the other, in fp32."""
+"""Reference in plain PyTorch: dequantized values, multiplied in fp32 expert by expert."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moefw_kernels.quantize import Quantized
 
 
 def grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """As the kernels, but for the order of their sums."""
+    """Return the products of the kernels, except for the order of their sums."""
     left, right = a.dequantize(), b.dequantize()
     ends = ends_e.tolist()
     groups = [slice(start, end) for start, end in zip([0, *ends], ends)]

@@ -1,8 +1,8 @@
-"""The kernels: a program an output tile, a turn of its loop a block of 128 of the axis that is summed over.
+"""Triton kernels. A program computes one output tile, an iteration of its loop one block of 128 of the summed axis.
 
-Tensor cores add up a block alone; what they return is added in fp32 registers, scaled before if blocks have scales
-(``BLOCKS``), and else at the end. So the 14 bits that FP8 tensor cores of Hopper accumulate with (arXiv 2412.19437,
-section 3.3.2) never see more than 128 products.
+Tensor cores sum the products of one block. These sums are added in fp32 registers, scaled before the addition if
+blocks have scales (``BLOCKS``), else once at the end. So Hopper's FP8 tensor cores, which accumulate with 14 bits
+(arXiv 2412.19437, section 3.3.2), never sum more than 128 products.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,11 +17,11 @@ from torch import Tensor
 from moefw_kernels.quantize import Quantized
 
 _TILES = [(128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4), (128, 64, 4, 4)]
-"""Rows and columns of an output tile, warps, stages of loads: 32 KiB of the SM's 227 a stage, at most."""
+"""Rows and columns of an output tile, warps, load stages. A stage takes at most 32 KiB of the SM's 227."""
 
 
 def _tuned(kernel, sizes):
-    """Return the kernel that takes the fastest tile for its sizes; the interpreter, which has no clock, the first."""
+    """Return the kernel, autotuned over tiles for its sizes. The interpreter has no clock and takes the first tile."""
     tiles = _TILES[:1] if triton.knobs.runtime.interpret else _TILES
     configs = [triton.Config({"BM": m, "BN": n}, num_warps=warps, num_stages=stages) for m, n, warps, stages in tiles]
     return triton.autotune(configs, key=sizes)(kernel)
@@ -29,7 +29,7 @@ def _tuned(kernel, sizes):
 
 @triton.jit
 def _group_of_tile(ends, tile, groups, G: tl.constexpr, BM: tl.constexpr):
-    """The group that a tile of at most BM rows belongs to, its first row, and where the group ends."""
+    """Return the group of a tile of at most BM rows, the tile's first row, and the end of the group."""
     g = tl.arange(0, G)
     stops = tl.load(ends + g, mask=g < groups, other=0)
     starts = tl.load(ends + g - 1, mask=(g > 0) & (g < groups), other=0)
@@ -46,7 +46,7 @@ def _rows_kernel(
     a_scale_row, a_scale_block, b_scale_group, b_scale_column, b_scale_block,
     BLOCKS: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Rows of K by (groups, N, K). Columns turn fastest: a group's weights stay in the L2 while its rows pass by."""
+    """Multiply rows of K by (groups, N, K). Columns vary fastest, so that a group's weights stay in L2 for its rows."""
     across = N // BN
     group, first, stop = _group_of_tile(ends, tl.program_id(0) // across, groups, G, BM)
     if group >= groups:
@@ -81,7 +81,7 @@ def _weight_gradient_kernel(
     a_scale_row, a_scale_block, b_scale_column, b_scale_block,
     BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """(M, K) by (N, K), of which each group has some whole blocks along K, or multiples of 16: (groups, M, N)."""
+    """Multiply (M, K) by (N, K) to (groups, M, N). Along K a group is whole blocks, or without them multiples of 16."""
     ROWS: tl.constexpr = 128 if BLOCKS else 16
     across = N // BN
     tiles = M // BM * across
@@ -118,18 +118,18 @@ def _weight_gradient_kernel(
     tl.store(at, acc.to(out.dtype.element_ty))
 
 
-# Not by the number of rows, which is another one at every step.
+# The number of rows is not a key, because it changes at every step.
 _rows_by_weights = _tuned(_rows_kernel, ["N", "K", "BLOCKS"])
 _weight_gradient = _tuned(_weight_gradient_kernel, ["M", "N", "BLOCKS"])
 
 
 def blockwise_grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """As ``reference.grouped_mm``, but for rows past the last end, which are not written."""
+    """Implement ``reference.grouped_mm``, except that rows past the last end are not written."""
     return _grouped_mm(a, b, ends_e, out_dtype, blocks=True)
 
 
 def tensorwise_grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """As ``reference.grouped_mm``, but for rows past the last end, which are not written."""
+    """Implement ``reference.grouped_mm``, except that rows past the last end are not written."""
     return _grouped_mm(a, b, ends_e, out_dtype, blocks=False)
 
 

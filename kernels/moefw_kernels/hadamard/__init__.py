@@ -1,4 +1,4 @@
-"""The random Hadamard transform of 16 numbers that NVFP4 training spreads outliers with."""
+"""Random Hadamard transform of 16 numbers, with which NVFP4 training spreads outliers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["SIZE", "hadamard", "hadamard_matrix"]
 
 
 def hadamard(x: Tensor, *, axis: int = -1) -> Tensor:
-    """Return ``x`` (..., R, C) with every 16 numbers along ``axis``, -1 or -2, multiplied with ``hadamard_matrix()``.
+    """Return ``x`` (..., R, C) with every 16 numbers along ``axis``, -1 or -2, multiplied by ``hadamard_matrix()``.
 
-    Computed in fp32, rounded once to the dtype of ``x``; contiguous along ``axis``. The matrix is orthogonal, so that
-    ``hadamard(a) @ hadamard(b, axis=-2)`` is ``a @ b`` up to rounding. Without a gradient. Source: ``_apply_rht`` in
+    Computed in fp32, rounded once to the dtype of ``x``; contiguous along ``axis``. The matrix is orthogonal, so
+    ``hadamard(a) @ hadamard(b, axis=-2)`` is ``a @ b`` up to rounding. Not differentiable. Source: ``_apply_rht`` in
     ``reference_nvfp4.py`` of Transformer Engine.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Four rounds of sums and differences: the order of additions is part of the definition, so every device agrees."""
+"""Reference in four rounds of sums and differences. Their order is part of the definition, so all devices agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def hadamard_matrix(device: torch.device | None = None) -> Tensor:
-    """Return ``diag(signs) @ H / 4``: (16, 16) fp32, orthogonal, H of Sylvester, rows and columns in natural order."""
+    """Return ``diag(signs) @ H / 4``: (16, 16) fp32, orthogonal, with Sylvester's matrix H in natural order."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < SIZE:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -20,7 +20,7 @@ def hadamard_matrix(device: torch.device | None = None) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Transform the last dimension, in fp32; the result in the dtype of ``x``."""
+    """Transform the last dimension in fp32 and return the result in the dtype of ``x``."""
     groups = x.float().unflatten(-1, (x.shape[-1] // SIZE, SIZE)) * torch.tensor(
         SIGNS, device=x.device, dtype=torch.float32
     )

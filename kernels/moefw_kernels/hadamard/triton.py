@@ -1,4 +1,4 @@
-"""The transform as a Triton kernel: one read and one write, sixteen numbers to a row of registers."""
+"""Hadamard transform as a Triton kernel: one read, one write, sixteen numbers in a row of registers."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from moefw_kernels.hadamard.reference import SIGNS
 
 MINUS: Final = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
-"""A bit for each sign that changes: numbers in a tensor would have to be copied to the device."""
+"""Bit mask of the negative signs. A tensor of signs would have to be copied to the device."""
 
 
 @triton.jit
 def _bf16_bits(x):
-    """Round to nearest, ties to even, in integers: an interpreter's conversion truncates."""
+    """Round to nearest, ties to even, in integers, because the interpreter's conversion truncates."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
@@ -30,9 +30,9 @@ def _hadamard_kernel(
     x, out, groups, rows, per_row, x_stride, r_stride, c_stride,
     G: tl.constexpr, MINUS: tl.constexpr, AS_BITS: tl.constexpr,
 ):  # fmt: skip
-    """``groups`` of 16 in all, ``per_row`` in each of ``rows`` rows of each matrix; ``out`` is contiguous.
+    """Transform ``groups`` groups of 16, ``per_row`` in each of the ``rows`` rows of a matrix; ``out`` is contiguous.
 
-    Bits of ``MINUS`` say which of 16 numbers change their sign.
+    The bits of ``MINUS`` mark those of the 16 numbers that change their sign.
     """
     group = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G).to(tl.int64)
     row = group // per_row
@@ -53,7 +53,7 @@ def _hadamard_kernel(
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """As ``reference.hadamard``."""
+    """Implement ``reference.hadamard``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     groups = x.numel() // 16
     if groups:

@@ -1,4 +1,4 @@
-"""Rows that wait in pages of a pool, whose free pages are known to the device alone; see the README beside."""
+"""Copies of rows into pages of a pool and back. Only the device knows the free pages; see README.md."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Pages", "free", "load", "open_pages", "store", "take"]
 
 
 def take(pages: Pages, num_rows: Tensor, *, max_rows: int) -> tuple[Tensor, Tensor]:
-    """Return which pages are for rows of now on, and how many of the rows find none.
+    """Take pages for rows, and return their table and the number of rows that get no page.
 
     Args:
-        pages: From which they are taken, those that are near first.
-        num_rows: How many rows there are, int32 of shape (), on the device and read there alone.
-        max_rows: The most they can be.
+        pages: The pool. Near pages are taken first.
+        num_rows: The number of rows, int32 of shape (), read only on the device.
+        max_rows: The largest possible number of rows.
 
     Returns:
         The table, int64 ``(ceil(max_rows / page_rows),)``: the page of each ``page_rows`` rows, -1 where there are no
-        rows or no page is left; and fp32 of shape (), the rows without a page, which are the last ones.
+        rows or no page is left; and fp32 of shape (), the number of rows without a page, which are the last ones.
 
     Raises:
         ValueError: A number of rows of another dtype or shape.
@@ -35,16 +35,16 @@ def take(pages: Pages, num_rows: Tensor, *, max_rows: int) -> tuple[Tensor, Tens
 
 
 def store(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor) -> None:
-    """Copy the first ``num_rows`` rows into the pages of ``table``; those without a page are left out.
+    """Copy the first ``num_rows`` rows into the pages of ``table``; rows without a page are skipped.
 
     Args:
         rows_RC: ``(R, C)`` of any strides, in the pool's dtype; rows past ``num_rows`` are not read.
         pages: The pool, of rows of C.
-        table: What :func:`take` returned for ``max_rows`` of R.
-        num_rows: What it was given.
+        table: The table that :func:`take` returned for ``max_rows`` of R.
+        num_rows: The ``num_rows`` that :func:`take` was given.
 
     Raises:
-        ValueError: Rows of another dtype or width than the pool's, or a table for another number of them.
+        ValueError: Rows of another dtype or width than the pool's, or a table for another number of rows.
     """
     _check(rows_RC, pages, table, num_rows)
     if not rows_RC.is_cuda:
@@ -57,7 +57,7 @@ def store(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor) -> Non
 def load(pages: Pages, table: Tensor, num_rows: Tensor, *, into: Tensor) -> None:
     """Copy rows back into ``into``, ``(R, C)``; arguments and errors as in :func:`store`.
 
-    Rows past ``num_rows``, and those without a page, are not written.
+    Rows past ``num_rows`` and rows without a page are not written.
     """
     _check(into, pages, table, num_rows)
     if not into.is_cuda:
@@ -68,7 +68,7 @@ def load(pages: Pages, table: Tensor, num_rows: Tensor, *, into: Tensor) -> None
 
 
 def free(pages: Pages, table: Tensor) -> None:
-    """Give the pages of a table back, once."""
+    """Give the pages of a table back to the pool. Call it once for each table."""
     if not pages.ring.is_cuda:
         return reference.free(pages, table)
     from moefw_kernels.paged_copy import triton

@@ -1,4 +1,4 @@
-"""The state of a pool of pages: memory on the device and, where asked for, behind it on the host."""
+"""State of a pool of pages: memory on the device and, optionally, further memory on the host."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """Pages of rows, and which of them are free: ``P`` near ones, and ``Q`` far ones, which are numbered from ``P``.
+    """Pages of rows and the list of free ones: ``P`` near pages, and ``Q`` far pages, which are numbered from ``P``.
 
     Attributes:
         near: Integers ``(P, page_rows, C)`` on the device.
-        far: The same on the host, ``(Q, page_rows, C)``, page-locked where the device is a GPU, whose kernels reach it.
-        ring: int64 ``(P + Q,)``: the numbers of the free pages, a ring of the near ones and behind it one of the far.
-        counters: int64 ``(2, 2)``, near and far: how many pages were ever taken from the ring, and put into it.
+        far: The same on the host, ``(Q, page_rows, C)``. Page-locked if the device is a GPU, so its kernels reach it.
+        ring: int64 ``(P + Q,)``: the numbers of the free pages, a ring of the near pages, then a ring of the far ones.
+        counters: int64 ``(2, 2)``: for near, then far, the pages ever taken from the ring and ever put into it.
     """
 
     near: Tensor
@@ -26,19 +26,19 @@ class Pages:
 
     @property
     def page_rows(self) -> int:
-        """How many rows a page holds."""
+        """Return the number of rows of a page."""
         return self.near.shape[1]
 
     def length_of(self, num_rows: int) -> int:
-        """Return how many pages so many rows fill."""
+        """Return the number of pages that ``num_rows`` rows need."""
         return -(-num_rows // self.page_rows)
 
 
 def open_pages(near: Tensor, far: Tensor) -> Pages:
-    """Return a pool over memory, all of whose pages are free. ``page_rows`` is a power of two, and P at least 1.
+    """Return a pool over the given memory, with all pages free.
 
     Raises:
-        ValueError: Pages of other numbers of rows, or near and far pages that differ.
+        ValueError: ``page_rows`` is no power of two, P is 0, pages are not integers, or near and far pages differ.
     """
     rows = near.shape[1] if near.ndim == 3 else 0
     if rows < 1 or rows & (rows - 1) or not len(near) or near.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""The pool in plain PyTorch, for the host."""
+"""Pool operations in plain PyTorch, for host memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moefw_kernels.paged_copy.pages import Pages
 
 
 def take(pages: Pages, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
-    """As ``moefw_kernels.paged_copy.take``."""
+    """Implement ``moefw_kernels.paged_copy.take``."""
     size, (left_near, left_far) = pages.page_rows, pages.counters[:, 1] - pages.counters[:, 0]
     wanted = (num_rows + size - 1) // size
     near = torch.minimum(wanted, left_near)
@@ -22,19 +22,19 @@ def take(pages: Pages, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]
 
 
 def store(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor) -> None:
-    """As ``moefw_kernels.paged_copy.store``."""
+    """Implement ``moefw_kernels.paged_copy.store``."""
     for memory, rows, places in _sides(pages, table, num_rows, len(rows_RC)):
         memory.flatten(0, 1)[places] = rows_RC[rows]
 
 
 def load(pages: Pages, table: Tensor, num_rows: Tensor, into: Tensor) -> None:
-    """As ``moefw_kernels.paged_copy.load``."""
+    """Implement ``moefw_kernels.paged_copy.load``."""
     for memory, rows, places in _sides(pages, table, num_rows, len(into)):
         into[rows] = memory.flatten(0, 1)[places]
 
 
 def free(pages: Pages, table: Tensor) -> None:
-    """As ``moefw_kernels.paged_copy.free``."""
+    """Implement ``moefw_kernels.paged_copy.free``."""
     near = ((table >= 0) & (table < len(pages.near))).sum()
     taken = (table >= 0).sum()
     number = torch.arange(len(table), device=table.device)
@@ -44,7 +44,7 @@ def free(pages: Pages, table: Tensor) -> None:
 
 
 def _places(pages: Pages, number: Tensor, near: Tensor, *, side: int) -> Tensor:
-    """Return the places in the ring of a table whose first ``near`` pages are near; ``side`` 0: to take, 1: to put."""
+    """Return the ring positions of a table whose first ``near`` pages are near. ``side``: 0 to take, 1 to put."""
     num_near, num_far = len(pages.near), len(pages.far)
     start_near, start_far = pages.counters[:, side]
     far = num_near + (start_far + number - near) % max(num_far, 1)
@@ -52,7 +52,7 @@ def _places(pages: Pages, number: Tensor, near: Tensor, *, side: int) -> Tensor:
 
 
 def _sides(pages: Pages, table: Tensor, num_rows: Tensor, max_rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return, for the near and the far memory, which rows have a page there, and their places in it."""
+    """Return, for the near and the far memory, the rows that have a page there and their positions in it."""
     row = torch.arange(max_rows, device=table.device)
     page = table.repeat_interleave(pages.page_rows)[:max_rows].where(row < num_rows, -1)
     place, num_near = row % pages.page_rows, len(pages.near)

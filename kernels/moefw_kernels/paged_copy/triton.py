@@ -1,4 +1,4 @@
-"""The kernels. One program takes pages and one gives them back, so the ring needs no atomics; a copy is many."""
+"""Triton kernels. Taking and freeing are one program each, so the ring needs no atomics; a copy is many programs."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -19,7 +19,7 @@ ENTRIES = 1024
 def _take_kernel(
     ring, counters, num_rows, table, missing, num_near, num_far, length, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Near pages first, then far ones; what is left of the table is -1."""
+    """Take near pages first, then far ones. The rest of the table is -1."""
     rows = tl.load(num_rows).to(tl.int64)
     taken_near, taken_far = tl.load(counters), tl.load(counters + 2)
     left_near, left_far = tl.load(counters + 1) - taken_near, tl.load(counters + 3) - taken_far
@@ -40,7 +40,7 @@ def _take_kernel(
 
 @triton.jit
 def _free_kernel(ring, counters, table, num_near, num_far, length, BLOCK: tl.constexpr):
-    """A table names near pages first, then far ones, then none."""
+    """Put pages back into the ring. A table lists near pages first, then far ones, then -1."""
     given_near, given_far = tl.load(counters + 1), tl.load(counters + 3)
     near = given_near * 0
     far = given_far * 0
@@ -65,7 +65,7 @@ def _copy_kernel(
     rows, near, far, table, num_rows, num_near, columns, row_stride, column_stride,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """A page by some columns, into the page or back out of it."""
+    """Copy some columns of one page, into the page or, with BACK, out of it."""
     number = tl.program_id(0).to(tl.int64)
     page = tl.load(table + number)
     row = number * PAGE + tl.arange(0, PAGE)
@@ -87,7 +87,7 @@ def _copy_kernel(
 
 
 def take(pages: Pages, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
-    """As ``reference.take``."""
+    """Implement ``reference.take``."""
     table = pages.ring.new_empty(pages.length_of(max_rows))
     missing = pages.near.new_empty((), dtype=torch.float32)
     _take_kernel[(1,)](
@@ -98,17 +98,17 @@ def take(pages: Pages, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]
 
 
 def store(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor) -> None:
-    """As ``reference.store``."""
+    """Implement ``reference.store``."""
     _copy(rows_RC, pages, table, num_rows, back=False)
 
 
 def load(pages: Pages, table: Tensor, num_rows: Tensor, into: Tensor) -> None:
-    """As ``reference.load``."""
+    """Implement ``reference.load``."""
     _copy(into, pages, table, num_rows, back=True)
 
 
 def free(pages: Pages, table: Tensor) -> None:
-    """As ``reference.free``."""
+    """Implement ``reference.free``."""
     if len(table):
         _free_kernel[(1,)](
             pages.ring, pages.counters, table, len(pages.near), len(pages.far), len(table), ENTRIES

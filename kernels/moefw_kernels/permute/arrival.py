@@ -1,4 +1,4 @@
-"""Rows that arrived with the ids of their experts, expanded to one row a (row, expert) and grouped by expert."""
+"""Arrived rows with the ids of their experts, expanded to one row for each (row, expert) and grouped by expert."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moefw_kernels.permute.reference import RowMap, gather, gather_sum, row_map
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
-    """How N arrived rows and the rows of expert groups belong together.
+    """Mapping between N arrived rows and the rows of expert groups.
 
-    ``rows`` maps arrived rows to grouped rows, ``slot_R = n * K + k`` names the choice of each. ``tail`` rows follow
-    the last group; ``left_out`` rows found no room in the budget.
+    ``rows`` maps arrived rows to grouped rows; ``slot_R = n * K + k`` is the choice of each grouped row. ``tail`` rows
+    follow the last group; ``left_out`` rows exceeded the budget.
     """
 
     rows: RowMap
@@ -57,11 +57,11 @@ def arrange(
     budget: int | None = None,
     source_N: Tensor | None = None,
 ) -> Arrival:
-    """Return the rows of some choices in order (expert, source, n, k).
+    """Return the mapping to rows in order (expert, source, n, k).
 
-    Ids outside 0..num_experts-1 get no row. Rows lie in order of ``source_N`` already if it is None. A group has at
-    least ``capacity`` rows and is padded to a multiple of ``alignment``. With a ``budget``, itself such a multiple,
-    there are exactly so many rows, and what lies beyond is left out. Reads the counts back to the host.
+    Ids outside 0..num_experts-1 get no row. Without ``source_N``, rows are already in order of source. A group has at
+    least ``capacity`` rows and is padded to a multiple of ``alignment``. With a ``budget``, also such a multiple,
+    there are exactly ``budget`` rows, and rows beyond are left out. Reads the counts back to the host.
     """
     num_rows, k = expert_NK.shape
     flat, device = expert_NK.flatten(), expert_NK.device
@@ -98,7 +98,7 @@ def arrange(
 
 
 def _places(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return where each row goes, rows lying in order of their groups."""
+    """Return the position of each row in the padded groups; rows are in order of groups."""
     places = torch.arange(sum(counts), dtype=torch.int32, device=device)
     if list(counts) == list(sizes):
         return places

@@ -1,4 +1,4 @@
-"""Index arithmetic of expert groups: where rows go when they are sorted by expert and groups are padded."""
+"""Index arithmetic of expert groups: positions of rows that are sorted by expert, in padded groups."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ N = TypeVar("N", int, NDArray[np.int64])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Rows that arrived as chunks, put into groups by expert.
+    """Rows that arrived as chunks, grouped by expert.
 
-    ``rows`` maps arrived rows to grouped rows; None where they already lie in order, without padding.
+    ``rows`` maps arrived rows to grouped rows; None if they are already in order, without padding.
     """
 
     rows: RowMap | None
@@ -52,10 +52,10 @@ def group_chunks(
     capacity: int = 0,
     order: Sequence[int] | None = None,
 ) -> Groups:
-    """Return how to regroup rows that lie in order (rank, expert, token) into (expert, rank, token).
+    """Return the regrouping of rows from order (rank, expert, token) to (expert, rank, token).
 
     ``chunks[rank][expert]`` is the number of rows; a group has at least ``capacity`` rows and is padded to a multiple
-    of ``alignment``. ``order`` lists the chunks in order of rank, where they lie in another.
+    of ``alignment``. If the chunks are in another order, ``order[rank]`` is the index of a rank's chunk.
     """
     chunk_Pe = np.asarray(chunks, dtype=np.int64)
     count_e = chunk_Pe.sum(0)
@@ -76,7 +76,7 @@ def group_chunks(
 
 
 def _spans(begins: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return the numbers of some spans, one span after the other, int32: ``begin, begin + 1, ...`` for each."""
+    """Return the numbers ``begin, begin + 1, ...`` of each span, concatenated, int32."""
     total, shifts = int(lengths.sum()), begins - (lengths.cumsum() - lengths)
     both = _on(device, np.stack([shifts, lengths]).astype(np.int32))
     spread = both[0].repeat_interleave(both[1], output_size=total)
@@ -89,7 +89,7 @@ def _on(device: torch.device, values: NDArray[np.int32]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """The choices of some tokens, sorted by expert: ``slot = token * K + k`` of each row, int32, and the inverse."""
+    """Choices of tokens, sorted by expert: ``slot = token * K + k`` of each row, int32, and the inverse."""
 
     slot_R: Tensor
     rows: RowMap
@@ -99,7 +99,7 @@ class Slots:
 def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = None) -> Slots:
     """Return the rows of a routing in order (expert, token, k). Ids outside 0..num_experts-1 get no row.
 
-    ``counts`` (num_experts) int64 stays on the device; ``num_rows``, their sum, is read back from it if it is None.
+    ``counts`` (num_experts) int64 stays on the device. ``num_rows`` is their sum; None reads it back from the device.
     """
     num_tokens, k = expert_TK.shape
     flat = expert_TK.flatten()
@@ -117,6 +117,6 @@ def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = No
 
 
 def distinct(unit_TK: Tensor) -> Tensor:
-    """Return the ids with every repetition in a row set to -1: the units that each token must reach, each once."""
+    """Return the units that each token must reach, each once: repetitions of an id for the same token become -1."""
     same_TKK = unit_TK.unsqueeze(2) == unit_TK.unsqueeze(1)
     return unit_TK.masked_fill(same_TKK.tril(-1).any(2), -1)

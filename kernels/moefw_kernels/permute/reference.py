@@ -1,4 +1,4 @@
-"""Gathers only, no scatter: deterministic, and the same sums on every device."""
+"""Permutation with gathers and no scatter: deterministic, with the same sums on every device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
-    """Which token each row comes from, and which rows each token has. Both int32, each the inverse of the other.
+    """Map between rows and tokens: the token of each row and the rows of each token. Both int32, mutually inverse.
 
     ``padding``, int64, lists the rows that come from no token (their ``token_R`` is 0), None if there are none.
-    ``row_TK`` holds -1 for a dropped choice; then ``bags`` are the rows of all tokens in a row, and where each token's
-    begin.
+    ``row_TK`` holds -1 for a dropped choice. ``bags`` then holds the rows of all tokens, concatenated, and the start
+    of each token's rows.
     """
 
     token_R: Tensor
@@ -25,11 +25,11 @@ class RowMap:
     bags: tuple[Tensor, Tensor] | None
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """As the function ``gather``."""
+        """Call the function ``gather``."""
         return gather(x_TD, self)
 
     def gather_sum(self, rows_RD: Tensor) -> Tensor:
-        """As the function ``gather_sum``."""
+        """Call the function ``gather_sum``."""
         return gather_sum(rows_RD, self)
 
 
@@ -50,7 +50,7 @@ def gather(x_TD: Tensor, rows: RowMap) -> Tensor:
 
 
 def gather_sum(rows_RD: Tensor, rows: RowMap) -> Tensor:
-    """Return ``out_TD[t] = sum_k rows_RD[row_TK[t, k]]``, dropped choices left out. Differentiable."""
+    """Return ``out_TD[t] = sum_k rows_RD[row_TK[t, k]]`` without dropped choices. Differentiable."""
     out: Tensor = _GatherSum.apply(rows_RD, rows)  # type: ignore[no-untyped-call]
     return out
 

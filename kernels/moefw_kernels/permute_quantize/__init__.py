@@ -1,4 +1,4 @@
-"""Tokens permuted to rows and quantized at once, each token once; see the README beside."""
+"""Fused permutation of tokens to rows and quantization, once for each token; see README.md."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def permute_quantize(
 ) -> Quantized:
     """Return ``quantize_rows(gather(x_TD, rows), scales=scales)`` (R, D), bit for bit. Not differentiable.
 
-    ``x_TD`` is fp32, bf16 or fp16. A row of padding has codes 0 and the scale that a block of zeros has. ``into``:
-    codes (R, D) and scales (R, blocks) to write, contiguous along rows; rows may lie further apart.
+    ``x_TD`` is fp32, bf16 or fp16. A row of padding has codes 0 and the scale of a block of zeros. ``into``: codes
+    (R, D) and scales (R, blocks) to write to, contiguous along rows, with any row stride.
 
     Raises:
-        ValueError: Another dtype, tokens that are not those of the map, or ``into`` of other sizes.
+        ValueError: Another dtype, another number of tokens than the map's, or ``into`` of other sizes.
     """
     size = (len(rows.token_R), x_TD.shape[-1])
     if x_TD.ndim != 2 or len(x_TD) != len(rows.row_TK):

@@ -1,4 +1,4 @@
-"""The truth in plain PyTorch: blocks lie along rows, so that a row of codes is copied as its token would be."""
+"""Reference in plain PyTorch. Blocks are along rows, so a row of codes is copied as its token would be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moefw_kernels.quantize import Quantized, Scales, quantize_rows
 
 
 def permute_quantize(x_TD: Tensor, rows: RowMap, scales: Scales, out: Quantized) -> None:
-    """Write the rows of ``out``: each token quantized once, and its codes and scales copied to all of its rows."""
+    """Quantize each token once and copy its codes and scales to all of its rows in ``out``."""
     tokens, zeros = (quantize_rows(x, scales=scales) for x in (x_TD, x_TD.new_zeros(1, x_TD.shape[1])))
     for to, of_token, of_zeros in (
         (out.codes, tokens.codes, zeros.codes),

@@ -1,4 +1,4 @@
-"""The kernel: a program reads a tile of tokens once, and writes its codes and scales to all rows of those tokens."""
+"""Triton kernel. A program reads a tile of tokens once and writes its codes and scales to all rows of these tokens."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -18,7 +18,7 @@ _TOKENS, _COLUMNS = 32, 128
 
 @triton.jit
 def _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride):
-    """Write a tile to the rows ``row``, those that are not -1."""
+    """Write a tile to the rows ``row``, except where they are -1."""
     there = row >= 0
     tl.store(codes + row * codes_stride + c, code, mask=there & (c < columns))
     tl.store(scales + row * scales_stride + block, scale, mask=there & (block < blocks))
@@ -30,7 +30,7 @@ def _permute_kernel(
     x_stride, codes_stride, scales_stride, largest,
     T: tl.constexpr, C: tl.constexpr, B: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Behind the tokens lie ``num_padding`` tokens of zeros, each with one row."""
+    """Quantize the tokens, followed by ``num_padding`` tokens of zeros with one row each."""
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(columns, C)
     blocks = tl.cdiv(columns, B)
@@ -49,7 +49,7 @@ def _permute_kernel(
 
 
 def permute_quantize(x_TD: Tensor, rows: RowMap, scales: Scales, out: Quantized) -> None:
-    """As ``reference.permute_quantize``."""
+    """Implement ``reference.permute_quantize``."""
     if not out.codes.numel():
         return
     x_TD, row_TK = x_TD.contiguous(), rows.row_TK.contiguous()

@@ -1,4 +1,4 @@
-"""Quantization to eight and four bits, bit for bit as Transformer Engine defines it; see the README beside."""
+"""Quantization to eight and four bits, bit for bit as Transformer Engine defines it; see README.md."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def quantize_tensor(
     power_of_two: bool = False,
     ends_e: Tensor | None = None,
 ) -> Quantized:
-    """Return ``x`` (..., R, C) in E4M3 or E5M2 with an fp32 scale for each matrix; one with ``scale`` of shape ().
+    """Return ``x`` (..., R, C) in E4M3 or E5M2 with an fp32 scale for each matrix, or one if ``scale`` has shape ().
 
     ``scale``, of shape () or of the leading dimensions, multiplies ``x`` before the cast, as ``delayed_scale`` returns
-    it; None takes ``tensor_scale`` of each matrix, with ``margin`` and ``power_of_two``. On every device in PyTorch's
-    own operations.
+    it; None takes ``tensor_scale`` of each matrix, with ``margin`` and ``power_of_two``. Runs as PyTorch operations on
+    every device.
 
-    With ``ends_e``, int32: rows ``(R, C)`` in groups that end there, each with a scale, of ``scale`` ``(e,)`` or of the
-    group's largest magnitude, so that its codes and scale are those that it would have alone. Rows past the last end
-    are not looked at, and come back as zeros.
+    With ``ends_e``, int32, the rows ``(R, C)`` form groups that end there. Each group has one scale, from ``scale``
+    ``(e,)`` or from its largest magnitude, so that its codes and scale are those that it would have alone. Rows past
+    the last end are ignored and come back as zeros.
 
     Raises:
         ValueError: E2M1, a dtype other than fp32, bf16 and fp16, or shapes that do not fit together.
@@ -107,7 +107,7 @@ def quantize_fp8(x: Tensor, *, block: Block, fmt: Format = E4M3, power_of_two: b
 
 
 def quantize_fp8_both(x: Tensor, *, fmt: Format = E4M3, power_of_two: bool = True) -> tuple[Quantized, Quantized]:
-    """Return ``quantize_fp8`` with blocks of 1x128 and of 128x1, ``x`` being read once by the kernel."""
+    """Return ``quantize_fp8`` with blocks of 1x128 and of 128x1. The kernel reads ``x`` once."""
     _check(x, fmt)
     row, column = _encoders(x).quantize_fp8_both(x, fmt, power_of_two)
     return row, column
@@ -125,7 +125,7 @@ def quantize_mxfp8(x: Tensor, *, block: Block = (1, 32), fmt: Format = E4M3, rou
 
 
 def quantize_mxfp8_both(x: Tensor, *, fmt: Format = E4M3, rounding: Rounding = "rceil") -> tuple[Quantized, Quantized]:
-    """Return ``quantize_mxfp8`` with blocks of 1x32 and of 32x1, ``x`` being read once by the kernel."""
+    """Return ``quantize_mxfp8`` with blocks of 1x32 and of 32x1. The kernel reads ``x`` once."""
     _check(x, fmt)
     row, column = _encoders(x).quantize_mxfp8_both(x, fmt, rounding)
     return row, column
@@ -152,14 +152,14 @@ def quantize_nvfp4(
 ) -> Quantized:
     """Return ``x`` (..., R, C) in E2M1, in blocks of 1x16, 16x1 or 16x16, each with an E4M3 scale.
 
-    ``global_amax``, fp32, sets the scale above: shape () for the tensor, or the leading dimensions of ``x``, an expert
-    each; None takes the largest magnitude of ``x``. With ``keys``, int64 ``(..., R)``, rounds stochastically: element
-    ``c`` of a row takes draw ``c`` of ``moefw_kernels.random.uniform`` of the row's key. Blocks of 16x16 make the
-    result of ``x.mT`` the transpose of the result, bit for bit.
+    ``global_amax``, fp32, sets the global scale: shape () for the tensor, or the leading dimensions of ``x``, one for
+    each expert; None takes the largest magnitude of ``x``. With ``keys``, int64 ``(..., R)``, rounds stochastically:
+    element ``c`` of a row takes draw ``c`` of ``moefw_kernels.random.uniform`` of the row's key. With blocks of 16x16,
+    the result of ``x.mT`` is the transpose of the result, bit for bit.
 
-    With ``ends_e``, int32: rows ``(R, C)`` in groups that end there, which no block reaches over. The scale above is
-    one for each group, ``global_amax`` ``(e,)`` or the group's largest magnitude, so that a group's codes and scales
-    are those that it would have alone. Rows past the last end are not looked at, and come back as zeros.
+    With ``ends_e``, int32, the rows ``(R, C)`` form groups that end there; no block may span two groups. Each group
+    has one global scale, from ``global_amax`` ``(e,)`` or from its largest magnitude, so that its codes and scales
+    are those that it would have alone. Rows past the last end are ignored and come back as zeros.
 
     Raises:
         ValueError: Another block, a dtype other than fp32, bf16 and fp16, or shapes that do not fit together.

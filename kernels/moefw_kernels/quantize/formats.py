@@ -1,4 +1,4 @@
-"""Small number formats and the casts of single numbers. Exact on every device: no step of a cast rounds but the last.
+"""Small number formats and casts of single numbers. Exact on every device: only the last step of a cast rounds.
 
 With m mantissa bits, a number in [2^e, 2^(e+1)) lies on a grid of step 2^(e-m); below the smallest normal number 2^n
 the step stays 2^(n-m). So code = (max(e, n) - n) * 2^m + round(|x| / step), a sum that carries into the exponent by
@@ -18,8 +18,8 @@ from torch import Tensor
 class Format:
     """A floating-point format of at most eight bits: a sign, an exponent, a mantissa.
 
-    ``dtype`` is that of stored codes; E2M1 has two codes in a byte. ``nan_code`` is what NaN becomes, with any sign:
-    NaN itself, or the largest number in E2M1, which has no NaN (as ``cvt`` of PTX does).
+    ``dtype`` is the dtype of stored codes; E2M1 has two codes in a byte. ``nan_code`` is the code of NaN of any sign:
+    NaN, or in E2M1, which has none, the largest number (as ``cvt`` of PTX does).
     """
 
     name: str
@@ -41,11 +41,11 @@ def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
 
     Rounds to nearest, ties to the even code. With ``draws``, fp32 in [0, 1) of the same shape, rounds away from zero
     where the number's distance to its lower neighbour, in units of that interval, exceeds the draw: unbiased, and
-    never further than a neighbour. What exceeds the largest number, infinity included, becomes the largest number.
+    never further than a neighbour. Numbers beyond the largest one, including infinity, saturate to it.
     """
     if draws is None and fmt is not E2M1:
         codes = x.float().clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
-        sign_of_nan = (codes & fmt.nan_code).add_(1).bitwise_and_(0x80)  # all ones but the sign: one more carries there
+        sign_of_nan = (codes & fmt.nan_code).add_(1).bitwise_and_(0x80)  # NaN is all ones: + 1 carries into the sign
         return codes.bitwise_and_(sign_of_nan.bitwise_not_())
     number = x.float().nan_to_num(nan=fmt.max, posinf=fmt.max, neginf=-fmt.max)
     magnitude = number.abs().clamp_(max=fmt.max)
@@ -65,7 +65,7 @@ def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
 def decode(codes: Tensor, fmt: Format) -> Tensor:
     """Return the number of each uint8 code in fp32, exact; the inverse of ``encode``.
 
-    Looked up on a CPU, where torch's cast takes one number at a time.
+    Uses a table on a CPU, where torch casts one number at a time.
     """
     if codes.device.type != "cpu":
         return decode_e2m1(codes) if fmt is E2M1 else codes.view(fmt.dtype).float()
@@ -90,7 +90,7 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 def pack(codes: Tensor, *, axis: int = -1) -> Tensor:
     """Return two four-bit codes in each byte, the even one in the low nibble: ``(..., ceil(n / 2), ...)`` uint8.
 
-    Contiguous along ``axis``. A last nibble without a code is zero.
+    Contiguous along ``axis``. An unused last nibble is zero.
     """
     codes = codes.movedim(axis, -1)
     if codes.shape[-1] % 2:

@@ -1,4 +1,4 @@
-"""One number for each group of rows that lie end to end, such as those of an expert."""
+"""One number for each group of consecutive rows, such as those of an expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def group_of_row(ends_e: Tensor, num_rows: int) -> Tensor:
 def group_amax(x: Tensor, ends_e: Tensor) -> Tensor:
     """Return the largest magnitude of each group of the rows ``x (R, C)``, fp32 ``(e,)``.
 
-    0 for a group without rows, NaN where there is one. Rows past the last end are not looked at.
+    0 for a group without rows, NaN for a group with a NaN. Rows past the last end are ignored.
     """
     rows = x.abs().amax(1).float() if x.numel() else x.new_zeros(len(x), dtype=torch.float32)
     found = rows.new_zeros(len(ends_e) + 1)
@@ -23,7 +23,7 @@ def group_amax(x: Tensor, ends_e: Tensor) -> Tensor:
 
 
 def matrix_amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude of each matrix of ``x (..., R, C)``, fp32 ``(...)``: 0 without numbers."""
+    """Return the largest magnitude of each matrix of ``x (..., R, C)``, fp32 ``(...)``; 0 for an empty matrix."""
     if not x.shape[-2:].numel():
         return x.new_zeros(x.shape[:-2], dtype=torch.float32)
     return x.abs().amax((-2, -1)).float()

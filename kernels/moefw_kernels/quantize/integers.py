@@ -1,4 +1,4 @@
-"""Rows as eight-bit integers: what is saved and never multiplied needs evenly spaced codes, and no exponent."""
+"""Rows as eight-bit integers. A tensor that is saved and never multiplied needs evenly spaced codes, no exponent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LARGEST = 127
 def integer_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 codes ``(R, C)`` of rows, and an fp32 scale for each 128 columns of a row, ``(R, ceil(C / 128))``.
 
-    A block's largest magnitude becomes 127; ties go to even. Of values that spread like a normal distribution the
-    error is 0.6 % of their norm, a quarter of E4M3's. A block with an infinity or NaN in it comes back as NaN.
+    A block's largest magnitude becomes 127; ties go to even. For normally distributed values the error is 0.6 % of
+    their norm, a quarter of E4M3's. A block with an infinity or NaN comes back as NaN.
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1) / LARGEST
@@ -23,6 +23,6 @@ def integer_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_integers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows ``(R, C)`` that codes and scales stand for."""
+    """Return the rows ``(R, C)`` that codes and scales represent."""
     wide = scales.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
     return (codes * wide).to(dtype)

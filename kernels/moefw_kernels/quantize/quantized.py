@@ -1,4 +1,4 @@
-"""What a quantizer returns: codes, the scales of blocks, and how they lie."""
+"""Result of a quantizer: codes, the scales of blocks, and their layout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Quantized:
 
     Attributes:
         codes: float8 of ``shape``, or, in E2M1, uint8 with two codes in a byte along ``axis``: ``(..., R, ceil(C/2))``
-            or ``(..., ceil(R/2), C)``. Contiguous along ``axis``, which a product of matrices sums over.
-        scales: one for each block, ``(..., ceil(R / rows), ceil(C / columns))``: fp32, float8_e8m0fnu or
-            float8_e4m3fn. Without blocks fp32, one for the tensor, shape (), for each matrix, ``(..., 1, 1)``, or for
-            each row, ``(R, 1)``, equal within a group of rows.
+            or ``(..., ceil(R/2), C)``. Contiguous along ``axis``, which a matrix product sums over.
+        scales: One for each block, ``(..., ceil(R / rows), ceil(C / columns))``: fp32, float8_e8m0fnu or
+            float8_e4m3fn. Without blocks fp32: one for the tensor, shape (), one for each matrix, ``(..., 1, 1)``, or
+            one for each row, ``(R, 1)``, equal within a group of rows.
         fmt: The format of the codes.
         block: (rows, columns) of a block; None without blocks. The last block may be smaller.
         axis: -1 or -2.
-        shape: That of the tensor.
+        shape: The shape of the tensor.
         global_scale: fp32, shape () or the leading dimensions of ``shape``, or one for each row of blocks,
             ``(ceil(R / rows), 1)``, equal within a group of rows; None without a second level.
     """
@@ -48,7 +48,7 @@ class Quantized:
 
     @property
     def mT(self) -> Quantized:
-        """The transpose of every matrix, without a copy: the axis and the blocks change places with it."""
+        """Return the transpose of every matrix, with transposed ``axis`` and ``block``, without a copy."""
         return replace(
             self,
             codes=self.codes.mT,
@@ -60,7 +60,7 @@ class Quantized:
         )
 
     def along(self, axis: int) -> Quantized:
-        """Return the same numbers with codes contiguous along ``axis``: for blocks that are square, or for none.
+        """Return the same numbers with codes contiguous along ``axis``, for square blocks or no blocks.
 
         Raises:
             ValueError: The blocks are not square, so another axis needs other scales, from the tensor itself.
@@ -78,7 +78,7 @@ class Quantized:
 
 
 def laid(codes: Tensor, fmt: Format, axis: int) -> Tensor:
-    """Return single uint8 codes as ``Quantized.codes`` holds them."""
+    """Return single uint8 codes in the layout of ``Quantized.codes``."""
     if fmt is E2M1:
         return pack(codes, axis=axis)
     codes = codes.contiguous() if axis == -1 else codes.mT.contiguous().mT
@@ -86,14 +86,14 @@ def laid(codes: Tensor, fmt: Format, axis: int) -> Tensor:
 
 
 def spread(per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
-    """Return the number of its block for each element of ``shape``."""
+    """Return, for each element of ``shape``, the number of its block."""
     rows, columns = shape[-2:]
     wide = per_block.repeat_interleave(block[0], -2)[..., :rows, :]
     return wide.repeat_interleave(block[1], -1)[..., :columns]
 
 
 def above(level: Tensor, ndim: int) -> Tensor:
-    """Return ``Quantized.global_scale`` as it multiplies the scales of blocks, which have ``ndim`` dimensions."""
+    """Return ``Quantized.global_scale``, broadcastable to the scales of blocks, which have ``ndim`` dimensions."""
     return level if level.ndim in (0, ndim) else level[..., None, None]
 
 

@@ -1,4 +1,4 @@
-"""The encoders in plain PyTorch: what a kernel must equal bit for bit."""
+"""Encoders in plain PyTorch. Kernels must equal them bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moefw_kernels.random import uniform
 def quantize_tensor(
     x: Tensor, fmt: Format, scale: Tensor | None, margin: int, power_of_two: bool, ends_e: Tensor | None
 ) -> Quantized:
-    """One scale for each matrix, or for each group of rows."""
+    """Quantize with one scale for each matrix or each group of rows."""
     if scale is None:
         amax = matrix_amax(x) if ends_e is None else group_amax(x, ends_e)
         largest = torch.finfo(x.dtype).max
@@ -32,30 +32,30 @@ def quantize_tensor(
 
 
 def quantize_fp8(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> Quantized:
-    """Blocks with fp32 scales."""
+    """Quantize in blocks with fp32 scales."""
     largest = torch.finfo(x.dtype).max
     multiplier = tensor_scale(block_amax(x, block), fmt, power_of_two=power_of_two, largest=largest)
     return _quantized(x, multiplier, multiplier.reciprocal(), block, fmt)
 
 
 def quantize_fp8_both(x: Tensor, fmt: Format, power_of_two: bool) -> tuple[Quantized, Quantized]:
-    """Blocks of 1x128, and of 128x1."""
+    """Quantize in blocks of 1x128, and of 128x1."""
     return quantize_fp8(x, (1, 128), fmt, power_of_two), quantize_fp8(x, (128, 1), fmt, power_of_two)
 
 
 def quantize_mxfp8(x: Tensor, block: tuple[int, int], fmt: Format, rounding: Rounding) -> Quantized:
-    """Blocks with E8M0 scales."""
+    """Quantize in blocks with E8M0 scales."""
     codes, multiplier = mx_scale(block_amax(x, block), fmt, rounding=rounding)
     return _quantized(x, multiplier, codes.view(torch.float8_e8m0fnu), block, fmt)
 
 
 def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Quantized, Quantized]:
-    """Blocks of 1x32, and of 32x1."""
+    """Quantize in blocks of 1x32, and of 32x1."""
     return quantize_mxfp8(x, (1, 32), fmt, rounding), quantize_mxfp8(x, (32, 1), fmt, rounding)
 
 
 def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None) -> Quantized:
-    """Blocks with E4M3 scales, and fp32 scales above them: one, one for each matrix, or one for each row of blocks."""
+    """Quantize in blocks with E4M3 scales and an fp32 global scale: one, or one for each matrix or row of blocks."""
     encoder, decoder = nvfp4_global_scale(global_amax)
     codes, multiplier = nvfp4_scale(block_amax(x, block), *(above(level, x.ndim) for level in (encoder, decoder)))
     draws = None if keys is None else uniform(keys.flatten(), x.shape[-1]).view(x.shape)
@@ -63,7 +63,7 @@ def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys:
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest magnitude of each block in fp32, NaN if there is one: ``(..., R / rows, C / columns)``."""
+    """Return the largest magnitude of each block, ``(..., R / rows, C / columns)`` fp32; NaN if the block has one."""
     rows, columns = block
     padded = F.pad(x.float(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
     down, across = padded.shape[-2] // rows, padded.shape[-1] // columns
@@ -79,7 +79,7 @@ def _quantized(
     global_scale: Tensor | None = None,
     draws: Tensor | None = None,
 ) -> Quantized:
-    """Work along rows: what lies along columns is turned first."""
+    """Quantize along rows; a tensor with blocks along columns is transposed first."""
     if axis_of(block) == -2:
         given = (x.mT.contiguous(), multiplier.mT, scales.mT, block[::-1], fmt)
         return _quantized(*given, turned(global_scale, x.ndim), None if draws is None else draws.mT).mT
@@ -89,5 +89,5 @@ def _quantized(
 
 
 def axis_of(block: tuple[int, int]) -> int:
-    """Return the axis that a product of matrices sums over: -2 for columns, else -1."""
+    """Return the axis that a matrix product sums over: -2 for blocks along columns, else -1."""
     return -2 if block[0] > 1 and block[1] == 1 else -1

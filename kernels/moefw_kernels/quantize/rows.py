@@ -1,4 +1,4 @@
-"""Rows quantized along themselves in E4M3: what an input is in fprop, and what travels to experts."""
+"""Rows in E4M3 with blocks along the row: the form of inputs in fprop, and of rows that travel to experts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moefw_kernels.quantize.formats import E4M3
 from moefw_kernels.quantize.quantized import Quantized
 
 Scales = Literal["fp32", "power_of_two", "e8m0"]
-"""Of blocks of 1x128: fp32, exact or rounded down to a power of two. Of blocks of 1x32: E8M0."""
+"""Scales of blocks: of 1x128 fp32, exact or a power of two; of 1x32 E8M0."""
 
 
 def row_block(scales: Scales) -> int:
-    """Return how many columns share a scale."""
+    """Return the number of columns that share a scale."""
     return 32 if scales == "e8m0" else 128
 
 
@@ -25,12 +25,12 @@ def scale_dtype(scales: Scales) -> torch.dtype:
 
 
 def empty_rows(num_rows: int, columns: int, *, scales: Scales, device: torch.device) -> Quantized:
-    """Return rows that are yet to be written."""
+    """Allocate rows without initializing them."""
     codes = torch.empty(num_rows, columns, dtype=E4M3.dtype, device=device)
     blocks = -(-columns // row_block(scales))
     return rows_of(codes, torch.empty(num_rows, blocks, dtype=scale_dtype(scales), device=device), scales=scales)
 
 
 def rows_of(codes: Tensor, block_scales: Tensor, *, scales: Scales) -> Quantized:
-    """Return E4M3 codes ``(R, C)`` and the scales of their blocks as ``quantize_rows`` does."""
+    """Return E4M3 codes ``(R, C)`` and the scales of their blocks in the form that ``quantize_rows`` returns."""
     return Quantized(codes, block_scales, E4M3, (1, row_block(scales)), -1, tuple(codes.shape))

@@ -1,6 +1,6 @@
-"""From the largest magnitude of a block to the number its elements are multiplied with, and the scale that is stored.
+"""Multiplier and stored scale of a block or tensor, from its largest magnitude.
 
-An infinite or NaN magnitude never hides: whatever it belongs to dequantizes to NaN or infinity.
+If this magnitude is infinite or NaN, the block or tensor dequantizes to NaN or infinity.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Rounding = Literal["rceil", "floor"]
 
 
 def divide(number: float, by: Tensor) -> Tensor:
-    """Return ``number / by`` rounded once; ``number / by`` itself multiplies with a rounded reciprocal."""
+    """Return ``number / by`` rounded once; torch's ``number / by`` multiplies by a rounded reciprocal."""
     return torch.full_like(by, number).div_(by)
 
 
 def tensor_scale(
     amax: Tensor, fmt: Format, *, margin: int = 0, power_of_two: bool = False, largest: float = FP32_MAX
 ) -> Tensor:
-    """Return ``fmt.max / 2^margin / amax``, what numbers are multiplied with before the cast; fp32, the same shape.
+    """Return ``fmt.max / 2^margin / amax``, the multiplier of numbers before the cast; fp32, the same shape.
 
     With ``power_of_two`` rounded down to one. 1 where ``amax`` is 0; ``largest`` where the quotient is beyond fp32
     (Transformer Engine takes the largest number of the input's dtype); 0 where ``amax`` is infinite, NaN where it is
@@ -57,7 +57,7 @@ def delayed_scale(
 
 
 def mx_scale(amax: Tensor, fmt: Format, *, rounding: Rounding = "rceil") -> tuple[Tensor, Tensor]:
-    """Return E8M0 codes (uint8) of blocks with magnitude ``amax`` (fp32), and what their numbers are multiplied with.
+    """Return E8M0 codes (uint8) of blocks with magnitude ``amax`` (fp32), and the multipliers of their numbers.
 
     ``rceil``: the smallest power of two that is at least ``amax / fmt.max``, so that nothing saturates (Transformer
     Engine, cuBLAS, ``ScaleCalculationMode.RCEIL`` of torchao). ``floor``: the largest power of two that is at most
@@ -75,7 +75,7 @@ def mx_scale(amax: Tensor, fmt: Format, *, rounding: Rounding = "rceil") -> tupl
 
 
 def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``(448 * 6) / global_amax`` and its reciprocal, both fp32: what encodes, and what decodes.
+    """Return ``(448 * 6) / global_amax``, which encodes, and its reciprocal, which decodes, both fp32.
 
     Both are 1 where ``global_amax`` is 0. Source: ``compute_global_encode_scaling_factor_FP4`` of Transformer Engine.
     """
@@ -85,7 +85,7 @@ def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4_scale(amax: Tensor, encoder: Tensor, decoder: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E4M3 codes (uint8) of blocks with magnitude ``amax`` (fp32), and what their numbers are multiplied with.
+    """Return E4M3 codes (uint8) of blocks with magnitude ``amax`` (fp32), and the multipliers of their numbers.
 
     ``encoder`` and ``decoder`` come from ``nvfp4_global_scale``. Source: ``compute_decoding_scaling_factor`` and
     ``block_scale_inverse`` in ``quantize_transpose_nvfp4.cuh`` of Transformer Engine.

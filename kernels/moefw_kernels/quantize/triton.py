@@ -1,7 +1,7 @@
-"""The encoders as Triton kernels: codes of both orientations from one read of ``x``, scales never in a second pass.
+"""Encoders as Triton kernels. One read of ``x`` gives the codes and scales of both orientations.
 
-Casts work on bits and on products with powers of two, which are exact: an interpreter that rounds conversions
-differently, or hardware that does, cannot change a code. Column copies are written as rows of the transpose.
+Casts work on bits and on products with powers of two, which are exact. So an interpreter or hardware that rounds
+conversions differently cannot change a code. Column copies are written as rows of the transpose.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -48,13 +48,13 @@ def _float(bits):
 
 @triton.jit
 def _magnitude(x):
-    """Bits of |x|: integers in the order of the numbers, infinity and then NaN above all."""
+    """Return the bits of |x|: integers in the order of the numbers, with infinity and then NaN above all."""
     return _bits(x) & 0x7FFFFFFF
 
 
 @triton.jit
 def _encode(x, draws, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr):
-    """Codes in int32, as ``formats.encode``; LEAST is the smallest normal exponent, MAX the bits of the largest."""
+    """Return codes of ``formats.encode`` in int32. LEAST: smallest normal exponent, MAX: bits of the largest number."""
     bits = _bits(x)
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > _INF
@@ -78,7 +78,7 @@ def _divide(number: tl.constexpr, by):
 
 @triton.jit
 def _fp32_scale(amax, largest, TOP: tl.constexpr, RULE: tl.constexpr):
-    """What numbers are multiplied with, and the scale: ``scales.tensor_scale`` and its reciprocal."""
+    """Return the multiplier of numbers and the scale: ``scales.tensor_scale`` and its reciprocal."""
     finite = (amax > 0) & (amax < _INF)
     multiplier = _divide(TOP, _float(tl.where(finite, amax, 0x3F800000)))
     multiplier = tl.where(_bits(multiplier) == _INF, largest, multiplier)
@@ -92,7 +92,7 @@ def _fp32_scale(amax, largest, TOP: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def _e8m0_scale(amax, MAX: tl.constexpr, RULE: tl.constexpr):
-    """What numbers are multiplied with, and the E8M0 code: ``scales.mx_scale``."""
+    """Return the multiplier of numbers and the E8M0 code: ``scales.mx_scale``."""
     code = (amax >> 23) - ((MAX >> 23) - 127)
     if RULE == _RCEIL:
         code = tl.where((amax & 0x7FFFFF) > (MAX & 0x7FFFFF), code + 1, code)
@@ -107,7 +107,7 @@ def _quantize_tile(
     tile, largest, B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
     M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of a tile in blocks along its columns, or in one block of B x B."""
+    """Return codes and scales of a tile in blocks along its columns, or in one block of B x B."""
     R: tl.constexpr = tile.shape[0]
     C: tl.constexpr = tile.shape[1]
     blocks = tl.reshape(tile, (R, C // B, B))
@@ -125,7 +125,7 @@ def _quantize_tile(
 
 @triton.jit
 def quantize_rows_tile(tile, largest, B: tl.constexpr, RULE: tl.constexpr):
-    """E4M3 codes (R, C) and scales (R, C / B) of an fp32 tile in blocks of 1 x B; RULE is of ``ROW_RULES``."""
+    """Return E4M3 codes (R, C) and scales (R, C / B) of an fp32 tile in blocks of 1 x B; RULE is of ``ROW_RULES``."""
     return _quantize_tile(tile, largest, B, False, RULE, 448.0, 3, -6, 0x43E00000)
 
 
@@ -135,7 +135,7 @@ def _store_blocks(
     B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
     M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of a (rows, columns) matrix in blocks along its columns, or in one block of B x B."""
+    """Quantize and store a tile of a (rows, columns) matrix in blocks along its columns, or in one block of B x B."""
     code, scale = _quantize_tile(tile, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX)
     _store(codes, code, r0, c0, rows, columns)
     first = r0 // B if SQUARE else r0
@@ -160,7 +160,7 @@ def _tile(x, r0, c0, rows, columns, r_stride, c_stride, R: tl.constexpr, C: tl.c
 
 @triton.jit
 def _place(rows, columns, R: tl.constexpr, C: tl.constexpr):
-    """The matrix of this program and where its tile begins."""
+    """Return the matrix of this program and the first row and column of its tile."""
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(columns, C)
     tiles = tl.cdiv(rows, R) * across
@@ -203,7 +203,7 @@ def _nvfp4_kernel(
     rows, columns, x_stride, r_stride, c_stride, level_stride, block_stride, key_rows,
     R: tl.constexpr, C: tl.constexpr, SQUARE: tl.constexpr, KEYED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 16 along columns, or of 16 x 16 (then R is 16). TRANSPOSED: keys and groups are those of columns."""
+    """Quantize in blocks of 16 along columns, or of 16 x 16 (R is 16). TRANSPOSED: keys and groups are of columns."""
     matrix, r0, c0 = _place(rows, columns, R, C)
     tile = _tile(x + matrix * x_stride, r0, c0, rows, columns, r_stride, c_stride, R, C)
     blocks = tl.reshape(tile, (R, C // 16, 16))
@@ -248,27 +248,27 @@ def _nvfp4_kernel(
 
 
 def quantize_fp8(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> Quantized:
-    """As ``reference.quantize_fp8``."""
+    """Implement ``reference.quantize_fp8``."""
     return _blocks(x, block, fmt, _POWER_OF_TWO if power_of_two else _EXACT)
 
 
 def quantize_fp8_both(x: Tensor, fmt: Format, power_of_two: bool) -> tuple[Quantized, Quantized]:
-    """Blocks of 1x128, and of 128x1."""
+    """Implement ``reference.quantize_fp8_both``."""
     return _both(x, 128, fmt, _POWER_OF_TWO if power_of_two else _EXACT)
 
 
 def quantize_mxfp8(x: Tensor, block: tuple[int, int], fmt: Format, rounding: Rounding) -> Quantized:
-    """As ``reference.quantize_mxfp8``."""
+    """Implement ``reference.quantize_mxfp8``."""
     return _blocks(x, block, fmt, _RCEIL if rounding == "rceil" else _FLOOR)
 
 
 def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Quantized, Quantized]:
-    """Blocks of 1x32, and of 32x1."""
+    """Implement ``reference.quantize_mxfp8_both``."""
     return _both(x, 32, fmt, _RCEIL if rounding == "rceil" else _FLOOR)
 
 
 def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None) -> Quantized:
-    """As ``reference.quantize_nvfp4``."""
+    """Implement ``reference.quantize_nvfp4``."""
     if axis_of(block) == -2:
         level = global_amax.mT if global_amax.ndim == x.ndim else global_amax
         return _nvfp4(x.mT, 1, level, keys, transposed=True).mT

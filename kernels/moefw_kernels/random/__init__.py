@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a draw is a hash of what it is for, never of when or where it is made."""
+"""Counter-based random numbers: a draw is a hash of its key and counter, independent of when and where it is made."""
 
 from moefw_kernels.random.reference import mix, stream, token_keys, uniform
 

@@ -21,19 +21,19 @@ _SECOND: Final = _signed(0x94D049BB133111EB)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift right without the sign."""
+    """Shift right without extending the sign."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return a bijective hash of each int64 of ``x``, same shape: neighbours in, unrelated bits out."""
+    """Return a bijective hash of each int64 of ``x``, same shape. Neighbours get unrelated bits."""
     x = _shifted(x, 30).bitwise_xor_(x).mul_(_FIRST)
     x = _shifted(x, 27).bitwise_xor_(x).mul_(_SECOND)
     return _shifted(x, 31).bitwise_xor_(x)
 
 
 def token_keys(seeds_B: Tensor, positions: int, *, salt: int) -> Tensor:
-    """Return a key for each token of B sequences of so many positions: ``(B * positions)`` int64, row by row.
+    """Return a key for each token of B sequences of ``positions`` tokens: ``(B * positions)`` int64, row by row.
 
     Keys with different ``salt`` (of a layer, say) are unrelated.
     """
@@ -49,5 +49,5 @@ def uniform(keys_T: Tensor, count: int) -> Tensor:
 
 
 def stream(key: int, places: Tensor) -> Tensor:
-    """Return 64 random bits for each place (int64, any shape) of the SplitMix64 stream of a 64-bit key, as int64."""
+    """Return 64 random bits, as int64, at each place (int64, any shape) of the SplitMix64 stream of a 64-bit key."""
     return mix((places + 1) * _GAMMA + _signed(key % (1 << 64)))

@@ -1,4 +1,4 @@
-"""Arithmetic that routers share: what is chosen, how often, what goes beyond a capacity, and auxiliary losses."""
+"""Arithmetic that routers share: chosen values, counts of choices, capacity and auxiliary losses."""
 
 from moefw_kernels.routing.reference import chosen, count_choices, load_loss, switch_loss, within_capacity, z_loss
 

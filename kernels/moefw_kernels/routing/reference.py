@@ -1,4 +1,4 @@
-"""Plain PyTorch, without asking the device. E experts, K choices, -1 is no choice."""
+"""Routing arithmetic in plain PyTorch that never waits for the device. E experts, K choices, -1 is no choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 def chosen(values_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Return ``values_TE.gather(1, ids_TK)``; for backward it saves the ids alone."""
+    """Return ``values_TE.gather(1, ids_TK)``; saves only the ids for backward."""
     out_TK: Tensor = _Chosen.apply(values_TE, ids_TK)  # type: ignore[no-untyped-call]
     return out_TK
 
@@ -24,9 +24,10 @@ def count_choices(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tensor | None = None) -> Tensor:
-    """Return which choices an expert keeps that takes ``capacity`` of them, bool like ``ids_TK``; False for -1.
+    """Return a mask of the choices that experts keep, bool like ``ids_TK``; False for -1.
 
-    The first in order (token, k); with ``by`` (like ``ids_TK``) those with the largest values, ties in that order.
+    An expert keeps its first ``capacity`` choices in order (token, k); with ``by`` (like ``ids_TK``), those with the
+    largest values, ties in that order.
     """
     flat = ids_TK.flatten()
     keys = torch.where(flat >= 0, flat, num_experts)
@@ -54,12 +55,12 @@ def switch_loss(
 ) -> Tensor:
     """Return the load-balancing loss of each row of tokens times its valid tokens, summed: a scalar.
 
-    ``N * E / (K N^2) * sum_e mass_e n_e`` a row of N valid tokens: mass the sum of their ``shares`` (rows of
-    probabilities), n how many of them have the expert in ``ids`` (-1 for what does not count). Switch, arXiv
-    2101.03961 eq. 4-6; 1 a token where experts are equally busy. A row without valid tokens adds 0.
+    A row of N valid tokens adds ``N * E / (K N^2) * sum_e mass_e n_e``. ``mass_e`` is the sum of their ``shares``
+    (rows of probabilities), ``n_e`` the number of them with expert e in ``ids`` (-1 does not count). Switch, arXiv
+    2101.03961 eq. 4-6; 1 for each token if experts are equally loaded. A row without valid tokens adds 0.
 
-    ``row_T`` numbers each token's row. Where rows lie on several ranks, ``add_up`` sums a tensor over them in place,
-    and the ranks' losses are parts of the whole.
+    ``row_T`` is the index of each token's row. If rows are spread over ranks, ``add_up`` sums a tensor over them in
+    place, and each rank returns its part of the loss.
     """
     num_experts, k = shares_TE.shape[1], ids_TK.shape[1]
     flat_TK = torch.where(ids_TK >= 0, ids_TK + row_T.unsqueeze(1) * num_experts, -1)
@@ -76,7 +77,7 @@ def switch_loss(
 def load_loss(shares_TE: Tensor, valid_T: Tensor, load_E: Tensor) -> Tensor:
     """Return the sum over valid tokens of ``sum_e share_e load_e``: the balance loss against a given load.
 
-    ``load`` is what each expert had, 1 = fair (``n_e E / (K N)``): the Switch loss with counts from elsewhere.
+    ``load`` is ``n_e E / (K N)`` of each expert, 1 if balanced. This is the Switch loss with counts from elsewhere.
     """
     return ((shares_TE * valid_T.unsqueeze(-1)).sum(0) * load_E).sum()
 

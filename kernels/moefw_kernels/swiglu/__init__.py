@@ -1,4 +1,4 @@
-"""SwiGLU with the routing weight folded in, each way in one kernel on a GPU; see the README beside."""
+"""SwiGLU with the routing weight folded in; on a GPU one kernel for forward, one for backward. See README.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["weighted_swiglu", "weighted_swiglu_backward"]
 def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
     """Return ``a_RF = w * silu(g) * u`` in the dtype of ``h_RH`` (H = 2F: gate g, then up u); ``weights_R`` is fp32.
 
-    Differentiable. Where bf16 lies on a GPU and no gradient is to flow, one kernel gives the same bits.
+    Differentiable. For bf16 on a GPU without autograd, one kernel gives the same bits.
     """
     if not _takes_kernel(h_RH, weights_R):
         return reference.weighted_swiglu(h_RH, weights_R)
@@ -23,10 +23,10 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` computed again from ``h_RH``.
+    """Return the gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` recomputed from ``h_RH``.
 
-    The first and the last are in the dtype of ``h_RH``. Where bf16 lies on a GPU, one kernel gives their bits, and the
-    gradient of the weights with the sum over F in another order, always the same.
+    The first and the last are in the dtype of ``h_RH``. For bf16 on a GPU, one kernel gives the same bits for these
+    two, and sums the gradient of the weights over F in another, fixed order.
     """
     if not _takes_kernel(h_RH, weights_R, grad_RF):
         return reference.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
@@ -36,7 +36,7 @@ def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -
 
 
 def _takes_kernel(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
-    """Return whether all is as the kernels want it; a compiler, a subclass and autograd follow PyTorch's operations."""
+    """Return whether the kernels take these tensors; a compiler, a subclass and autograd need PyTorch operations."""
     given = (h_RH, weights_R, *grad_RF)
     if not all(type(tensor) is Tensor and tensor.is_cuda for tensor in given) or torch.compiler.is_compiling():
         return False

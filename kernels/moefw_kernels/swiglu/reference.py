@@ -1,4 +1,4 @@
-"""``a = w * silu(g) * u`` with ``[g, u] = h``: the routing weight goes in before the second GEMM."""
+"""``a = w * silu(g) * u`` with ``[g, u] = h``: the routing weight is applied before the second GEMM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` computed again from ``h_RH``.
+    """Return the gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` recomputed from ``h_RH``.
 
     d silu(g) = sigmoid(g) * (1 + g * (1 - sigmoid(g))).
     """

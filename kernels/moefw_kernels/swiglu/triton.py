@@ -1,6 +1,6 @@
-"""The kernels: each way reads what it is given once and writes what it returns, and nothing in between.
+"""Triton kernels. Forward and backward read each input once and write only their results.
 
-Numbers are rounded to bf16 where the operations of PyTorch round them. Bits of bf16 are taken and put as integers: an
+Numbers are rounded to bf16 where PyTorch's operations round them. bf16 is loaded and stored as integers, because the
 interpreter's conversion reads subnormal numbers wrongly.
 """
 
@@ -19,7 +19,7 @@ _ROWS, _COLUMNS = 8, 128
 
 @triton.jit
 def as_bf16(x):
-    """Round to nearest, ties to even, in integers: an interpreter's conversion truncates."""
+    """Round to nearest, ties to even, in integers, because the interpreter's conversion truncates."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded).to(tl.float32, bitcast=True)
@@ -27,7 +27,7 @@ def as_bf16(x):
 
 @triton.jit
 def _one_and_exp_of_minus(x, COMPILED: tl.constexpr):
-    """``1 + exp(-x)`` with the exp of CUDA, as PyTorch has it; the interpreter has no other than NumPy's."""
+    """Return ``1 + exp(-x)`` with CUDA's exp, as PyTorch does. The interpreter has only NumPy's."""
     if COMPILED:  # noqa: SIM108
         power = libdevice.exp(-x)
     else:
@@ -37,13 +37,13 @@ def _one_and_exp_of_minus(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def silu(x, COMPILED: tl.constexpr):
-    """``x / (1 + exp(-x))``."""
+    """Return ``x / (1 + exp(-x))``."""
     return tl.div_rn(x, _one_and_exp_of_minus(x, COMPILED))
 
 
 @triton.jit
 def _silu_slope(x, COMPILED: tl.constexpr):
-    """Return ``s = sigmoid(x)`` and ``1 + x * (1 - s)``: the slope is their product. PyTorch has the FMA, too."""
+    """Return ``s = sigmoid(x)`` and ``1 + x * (1 - s)``: the slope is their product. PyTorch also uses the FMA."""
     s = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), _one_and_exp_of_minus(x, COMPILED))
     if COMPILED:  # noqa: SIM108
         rest = tl.fma(x, 1.0 - s, 1.0)
@@ -54,14 +54,14 @@ def _silu_slope(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _load(at, inside):
-    """Return bf16 numbers in fp32, 0 outside."""
+    """Load bf16 numbers as fp32, 0 outside."""
     bits = tl.load(at, mask=inside, other=0.0).to(tl.int16, bitcast=True)
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _store(at, x, inside):
-    """Store fp32 numbers that bf16 holds."""
+    """Store fp32 numbers that are exact in bf16."""
     bits = x.to(tl.int32, bitcast=True) >> 16
     tl.store(at, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
 
@@ -70,7 +70,7 @@ def _store(at, x, inside):
 def _forward_kernel(
     h, weights, a, rows, columns, h_stride, R: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr
 ):  # fmt: skip
-    """A program has a tile of ``a``."""
+    """Compute one tile of ``a`` in each program."""
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(columns, C)
     r = program // across * R + tl.arange(0, R).to(tl.int64)
@@ -89,7 +89,7 @@ def _backward_kernel(
     grad, h, weights, grad_h, grad_weights, a, rows, columns, grad_stride, h_stride,
     R: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """A program has R whole rows, so that their sums need no other; products of two bf16 numbers are exact in fp32."""
+    """Compute R whole rows in each program, which sums them alone. Products of two bf16 numbers are exact in fp32."""
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R).to(tl.int64)
     weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))[:, None]
     total = tl.zeros((R, C), tl.float32)
@@ -113,7 +113,7 @@ def _backward_kernel(
 
 
 def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
-    """As ``reference.weighted_swiglu``, of bf16."""
+    """Implement ``reference.weighted_swiglu`` for bf16."""
     h_RH, weights_R = _along_rows(h_RH), weights_R.contiguous()
     rows, columns = len(h_RH), h_RH.shape[1] // 2
     a_RF = h_RH.new_empty(rows, columns)
@@ -126,7 +126,7 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``reference.weighted_swiglu_backward``, of bf16."""
+    """Implement ``reference.weighted_swiglu_backward`` for bf16."""
     grad_RF, h_RH, weights_R = _along_rows(grad_RF), _along_rows(h_RH), weights_R.contiguous()
     rows, columns = grad_RF.shape
     grad_h, a_RF = h_RH.new_empty(rows, 2 * columns), h_RH.new_empty(rows, columns)
@@ -141,5 +141,5 @@ def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -
 
 
 def _along_rows(x_RC: Tensor) -> Tensor:
-    """Return ``x`` with numbers of a row side by side; rows may lie apart."""
+    """Return ``x`` with contiguous rows, of any row stride."""
     return x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()

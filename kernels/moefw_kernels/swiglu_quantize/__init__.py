@@ -1,4 +1,4 @@
-"""The activation of the experts, quantized for the second GEMM as it is computed; see the README beside."""
+"""SwiGLU of the experts fused with its quantization for the second GEMM; see README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The truth in plain PyTorch: one after the other."""
+"""Reference in plain PyTorch: the two ops in order."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from moefw_kernels.swiglu import weighted_swiglu
 
 
 def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, scales: Scales) -> Quantized:
-    """The activation, then its codes and scales."""
+    """Compute the activation, then quantize it."""
     return quantize_rows(weighted_swiglu(h_RH, weights_R), scales=scales)

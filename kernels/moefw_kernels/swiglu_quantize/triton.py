@@ -1,6 +1,6 @@
-"""The kernel: a program a tile of ``a``, of which it reads gate and up once and writes codes and scales.
+"""Triton kernel. A program computes one tile of ``a``: it reads gate and up once and writes codes and scales.
 
-``a`` is rounded to bf16 where the operations of PyTorch round it: after silu, after up, after the weight.
+``a`` is rounded to bf16 where PyTorch's operations round it: after silu, after up, after the weight.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -41,7 +41,7 @@ def _swiglu_kernel(
 
 
 def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, scales: Scales) -> Quantized:
-    """As ``reference.swiglu_quantize``."""
+    """Implement ``reference.swiglu_quantize``."""
     h_RH, weights_R = h_RH.contiguous(), weights_R.contiguous()
     rows, columns = len(h_RH), h_RH.shape[1] // 2
     found = empty_rows(rows, columns, scales=scales, device=h_RH.device)

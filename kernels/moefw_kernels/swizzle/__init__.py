@@ -1,4 +1,4 @@
-"""Scales of blocks in the order that tensor cores of Blackwell read them; see the README beside."""
+"""Scales of blocks in the order in which Blackwell's tensor cores read them; see README.md."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["swizzle"]
 
 
 def swizzle(scales: Tensor, *, ends: Tensor | None = None, axis: int = -2) -> Tensor:
-    """Return scales ``(..., R, C)``, of one byte each, in tiles of 128 rows by 4 columns; what is missing is 0.
+    """Return scales ``(..., R, C)``, of one byte each, in tiles of 128 rows by 4 columns, padded with 0.
 
-    Without ``ends`` the tiles of each matrix, one row of tiles after the other: ``(..., 512 * T)``, with
+    Without ``ends``, returns the tiles of each matrix, row of tiles by row of tiles: ``(..., 512 * T)``, with
     ``T = ceil(R / 128) * ceil(C / 4)``.
 
-    With ``ends``, int32 ``(e,)`` on the device and read there alone: groups of rows (``axis`` -2) or of columns (-1)
-    of one matrix end there, and each has tiles of its own, one group after the other. As their number is not known
-    here, there is room for the most they can be, zeros after the last: ``(128 * (R // 128 + e), 4 * ceil(C / 4))`` for
-    rows, ``(128 * ceil(R / 128), 4 * (C // 4 + e))`` for columns. Rows or columns past the last end are left out.
+    With ``ends``, int32 ``(e,)``, read only on the device: groups of rows (``axis`` -2) or of columns (-1) of one
+    matrix end there. Each group has its own tiles, in order of groups. The host does not know their number, so the
+    result has the largest possible size, with zeros after the last tile: ``(128 * (R // 128 + e), 4 * ceil(C / 4))``
+    for rows, ``(128 * ceil(R / 128), 4 * (C // 4 + e))`` for columns. Rows or columns past the last end are left out.
 
     Raises:
         ValueError: Scales of more bytes, an axis that is neither -1 nor -2, ends of another dtype or for more matrices.

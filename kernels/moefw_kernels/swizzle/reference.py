@@ -1,4 +1,4 @@
-"""The order in plain PyTorch: one group after the other."""
+"""Reference in plain PyTorch, group by group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROWS, COLUMNS = 128, 4
 
 
 def swizzle(scales: Tensor, ends: Tensor | None, axis: int) -> Tensor:
-    """As ``moefw_kernels.swizzle.swizzle``, on bytes."""
+    """Implement ``moefw_kernels.swizzle.swizzle`` on bytes."""
     if ends is None:
         return _tiles(scales)
     out = scales.new_zeros(grouped_shape(scales, len(ends), axis))
@@ -23,7 +23,7 @@ def swizzle(scales: Tensor, ends: Tensor | None, axis: int) -> Tensor:
 
 
 def grouped_shape(scales: Tensor, groups: int, axis: int) -> tuple[int, int]:
-    """Return the shape of what ``groups`` groups become: no group fills more than one tile more than it has to."""
+    """Return the largest shape of the tiles of ``groups`` groups: each adds at most one partly filled tile."""
     rows, columns = scales.shape
     if axis == -2:
         return ROWS * (rows // ROWS + groups), COLUMNS * -(-columns // COLUMNS)

@@ -1,4 +1,4 @@
-"""The kernel: a program a tile, which finds its group by itself, so that nothing waits for the host."""
+"""Triton kernel. A program writes one tile and finds the tile's group itself, so that nothing waits for the host."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -13,7 +13,7 @@ from moefw_kernels.swizzle.reference import COLUMNS, ROWS, grouped_shape
 
 @triton.jit
 def _group_of_tile(ends, tile, groups, stack, G: tl.constexpr, SIZE: tl.constexpr):
-    """The group of a tile, the tile's number in it, and where the group starts and stops.
+    """Return the number of a tile in its group, and the start and end of the group.
 
     A group has ``stack`` tiles for every SIZE rows or columns.
     """
@@ -31,7 +31,7 @@ def _swizzle_kernel(
     scales, out, ends, groups, rows, columns, matrix_stride, row_stride, column_stride,
     G: tl.constexpr, ALONG_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128x4, those of a matrix or a group one row after the other; past the last group zeros."""
+    """Write tiles of 128x4, row by row within a matrix or group, and zeros past the last group."""
     down, across = tl.cdiv(rows, 128), tl.cdiv(columns, 4)
     tile = tl.program_id(0)
     number = tile.to(tl.int64)
@@ -53,7 +53,7 @@ def _swizzle_kernel(
 
 
 def swizzle(scales: Tensor, ends: Tensor | None, axis: int) -> Tensor:
-    """As ``reference.swizzle``."""
+    """Implement ``reference.swizzle``."""
     *leading, rows, columns = scales.shape
     if ends is None:
         groups = 0
