@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let whole runs go first: their files take longest, and the last file of a worker is one that others wait for."""
+    """Start with whole runs: their files take longest, and all workers wait for the last file."""
     items.sort(key=lambda item: "training" not in item.path.parts)
 
 
@@ -36,7 +36,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def pool8() -> Iterator[RankPool]:
-    """Eight gloo ranks, for the few tests that need so many."""
+    """Eight gloo ranks, for the few tests that need them."""
     ranks = RankPool(8)
     yield ranks
     ranks.close()
@@ -58,5 +58,5 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a folder with nothing in it."""
+    """Work in an empty folder."""
     monkeypatch.chdir(tmp_path)

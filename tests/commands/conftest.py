@@ -1,4 +1,4 @@
-"""Distributions that are there for the length of a test."""
+"""Distributions that are installed for the duration of a test."""
 
 import sys
 import textwrap
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs distributions of one module each for the length of a test; the source may be any module."""
+    """Installs distributions of one module each for the duration of a test; the source may be any module."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
 

@@ -1,4 +1,4 @@
-"""``moefw doctor`` tries each library in a child, and says what to do where it fails."""
+"""``moefw doctor`` tries each library in a child process, and proposes a remedy if it fails."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from moefw.commands.doctor.children import ask
 
 @pytest.fixture(scope="module")
 def examined():
-    """What a real examination says, with its exit code."""
+    """Exit code and results of a real run of ``moefw doctor``."""
     result = CliRunner().invoke(doctor, ["--json", "--timeout", "60"], catch_exceptions=False)
     found = json.loads(result.stdout)
     return result.exit_code, found["can_train"], {item["name"]: item for item in found["capabilities"]}

@@ -41,7 +41,7 @@ def ours() -> Matrix:
 
 @pytest.fixture(autouse=True)
 def _survey_once(ours: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the built-in plugins say is asked once for all tests, and what those of others say once for each."""
+    """Survey the built-in plugins once for all tests, and third-party plugins once for each test."""
     found = {True: ours}
 
     def once(registry: Registry, *, ours_only: bool) -> Matrix:

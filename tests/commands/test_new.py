@@ -1,4 +1,4 @@
-"""``moefw new`` writes packages that are complete, and nothing where it cannot."""
+"""``moefw new`` writes complete packages, or nothing if it fails."""
 
 from __future__ import annotations
 

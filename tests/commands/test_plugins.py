@@ -1,4 +1,4 @@
-"""``moefw plugins`` lists what a spec may name, and says of what is broken that it is."""
+"""``moefw plugins`` lists the names that a spec may use, and reports broken plugins."""
 
 import json
 import re

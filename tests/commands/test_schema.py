@@ -1,4 +1,4 @@
-"""``moefw schema`` takes and refuses what the reader of specs does."""
+"""``moefw schema`` accepts and refuses the same specs as the reader of specs."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from moefw.compose.spec.structure import plain, structure
 
 
 def complaint(spec, against=None):
-    """What the schema says against a spec, or nothing."""
+    """Return the schema's complaint about a spec, or nothing."""
     error = next(Draft202012Validator(against or written_schema()).iter_errors(spec), None)
     return error.message if error else ""
 
@@ -83,7 +83,7 @@ PARTS = installed_parts()
 
 
 def spec_with(part, options):
-    """A spec that chooses a part, with options, at the place of its hook point."""
+    """Return a spec that chooses a part, with options, in the section of its hook point."""
     chosen = {"use": part.name, **options}
     *parents, last = HOOKS[part.hook]
     tree = {last: [chosen] if last == "memory" else chosen}

@@ -1,4 +1,4 @@
-"""Whose plugins may be loaded, and what one needs to have to be loaded at all."""
+"""Distributions whose plugins may be loaded, and the requirements for loading a plugin."""
 
 from __future__ import annotations
 

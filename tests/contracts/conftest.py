@@ -1,4 +1,4 @@
-"""Holds suites to what they must catch."""
+"""Checks that suites catch the faults that they must catch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def must_catch(
 ) -> Iterator[Callable[..., None]]:
     """Expect one test of a suite to fail for a plugin, and to say why.
 
-    There is no search for the smallest example, and the examples are the same every time: no draw decides.
+    Examples are not shrunk and are the same every time, so the result is deterministic.
     """
 
     def expect(suite: type[Suite], plugin: Any, check: str, says: str, **attributes: Any) -> None:

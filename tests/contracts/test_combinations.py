@@ -1,4 +1,4 @@
-"""Over the product of all plugins: what is accepted equals the oracle, what is refused says which parts and why."""
+"""The product of all plugins: accepted combinations equal the oracle, refusals name the parts and the reason."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_part_that_nothing_goes_with_is_named_with_its_limit() -> None:
 
 
 def test_a_refusal_is_told_of_a_drawn_combination(pool: RankPool, here: tuple[Sections, Fit]) -> None:
-    """Whose other parts go with each of the two."""
+    """The other parts fit each of the two refused parts."""
     sections, fit = here
     for one, other in refused_pairs(fit):
         others = {section: ways for section, ways in sections.items() if section not in (one.section, other.section)}
@@ -131,7 +131,7 @@ def test_a_refusal_is_told_of_a_drawn_combination(pool: RankPool, here: tuple[Se
             for section, ways in others.items()
         }
         if not all(fitting.values()):
-            continue  # each goes with some of a third section, and none of it with both
+            continue  # no part of a third section fits both
         parts = {section: ways[0] for section, ways in fitting.items()}
         parts |= {one.section: one, other.section: other}
         verdict = verify(Combination(parts=parts, tokens=(3,) * parts["parallel"].world), pool)
@@ -231,7 +231,7 @@ def test_the_spec_of_a_failure_can_be_pasted_and_checked(
 
 
 def test_a_broken_plugin_shrinks_to_the_smallest_spec_that_shows_it(pool: RankPool) -> None:
-    """Its combine forgets the first of three tokens or more: one rank, three tokens, and defaults for the rest."""
+    """Its combine drops the first of at least three tokens. The smallest spec has one rank, three tokens, and defaults."""
     sections, _ = usable_here(registry=with_plugins((Forgetful,)), plugin=Forgetful)
 
     @settings(

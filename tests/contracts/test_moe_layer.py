@@ -73,7 +73,7 @@ COMBINATIONS = list(itertools.product(DISPATCHERS, GEMMS, PRECISIONS, MEMORY))
 def test_every_combination_equals_the_oracle(
     pool: RankPool, dispatch: str, gemm: str, precision: str, memory: str
 ) -> None:
-    """Each on three of the worlds; neighbours take others, with other routings and skews."""
+    """Each runs on three worlds, routings and skews; the next combination takes others."""
     number = COMBINATIONS.index((dispatch, gemm, precision, memory))
     for seed in (number, number + 3, number + 6):
         routing, world, skew = (list(one)[seed % len(one)] for one in (ROUTINGS, WORLDS, SKEWS))

@@ -1,4 +1,4 @@
-"""The rank pool: what a function fails with is told, and a world that does not come about is tried again."""
+"""The rank pool: it reports the error of a function, and retries a world that does not connect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wait_on_last() -> None:
 
 
 def unconnected_once(pool: RankPool, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let the pool find, so many times, that its ranks have not connected."""
+    """Let the pool find, the first ``times`` times, that its ranks have not connected."""
     collect, seen = pool._collect, []
 
     def collecting(*args: Any) -> list[Any]:

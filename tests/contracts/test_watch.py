@@ -1,4 +1,4 @@
-"""What a suite sees of a part from outside."""
+"""State of a part that a suite sees from outside."""
 
 from __future__ import annotations
 

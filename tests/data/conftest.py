@@ -1,4 +1,4 @@
-"""A corpus, a cache that is not there yet, and a tokenizer."""
+"""A corpus, a cache that does not exist yet, and a tokenizer."""
 
 from __future__ import annotations
 

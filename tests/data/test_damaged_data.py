@@ -1,4 +1,4 @@
-"""Prepared data are what was written, or the file that is not is named."""
+"""Prepared data equal the data that were written, or the damaged file is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a corpus, a tokenizer or a cache is named, with what to do."""
+"""Errors of a corpus, a tokenizer or a cache are named, with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a folder is text, and what of it is held out."""
+"""Selection of the text files of a folder, and of the held-out ones."""
 
 from __future__ import annotations
 

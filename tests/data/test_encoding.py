@@ -39,7 +39,7 @@ tricky = st.lists(st.sampled_from(fragments), max_size=30).map("".join)
 
 @pytest.fixture(scope="module")
 def ours() -> TextTokenizer:
-    """A vocabulary with ids for runs of white space, which a cut in the wrong place takes apart."""
+    """A vocabulary with ids for runs of white space, which a cut in the wrong place splits."""
     return JsonTokenizer(train_bpe([LINES.encode()], 400))
 
 

@@ -1,4 +1,4 @@
-"""What a killed preparation leaves is removed by the next one, and what a living one fills is not."""
+"""A preparation removes the folder that a killed one left, but not the folder of a running one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_folders_of_another_machine_or_of_somebody_else_stay(corpus, cache):
 
 
 def test_a_folder_that_was_taken_for_a_leftover_is_made_again(tmp_path, monkeypatch):
-    """Between a folder and its lock, another process may come."""
+    """Another process may act between the creation of a folder and its lock."""
     mkdir, met = Path.mkdir, []
 
     def mkdir_and_meet(self: Path, *args: object, **options: object) -> None:

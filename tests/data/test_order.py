@@ -24,7 +24,7 @@ orders = st.builds(
 
 
 def epoch(order: BatchOrder, number: int) -> list[int]:
-    """The starts of one epoch, whatever the size of a step."""
+    """Return the starts of one epoch, for any size of a step."""
     size = order.sequences_per_step
     first, end = number * order.num_windows, (number + 1) * order.num_windows
     steps = range(first // size, -(-end // size))

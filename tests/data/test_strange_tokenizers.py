@@ -1,4 +1,4 @@
-"""A tokenizer.json is data of strangers: what is wrong with it is a message, whatever the library does about it."""
+"""A tokenizer.json is untrusted data: its errors become messages, whatever the library does."""
 
 from __future__ import annotations
 

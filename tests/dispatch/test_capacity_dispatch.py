@@ -1,4 +1,4 @@
-"""Dispatchers with a capacity: dropped choices travel nowhere, and padded groups have the size that was agreed on."""
+"""Dispatchers with a capacity: dropped choices do not travel, and padded groups have the agreed size."""
 
 from __future__ import annotations
 

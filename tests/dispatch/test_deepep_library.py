@@ -35,7 +35,7 @@ INTERFACES: dict[str, tuple[int, dict[str, Any]]] = {
     "Buffer": (16, {}),
     "ElasticBuffer": (8192 + 256, {"max_tokens": 16}),
 }
-"""A model dim that the interface alone carries, and its options: V1 takes no rows wider than 8176."""
+"""A model dim that only this interface supports, and its options. V1 takes no rows wider than 8176."""
 EVENTS = ("EventOverlap.__init__", "EventOverlap.current_stream_wait")
 WORLDS = {
     "two ranks, unequal": ((5, 3), 2, 1),

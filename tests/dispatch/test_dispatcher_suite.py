@@ -1,4 +1,4 @@
-"""The dispatcher suite passes what is right and finds what is wrong, and says it."""
+"""The dispatcher suite passes correct dispatchers and names the faults of broken ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def suite(broken: Broken, pool: RankPool | None, worlds: Sequence[int]) -> Dispa
 
 
 def said(check) -> str:
-    """Return what a check fails with; empty if it passes or skips."""
+    """Return the failure message of a check; empty if it passes or skips."""
     try:
         check()
     except pytest.skip.Exception:
@@ -89,7 +89,7 @@ def test_a_plugin_that_no_other_process_can_import_is_told_so(pool: RankPool) ->
 
 
 def every_check(held: DispatcherSuite) -> Iterator[tuple[str, str]]:
-    """Run all checks; yield those that fail with what they say."""
+    """Run all checks; yield those that fail, with their messages."""
     for name in (name for name in dir(held) if name.startswith("test_")):
         message = said(getattr(held, name))
         if message:
@@ -98,7 +98,7 @@ def every_check(held: DispatcherSuite) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(autouse=True)
 def the_same_examples_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No draw decides what is caught."""
+    """Examples are not random, so the same faults are caught every time."""
     monkeypatch.setenv("CI", "true")
 
 

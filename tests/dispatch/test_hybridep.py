@@ -1,4 +1,4 @@
-"""The hierarchical dispatcher: nodes, static budgets of received rows, and what happens beyond them."""
+"""The hierarchical dispatcher: nodes, static budgets of received rows, and their overflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Movements overlap with what stands between start and finish, both ways, and do not disturb each other."""
+"""Movements overlap with the work between start and finish, in forward and backward, and are independent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TWO_RANKS = {"parallel": {"experts": {"ep": 2}}}
 
 
 class Logged:
-    """A collective's work that notes when it is waited for."""
+    """A collective's work that logs when it is waited for."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
@@ -28,7 +28,7 @@ class Logged:
 
 
 class Step(torch.autograd.Function):
-    """A shared expert that notes when it runs."""
+    """A shared expert that logs when it runs."""
 
     @staticmethod
     def forward(ctx, x: Tensor, log: list[str]) -> Tensor:
@@ -175,7 +175,7 @@ def test_two_micro_batches_in_flight_do_not_disturb_each_other(pool: RankPool, d
 
 
 def redispatched(case: LayerCase) -> tuple[bool, int]:
-    """Return whether redispatch brings the rows of dispatch, and how many exchanges of metadata it makes."""
+    """Return whether redispatch returns the rows of dispatch, and its number of metadata exchanges."""
     layer, shared = build_layer(case)
     moves = layer.dispatcher
     x_TD, _, routing = routed(case, layer)
@@ -196,7 +196,7 @@ def test_redispatch_moves_other_values_along_the_same_way_without_planning(pool:
 
 
 def row_order(case: LayerCase) -> list[tuple[int, int, int]]:
-    """Return (expert, source rank, token) of every received row, read off values that name them."""
+    """Return (expert, source rank, token) of every received row, which the row's values encode."""
     layer, shared = build_layer(case)
     rank = dist.get_rank()
     x_TD, _, routing = routed(case, layer)

@@ -1,4 +1,4 @@
-"""Every byte that a dispatcher moves is counted: what it claims is what left the rank, and no more than need be."""
+"""Every byte that a dispatcher moves is counted: its claim equals the bytes that left the rank, and they are minimal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moefw.testing.threads import thread_world
 from moefw.testing.wire import differences, dispatch_assembly, measure, open_dispatcher
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"deepep": {"backend": "torch"}, "hybridep": {"backend": "torch"}}
-"""What a dispatcher cannot be named without."""
+"""Options that a dispatcher needs."""
 
 
 def registered() -> list[str]:
@@ -49,7 +49,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def collectives(group, rank: int, size: int) -> tuple[Traffic, list[list[float]]]:
-    """Call each collective once; return what was counted and what each brought."""
+    """Call each collective once; return the counts and the results."""
     group = dist.group.WORLD if group is None else group
     sent, received = list(range(1, size + 1)), [rank + 1] * size
     brought = []
@@ -236,7 +236,7 @@ def test_an_error_in_one_thread_ends_all_and_is_raised() -> None:
 
 @frozen(kw_only=True)
 class Case:
-    """A dispatcher over some ranks, and how many tokens each has."""
+    """A dispatcher over some ranks, and the number of tokens of each."""
 
     use: str
     tokens: tuple[int, ...]
@@ -350,7 +350,7 @@ def test_ranks_that_got_no_rows_take_the_way_back_where_only_weights_want_gradie
 
 
 def redispatched(group, rank: int, case: Case, assembly: Assembly) -> tuple[Traffic, Traffic]:
-    """Return what a dispatch and its repetition sent."""
+    """Return the traffic of a dispatch and of its repetition."""
     shared = Shared()
     moves = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
     ids_TK = case.ids(rank)
@@ -374,7 +374,7 @@ def test_a_dispatch_repeated_sends_what_the_first_did_and_no_more(use: str) -> N
 
 
 class Lying(Dispatcher):
-    """Moves as another does, and sends or claims something else."""
+    """Moves rows like another dispatcher, but sends or claims something else."""
 
     def __init__(self, inner: Dispatcher, group: Any, lie: str) -> None:
         self.inner, self.group_, self.lie = inner, group, lie
@@ -435,7 +435,7 @@ def test_a_dispatcher_that_misreports_is_caught(lie: str, found: list[str]) -> N
     assert thread_world(2, lied, case, case.assembly(), lie)[0] == found
 
 
-# Counts against the fewest that can be.
+# Counts against the minimum.
 
 
 def test_the_fewest_rows_of_a_case_done_by_hand() -> None:

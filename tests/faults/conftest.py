@@ -1,4 +1,4 @@
-"""A text, a spec of two quick ranks, and the run that nothing happens to."""
+"""A text, a spec of two quick ranks, and an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A damaged file of a run: it is refused by its name, or what the run goes on to is the same bit for bit."""
+"""A damaged file of a run: it is refused by name, or the resumed run is the same bit for bit."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FILES = (
     *(f"cache/*/{name}" for name in ("CACHEDIR.TAG", "hashes.bin", "heldout.bin", "heldout.raw", "meta.json")),
     *("cache/*/tokenizer.json", "cache/*/train.bin"),
 )
-"""Every file of a run and of the data that it has prepared."""
+"""Every file of a run and of its prepared data."""
 
 pytestmark = pytest.mark.deep
 
 
 @frozen
 class Finished:
-    """A finished run and its prepared data, below ``folder``; the weights of a step more, and its evaluation."""
+    """A finished run and its prepared data in ``folder``; the weights after one more step, and its evaluation."""
 
     folder: Path
     spec: Path
@@ -50,7 +50,7 @@ class Finished:
             shutil.copytree(self.folder / room, to / room)
 
     def check(self, room: Path, name: str) -> None:
-        """Go on from, and evaluate, what lies in a room: both refuse ``name``, or give what the whole run gives."""
+        """Resume and evaluate the run in ``room``: both refuse ``name``, or give the results of the intact run."""
         evaluated = say("eval", room / "run", "--json")
         assert evaluated.out == self.evaluation if evaluated.code == 0 else evaluated.refuses(name), evaluated
         resumed = resume(self.spec, room / "run")
@@ -59,7 +59,7 @@ class Finished:
 
 
 def resume(spec: Path, run_dir: Path) -> Said:
-    """Train a step more, on one rank."""
+    """Train one more step, on one rank."""
     own = [f"run.dir={run_dir}", "parallel={}", f"train.steps={STEPS + 1}"]
     return say("train", spec, "--resume", *OVERRIDES, *own)
 
@@ -80,7 +80,7 @@ def finished(spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a copy of the run and of its data is to be damaged."""
+    """Folder for a copy of the run and its data that is damaged."""
     monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""The table says of each fault whether what is promised of it held."""
+"""The table shows for each fault whether its promise held."""
 
 from __future__ import annotations
 

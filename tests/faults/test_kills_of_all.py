@@ -1,4 +1,4 @@
-"""Launcher and ranks killed at once, at random moments: the run goes on as if nothing had happened."""
+"""Launcher and ranks killed at once, at random moments: the run resumes as if nothing had happened."""
 
 from __future__ import annotations
 

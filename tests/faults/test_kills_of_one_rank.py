@@ -1,4 +1,4 @@
-"""One rank killed, at random moments and inside saves: the run ends, names it, and goes on as if nothing had happened."""
+"""One rank killed, at random moments and inside saves: the run ends, names it, and resumes as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.deep
 
 @frozen
 class WhileTraining:
-    """So many steps after a start."""
+    """Kills a rank ``steps`` steps after a start."""
 
     rank: int
     steps: float
@@ -33,7 +33,7 @@ class WhileTraining:
 
 @frozen
 class InASave:
-    """After this share of the system calls of the ``save``-th save of a start."""
+    """Kills a rank after this share of the system calls of the ``save``-th save of a start."""
 
     rank: int
     save: int
@@ -44,7 +44,7 @@ class InASave:
 
 
 def draw(chance: random.Random) -> list[WhileTraining | InASave]:
-    """Return twenty kills; those inside saves are spread over the whole of a save of either rank."""
+    """Return twenty kills; those inside saves are spread evenly over a save, for either rank."""
     training = [WhileTraining(rank, chance.uniform(1, 2 * EVERY)) for rank in range(RANKS) for _ in range(5)]
     saving = [
         InASave(rank, chance.choice((1, 2)), (fifth + chance.random()) / 5)
@@ -74,7 +74,7 @@ def preloaded(shim: Path, run_dir: Path, step: int, log: Path) -> dict[str, str]
 
 @pytest.fixture(scope="module")
 def points(shim: Path, spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, int]:
-    """In how many points a rank can be killed in a save that also drops an old checkpoint."""
+    """Number of points, by rank, at which a save that also drops an old checkpoint can be killed."""
     folder = tmp_path_factory.mktemp("points")
     run_dir, log, last = folder / "run", folder / "log", 3 * EVERY
     with train(spec, run_dir, f"train.steps={last}", environment=preloaded(shim, run_dir, last, log)) as run:

@@ -1,4 +1,4 @@
-"""torchrun starts a run again whose ranks are killed: it comes to its end as if nothing had happened."""
+"""torchrun restarts a run whose ranks are killed: it ends as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank whose process is stopped in the middle of a run: named in time, none is left, and the run goes on."""
+"""A rank whose process is stopped in the middle of a run: it is named in time, no process is left, and the run resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moefw.testing.run_state import checkpoints, history
 
 TIMEOUT_S = 5.0
 NAMED_S = 1.0
-"""So long after ``run.timeout_s`` the rank is named at the latest."""
+"""Seconds after ``run.timeout_s`` by which the rank is named."""
 
 pytestmark = pytest.mark.deep
 

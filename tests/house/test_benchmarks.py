@@ -1,4 +1,4 @@
-"""Benchmarks are no tests, but they must run: what nobody runs breaks unseen."""
+"""Benchmarks are not tests, but they must run: code that nobody runs breaks unnoticed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_the_layer_written_by_hand_computes_what_the_plugins_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The race of the plugin tax holds one against the other, bit for bit, before it begins."""
+    """The plugin tax benchmark compares both, bit for bit, before it measures."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     plugin_tax = importlib.import_module("plugin_tax")
     seconds = plugin_tax.race(16, 16, rounds=1)
@@ -22,7 +22,7 @@ def test_the_layer_written_by_hand_computes_what_the_plugins_do(monkeypatch: pyt
 
 
 def test_dropped_rows_leave_the_tokens_and_the_pre_activation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The race of saved bytes holds its ways against each other, and counts what each of them leaves alive."""
+    """The saved bytes benchmark compares the results of its modes, and counts the live bytes of each."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     saved_bytes = importlib.import_module("saved_bytes")
     shape = {"tokens": 256, "dim": 512, "expert_dim": 256, "experts": 8, "top_k": 4}

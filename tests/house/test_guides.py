@@ -1,4 +1,4 @@
-"""The guides are true: every block of code is written or run as a reader would, and says what is shown."""
+"""The guides are correct: every block of code is written or run as a reader would, with the shown output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?( append)?\n(.*?)^```$", flag
 
 @dataclass
 class Reader:
-    """Somebody who follows a guide in an empty folder. Installing writes metadata beside it, as pip would elsewhere."""
+    """Follows a guide in an empty folder. An installation writes metadata next to it instead of calling pip."""
 
     folder: Path
     site: Path
@@ -42,7 +42,7 @@ class Reader:
                 assert language == "text" or self.shows(text), f"no file says so:\n{text}"
 
     def shows(self, text: str) -> bool:
-        """Whether a file of the package holds what an excerpt shows."""
+        """Return whether a file of the package contains an excerpt."""
         return any(text in path.read_text() for path in self.folder.rglob("*.*") if path.is_file())
 
     def run(self, console: str) -> None:
@@ -87,7 +87,7 @@ class Reader:
 
 
 def commands(console: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each command with the lines that are shown below it."""
+    """Yield each command with the output lines shown below it."""
     command, shown = "", []
     for line in console.splitlines():
         if line.startswith("$ "):

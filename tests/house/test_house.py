@@ -112,7 +112,7 @@ def test_what_a_person_sees_of_a_run_is_imported_without_torch(module: str) -> N
 
 
 def test_ranks_exchange_no_pickled_objects() -> None:
-    """What ``torch.distributed`` calls objects, a peer's message, is unpickled: a peer could run what it likes."""
+    """Object collectives of ``torch.distributed`` unpickle a peer's message, so a peer could run any code."""
     for path in sources("moefw"):
         called = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         objects = {

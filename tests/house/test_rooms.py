@@ -1,4 +1,4 @@
-"""Imports run down from room to room, those for types and those inside of functions included, and never in a circle."""
+"""Imports go only to lower packages and are acyclic, including those for types and those inside functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOMS = (
     {"cli"},
     {"__main__"},
 )
-"""Each imports of itself and of those before it. ``moefw`` is the file with the public names."""
+"""Packages in order: each imports only itself and those before it. ``moefw`` is the file with the public names."""
 
 
 def modules() -> dict[str, Path]:
@@ -40,7 +40,7 @@ MODULES = modules()
 
 
 def imports(module: str) -> Iterator[str]:
-    """Yield the modules of ours that a module imports, and of others the names."""
+    """Yield the modules of ours that a module imports, and the names of others."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -92,7 +92,7 @@ def test_a_spec_is_read_by_a_room_that_needs_nothing_but_errors() -> None:
 
 @pytest.mark.parametrize("plugin", [one for one in MODULES if one.startswith("moefw.plugins.") and one.count(".") > 2])
 def test_a_plugin_imports_no_other_plugin(plugin: str) -> None:
-    """What several plugins of a hook point share lies beside them, as a file."""
+    """Code that several plugins of a hook point share is a file next to them."""
     family, own = plugin.split(".")[2:4]
     for other in GRAPH[plugin]:
         if other.startswith("moefw.plugins."):

@@ -1,4 +1,4 @@
-"""The example of a third party's dispatcher is certified. ``scripts/certify_third_party.sh`` does it from a wheel."""
+"""The example of a third-party dispatcher is certified. ``scripts/certify_third_party.sh`` does it from a wheel."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from deep_ep.streams import (
 
 
 class EPHandle:
-    """What a dispatch leaves for a combine: the real handle's fields, and the fake's own bookkeeping."""
+    """State that a dispatch leaves for a combine: the real handle's fields, and the fake's own bookkeeping."""
 
     def __init__(self, **fields) -> None:
         unknown = fields.keys() - {*SNAPSHOT["fields"]["EPHandle"], "source", "num_tokens"}
@@ -227,7 +227,7 @@ class ElasticBuffer:
     def _expand(
         self, handle: EPHandle, rows: Tensor, ids: Tensor, weights: list[Tensor], *, zero: bool
     ) -> list[Tensor]:
-        """One row a (token, local expert), grouped by expert; what pads a group is left dirty unless asked."""
+        """Return one row for each (token, local expert), grouped by expert. Padding is poisoned unless ``zero``."""
         filled = [poisoned(rows.new_empty(handle.num_expanded_tokens, rows.shape[1]))]
         filled += [poisoned(one.new_empty(handle.num_expanded_tokens)) for one in weights]
         if zero:

@@ -23,7 +23,7 @@ NVLINK_PEERS, RDMA_PEERS, TMA_BYTES = 8, 20, 8192
 
 
 class Config:
-    """How many SMs and chunks; sizes the buffers."""
+    """Number of SMs and sizes of chunks, from which buffer sizes follow."""
 
     def __init__(self, num_sms: int, *chunks: int) -> None:
         demand(len(chunks) == 4 and chunks[0] < chunks[1] and 2 * chunks[2] <= chunks[3], "chunk sizes")
@@ -203,7 +203,7 @@ class Buffer:
         demand(hint <= self.num_nvl_bytes, f"num_nvl_bytes: {self.num_nvl_bytes} is less than {hint}")
 
     def _ranks(self, ids: Tensor, num_experts: int) -> Tensor:
-        """Which ranks each token goes to, bool (T, R)."""
+        """Return the mask of the ranks that each token goes to, bool (T, R)."""
         owner = torch.where(ids >= 0, ids // (num_experts // self.group_size), self.group_size)
         chosen = torch.zeros(len(ids), self.group_size + 1, dtype=torch.bool)
         return chosen.scatter_(1, owner, True)[:, : self.group_size].contiguous()
@@ -214,7 +214,7 @@ class Buffer:
         return torch.cat([of_rank[self.rank] for of_rank in parts])
 
     def _return(self, rows: Tensor, prefix: Tensor, source: Tensor, num_tokens: int) -> Tensor:
-        """Send rows back and add them up by token."""
+        """Send rows back and sum them by token."""
         ends = [0, *prefix[:, self.rank].tolist()]
         pieces = [slice(*pair) for pair in pairwise(ends)]
         mine = [(rows.detach()[one].clone(), source[one].long().clone()) for one in pieces]

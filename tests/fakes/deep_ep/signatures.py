@@ -12,7 +12,7 @@ from typing import Any
 
 SNAPSHOT: dict[str, Any] = json.loads((Path(__file__).parents[2] / "snapshots" / "deep_ep.json").read_text())
 CALLS: list[tuple[str, dict[str, Any]]] = []
-"""Every call so far: its name and the arguments that were given."""
+"""Every call so far: its name and the given arguments."""
 
 
 def signature(owner: str, method: str) -> inspect.Signature:
@@ -26,7 +26,7 @@ def signature(owner: str, method: str) -> inspect.Signature:
 
 
 def like(owner: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Bind calls to the signature of the real method of the same name, and note them."""
+    """Bind calls to the signature of the real method of the same name, and record them."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__

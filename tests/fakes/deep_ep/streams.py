@@ -1,4 +1,4 @@
-"""Streams and peers without a GPU: what is received becomes readable at the wait, and not before."""
+"""Streams and peers without a GPU: received data become readable at the wait, not before."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from deep_ep.signatures import like
 
 
 def demand(condition: bool, what: str) -> None:
-    """Fail as the library's assertions do, with words."""
+    """Fail like the library's assertions, with a message."""
     if not condition:
         raise AssertionError(f"DeepEP asserts: {what}")
 
 
 def everyone(group: dist.ProcessGroup, item: Any) -> list[Any]:
-    """Return what all ranks of a group hold."""
+    """Return the items of all ranks of a group."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, item, group=group)
     return found
 
 
 def poisoned(like: Tensor) -> Tensor:
-    """Return a tensor of that shape full of what nobody may read."""
+    """Return a tensor of the same shape, filled with values that must not be read."""
     if like.dtype.is_floating_point:
         return torch.full_like(like, float("nan"))
     return torch.ones_like(like) if like.dtype == torch.bool else torch.full_like(like, torch.iinfo(like.dtype).max)
 
 
 class EventHandle:
-    """What the communication stream still has to write."""
+    """Pending writes of the communication stream."""
 
     def __init__(self) -> None:
         self.writes: list[tuple[Tensor, Tensor]] = []
@@ -44,7 +44,7 @@ class EventHandle:
         return target
 
     def current_stream_wait(self) -> None:
-        """Write."""
+        """Perform the pending writes."""
         with torch.no_grad():
             for target, value in self.writes:
                 target.copy_(value)
@@ -75,20 +75,20 @@ def finished(handle: EventHandle, asynchronous: bool) -> EventOverlap:
 
 
 def check_torch_deterministic() -> None:
-    """The library's own rule: torch must not fill what it allocates while the other stream writes there."""
+    """Check the library's own rule: torch must not fill allocated memory to which the other stream writes."""
     filling = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
     demand(not filling, "not deterministic algorithms together with fill_uninitialized_memory")
 
 
 def check_rows(x: Tensor, *, what: str = "x") -> None:
-    """Rows are a contiguous matrix of bf16 in units of 16 bytes."""
+    """Check that rows are a contiguous matrix of bf16 in units of 16 bytes."""
     demand(x.dim() == 2 and x.is_contiguous(), f"{what} is a contiguous matrix")
     demand(x.dtype == torch.bfloat16, f"{what} is bf16, not {x.dtype}")
     demand(x.shape[1] * x.element_size() % 16 == 0, f"a row of {what} is a multiple of 16 bytes")
 
 
 def check_choices(ids: Tensor, weights: Tensor | None, tokens: int) -> None:
-    """Expert ids are int64, weights fp32, at most 32 a token: a warp's lane each."""
+    """Check that expert ids are int64, weights fp32, at most 32 a token: one for each lane of a warp."""
     demand(ids.dtype == torch.int64, f"topk_idx is topk_idx_t (int64), not {ids.dtype}")
     demand(ids.dim() == 2 and ids.is_contiguous() and len(ids) == tokens, "topk_idx is contiguous, one row a token")
     demand(ids.shape[1] <= 32, f"top-k is at most 32, not {ids.shape[1]}")

@@ -1,4 +1,4 @@
-"""Both GEMMs, in fp32: which codes they take follows from the layout."""
+"""Both GEMMs, in fp32. The layout determines which codes they use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def product(a: Storage, b: Storage, layout: str) -> Tensor:
 
 @bound("general_gemm", "functions", "general_gemm")
 def general_gemm(**given: Any) -> tuple[Tensor, None, None, None]:
-    """Return the product, and nothing of what else can be asked for."""
+    """Return the product, and None for the other, unsupported outputs."""
     assert {name: given[name] for name in PLAIN} == PLAIN
     assert given["quantization_params"] is given["out"] is given["ub"] is None
     return product(given["A"], given["B"], given["layout"]).to(given["out_dtype"]), None, None, None
@@ -34,7 +34,7 @@ def general_gemm(**given: Any) -> tuple[Tensor, None, None, None]:
 
 @bound("general_grouped_gemm", "functions", "general_grouped_gemm")
 def general_grouped_gemm(**given: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Write the products: into one tensor, group after group, or into one for each group."""
+    """Write the products into one tensor, in order of groups, or into one for each group."""
     assert {name: given[name] for name in PLAIN} == PLAIN
     a, b, out, sizes = given["A"], given["B"], given["out"], given["m_splits"]
     assert isinstance(sizes, list)

@@ -1,4 +1,4 @@
-"""The quantizers: what they are given is what decides over codes and scales, which are those of our encoders."""
+"""Quantizers: their arguments determine codes and scales, which are those of our encoders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from moefw_kernels.quantize import (
 
 
 class DType(enum.IntEnum):
-    """The dtypes that are asked for."""
+    """The dtypes that the adapter requests."""
 
     kFloat8E4M3 = 0
     kFloat8E5M2 = 1
@@ -47,7 +47,7 @@ FORMATS = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2, DType.kFloat4E2M1: 
 
 
 class Quantizer:
-    """``size``: of its blocks. ``transposed``: whether columnwise data are those of the transpose."""
+    """Base of the quantizers. ``size``: of blocks. ``transposed``: whether columnwise data are of the transpose."""
 
     size: ClassVar[int | None] = None
     least: ClassVar[int] = 16
@@ -101,10 +101,10 @@ class Quantizer:
         return self.store(x, parts)
 
     def check(self) -> None:
-        """Refuse a usage that the real one cannot make."""
+        """Refuse a usage that the real quantizer does not support."""
 
     def decode(self, data: Tensor, scales: Tensor, above: Tensor | None, usage: str) -> Tensor:
-        """Return the numbers that data and scales stand for."""
+        """Return the numbers that data and scales represent."""
         columnwise = usage == "columnwise"
         codes = data if self.fmt is E2M1 else data.view(self.fmt.dtype)
         codes = codes.mT if columnwise and self.transposed else codes
@@ -167,13 +167,13 @@ class MXFP8Quantizer(Quantizer):
 
 
 class PerTensor(Quantizer):
-    """One scale; its kernels do not write columns alone."""
+    """One scale for the tensor. Its kernels cannot write only columnwise codes."""
 
     def check(self) -> None:
         assert self.rowwise_usage, "Quantizing in only the columnwise direction not supported yet!"
 
     def scale(self, x: Tensor) -> Tensor | None:
-        """Return what multiplies the tensor."""
+        """Return the multiplier of the tensor."""
         return None
 
     def encode(self, x: Tensor, columnwise: bool) -> Quantized:
@@ -203,7 +203,7 @@ class Float8CurrentScalingQuantizer(PerTensor):
 
 
 class Float8Quantizer(PerTensor):
-    """A scale that is given; the largest magnitude is raised."""
+    """A given scale; ``amax`` is raised to the largest magnitude."""
 
     def scale(self, x: Tensor) -> Tensor:
         scale, amax = self.given["scale"], self.given["amax"]

@@ -1,4 +1,4 @@
-"""The real library's signatures, from the committed snapshots; every call to the fake is bound to those of each."""
+"""The real library's signatures, from the committed snapshots; every call to the fake is bound to each of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SNAPSHOTS: list[dict[str, Any]] = [
     for path in sorted((Path(__file__).parents[2] / "snapshots").glob("transformer_engine-*.json"))
 ]
 CALLS: list[tuple[str, dict[str, Any]]] = []
-"""Every call so far: its name and the arguments that were given, defaults included."""
+"""Every call so far: its name and arguments, including defaults."""
 
 
 class OfTheLibrary:
@@ -37,7 +37,7 @@ def signature(parameters: list[dict[str, str]]) -> inspect.Signature:
 
 
 def bound(name: str, *path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Bind calls to what every snapshot holds at ``path``, and note them. The function gets names and values."""
+    """Bind calls to the signature at ``path`` in every snapshot, and record them. The function gets keyword arguments."""
     real = [signature(functools.reduce(lambda tree, key: tree[key], path, one)) for one in SNAPSHOTS]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ def bound(name: str, *path: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def compiled(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Allow the ways of calling that the library itself has."""
+    """Allow the forms of calls that the library itself uses."""
     ways = [one["compiled"][name] for one in SNAPSHOTS]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What quantizers return: codes by rows, by columns, or both, with the fields of the real storage classes."""
+"""Results of quantizers: codes by rows, by columns, or both, with the fields of the real storage classes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fake_te.signatures import SNAPSHOTS, bound
 from moefw_kernels.quantize import Quantized
 
 HOPPER = [True]
-"""Whether FP8 with a scale for a tensor needs its transpose for columns, or the GEMM turns it."""
+"""Whether per-tensor FP8 needs a stored transpose for columns; otherwise the GEMM transposes it."""
 
 
 class Storage:
-    """Holds what ``get_metadata`` of the real class of that name names."""
+    """Holds the fields that ``get_metadata`` of the real class of that name lists."""
 
     rowwise: ClassVar[tuple[str, ...]] = ("rowwise_data", "rowwise_scale_inv")
     columnwise: ClassVar[tuple[str, ...]] = ("columnwise_data", "columnwise_scale_inv")
@@ -35,14 +35,14 @@ class Storage:
         return {name: self.fields[name] for name in names}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop codes; none are made."""
+        """Drop codes; missing ones are not created."""
         for usage, names in ((rowwise_usage, self.rowwise), (columnwise_usage, self.columnwise)):
             if usage is False:
                 self.fields |= dict.fromkeys(names)
             assert usage is not True or all(self.fields[name] is not None for name in names)
 
     def matrix(self, usage: str) -> Tensor:
-        """Return the numbers. Raises RuntimeError where the codes of that usage are missing."""
+        """Return the numbers. Raises RuntimeError if the codes of that usage are missing."""
         data, scales, *above = (self.fields[name] for name in getattr(self, usage))
         if data is None:
             raise RuntimeError(f"GEMM requested the {usage} representation, but it is unavailable.")
@@ -58,30 +58,30 @@ class MXFP8TensorStorage(Storage):
 
 
 class NVFP4TensorStorage(Storage):
-    """NVFP4: here ``amax`` holds the scale that follows from it."""
+    """NVFP4. Here ``amax`` holds the scale derived from it."""
 
     rowwise = (*Storage.rowwise, "amax_rowwise")
     columnwise = (*Storage.columnwise, "amax_columnwise")
 
 
 class Float8TensorStorage(Storage):
-    """FP8 with a scale for a tensor, which serves both usages."""
+    """FP8 with one scale for a tensor, which serves both usages."""
 
     rowwise = ("data", "fp8_scale_inv")
     columnwise = ("data_transpose", "fp8_scale_inv")
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop the transpose or the data, where both are needed at all."""
+        """Drop the data, on a GPU that needs both data and transpose."""
         if HOPPER[0]:
             self.fields["data"] = self.fields["data"] if rowwise_usage else None
             assert not columnwise_usage or self.fields["data_transpose"] is not None
 
     def matrix(self, usage: str) -> Tensor:
-        """Return the numbers: without a transpose from the data, where the GPU can."""
+        """Return the numbers; from the data if the GPU needs no transpose."""
         return super().matrix(usage if HOPPER[0] else "rowwise")
 
 
 def taken(codes: Quantized, columnwise: bool, *, transposed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the data as the library lays it out, the scales, and the scale above."""
+    """Return the data in the library's layout, the scales, and the global scale."""
     data = codes.codes.mT if columnwise and transposed else codes.codes
     return data.contiguous().view(torch.uint8), codes.scales, codes.global_scale
