@@ -1,4 +1,4 @@
-"""Kernels that quantize what they compute: the bits of the operations one after the other, and the product calls them."""
+"""Fused quantizing kernels: they give the bits of the separate operations, and the product calls them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZES = [(1, 1), (3, 17), (37, 130), (29, 257), (0, 5), (4, 0)]
 
 
 def pre_activation(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Gate, up and weights with zeros, infinities, NaN, what is huge or tiny; a weight that bf16 does not hold."""
+    """Gate, up and weights with zeros, infinities, NaN, huge and tiny numbers; weights that are not exact in bf16."""
     h_RH = awkward((rows, 2 * columns), torch.bfloat16)
     weights_R = torch.rand(rows, generator=torch.Generator().manual_seed(rows))
     weights_R[::5] = 0.0
@@ -79,7 +79,7 @@ def test_the_kernel_of_the_activation(interpreter: ProcessPoolExecutor, scales: 
 
 
 def silu_of_bf16_numbers() -> None:
-    """One number is alone in its block, whose exact scale shows all of its bits."""
+    """Each number is alone in its block, so the exact scale shows all of its bits."""
     from moefw_kernels.swiglu_quantize import triton
 
     gate = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
@@ -95,7 +95,7 @@ def test_the_kernel_has_the_silu_of_torch_for_all_bf16_numbers_where_it_bends(in
 
 
 def maps() -> Iterator[tuple[int, RowMap]]:
-    """Tokens and their rows: twice and three times, dropped, padded, an expert without rows, no token at all."""
+    """Tokens and their rows: repeated, dropped, padded, an expert without rows, no tokens."""
     ids_TK = torch.randint(-1, 5, (37, 3), generator=torch.Generator().manual_seed(0))
     yield 37, sort_slots(ids_TK, 5).rows
     yield 4, sort_slots(torch.tensor([[0, 1], [1, 0], [2, 2], [0, 3]]), 4).rows
@@ -109,7 +109,7 @@ def maps() -> Iterator[tuple[int, RowMap]]:
 
 
 def packed_into(x_TD: Tensor, rows: RowMap, scales: Scales) -> tuple[Tensor, Tensor]:
-    """Codes and scales in one buffer, a row behind the other."""
+    """Codes and scales in one buffer, row by row."""
     columns, itemsize = x_TD.shape[1], scale_dtype(scales).itemsize
     start = -(-columns // itemsize) * itemsize
     blocks = -(-columns // row_block(scales)) * itemsize
@@ -180,7 +180,7 @@ KERNELS: dict[str, tuple[str, str, str]] = {
 
 
 def for_hopper(package: str, scales: Scales) -> tuple[str, str]:
-    """Return the PTX, and what the assembler says of it."""
+    """Return the PTX and the assembler's report."""
     from moefw_kernels.quantize.triton import ROW_RULES
 
     module = importlib.import_module(f"moefw_kernels.{package}.triton")
@@ -243,7 +243,7 @@ def test_the_operand_is_that_of_quantize(name: str) -> None:
 
 
 def test_a_recipe_that_cannot_leaves_it_to_the_gemm() -> None:
-    """Sizes that are filled up, other dtypes, gradients that would not flow, and scales of whole tensors."""
+    """Sizes that need padding, other dtypes, inputs that require gradients, and scales of whole tensors."""
     h_RH, weights_R = pre_activation(41, 200)
     rows = RowGroups(ends_e=torch.tensor([41], dtype=torch.int32))
     blocks = Blockwise(power_of_two=True)
@@ -255,7 +255,7 @@ def test_a_recipe_that_cannot_leaves_it_to_the_gemm() -> None:
 
 
 class Silent(Encoder):
-    """An encoder that says nothing of rows."""
+    """An encoder that declares nothing about rows."""
 
     def encode(self, *_: Any) -> Any:
         raise AssertionError
@@ -323,7 +323,7 @@ def in_place(moved: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
 @pytest.mark.parametrize("dim", [96, 97])
 @pytest.mark.parametrize("scales", ALL)
 def test_tokens_that_are_packed_once_move_as_their_rows_would(calls: list[str], scales: Scales, dim: int) -> None:
-    """fp32 scales behind 97 codes lie at no multiple of 4, so rows are gathered before."""
+    """fp32 scales after 97 codes are not aligned to 4 bytes, so rows are gathered before."""
     codec = PackedRows(scales, dim=dim)
     for tokens, rows in maps():
         found = []
@@ -351,7 +351,7 @@ def test_a_rank_alone_rounds_tokens_as_their_rows_would_be(scales: Scales) -> No
 
 
 class Plain:
-    """A codec of a third party, which knows no permutations."""
+    """A third-party codec that does not support permutations."""
 
     row_bytes = 2 * 96
 

@@ -22,7 +22,7 @@ SIXTEENS = [(16, 0, 144, 256), (0, 0), (0, 112, 0), (128,)]
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    """Values whose blocks have scales of their own, along both axes."""
+    """Values with a different scale for each block, along both axes."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (torch.randint(-6, 7, (size,), generator=generator).float().exp2() for size in shape[-2:])
     return torch.randn(shape, generator=generator) * rows.unsqueeze(1) * columns
@@ -33,7 +33,7 @@ def ends_of(sizes: Sequence[int]) -> Tensor:
 
 
 def rows_by_weights(sizes: Sequence[int], *, backward: bool) -> tuple[Quantized, Quantized]:
-    """Rows of 384 values, seven of them NaN past the last group, by weights that lie as in fprop or as in dgrad."""
+    """Rows of 384 values, with seven rows of NaN past the last group, and weights in the layout of fprop or dgrad."""
     x = drawn(sum(sizes) + 7, 384, seed=1)
     x[sum(sizes) :] = torch.nan
     if backward:
@@ -44,7 +44,7 @@ def rows_by_weights(sizes: Sequence[int], *, backward: bool) -> tuple[Quantized,
 
 
 def over_rows(sizes: Sequence[int]) -> tuple[Quantized, Quantized]:
-    """A block of NaN past the last group."""
+    """Operands of a sum over rows, with a block of NaN past the last group."""
     grad, x = drawn(sum(sizes) + 128, 256, seed=3), drawn(sum(sizes) + 128, 384, seed=4)
     grad[sum(sizes) :], x[sum(sizes) :] = torch.nan, torch.nan
     return quantize_fp8(grad, block=(128, 1)).mT, quantize_fp8(x, block=(128, 1), power_of_two=False)
@@ -75,7 +75,7 @@ def tensorwise_over_rows(sizes: Sequence[int]) -> tuple[Quantized, Quantized]:
 
 
 def close(mine: Tensor, right: Tensor) -> None:
-    """To what fp32 sums in another order may differ by, of the largest value of a row and of a column."""
+    """Compare up to the error of fp32 sums in another order, relative to the largest value of a row and of a column."""
     assert mine.shape == right.shape
     assert mine.dtype == right.dtype
     assert mine.isfinite().all()
@@ -213,13 +213,13 @@ def test_what_has_no_scale_for_each_group_is_named(case: int) -> None:
 
 
 def for_hopper(name: str, types: str, aligned: str, blocks: bool, tile: tuple[int, int, int, int]) -> tuple[str, str]:
-    """Return the PTX, and what the assembler says of it."""
+    """Return the PTX and the assembler's report."""
     code = ptx(name, types, aligned, blocks, tile, 90)
     return code, assembled(code)
 
 
 def ptx(name: str, types: str, aligned: str, blocks: bool, tile: tuple[int, int, int, int], capability: int) -> str:
-    """Return the PTX of a kernel; sizes divide by 16, as they do."""
+    """Return the PTX of a kernel, for sizes that are multiples of 16, as in use."""
     from moefw_kernels.grouped_gemm import triton as ours
 
     kernel, (m, n, warps, stages) = getattr(ours, name), tile
@@ -241,7 +241,7 @@ KERNELS = {
 
 
 A_FEW_BYTES = 16
-"""Four registers of 255, of a tile of 128 x 128, in Triton 3.6; none in 3.7."""
+"""Largest spill: four of 255 registers for a tile of 128 x 128 in Triton 3.6; none in 3.7."""
 
 
 @pytest.mark.parametrize("tile", range(4))

@@ -1,4 +1,4 @@
-"""The transform spreads what sticks out, turns back in a product, and adds in the same order everywhere."""
+"""The transform spreads outliers, cancels in a product, and adds in the same order on every device."""
 
 from __future__ import annotations
 

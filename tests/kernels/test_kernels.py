@@ -102,7 +102,7 @@ def test_arrived_rows_are_expanded_in_order_of_expert_and_source_within_the_budg
 
 
 def _parts(rows: list[float], counts: list[int], capacity: int, alignment: int, budget: int) -> list[list[float]]:
-    """Cut rows into the groups that they belong to, as far as the budget goes."""
+    """Split rows into their groups, up to the budget."""
     parts, start = [], 0
     for count in counts:
         size = -(-max(count, capacity) // alignment) * alignment

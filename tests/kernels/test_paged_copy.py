@@ -83,7 +83,7 @@ def test_nothing_else_is_written() -> None:
 
 
 def as_the_reference(sizes: tuple[int, int, int], width: int, dtype: torch.dtype, turned: bool) -> None:
-    """Take, store, load and free in turns; memory, ring and counters agree after each."""
+    """Take, store, load and free in turn; memory, ring and counters agree after each."""
     from moefw_kernels.paged_copy import triton
 
     mine, right = (opened(*sizes, width=width, dtype=dtype) for _ in range(2))
@@ -125,7 +125,7 @@ def test_the_kernels(interpreter: ProcessPoolExecutor, sizes: tuple[int, int, in
 
 
 def tables_as_the_reference(sizes: tuple[int, int, int]) -> None:
-    """Tables of more entries than a program looks at in one go, over the end of a ring."""
+    """Tables with more entries than a program reads in one iteration, across the end of a ring."""
     from moefw_kernels.paged_copy import triton
 
     mine, right = opened(*sizes, width=1), opened(*sizes, width=1)

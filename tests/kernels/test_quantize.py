@@ -1,4 +1,4 @@
-"""Every number a format has, every midpoint between two of them, and every block that could go wrong."""
+"""Every number of a format, every midpoint between two of them, and every critical block."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=lambda fmt: fmt
 
 
 def numbers(fmt: Format) -> Tensor:
-    """The finite numbers of a format that are not negative, in the order of their codes, from an outside source."""
+    """The finite, non-negative numbers of a format in the order of their codes, from an independent source."""
     if fmt is E2M1:
         return torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = torch.arange(128, dtype=torch.uint8).view(fmt.dtype).float()
@@ -241,7 +241,7 @@ EACH = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=list(QUANTIZ
 
 @EACH
 def test_a_value_comes_back_within_half_a_step(quantize: functools.partial[Quantized]) -> None:
-    """Half a step is relative to the number, or to its block for what is small there, or to the scale above."""
+    """Half a step is relative to the number, for small numbers to their block, or to the global scale."""
     x = random(3, 131, 149)
     found = quantize(x)
     rows, columns = found.block
@@ -349,7 +349,7 @@ def test_nvfp4_takes_a_second_level_for_each_expert() -> None:
 
 @pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
 def test_stochastic_nvfp4_depends_on_its_keys_alone_and_has_no_bias(block: tuple[int, int]) -> None:
-    """Every block reaches six, where its scale is exact, so that nothing saturates."""
+    """Every block contains six and has an exact scale, so that nothing saturates."""
     numbers_C = random(48).clamp(-5.9, 5.9)
     x = numbers_C.expand(20_000, 48).clone()
     x[::16], x[:, ::16] = 6.0, -6.0

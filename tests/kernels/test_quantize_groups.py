@@ -17,7 +17,7 @@ def test_each_row_belongs_to_the_group_in_which_it_lies() -> None:
 
 
 def test_a_groups_magnitude_is_that_of_its_rows_alone() -> None:
-    """Empty groups have none, and what lies past the last group is not looked at."""
+    """Empty groups have magnitude 0, and rows past the last group are ignored."""
     x = torch.randn(10, 5, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     x[8:] = torch.nan
     wanted = [x[0:3].abs().max().item(), 0.0, x[3:7].abs().max().item(), x[7].abs().max().item()]
@@ -34,7 +34,7 @@ def test_a_nan_does_not_hide() -> None:
 @pytest.mark.parametrize("keyed", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)], ids=str)
 def test_a_group_in_nvfp4_is_what_it_would_be_alone(block: tuple[int, int], keyed: bool) -> None:
-    """Groups of very different magnitudes, one empty; what lies past the last is not looked at, and becomes zero."""
+    """Groups of very different magnitudes, one empty; rows past the last are ignored and become zero."""
     ends = torch.tensor([16, 16, 64, 80], dtype=torch.int32)
     x = torch.randn(90, 40, generator=torch.Generator().manual_seed(0))
     x[:16] *= 1e-4

@@ -1,4 +1,4 @@
-"""Rows as eight-bit integers: each block by its largest value, to the nearest of evenly spaced ones."""
+"""Rows as eight-bit integers: each block is scaled by its largest value and rounded to the nearest of evenly spaced values."""
 
 from __future__ import annotations
 

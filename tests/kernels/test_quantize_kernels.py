@@ -1,6 +1,6 @@
-"""The Triton kernels equal the reference bit for bit, in the interpreter, and compile for a GPU that is not here.
+"""The Triton kernels equal the reference bit for bit, in the interpreter, and compile for a GPU that is not present.
 
-An access out of bounds ends an interpreting process, so kernels run in processes of their own.
+An access out of bounds ends an interpreting process, so kernels run in separate processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Size = tuple[int, ...]
 
 
 def awkward(size: Size, dtype: torch.dtype) -> Tensor:
-    """Rows, and columns beside them, with something of their own: zeros, infinity, NaN, what is huge or tiny.
+    """Numbers with special rows and elements: zeros, infinities, NaN, huge and tiny numbers.
 
     No subnormal bf16 numbers, which the interpreter of Triton 3.7 reads wrongly.
     """
@@ -131,7 +131,7 @@ def a_draw_that_equals_the_fraction_stays_below() -> None:
     from moefw_kernels.quantize import triton
 
     keys = token_keys(torch.tensor([5]), 20, salt=1)
-    x = uniform(keys, 64) / 2  # in units of E2M1's least step, 0.5, its own draw
+    x = uniform(keys, 64) / 2  # each number, in units of E2M1's least step 0.5, is its own draw
     x[:, ::16] = 6.0
     found = triton.quantize_nvfp4(x, (1, 16), torch.tensor(2688.0), keys)
     assert torch.equal(found.dequantize(), x.where(x == 6.0, 0.0))
@@ -142,7 +142,7 @@ def test_a_draw_that_equals_the_fraction_stays_below(interpreter: ProcessPoolExe
 
 
 def casts_as_the_reference(fmt: Format) -> None:
-    """All bf16 numbers and what lies beside them, in blocks whose scale is one: the cast itself, on every grid point."""
+    """All bf16 numbers and their fp32 neighbours, in blocks with scale one: tests the cast itself on every grid point."""
     from moefw_kernels.quantize import triton
 
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()

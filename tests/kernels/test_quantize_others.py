@@ -1,4 +1,4 @@
-"""The encoders equal those of others: Transformer Engine by its rules written down again, torchao by itself."""
+"""The encoders equal others: Transformer Engine by a reimplementation of its rules, torchao itself."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_nvfp4_is_that_of_transformer_engine(dtype: torch.dtype) -> None:
 
 
 def test_nvfp4_scales_round_as_those_of_transformer_engine_beside_every_midpoint() -> None:
-    """The order of two multiplications shows only where E4M3 is undecided, so ask there: 2 ulp around each midpoint."""
+    """The order of two multiplications matters only near midpoints of E4M3, so test 2 ulp around each of them."""
     scales = numbers(E4M3)
     middles = (scales[1:] + scales[:-1]) / 2
     for global_amax in (random(12).abs() + 0.01).tolist():
@@ -139,7 +139,7 @@ def test_mxfp8_is_that_of_torchao(torchao: SimpleNamespace, fmt: Format, roundin
 
 
 def test_torchao_takes_a_logarithm_that_rounds(torchao: SimpleNamespace) -> None:
-    """Beside 448 * 2^40 the scale must be the next power of two, or the block saturates."""
+    """Just above 448 * 2^40 the scale must be the next power of two, or the block saturates."""
     x = torch.zeros(1, 32)
     x[0, 7] = after(torch.tensor(448 * 2.0**40))
     theirs = torchao.mx.to_mx(x, torch.float8_e4m3fn, 32, scaling_mode=torchao.mode.RCEIL)
@@ -171,7 +171,7 @@ def test_e2m1_codes_are_those_of_torchao(torchao: SimpleNamespace) -> None:
 def test_nvfp4_is_that_of_torchao_where_the_global_scale_is_a_power_of_two(
     torchao: SimpleNamespace, exponent: int
 ) -> None:
-    """Then neither rounds it; below the least normal block scale, 2^-6, torchao stops and Transformer Engine goes on."""
+    """Neither rounds it then. Below the least normal block scale, 2^-6, torchao clamps and Transformer Engine does not."""
     x = every_magnitude()[18000:]
     global_amax = torch.tensor(2688.0 * 2.0**exponent)
     x = x * (global_amax / x.abs().amax(1, keepdim=True) * torch.logspace(-3, 0, len(x)).unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Draws depend on what they are for, look uniform, and have nothing to do with their neighbours."""
+"""Draws depend only on their key, are uniform, and are independent of their neighbours."""
 
 from __future__ import annotations
 

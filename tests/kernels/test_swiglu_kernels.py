@@ -1,6 +1,6 @@
-"""The activation of the experts in one kernel each way: the bits of PyTorch's operations, and a sum that is as good.
+"""SwiGLU kernels, forward and backward: the bits of PyTorch's operations, and an equally accurate sum.
 
-Kernels run in processes of their own, as those of ``test_fused_quantize.py``.
+Kernels run in separate processes, like those of ``test_fused_quantize.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = [(1, 1), (3, 17), (8, 128), (37, 130), (29, 257), (7, 389), (0, 5), (4, 
 
 
 def given(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A gradient, gate and up, and weights: zeros, infinities, NaN, what is huge or tiny, and what bf16 does not hold."""
+    """A gradient, gate and up, and weights: zeros, infinities, NaN, huge and tiny numbers, and numbers not exact in bf16."""
     generator = torch.Generator().manual_seed(rows)
     weights_R = torch.rand(rows, generator=generator)
     weights_R[::5] = 0.0
@@ -35,7 +35,7 @@ def given(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def views(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The same as it lies, with rows apart, with columns apart, and one number for all."""
+    """The same tensors: contiguous, with a row stride, with a column stride, and expanded from one number."""
     yield grad_RF, h_RH, weights_R
     yield torch.cat([grad_RF] * 2, 1)[:, : grad_RF.shape[1]], torch.cat([h_RH] * 2, 1)[:, h_RH.shape[1] :], weights_R
     yield grad_RF.mT.contiguous().mT, h_RH.mT.contiguous().mT, torch.stack([weights_R] * 2, 1)[:, 0]
@@ -43,7 +43,7 @@ def views(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> Iterator[tuple[Te
 
 
 def same(mine: Tensor, right: Tensor) -> None:
-    """Hold all bits, but for those of NaN."""
+    """Compare all bits except those of NaN."""
     assert (mine.dtype, mine.shape) == (right.dtype, right.shape)
     assert torch.equal(mine.isnan(), right.isnan())
     word = {2: torch.int16, 4: torch.int32}[mine.element_size()]
@@ -51,11 +51,11 @@ def same(mine: Tensor, right: Tensor) -> None:
 
 
 def as_good_a_sum(found_R: Tensor, grad_RF: Tensor, h_RH: Tensor, overflown_R: Tensor) -> None:
-    """Hold the gradient of the weights against the exact sum of products, each of which fp32 holds.
+    """Compare the gradient of the weights with the exact sum of products, each of which is exact in fp32.
 
-    A number goes through ceil(F / C) - 1 sums of its column of the tile, then through fewer than min(F, C) of columns;
-    each rounds with 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). Where fp32
-    may overflow, what it gives is ``overflown_R``.
+    A number is in ceil(F / C) - 1 sums of its tile column, then in fewer than min(F, C) sums of columns; each rounds
+    with 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). Where fp32 may
+    overflow, the result is ``overflown_R``.
     """
     from moefw_kernels.swiglu import triton
 
@@ -104,7 +104,7 @@ def test_the_kernel_backward(interpreter: ProcessPoolExecutor, size: tuple[int, 
 
 
 def all_bf16_numbers() -> Tensor:
-    """(256, 256), subnormal ones too."""
+    """All bf16 numbers, including subnormal ones, as (256, 256)."""
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(256, 256)
 
 
@@ -160,7 +160,7 @@ def test_a_row_has_the_same_bits_wherever_it_lies(interpreter: ProcessPoolExecut
 
 
 class Calls(list[str]):
-    """Which of both is called, in place of the kernels."""
+    """Records calls of forward and backward in place of the kernels."""
 
     def forward(self, h_RH: Tensor, weights_R: Tensor) -> Tensor:
         self.append("kernel")
@@ -173,7 +173,7 @@ class Calls(list[str]):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """All tensors say that they lie on a GPU."""
+    """All tensors report that they are on a GPU."""
     from moefw_kernels.swiglu import triton
 
     found = Calls()
@@ -210,7 +210,7 @@ def test_a_gradient_flows_through_operations_of_pytorch(calls: Calls) -> None:
 
 
 class Subclass(Tensor):
-    """A tensor that a collective, or a mesh, may have made."""
+    """A tensor subclass, as of a collective or a mesh."""
 
 
 OTHERS: dict[str, Any] = {
@@ -286,7 +286,7 @@ KERNELS: dict[str, tuple[str, str]] = {
 
 
 def for_hopper(name: str) -> tuple[str, str, str]:
-    """Return Triton's own code, the PTX, and what the assembler says of it."""
+    """Return Triton's own code, the PTX, and the assembler's report."""
     from moefw_kernels.swiglu import triton as module
 
     types, aligned = KERNELS[name]

@@ -26,7 +26,7 @@ def ends_of(sizes: Sequence[int]) -> Tensor:
 
 
 def test_a_tile_has_the_order_of_cublas() -> None:
-    """Row r and column c of a tile lie at byte ``r % 32 * 16 + r // 32 * 4 + c``; tiles lie one row after the other."""
+    """Row r and column c of a tile are at byte ``r % 32 * 16 + r // 32 * 4 + c``; tiles are in row-major order."""
     scales = drawn(256, 8)
     tiles = swizzle(scales)
     for row, column in ((0, 0), (31, 3), (32, 0), (127, 3), (128, 0), (5, 4), (200, 6)):
@@ -57,7 +57,7 @@ def test_the_order_is_that_of_torchao(shape: tuple[int, ...], to_blocked: Callab
 def test_each_group_has_tiles_of_its_own(
     sizes: Sequence[int], axis: int, to_blocked: Callable[[Tensor], Tensor]
 ) -> None:
-    """Rows or columns past the last group are left out, and what is not used is zero."""
+    """Rows or columns past the last group are left out, and unused bytes are zero."""
     along, across = sum(sizes) + 3, 9 if axis == -2 else 131
     scales = drawn(along, across) if axis == -2 else drawn(across, along)
     found = swizzle(scales, ends=ends_of(sizes), axis=axis)
@@ -110,7 +110,7 @@ def ptx(of_groups: bool, along_rows: bool) -> str:
 
 @pytest.mark.parametrize(("of_groups", "along_rows"), [(False, True), (True, True), (True, False)])
 def test_the_kernel_compiles_for_blackwell(compiler: ProcessPoolExecutor, of_groups: bool, along_rows: bool) -> None:
-    """Four bytes of a thread lie together, and are written at once."""
+    """Four bytes of a thread are contiguous and are written at once."""
     assert "st.global.b32" in compiler.submit(ptx, of_groups, along_rows).result()
 
 

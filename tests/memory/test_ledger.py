@@ -1,4 +1,4 @@
-"""The ledger against a measured step: what is held, what each region saves under each policy, and the peak."""
+"""The ledger against a measured step: memory held, saved bytes of each region under each policy, and the peak."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_rank_of_256_with_all_layers_of_qwen3_235b_holds_what_the_ledger_says(
 
 @cache
 def of_optimizer(*policies: str) -> tuple[Ledger, dict[str, int]]:
-    """Return the ledger, and the bytes of states by device as a real optimizer has them."""
+    """Return the ledger, and the bytes of a real optimizer's states by device."""
     assembly = fake_assembly(with_policies({**LOOPING, "parallel": {}}, *({"use": name} for name in policies)), 1)
     shared, device = Shared(), torch.device("cpu")
     layout = open_layout(assembly, "cpu")

@@ -1,4 +1,4 @@
-"""What single parts save, routers, recipes and wires, against a measured step."""
+"""Saved bytes of single parts (routers, recipes and wires) against a measured step."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_of_four_bits_two_codes_share_a_byte_and_keys_are_saved_with_the_rows(op
     ids=lambda precision: precision["use"],
 )
 def test_each_expert_of_a_loop_has_codes_and_scales_of_its_own(precision: dict[str, Any]) -> None:
-    """Beside a dense layer and a shared expert, whose keys are those of all tokens of tp."""
+    """Also with a dense layer and a shared expert, whose keys are those of all tokens of tp."""
     model = {**LOOPING["model"], "num_experts": 8, "num_dense_layers": 1}
     sizes = {"model": model, "parallel": {"dense": {"tp": 2}, "experts": {"ep": 4}}}
     train = {**BRIEF, "tokens_per_step": 1024}

@@ -1,4 +1,4 @@
-"""What a step of a rank holds, measured: against hand-counted bytes, with and without values, alone and among ranks."""
+"""Measured memory of a rank's step: against hand-counted bytes, with and without values, alone and among ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL
 
 TOKENS, DIM, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, TOP_K, EXPERT_DIM = 32, 32, 4, 2, 8, 8, 2, 16
-"""Of ``SMALL``; its micro-batches are two sequences of 16 tokens."""
+"""Sizes of ``SMALL``, whose micro-batches are two sequences of 16 tokens."""
 FP32 = INT32 = 4
 INT64 = 8
 GIB = 2**30
@@ -131,7 +131,7 @@ def held_by_model(measured: Measured) -> dict[str, int]:
 
 
 def test_ranks_hold_what_they_are_measured_to_hold_without_the_others(pool: RankPool) -> None:
-    """At least in one of some runs: a thread of gloo keeps a collective's tensors a moment longer now and then."""
+    """The minimum of several runs counts, because a gloo thread sometimes keeps a collective's tensors longer."""
     runs = [pool.run(measured_rank, WORLD) for _ in range(4)]
     for rank, truths in enumerate(zip(*runs, strict=True)):
         truth = min(truths, key=lambda measured: measured.saved_bytes)

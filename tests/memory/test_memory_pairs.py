@@ -1,4 +1,4 @@
-"""Any policies over any regions, in each other or side by side: no bit differs from what is kept."""
+"""Any policies over any regions, nested or separate, change no bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload in a model: no bit changes, the device is relieved of what waits elsewhere, and buffers come back."""
+"""Offload in a model: no bit changes, offloaded tensors free device memory, and buffers are returned."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_no_bit_changes_on_a_disk(pool: RankPool, tmp_path: Path) -> None:
 
 @contextmanager
 def opened(memory: Sequence[Mapping[str, Any]], **parts: Any) -> Iterator[tuple[Callable[[], Tensor], Pool]]:
-    """Yield what runs one micro-batch forward on one rank and returns the loss, and the pool."""
+    """Yield a function that runs one micro-batch forward on one rank and returns the loss, and the pool."""
     model, assembly, layout, shared = open_model(model_case(1, memory, **parts))
     batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
     pool: Pool = shared.get(("offload", "host", None), lambda: pytest.fail("no pool was opened"))

@@ -1,4 +1,4 @@
-"""One region under offload: what moves and what stays, whose buffer it takes, and in which order copies run."""
+"""One region under offload: which tensors move, which buffers they use, and the order of copies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def moved_bytes(pool: Pool) -> list[int]:
 
 
 def exponentials(*sizes: int) -> list[Tensor]:
-    """A region that saves a tensor of so many bytes each."""
+    """A region that saves a tensor of each size in bytes."""
     return [torch.ones(size // 4, requires_grad=True).exp() for size in sizes]
 
 
@@ -282,7 +282,7 @@ def test_copies_are_ordered_against_the_computation_both_ways(cuda: FakeCuda) ->
 
 
 class Passing(torch.autograd.Function):
-    """Tells when backward has left a region."""
+    """Logs when backward has left a region."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log: list[tuple[Any, ...]], number: int) -> Tensor:

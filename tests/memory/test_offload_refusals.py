@@ -1,4 +1,4 @@
-"""Offload where it cannot be: a folder, a disk or memory that is not there, and specs that ask for nonsense."""
+"""Refusals of offload: a missing folder, a full disk or memory, and invalid specs."""
 
 from __future__ import annotations
 

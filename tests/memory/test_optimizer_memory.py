@@ -1,4 +1,4 @@
-"""Optimizer states in bf16 and off the device: what an update computes, what no layout or resume changes, what is held."""
+"""Optimizer states in bf16 and off the device: results of updates, invariance under layout and resume, memory held."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_other_seeds_round_otherwise(pool: RankPool, tmp_path: Path) -> None:
 
 
 def treated(model: nn.Module, states: Any, **options: Any) -> OptimizerUnderPolicies:
-    """Return an optimizer of a model whose states ``states(inner)`` are."""
+    """Return an optimizer of a model with the states ``states(inner)``."""
     inner = AdamW(**options).build(dict(model.named_parameters()), 1e-2)
     return OptimizerUnderPolicies(inner, states(TorchStates(inner)), AdamW().states(), dict(by_parameter(model)), 0)
 
@@ -166,7 +166,7 @@ def test_an_update_is_that_of_adamw_in_fp64(states: Any) -> None:
         optimizer.step()
         m, v = 0.9 * m + 0.1 * g.double(), 0.99 * v + 0.01 * g.double().square()
         p = p * (1 - 1e-2 * 0.1) - 1e-2 * (m / (1 - 0.9**step)) / ((v / (1 - 0.99**step)).sqrt() + 1e-6)
-        # the update's last bit is that of a number of 1e-2, a parameter's that of 0.1
+        # the last bit of the update is that of numbers of about 1e-2, of a parameter that of about 0.1
         assert ((model.weight - p).abs() <= 2.0**-23 * p.abs() + 1e-2 * 2.0**-21).all()
         for key, exact in (("exp_avg", m), ("exp_avg_sq", v)):
             got = optimizer.state[model.weight][key]
@@ -215,7 +215,7 @@ def test_no_two_states_steps_or_elements_share_their_draws() -> None:
 
 @pytest.mark.parametrize(("states", "frozen_at"), [(nearest, 1.0), (stochastic, None)])
 def test_to_nearest_a_second_moment_that_should_fade_stays(states: Any, frozen_at: float | None) -> None:
-    """With beta2 0.999 it fades by a thousandth a step, less than half of bf16's last place."""
+    """With beta2 0.999 it decays by a thousandth a step, less than half of bf16's last place."""
     model = nn.Linear(64, 64, bias=False)
     optimizer = treated(model, states, beta2=0.999)
     optimizer.state[model.weight]["exp_avg_sq"].fill_(1.0)
@@ -227,7 +227,7 @@ def test_to_nearest_a_second_moment_that_should_fade_stays(states: Any, frozen_a
 
 
 def losses(memory: Memory, beta2: float) -> list[float]:
-    """Learn one batch by heart in 30 steps."""
+    """Return the losses of 30 steps that memorize one batch."""
     train = {**SMALL["train"], "lr": 1e-2, "optimizer": {"use": "adamw", "beta2": beta2}}
     model, assembly, layout, shared = open_model(whole_model(1, parts={"memory": memory, "train": train}, plugins=()))
     engine = Engine(model, build_optimizer(assembly, model, layout, CPU, shared), layout, clip_norm=1.0)
@@ -239,11 +239,11 @@ def losses(memory: Memory, beta2: float) -> list[float]:
 def test_bf16_states_train_like_fp32(pool: RankPool, beta2: float) -> None:
     (plain,), (treated,) = (pool.run(losses, 1, memory, beta2) for memory in ([], BF16))
     assert plain[-1] < 0.01 * plain[0]
-    assert treated[-1] == pytest.approx(plain[-1], abs=5e-3)  # nats, of 4.1 at first
+    assert treated[-1] == pytest.approx(plain[-1], abs=5e-3)  # nats; the first loss is 4.1
 
 
 def test_bytes_between_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 takes four bytes a parameter for both moments; offload leaves none on the device, and two buckets in a step."""
+    """bf16 takes four bytes a parameter for both moments; with offload, the device holds none, and in a step two buckets."""
     made: list[int] = []
     host = host_memory(pinned=False, words=STATES)
     model = nn.Linear(128, 256, bias=False)
@@ -312,7 +312,7 @@ def test_buckets_hold_all_rows_in_order_and_cut_where_vectors_are_full(elements:
 
 
 class Logging(OptimizerStates):
-    """Tells when an update is queued on the device, or runs on the host."""
+    """Logs when an update is queued on the device, or runs on the host."""
 
     def __init__(self, inner: OptimizerStates, log: list[tuple[Any, ...]]) -> None:
         self.inner, self.dtype, self.log = inner, inner.dtype, log
@@ -369,7 +369,7 @@ def test_copies_of_states_are_ordered_against_updates_and_each_other(cuda: FakeC
         queued = last_record(log, "compute", left)
         assert queued > place
         assert ("wait", "out", queued) in log[:left]
-    for number in (2, 3):  # the slot is free once what was in it has left
+    for number in (2, 3):  # the slot is free once its previous content has left
         left = log[copies["out"][2 * number - 3] + 1]
         assert left[:2] == ("record", "out")
         assert ("wait", "back", left[2]) in log[: copies["back"][2 * number]]
@@ -395,7 +395,7 @@ def test_gradients_come_down_beside_the_update_of_the_bucket_before(cuda: FakeCu
 
 @frozen
 class Stubborn(moefw.OptimizerPlugin):
-    """An optimizer that says nothing of its states."""
+    """An optimizer that declares nothing about its states."""
 
     name = "stubborn"
 

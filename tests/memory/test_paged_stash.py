@@ -1,4 +1,4 @@
-"""Paged stash: no bit changes, only valid rows stay, pages come back however a graph ends, and what has none is run again."""
+"""Paged stash: no bit changes, only valid rows stay, pages are returned however a graph ends, and a step with rows without a page is repeated."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_no_bit_changes_on_two_ranks(pool: RankPool, precision: str) -> None:
 
 @contextmanager
 def opened(memory: Sequence[Mapping[str, Any]], **parts: Any) -> Iterator[tuple[Callable[..., Any], list[Stash]]]:
-    """Yield what runs one micro-batch forward on one rank, and the stashes."""
+    """Yield a function that runs one micro-batch forward on one rank, and the stashes."""
     layer_case = whole_model(1, parts={"dispatch": BUDGET, "memory": memory, **parts}, plugins=())
     model, assembly, layout, shared = open_model(layer_case)
     batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
@@ -88,7 +88,7 @@ def stashes(shared: Shared) -> list[Stash]:
 
 
 def num_taken(held: Stash) -> int:
-    """How many pages are taken, once what has died has given back its own."""
+    """Return the number of pages taken, after dead tensors have returned theirs."""
     held.settle()
     pools = [pool for pools in held.pools.values() for pool in pools]
     return sum(
@@ -180,7 +180,7 @@ def stashing(
 def call(
     region: Callable[..., Any], *, num_valid: int, x: Tensor | None = None, num_rows: int = 16
 ) -> tuple[Any, Tensor]:
-    """Return a region's result and the rows that it reports, of rows of which some are valid."""
+    """Return a region's result, and the number of unsaved rows that it reports, for rows of which ``num_valid`` are valid."""
     x = torch.randn(num_rows, 8, requires_grad=True) if x is None else x
     ends_e = torch.tensor([1, num_valid], dtype=torch.int32)
     rows = StaticRows(ExpertBatch(rows_RD=x, row_weights_R=x[:, 0], counts_e=ends_e, offsets_e=ends_e))
@@ -283,7 +283,7 @@ def test_groups_that_end_beyond_the_budget_take_no_more_pages_than_it_has() -> N
     [(1.1, 1.25, 800, 11), (1.0, 1.5, 96, 1), (1.0, 1.5, 97, 2), (2.0, 1.5, 96, 2), (0.01, 1.5, 96, 1)],
 )
 def test_pages_are_as_many_as_the_factor_says(factor: float, capacity: float, num_rows: int, num_pages: int) -> None:
-    """Of 64 rows; no further page for what sums of floats leave, and none beyond the budget."""
+    """Pages of 64 rows. Rounding of floats adds no page, and there are none beyond the budget."""
     region, held = stashing(share=factor / capacity, page_rows=64)
     call(region, num_valid=1, num_rows=num_rows)
     ((pool,),) = held.pools.values()

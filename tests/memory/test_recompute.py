@@ -1,4 +1,4 @@
-"""Recompute: no bit changes, what a region returns is dropped with what it saves, and nothing runs or travels in vain."""
+"""Recompute: no bit changes, a region's results are dropped with its saved tensors, and nothing runs needlessly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_no_bit_changes_where_policies_meet(pool: RankPool, name: str) -> None:
 
 
 class Norm(nn.Module):
-    """Saves its input, and returns what a GEMM saves; counts its runs and remembers its last result's memory."""
+    """Saves its input, and returns a tensor that a GEMM saves; counts its runs and remembers its last result's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def counting(calls: dict[str, int], name: str, called: Callable[..., Any]) -> Ca
 
 
 def test_with_quantized_operands_an_input_that_comes_back_is_kept_itself() -> None:
-    """Codes of a norm's result would stay though the result is dropped: it is quantized again instead."""
+    """Codes of a norm's result would stay alive although the result is dropped, so it is quantized again."""
     saved: dict[str, int] = {}
     for name, memory in (("kept", []), ("dropped", [recompute("attn_norm", "mlp_norm", "dispatch")])):
         _, forward, shared = one_rank(memory, precision={**PRECISIONS["fp8-blockwise"], "saved_activations": "fp8"})

@@ -1,4 +1,4 @@
-"""The shape of Qwen3-235B-A22B on hundreds of ranks: what each rank holds, held against plain arithmetic."""
+"""The shape of Qwen3-235B-A22B on hundreds of ranks: the memory of each rank against plain arithmetic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QWEN3_235B_LAYER = 2_487_755_008
 
 
 class Sizes(NamedTuple):
-    """A layout in numbers; ``shard``: over how many of a parameter's copies it is sharded."""
+    """A layout in numbers. ``shard``: the number of a parameter's copies over which it is sharded."""
 
     world: int
     tp: int
@@ -84,8 +84,8 @@ def without_fsdp(sizes: Sizes) -> Iterator[Held]:
 def shard_of(shape: tuple[int, ...], index: int, count: int) -> int:
     """Return the elements of part ``index`` of ``count`` along the first dimension that ``count`` divides.
 
-    Where there is none, the first dimension is cut into pieces of its ``count``-th part, rounded up: the last ranks
-    have less, or nothing.
+    If there is none, the first dimension is cut into pieces of its ``count``-th part, rounded up. The last ranks
+    then have less, or nothing.
     """
     if any(size % count == 0 for size in shape):
         return math.prod(shape) // count
@@ -94,7 +94,7 @@ def shard_of(shape: tuple[int, ...], index: int, count: int) -> int:
 
 
 def held_by(sizes: Sizes, rank: int) -> dict[str, int]:
-    """Return the elements by kind that a rank holds: neighbours are split over tp, or over etp and then ep."""
+    """Return the elements that a rank holds, by kind. Adjacent ranks differ in tp, or in etp and then ep."""
     dense, experts = rank // sizes.tp % sizes.shard, rank // (sizes.ep * sizes.etp) % sizes.expert_shard
     held = {"copied": 0, "split": 0, "experts": 0}
     for kind, shape, times in without_fsdp(sizes):
@@ -104,7 +104,7 @@ def held_by(sizes: Sizes, rank: int) -> dict[str, int]:
 
 
 def roles(sizes: Sizes) -> dict[tuple[tuple[str, int], ...], list[int]]:
-    """Return the ranks that hold equally much, for each such role."""
+    """Return the ranks by role; ranks of one role hold the same number of elements."""
     found: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in range(sizes.world):
         found.setdefault(tuple(held_by(sizes, rank).items()), []).append(rank)
@@ -112,12 +112,12 @@ def roles(sizes: Sizes) -> dict[tuple[tuple[str, int], ...], list[int]]:
 
 
 def run_roles(sizes: Sizes) -> dict[int, tuple[int, FakeStep]]:
-    """Build the last rank of each role; return by rank how many ranks have the role, and what that one did."""
+    """Build the last rank of each role; return, by rank, the number of ranks with its role, and its step."""
     return {ranks[-1]: (len(ranks), fake_step(sizes.tree(), ranks[-1], sizes.world)) for ranks in roles(sizes).values()}
 
 
 def parameters_of_the_model(sizes: Sizes, steps: Mapping[int, tuple[int, FakeStep]]) -> int:
-    """Return how many parameters all ranks hold together, each once."""
+    """Return the number of parameters that all ranks hold together, counted once."""
     copies = {
         "copied": sizes.tp * sizes.dp // sizes.shard,
         "split": sizes.dp // sizes.shard,
@@ -135,7 +135,7 @@ FULL = [
     Sizes(world=256, tp=4, ep=32, shard=64, expert_shard=8),
     Sizes(world=1024, tp=4, ep=64, shard=32, expert_shard=16),
 ]
-"""All layers: sharded over all copies, and over 32 of the 256 copies that there are of dense parameters."""
+"""All layers: sharded over all copies, and over 32 of the 256 copies of dense parameters."""
 SHALLOW = [
     Sizes(world=1024, tp=4, ep=32, etp=2, shard=256, expert_shard=16, layers=2),
     Sizes(world=1024, tp=8, ep=64, etp=2, shard=128, expert_shard=4, layers=2),

@@ -1,4 +1,4 @@
-"""What options of layouts make of a world, and what they say of one that does not fit."""
+"""Options of layouts: the resulting meshes of a world, and the message for one that does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel layouts: rank -> coordinates -> groups by arithmetic, held against arrays of ranks that are cut up."""
+"""Parallel layouts: rank -> coordinates -> groups by arithmetic, compared with slices of arrays of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moefw.runtime.parallel.meshes import COPIES, DENSE, EXPERT, Mesh, MeshPlan
 
 
 def cut(world: int, places: Sequence[tuple[str, int]], over: Sequence[str]) -> set[tuple[int, ...]]:
-    """The groups over axes by another way: an array with a dimension for each place, cut up along the others."""
+    """Return the groups over axes in another way: from an array with a dimension for each place, sliced along the others."""
     ranks = np.arange(world).reshape([size for _, size in places])
     kept = [n for n, (axis, _) in enumerate(places) if axis not in over]
     rows = ranks.transpose([*kept, *(n for n in range(len(places)) if n not in kept)])

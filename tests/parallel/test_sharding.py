@@ -1,4 +1,4 @@
-"""What sharding keeps on a rank, and when."""
+"""Memory that sharding keeps on a rank, and when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def opened(precision: str) -> Any:
 
 
 def shares() -> tuple[int, int, set[str]]:
-    """Return how many elements this rank stores, of how many, and which parameters are not sharded."""
+    """Return the elements that this rank stores, the elements of the model, and the parameters that are not sharded."""
     model, *_ = opened("fp32")
     parameters = list(model.named_parameters())
     stored = sum(local(parameter).numel() for _, parameter in parameters)
@@ -33,14 +33,14 @@ def shares() -> tuple[int, int, set[str]]:
 
 
 def test_each_rank_stores_its_share_of_every_parameter(pool: RankPool) -> None:
-    """Experts lie on two expert-parallel ranks with two copies each, the rest has four copies."""
+    """Experts are on two expert-parallel ranks with two copies each; other parameters have four copies."""
     for stored, everything, apart in pool.run(shares, 4):
         assert not apart
         assert 0.25 < stored / everything < 0.5
 
 
 def kept_weights(precision: str) -> list[str]:
-    """Return which weights are still there, in any dtype, between forward and backward."""
+    """Return the weights that stay allocated, in any dtype, between forward and backward."""
     model, *_ = opened(precision)
     shapes = {tuple(parameter.shape): name for name, parameter in model.named_parameters() if parameter.dim() > 1}
     saved: list[torch.Tensor] = []
@@ -85,7 +85,7 @@ def test_recompute_gathers_again_and_changes_no_bit(pool: RankPool, regions: lis
 
 
 def written_and_read() -> bool:
-    """Write every parameter whole, read it back whole; both pieces of a stacked one land in place."""
+    """Write every parameter whole, read it back whole; both pieces of a stacked one go to their places."""
     model, *_ = opened("fp32")
     for parameter, pieces in by_parameter(model):
         with torch.no_grad(), all_of(parameter) as values:

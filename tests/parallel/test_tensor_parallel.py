@@ -1,4 +1,4 @@
-"""What tp splits is what one rank computes: vocabulary, logits, and what routers draw and balance."""
+"""Results split over tp equal those of one rank: vocabulary, logits, and the draws and balance of routers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def split_over(size: int) -> TensorParallel:
 
 
 def embed_and_lose(size: int, scale: float) -> dict[str, torch.Tensor]:
-    """Return this rank's loss, embeddings and gradients of a table that is both entrance and exit."""
+    """Return this rank's loss, embeddings and gradients of a table that is both embedding and head."""
     tp = split_over(size)
     generator = torch.Generator().manual_seed(0)
     table, ids_T = torch.randn(VOCAB, DIM, generator=generator), torch.randint(VOCAB, (20,), generator=generator)
@@ -47,7 +47,7 @@ def embed_and_lose(size: int, scale: float) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("scale", [1.0, 80.0])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_split_vocabulary_embeds_loses_and_learns_like_a_whole_one(pool: RankPool, size: int, scale: float) -> None:
-    """Logits of several hundred overflow an exponential that is not shifted by the largest over all ranks."""
+    """Logits of several hundred overflow an exponential that is not shifted by the largest logit of all ranks."""
     (alone,) = pool.run(embed_and_lose, 1, 1, scale)
     ranks = pool.run(embed_and_lose, size, size, scale)
     assert torch.equal(torch.cat([rank["x"] for rank in ranks]), alone["x"])

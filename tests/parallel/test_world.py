@@ -1,4 +1,4 @@
-"""Which world a process finds itself in."""
+"""The world that a process detects."""
 
 from __future__ import annotations
 
