@@ -1,4 +1,4 @@
-"""One scale for a tensor: a group of rows is what it would be alone, and delayed scales follow from earlier steps."""
+"""One scale for a tensor: a group of rows is quantized as it would be alone, and delayed scales follow earlier steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENDS = torch.tensor([16, 16, 48, 64], dtype=torch.int32)
 
 
 def rows(dtype: torch.dtype = torch.float32) -> Tensor:
-    """Groups of very different magnitudes, one empty; what lies past the last is no number."""
+    """Groups of very different magnitudes, one empty; rows past the last are NaN."""
     x = torch.randn(70, 24, generator=torch.Generator().manual_seed(0))
     x[:16] *= 1e-4
     x[48:64] *= 1e4
@@ -108,7 +108,7 @@ def small(world: int = 1, precision: Mapping[str, Any] | None = None, **parts: A
 
 
 class Past:
-    """What delayed scaling should do, in lists: by GEMM, operand and group."""
+    """Reference of delayed scaling with lists, by GEMM, operand and group."""
 
     def __init__(self, history: int, margin: int, algorithm: str) -> None:
         self.length, self.margin, self.latest = history, margin, algorithm == "most_recent"
@@ -117,7 +117,7 @@ class Past:
         self.scale: dict[tuple[GemmScales, str, int], np.float32] = {}
 
     def watch(self, encode: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``GemmScales.encode`` with its operands held against what they should be."""
+        """Return ``GemmScales.encode`` with its operands compared with the expected ones."""
 
         def watched(scales: GemmScales, x: Tensor, role: Any, during: Any, about: RowGroups) -> Any:
             found = encode(scales, x, role, during, about)
@@ -134,7 +134,7 @@ class Past:
         return watched
 
     def step(self) -> None:
-        """Put what was seen first in the histories."""
+        """Prepend the magnitudes of this step to the histories."""
         for key, amax in self.seen.items():
             self.history[key] = [amax, *self.history.get(key, [])][: self.length]
             amax = self.history[key][0] if self.latest else max(self.history[key])
@@ -172,7 +172,7 @@ def no_clock(section: str) -> AbstractContextManager[None]:
 def test_scales_follow_from_the_largest_magnitudes_of_earlier_steps(
     gemm: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over four micro-batches a step, with evaluations in between, until histories are full and over."""
+    """Four micro-batches a step, with evaluations in between, until histories are full and wrap."""
     past = Past(3, options.get("margin", 0), options.get("algorithm", "max"))
     monkeypatch.setattr(GemmScales, "encode", past.watch(GemmScales.encode))
     model, engine, batches = engine_of(small(precision=delayed(**options), gemm={"use": gemm}))
@@ -239,10 +239,10 @@ LAYOUTS: Mapping[str, tuple[int, Any]] = {
 @pytest.mark.parametrize("gemm", ["loop", "grouped"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_changes_what_is_remembered(pool: RankPool, layout: str, gemm: str) -> None:
-    """The largest over all copies, parts and tokens, under one name.
+    """The largest magnitude over all copies, parts and tokens has one name.
 
-    Weights, and what reaches the first GEMMs, are the same bits. Behind these sums in another order move a value by a
-    step of the format: by 1/16 in E4M3, by 1/8 in E5M2, more where several do.
+    Weights, and inputs of the first GEMMs, are the same bits. After these, sums in another order move a value by a step
+    of the format: by 1/16 in E4M3, by 1/8 in E5M2, more if several values move.
     """
     world, parallel = LAYOUTS[layout]
     alone = trained(small(gemm={"use": "grouped"}), 1).state
@@ -286,7 +286,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_bits(
 
 
 def test_what_is_remembered_moves_into_another_layout(pool: RankPool, tmp_path: Path) -> None:
-    """From the loop over experts on two ranks to stacked ones on one, and on from there."""
+    """From the loop over experts on two ranks to stacked experts on one rank, which then trains on."""
     two = pool.run(go_on, 2, small(2, parallel=EP, gemm={"use": "loop"}), tmp_path, range(3))
     saved = {name: tensor for _, state in two for name, tensor in state.items()}
     layer_case = small(gemm={"use": "grouped"})

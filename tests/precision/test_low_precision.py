@@ -1,6 +1,6 @@
 """GEMMs on eight-bit operands: each of the three products rounds its own, whatever moves the rows.
 
-Held against formulas written apart (``quantized_oracle``), which use the same quantizers on the same rows.
+Compared with separate formulas (``quantized_oracle``), which use the same quantizers on the same rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from quantized_oracle import FORMATS, Format, InFP32, OneBatch, product, product
 
 GEMMS = ("loop", "grouped")
 ROUNDING = 1e-5
-"""What sums of fp32 in another order may change, of the largest value."""
+"""Error of fp32 sums in another order, relative to the largest value."""
 ONE_STEP = 3e-3
 """The same with exact scales: a scale that differs in its last bit moves a value by one step of the format."""
 
 ONE_DRAW = 1e-2
-"""The same in four bits: a number whose draw is as large as its rest, but for the last bit, goes to either neighbour."""
+"""The same in four bits: a number whose draw equals its fraction, except in the last bit, may round either way."""
 
 
 def tolerance(name: str) -> float:
@@ -49,7 +49,7 @@ def recipe(form: Format) -> Precision:
 
 
 def powers(count: int, seed: int) -> Tensor:
-    """Powers of two over more than E4M3 reaches: values of one scale are not what another scale makes of them."""
+    """Powers of two beyond the range of E4M3, so that another scale gives other values."""
     generator = torch.Generator().manual_seed(seed)
     return 2.0 ** torch.randint(-11, 12, (count,), generator=generator)
 
@@ -62,7 +62,7 @@ SIZES = [(1, 1, 1), (5, 40, 72), (128, 128, 128), (130, 257, 129), (33, 96, 160)
 def test_every_product_of_a_linear_layer_rounds_its_operands_along_the_axis_that_it_sums_over(
     name: str, sizes: tuple[int, int, int]
 ) -> None:
-    """Rows, inputs and outputs have scales of their own that cancel in the sums: what is lost depends on the blocks."""
+    """Rows, inputs and outputs have different scales that cancel in the sums, so the error depends on the blocks."""
     form, (t, i, o) = FORMATS[name], sizes
     generator = torch.Generator().manual_seed(t + i + o)
     x, weight, grad = (torch.randn(shape, generator=generator) for shape in ((t, i), (o, i), (t, o)))
@@ -117,7 +117,7 @@ def test_gemms_that_read_one_input_quantize_and_save_it_once_and_give_the_same_b
 
 
 def test_the_formats_round_differently_along_each_axis() -> None:
-    """Otherwise the test above would see nothing. One scale for a tensor serves both."""
+    """Otherwise the test above would detect nothing. One scale for a tensor serves both."""
     x = torch.randn(96, 96, generator=torch.Generator().manual_seed(0)) * powers(96, 1) * powers(96, 2).unsqueeze(1)
     for name, form in FORMATS.items():
         assert torch.equal(form.across(x), form.down(x)) == (name == "fp8-tensor")
@@ -145,7 +145,7 @@ def test_a_linear_layer_returns_the_dtype_of_its_rows_and_takes_leading_axes(nam
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_round_each_product_of_their_own_rows(name: str, gemm: str, skew: str) -> None:
-    """More rows than a block for some experts, fewer for others."""
+    """Some experts have more rows than a block, others fewer."""
     case = layer(FORMATS[name], gemm, tokens=(150,), dim=160, skew=skew, masked=True, shared=True)
     assert_matches([solve(case)], quantized_truth(case, FORMATS[name]), rtol=tolerance(name))
 
@@ -169,7 +169,7 @@ MEMORY = (
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_dispatcher_gemm_and_layout_rounds_the_same_rows(pool: RankPool, name: str, world: str) -> None:
-    """With masked tokens and a shared expert, one way of recomputing after the other."""
+    """With masked tokens and a shared expert; the cases cycle through the recompute policies."""
     tokens, parallel, grouping = WORLDS[world]
     cases = [
         layer(
@@ -193,9 +193,9 @@ def test_every_dispatcher_gemm_and_layout_rounds_the_same_rows(pool: RankPool, n
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_gradients_of_experts_are_the_same_bits_however_their_rows_arrive(pool: RankPool, name: str, gemm: str) -> None:
-    """Rows lie in order (expert, source rank, token) on 1, 2 and 4 ranks: blocks of rows hold the same rows.
+    """Rows are in order (expert, source rank, token) on 1, 2 and 4 ranks: blocks of rows hold the same rows.
 
-    Sums of a token's rows, in bf16, depend on who adds them up: tokens differ by a step at most, and not at all where
+    bf16 sums of a token's rows depend on the rank that adds them. So tokens differ by a step at most, and not at all if
     rows travel one by one.
     """
     wanted: dict[str, Tensor] = {}

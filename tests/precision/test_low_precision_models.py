@@ -64,7 +64,7 @@ LAYOUTS: Mapping[str, tuple[Any, float]] = {
     "all sharded": ({"dense": {"shard": "all"}, "experts": {"shard": "all"}}, 1e-4),
     "tp 2": ({"dense": {"tp": 2}}, 1e-3),
 }
-"""Layouts, and what losses may differ by. Measured: 1.3e-4 (0 where scales are powers of two), 0 and 1.5e-4; 5e-4 in nvfp4.
+"""Layouts and allowed differences of losses. Measured: 1.3e-4 (0 if scales are powers of two), 0 and 1.5e-4; 5e-4 in nvfp4.
 
 bf16 itself: 3e-5, 0 and 6e-5.
 """
@@ -75,7 +75,7 @@ bf16 itself: 3e-5, 0 and 6e-5.
 def test_a_model_trains_on_two_ranks_as_on_one(
     pool: RankPool, alone: Callable[[str], Run], name: str, layout: str
 ) -> None:
-    """Before anything was added up in another order, losses are the same bits; tp has other blocks, and adds first.
+    """Losses are the same bits before the first sum in another order. tp has other blocks, and such a sum in step 1.
 
     The rows of an expert that share a scale come from more micro-batches under ep.
     """
@@ -117,7 +117,7 @@ def saving(precision: Mapping[str, Any], gemm: str = "grouped") -> LayerCase:
 
 @contextmanager
 def packed() -> Iterator[list[Tensor]]:
-    """What autograd saves inside, of which nothing is kept."""
+    """Yield the tensors that autograd saves inside; they are not kept for backward."""
     seen: list[Tensor] = []
 
     def refuse(_: object) -> Tensor:
@@ -128,7 +128,7 @@ def packed() -> Iterator[list[Tensor]]:
 
 
 def run_experts(layer_case: LayerCase) -> tuple[list[Tensor], ExpertBatch, Tensor]:
-    """Tensors of rows that the experts save, with the rows, and their output."""
+    """Return the saved tensors of rows of the experts, the received rows, and the output."""
     layer, shared = build_layer(layer_case)
     batch = received(layer_case)
     batch.rows_RD.requires_grad_()
@@ -175,7 +175,7 @@ def same(tensor: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize("gemm", ["loop", "grouped"])
 @pytest.mark.parametrize("precision", [*RECIPES.values(), *SAVED_CODES.values(), {"use": "bf16"}], ids=str)
 def test_what_a_policy_takes_from_autograd_is_held_by_nobody_else(precision: Mapping[str, Any], gemm: str) -> None:
-    """A region that is recomputed, or moved to the host, must be free while it waits."""
+    """Memory of a region that is recomputed or moved to the host must be free between forward and backward."""
     layer, shared = build_layer(saving(precision, gemm))
     batch = received(saving(precision, gemm))
     batch.rows_RD.requires_grad_()
@@ -205,7 +205,7 @@ def test_no_pre_activation_is_saved_in_bf16_where_codes_are(name: str, gemm: str
 
 @pytest.mark.parametrize("name", SAVED_CODES)
 def test_gradients_differ_little_where_activations_are_saved_as_codes(name: str) -> None:
-    """Measured in fp8: 4.5 % for the rows and gate_up, 3.7 % for the routing weights, 5.3 % for down; in int8 half."""
+    """Measured in fp8: 4.5 % for the rows and gate_up, 3.7 % for the routing weights, 5.3 % for down; half in int8."""
     recipe, codes = name.split(", ")
     lossy, exact = (gradients_of_experts(precision) for precision in (SAVED_CODES[name], FORMATS[recipe].choice))
     for key, value in exact.items():
@@ -233,7 +233,7 @@ MODULES = {
 
 @contextmanager
 def quantizing(model: nn.Module) -> Iterator[dict[str, list[torch.dtype]]]:
-    """The modules in which forward quantizes weights, and in which dtype these come."""
+    """Yield the modules in which forward quantizes weights, with the dtypes of the weights."""
     found: dict[str, list[torch.dtype]] = {}
     running: list[str] = []
     quantize = EmulatedRecipe.quantize
@@ -299,14 +299,14 @@ def test_a_model_of_which_everything_is_kept_in_bf16_is_one_in_bf16(
 
 @frozen
 class Silent(broken_gemms.Plain):
-    """A GEMM that says nothing of the passes of backward."""
+    """A GEMM that declares nothing about the passes of backward."""
 
     name: ClassVar[str] = "silent"
 
 
 @frozen
 class Frank(broken_gemms.Plain):
-    """One that says no."""
+    """A GEMM that declares that it does not quantize by pass."""
 
     name: ClassVar[str] = "frank"
 

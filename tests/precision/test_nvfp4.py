@@ -1,4 +1,4 @@
-"""``nvfp4``: what each of its parts is for, on what random rounding depends, what stays in bf16, what is refused."""
+"""``nvfp4``: the effect of each part, the keys of stochastic rounding, modules kept in bf16, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recipe(layer: int = 0, module: str = "attention", gemm: str = "q_proj", **op
 
 
 def exact_blocks(rows: int) -> Tensor:
-    """Rows whose blocks have scales that nothing rounds: each begins with the largest number of all."""
+    """Rows whose blocks have exact scales, because each block begins with the overall maximum."""
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).clamp(-5.9, 5.9)
     x[:, ::16] = 6.0
     return x
@@ -56,7 +56,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 
 def test_random_rounding_has_no_bias_and_rounding_to_nearest_keeps_its_own() -> None:
-    """The mean over N steps nears the truth as 1 / sqrt(N)."""
+    """The error of the mean over N steps decreases as 1 / sqrt(N)."""
     x, rounds = exact_blocks(64), recipe()
     nearest = rounds.quantize(x, role="grad", during="dgrad")
     draws = [rounds.quantize(x, role="grad", during="dgrad", rows=keys(64, step)) for step in range(256)]
@@ -68,7 +68,7 @@ def test_random_rounding_has_no_bias_and_rounding_to_nearest_keeps_its_own() -> 
 
 
 def test_random_rounding_of_turned_rows_has_no_bias_either() -> None:
-    """Rows that fill up the last sixteen draw anew at every step, too."""
+    """Rows that pad the last sixteen also draw anew at every step."""
     x, rounds = torch.randn(21, 64, generator=torch.Generator().manual_seed(0)), recipe()
     draws = [rounds.quantize(x, role="grad", during="wgrad", rows=keys(21, step)) for step in range(64)]
     wanted = turn(x)
@@ -89,7 +89,7 @@ VARIATIONS: Mapping[str, dict[str, Any]] = {
 
 
 def drawn(*, step: int = 0, during: Any = "dgrad", **place: Any):
-    """Return which numbers of rows are rounded up: the numbers lie in the middle between two codes."""
+    """Return which numbers of rows are rounded up; all are midpoints between two codes."""
     x = torch.full((512, 64), 2.5)
     x[::16], x[:, ::16] = 6.0, 6.0
     found = recipe(hadamard=False, **place).quantize(x, role="grad", during=during, rows=keys(512, step))
@@ -127,7 +127,7 @@ def weight_gradient(x: Tensor, grad: Tensor, hadamard: bool) -> Tensor:
 
 
 def test_the_transform_keeps_the_tokens_beside_one_that_stands_out() -> None:
-    """One token in 16 is 64 times as large and has no gradient: beside it the others are rounded away.
+    """One token in 16 is 64 times as large and has no gradient; next to it the others are rounded away.
 
     The transform keeps the size of their gradient, at the price of noise: it does not lower the error's norm.
     """
@@ -144,7 +144,7 @@ def test_the_transform_keeps_the_tokens_beside_one_that_stands_out() -> None:
 
 
 def test_the_transform_cancels_in_the_product() -> None:
-    """Where rows of a linear layer are no multiple of 16, too."""
+    """This also holds if the rows of a linear layer are not a multiple of 16."""
     generator = torch.Generator().manual_seed(0)
     x, grad = torch.randn(37, 32, generator=generator), torch.randn(37, 48, generator=generator)
     wanted = grad.T @ x
@@ -154,7 +154,7 @@ def test_the_transform_cancels_in_the_product() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 96), (4, 40, 72)], ids=str)
 def test_square_blocks_of_weights_serve_forward_and_backward_alike(shape: tuple[int, ...]) -> None:
-    """The same numbers, bit for bit; rows of 16 along each product's sum are not."""
+    """They give the same numbers, bit for bit; blocks of 1x16 along each product's sum do not."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for square in (True, False):
         rounds = recipe(square_weights=square)
@@ -165,7 +165,7 @@ def test_square_blocks_of_weights_serve_forward_and_backward_alike(shape: tuple[
 
 
 def test_each_expert_has_a_scale_of_its_own_above() -> None:
-    """Rows and matrices of one expert do not change what another's become."""
+    """Rows and matrices of one expert do not change those of another."""
     x, ends = torch.randn(48, 32), torch.tensor([16, 48], dtype=torch.int32)
     weights, rounds = torch.randn(2, 32, 32), recipe()
     for role, during in (("input", "fprop"), ("input", "wgrad"), ("grad", "dgrad"), ("grad", "wgrad")):
@@ -180,7 +180,7 @@ def test_each_expert_has_a_scale_of_its_own_above() -> None:
 
 
 def test_what_is_kept_holds_on_to_no_scale() -> None:
-    """Codes, scales and the scales above are all saved by autograd, and nowhere else."""
+    """Autograd saves codes, scales and global scales, and nothing else keeps them."""
     x, rounds = torch.randn(32, 48), recipe()
     kept = rounds.keep(x, None, role="input", during="wgrad", rows=RowGroups(ends_e=torch.tensor([16, 32])))
     codes, scales, above = kept.tensors
@@ -206,7 +206,7 @@ def moefw_keep(precision: Mapping[str, Any]) -> tuple[str, ...]:
 
 @frozen
 class KeylessGemm(broken_gemms.Plain):
-    """Multiplies by pass, and hands no keys to the recipe."""
+    """Multiplies by pass, but passes no keys to the recipe."""
 
     name: ClassVar[str] = "keyless-gemm"
 
@@ -216,7 +216,7 @@ class KeylessGemm(broken_gemms.Plain):
 
 @frozen
 class KeylessDispatcher(AllToAll):
-    """Says that it brings no keys."""
+    """Declares that it provides no keys."""
 
     name: ClassVar[str] = "keyless-dispatcher"
 
@@ -264,7 +264,7 @@ run: {dir: %s, seed: 1, device: cpu}
 
 
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn depends on the step, not on how many draws there were before."""
+    """Draws depend on the step, not on the number of earlier draws."""
     monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text"
     text.mkdir()

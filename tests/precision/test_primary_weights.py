@@ -93,7 +93,7 @@ def trained(
     write: Path | None = None,
     **given: Any,
 ) -> Trained:
-    """Train from step ``first``, from a checkpoint or the start; return what this rank stores, and of each step."""
+    """Train from step ``first``, from a checkpoint or the start; return this rank's tensors, and the results of each step."""
     model, assembly, layout, shared = open_model(layer_case(primary, parallel, **given))
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     if read is not None:
@@ -172,7 +172,7 @@ def test_checkpoints_are_those_of_fp32_and_resume_bit_for_bit(pool: RankPool, tm
 
 
 class Gathers(TorchDispatchMode):
-    """Counts the bytes that a rank gives to all-gathers."""
+    """Counts the bytes that a rank contributes to all-gathers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -195,7 +195,7 @@ class Unit:
 
 
 def units(primary: str) -> dict[str, Unit]:
-    """Gather each unit of GEMMs of a layer, and say what was sent and what the matrices hold, then and after."""
+    """Gather each unit of GEMMs of a layer; return the bytes sent, and those of its matrices, gathered and resharded."""
     model, *_ = open_model(layer_case(primary))
     layers: Any = model.layers
     found = {}
@@ -215,7 +215,7 @@ def units(primary: str) -> dict[str, Unit]:
 
 
 def test_a_unit_gathers_and_holds_codes_and_scales(pool: RankPool) -> None:
-    """One byte an element and four a block: 0.2501 of fp32, norms of attention apart."""
+    """One byte an element and four a block: 0.2501 of fp32, without the norms of attention."""
     (fp32, *_), (fp8, *_) = pool.run(units, 2, "fp32"), pool.run(units, 2, "fp8")
     for name, unit in fp8.items():
         assert unit.numel == fp32[name].numel > 0
@@ -354,7 +354,7 @@ def test_a_gathered_weight_has_no_values(use: Any) -> None:
 
 
 def test_the_gradient_of_a_gathered_weight_is_plain_fp32() -> None:
-    """FSDP2 asks for zeros where a weight had no part in the loss."""
+    """FSDP2 requests zeros for a weight that did not contribute to the loss."""
     zeros = torch.zeros_like(gathered(torch.randn(128, 256)))
     assert type(zeros) is Tensor
     assert torch.equal(zeros, torch.zeros(128, 256))

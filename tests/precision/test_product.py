@@ -1,4 +1,4 @@
-"""Grouped products have what torch promises, also where a kernel of it does not keep that."""
+"""Grouped products behave as torch documents, also where one of its kernels does not."""
 
 from __future__ import annotations
 

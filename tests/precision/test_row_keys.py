@@ -1,4 +1,4 @@
-"""Keys of rows: those of (sequence seed, position, expert), whatever moved the rows and wherever they lie."""
+"""Keys of rows depend only on (sequence seed, position, expert), for every dispatcher and layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYER = 1
 
 @dataclass
 class Seen:
-    """What one rank saw of a layer: its tokens' keys and choices; keys by expert, and those of padding."""
+    """Observations of one rank in a layer: its tokens' keys and choices; keys by expert, and those of padding."""
 
     group: tuple[int, ...]
     keys_T: oracle.Words
@@ -49,7 +49,7 @@ def model_of(world: int, parallel: Any, dispatch: Any, **parts: Any) -> LayerCas
 
 
 def seen_by_rank(layer_case: LayerCase) -> Seen:
-    """Run a model on two micro-batches; look at the last."""
+    """Run a model on two micro-batches; observe the last."""
     model, assembly, layout, shared = open_model(layer_case)
     got: list[ExpertBatch] = []
     moe: Any = model.layers[LAYER].moe
@@ -75,7 +75,7 @@ def seen_by_rank(layer_case: LayerCase) -> Seen:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_each_row_has_the_key_of_its_token_and_expert(pool: RankPool, dispatch: str, world: str) -> None:
-    """In order of (source rank, token) within an expert; those that pad have none."""
+    """Rows are in order of (source rank, token) within an expert; padding has no keys."""
     ranks, parallel = WORLDS[world]
     found = pool.run(seen_by_rank, ranks, model_of(ranks, parallel, DISPATCHERS[dispatch]))
     for one in found:

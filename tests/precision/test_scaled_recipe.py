@@ -1,4 +1,4 @@
-"""``backend: torch``: operands stay codes, and products are those of ``backend: emulate`` but for the last bit."""
+"""``backend: torch``: operands stay codes, and products equal those of ``backend: emulate`` except for the last bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from scaled_mm_of_hopper import ROW, SQUARE, Hopper
 
 @frozen(kw_only=True)
 class OnAnyMachine(FP8Blockwise):
-    """The plugin without what it needs of the machine."""
+    """The plugin without its needs of the machine."""
 
     name: ClassVar[str] = "fp8-here"
 
@@ -51,7 +51,7 @@ class OnAnyMachine(FP8Blockwise):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Hopper:
-    """A Hopper that nobody has."""
+    """A fake Hopper GPU."""
     found = Hopper()
     monkeypatch.setattr(F, "scaled_mm", found.scaled_mm)
     monkeypatch.setattr(Gpus, "require", lambda gpus, device: None)
@@ -60,7 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Hopper:
 
 @pytest.fixture
 def codes_stay(gpu: Hopper, monkeypatch: pytest.MonkeyPatch) -> Hopper:
-    """The same, and nothing is dequantized but in the reference of the grouped kernel."""
+    """The same; only the reference of the grouped kernel may dequantize."""
     dequantize_in_kernel_alone(monkeypatch, blockwise_products, "blockwise_grouped_mm")
     return gpu
 
@@ -72,14 +72,14 @@ def recipes(*, power_of_two: bool = True, activations: Activations = "bf16") -> 
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    """Values whose blocks have scales of their own, along both axes."""
+    """Values with a different scale for each block, along both axes."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (torch.randint(-6, 7, (size,), generator=generator).float().exp2() for size in shape[-2:])
     return torch.randn(shape, generator=generator) * rows.unsqueeze(1) * columns
 
 
 def error(mine: Tensor, right: Tensor) -> float:
-    """Return the largest difference, of the largest value in its row or column."""
+    """Return the largest difference, relative to the largest value in its row or column."""
     assert mine.shape == right.shape
     if not right.numel():
         return 0.0
@@ -91,7 +91,7 @@ SIZES = [(128, 128, 128), (256, 640, 384), (130, 257, 129), (1, 96, 72), (0, 256
 
 
 def products(recipe: Precision, sizes: tuple[int, int, int]) -> list[Tensor]:
-    """Return what a linear layer computes: y, dx, dW."""
+    """Return the results of a linear layer: y, dx, dW."""
     t, i, o = sizes
     x, weight = drawn(t, i, seed=1).requires_grad_(), drawn(o, i, seed=2).requires_grad_()
     out = moefw.linear(x, weight, recipe)
@@ -106,7 +106,7 @@ def products(recipe: Precision, sizes: tuple[int, int, int]) -> list[Tensor]:
 def test_a_linear_layer_computes_what_emulation_computes(
     sizes: tuple[int, int, int], power_of_two: bool, request: pytest.FixtureRequest
 ) -> None:
-    """640 inputs are five blocks: torch wants eight scales then."""
+    """640 inputs are five blocks, for which torch needs eight scales."""
     mine, emulated = recipes(power_of_two=power_of_two)
     wanted = products(emulated, sizes)
     request.getfixturevalue("codes_stay")
@@ -194,7 +194,7 @@ def test_the_rows_of_groups_are_not_filled_up() -> None:
 def run(
     backend: str, *, options: Mapping[str, Any] | None = None, parts: Mapping[str, Any] | None = None, **given: Any
 ) -> Outcome:
-    """One MoE layer, forward and backward, as bf16 flows through it."""
+    """Run one MoE layer forward and backward in bf16."""
     use = "fp8-here" if backend == "torch" else "fp8-blockwise"
     parts = {"precision": {"use": use, "backend": backend, **(options or {})}, **(parts or {})}
     plugins = (OnAnyMachine,) if backend == "torch" else ()
@@ -244,7 +244,7 @@ def test_saved_activations_are_codes_here_too(request: pytest.FixtureRequest) ->
 
 @frozen
 class CallsTorch(Loop):
-    """A GEMM of somebody who multiplies tensors."""
+    """A third-party GEMM that multiplies tensors."""
 
     name: ClassVar[str] = "calls-torch"
 
@@ -253,7 +253,7 @@ class CallsTorch(Loop):
 
 
 def said(machine: Machine, **parts: Any) -> str:
-    """What is said of a spec on a machine; nothing if it is sound."""
+    """Return the message about a spec on a machine; empty if it is sound."""
     layer_case = LayerCase(
         parts={"precision": {"use": "fp8-blockwise", "backend": "torch"}, **parts}, plugins=(CallsTorch,)
     )

@@ -1,4 +1,4 @@
-"""``backend: torch`` of fp8-tensor, mxfp8 and nvfp4: codes of emulation, and its products but for the last bit."""
+"""``backend: torch`` of fp8-tensor, mxfp8 and nvfp4: codes of emulation, and its products except for the last bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RECIPES: Mapping[str, tuple[Encoder, Products]] = {
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> OtherGpus:
-    """A GPU that nobody has."""
+    """A fake GPU."""
     found = OtherGpus()
     monkeypatch.setattr(F, "scaled_mm", found.scaled_mm)
     monkeypatch.setattr(F, "scaled_grouped_mm", found.scaled_grouped_mm)
@@ -53,7 +53,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> OtherGpus:
 
 @pytest.fixture
 def codes_stay(gpu: OtherGpus, monkeypatch: pytest.MonkeyPatch) -> OtherGpus:
-    """The same, and nothing is dequantized but in the reference of the grouped kernel."""
+    """The same; only the reference of the grouped kernel may dequantize."""
     dequantize_in_kernel_alone(monkeypatch, tensorwise_products, "tensorwise_grouped_mm")
     return gpu
 
@@ -64,7 +64,7 @@ def recipes(name: str) -> tuple[ScaledRecipe, EmulatedRecipe]:
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    """Values whose blocks have scales of their own, along both axes."""
+    """Values with a different scale for each block, along both axes."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (torch.randint(-4, 5, (size,), generator=generator).float().exp2() for size in shape[-2:])
     return torch.randn(shape, generator=generator) * rows.unsqueeze(1) * columns
@@ -75,7 +75,7 @@ def keys(count: int) -> Tensor:
 
 
 def error(mine: Tensor, right: Tensor) -> float:
-    """Return the largest difference, of the largest value in its row or column."""
+    """Return the largest difference, relative to the largest value in its row or column."""
     assert mine.shape == right.shape
     if not right.numel():
         return 0.0
@@ -117,7 +117,7 @@ SIZES = [(64, 160, 96), (130, 257, 129), (1, 96, 72), (0, 96, 64)]
 
 
 def linear(recipe: ScaledRecipe | EmulatedRecipe, sizes: tuple[int, int, int]) -> list[Tensor]:
-    """Return what a linear layer computes: y, dx, dW."""
+    """Return the results of a linear layer: y, dx, dW."""
     t, i, o = sizes
     x, weight = drawn(t, i, seed=1).requires_grad_(), drawn(o, i, seed=2).requires_grad_()
     out = moefw.linear(x, weight, recipe, RowGroups(keys_R=keys(t)))
@@ -146,7 +146,7 @@ GROUPS = [(32, 0, 160, 64, 0), (0, 0), (288,), (0, 96, 0, 32)]
 
 
 def grouped(recipe: ScaledRecipe | EmulatedRecipe, groups: Sequence[int], unused: int) -> list[Tensor]:
-    """Return the three products of experts, the rows past the last one cut off; these are NaN where formats allow."""
+    """Return the three products of experts, without the rows past the last group, which are NaN if formats allow."""
     count, (i, o) = sum(groups), (96, 160)
     ends = torch.tensor(groups, dtype=torch.int32).cumsum(0).int()
     rows = RowGroups(ends_e=ends, keys_R=keys(count + unused))
@@ -197,7 +197,7 @@ def test_experts_compute_what_emulation_computes(
 
 
 class OnAnyMachine:
-    """A plugin without what it needs of the machine."""
+    """A plugin without its needs of the machine."""
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         found = super().needs(site)  # type: ignore[misc]
@@ -223,7 +223,7 @@ HERE = {"fp8-tensor": TensorHere, "mxfp8": MXHere, "nvfp4": NVFP4Here}
 
 
 def layer(use: str, backend: str, gemm: str, options: Mapping[str, Any]) -> Outcome:
-    """One MoE layer, forward and backward, of sizes that are no multiples of anything but what the recipe needs."""
+    """Run one MoE layer forward and backward, with sizes that are only the multiples that the recipe needs."""
     name = HERE[use].name if backend == "torch" else use
     parts = {"precision": {"use": name, "backend": backend, **options}, "gemm": {"use": gemm}}
     plugins = tuple(HERE.values()) if backend == "torch" else ()
@@ -261,7 +261,7 @@ def test_a_layer_computes_what_emulation_computes(name: str, gemm: str, request:
 
 
 def said(machine: Machine, use: str) -> str:
-    """What is said of a spec on a machine; nothing if it is sound."""
+    """Return the message about a spec on a machine; empty if it is sound."""
     layer_case = LayerCase(parts={"precision": {"use": use, "backend": "torch"}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moefw.testing.layer_case.Machine", lambda device: machine)

@@ -43,7 +43,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "nvfp4": ("nvfp4", EXACT),
     "nvfp4, plain": ("nvfp4", {**EXACT, "hadamard": False, "square_weights": False}),
 }
-"""Those that draw nothing: everything that follows is determined."""
+"""Recipes without stochastic rounding, so that everything is deterministic."""
 OPERANDS: list[tuple[Role, Pass]] = [
     ("input", "fprop"), ("weight", "fprop"), ("grad", "dgrad"), ("weight", "dgrad"), ("grad", "wgrad"), ("input", "wgrad"),
 ]  # fmt: skip
@@ -54,7 +54,7 @@ SIZES = (128, 0, 384, 128)
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A Transformer Engine and a GPU that nobody has."""
+    """A fake Transformer Engine and GPU."""
     monkeypatch.syspath_prepend(FAKES)
     fake = importlib.import_module("fake_te")
     for name, module in fake.modules().items():
@@ -76,7 +76,7 @@ def recipe(name: str, backend: str) -> Precision:
 
 
 def at_a_gemm(name: str, backend: str, groups: int) -> Precision:
-    """Delayed scales are not 1, so that they show."""
+    """Return the recipe of a GEMM. Delayed scales are not 1, so that their effect is visible."""
     made = recipe(name, backend).at("gate_up", groups=groups)
     if name == "delayed":
         scales: Any = made.encoder  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def at_a_gemm(name: str, backend: str, groups: int) -> Precision:
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    """Values whose blocks have scales of their own, along both axes."""
+    """Values with a different scale for each block, along both axes."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (torch.randint(-6, 7, (size,), generator=generator).float().exp2() for size in shape[-2:])
     return (torch.randn(shape, generator=generator) * rows.unsqueeze(1) * columns).bfloat16()
@@ -115,7 +115,7 @@ def test_operands_are_those_of_emulation_bit_for_bit(
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(("role", "during"), [pair for pair in OPERANDS if pair[0] != "weight"])
 def test_groups_of_rows_are_those_of_emulation(te: Any, name: str, role: Role, during: Pass) -> None:
-    """Past the last group lie rows that nobody reads; one group is empty."""
+    """Rows past the last group are not read; one group is empty."""
     x = torch.cat([drawn(ENDS[-1], 256, seed=1), torch.full((5, 256), torch.nan, dtype=torch.bfloat16)])
     rows = in_groups()
     padded = torch.cat([x, x[:11] * 0]) if during == "wgrad" else x
@@ -129,7 +129,7 @@ def test_groups_of_rows_are_those_of_emulation(te: Any, name: str, role: Role, d
 
 
 def products(precision: Precision, sizes: tuple[int, int, int]) -> list[Tensor]:
-    """Return what a linear layer computes: y, dx, dW."""
+    """Return the results of a linear layer: y, dx, dW."""
     t, i, o = sizes
     x, weight = drawn(t, i, seed=1).requires_grad_(), drawn(o, i, seed=2).float().requires_grad_()
     out = moefw.linear(x, weight, precision)
@@ -140,7 +140,7 @@ def products(precision: Precision, sizes: tuple[int, int, int]) -> list[Tensor]:
 
 
 def error(mine: Tensor, right: Tensor) -> float:
-    """Return the largest difference, of the largest value in its row or column."""
+    """Return the largest difference, relative to the largest value in its row or column."""
     assert (mine.shape, mine.dtype) == (right.shape, right.dtype)
     if not right.numel():
         return 0.0
@@ -152,7 +152,7 @@ def error(mine: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.usefixtures("te")
 def test_a_linear_layer_computes_what_emulation_computes(name: str, sizes: tuple[int, int, int]) -> None:
-    """Sums of fp32 in another order: a last bit of bf16 where products are bf16."""
+    """fp32 sums in another order change the last bit of bf16 products."""
     wanted = products(at_a_gemm(name, "emulate", 1), sizes)
     for found, right, allowed in zip(products(at_a_gemm(name, "te", 1), sizes), wanted, (2**-7, 2**-7, 1e-5)):
         assert error(found, right) <= allowed
@@ -311,7 +311,7 @@ def test_nvfp4_is_set_up_as_the_recipe_of_the_library(te: Any, draws: bool, hada
 
 
 def run(recipe: str, backend: str, parts: Mapping[str, Any] | None = None, **given: Any) -> Outcome:
-    """One MoE layer, forward and backward, as bf16 flows through it."""
+    """Run one MoE layer forward and backward in bf16."""
     use, options = RECIPES[recipe]
     declared = PLUGINS[use]
     if backend == "te":
@@ -327,7 +327,7 @@ def run(recipe: str, backend: str, parts: Mapping[str, Any] | None = None, **giv
 
 
 def here(plugin: type[Any]) -> type[Any]:
-    """Return the plugin without what it needs of the machine."""
+    """Return the plugin without its needs of the machine."""
 
     @frozen(kw_only=True)
     class Here(plugin):
@@ -376,7 +376,7 @@ def test_a_layer_computes_what_emulation_computes(te: Any, name: str, layer: str
 
 
 def said(machine: Machine, use: str = "mxfp8", **parts: Any) -> str:
-    """What is said of a spec on a machine; nothing if it is sound."""
+    """Return the message about a spec on a machine; empty if it is sound."""
     given = {"precision": {"use": use, "backend": "te"}, **parts}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moefw.testing.layer_case.Machine", lambda device: machine)

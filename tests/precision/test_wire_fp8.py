@@ -1,4 +1,4 @@
-"""Rows that travel to the experts as FP8 codes and scales: half the bytes, and nothing that the recipe would not lose."""
+"""Rows that travel to the experts as FP8 codes and scales: half the bytes, without losing more than the recipe does."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def layer(form: Format, dispatch: Mapping[str, Any], *, kind: type[LayerCase] = 
 def test_experts_compute_with_rows_rounded_once_and_everything_else_does_not(
     pool: RankPool, name: str, world: str
 ) -> None:
-    """The router and the shared expert see the rows as they are; gradients come back unrounded.
+    """The router and the shared expert use the unrounded rows; gradients come back unrounded.
 
-    Under powers of two the weight gradient hardly sees the difference: E4M3 rounds a number alike under all of them.
+    With power-of-two scales the weight gradient hardly changes: E4M3 rounds a number alike under all of them.
     """
     tokens, parallel, grouping = WORLDS[world]
     parts = {"parallel": parallel}
@@ -53,7 +53,7 @@ def test_experts_compute_with_rows_rounded_once_and_everything_else_does_not(
 
 @pytest.mark.parametrize("name", PACKED)
 def test_the_output_is_the_same_bits_as_if_rows_had_travelled_high(name: str) -> None:
-    """What was rounded along a row is rounded to itself by the GEMM. Only the weight gradient sees it twice."""
+    """The GEMM rounds a row that was already rounded along it to itself. Only the weight gradient rounds twice."""
     packed, high = (
         solve(layer(FORMATS[name], {"use": "alltoall"}, kind=LayerCase, tokens=(9,), parts=parts))
         for parts in ({}, {"dispatch": {"use": "alltoall"}})
@@ -70,7 +70,7 @@ def codec(name: str, dim: int) -> Codec:
 
 @pytest.mark.parametrize(("name", "row_bytes"), [("fp8-blockwise", 200 + 2 * 4), ("mxfp8", 200 + 7 + 1)])
 def test_a_packed_row_is_its_codes_and_scales(name: str, row_bytes: int) -> None:
-    """Bit for bit, with a last block that is not whole; packed again, it is the same."""
+    """Bit for bit, with a partial last block; packed again, it is the same."""
     rows_ND = torch.randn(7, 200, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(-10, 190.0).clamp(
         max=9
     )

@@ -1,4 +1,4 @@
-"""The router: balance that is real, losses that arrive once, tokens that are masked out."""
+"""The router: effective balance, auxiliary losses that count once, and masked tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batch_of(x_TD: Tensor, mask: list[bool] | None = None, scale: float | None =
 
 
 def model_gradients(regions: list[str], coeff: float) -> dict[str, Tensor]:
-    """Gradients of a whole transformer whose language-model loss is switched off: what is left is the aux loss."""
+    """Gradients of a whole transformer whose language-model loss is switched off, so that only the aux loss remains."""
     tree = {
         **SMALL,
         "routing": {"use": "topk", "score": "softmax", "balance": [{"kind": "aux_loss", "coeff": coeff}]},

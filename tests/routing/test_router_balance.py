@@ -1,4 +1,4 @@
-"""What a router learns from a global batch: whatever its split, and one step late."""
+"""A router's updates from a global batch: independent of its split, and one step late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moefw.testing.choices import Rule, fair_beta, route
 
 
 def summed(routings: Sequence[Routing]) -> dict[str, Tensor]:
-    """As the engine sums statistics: fp64, over micro-batches and ranks."""
+    """Sum statistics as the engine does: in fp64, over micro-batches and ranks."""
     return {name: sum(r.stats[name].double() for r in routings) for name in routings[0].stats}
 
 

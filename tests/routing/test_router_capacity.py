@@ -1,4 +1,4 @@
-"""A capacity keeps exactly what a loop over experts keeps."""
+"""A capacity keeps exactly the choices that a loop over experts keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole MoE layer on two ranks computes what the oracle computes, for every way to route."""
+"""A whole MoE layer on two ranks equals the oracle, for every kind of routing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_recomputing_the_router_changes_no_bit(pool: RankPool, setting: str) -> 
 
 
 def test_choices_dropped_behind_the_router_are_left_out_by_the_oracle(pool: RankPool) -> None:
-    """What another dispatcher's budget drops, the oracle can drop: here, what replay says."""
+    """The oracle can drop the choices that a dispatcher's budget drops; here they are given by a replay."""
     layer_case = case({"score": "sigmoid", "renormalise": False})
     free = truth(layer_case, Rule(top_k=2, renormalise=False))
     dropped_TK = torch.zeros(15, 2, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Sinkhorn shares a skewed batch out; the forced router gives every expert its turn."""
+"""Sinkhorn balances a skewed batch; the forced router chooses every expert in turn."""
 
 from __future__ import annotations
 

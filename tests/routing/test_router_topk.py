@@ -70,7 +70,7 @@ def probe(routing: Routing, k: int) -> Tensor:
 def assert_equals_formulas(
     made: TopKRouter, rule: Rule, batch: Batch, *, rtol: float = 5e-6, seed: int = 0, **state: Any
 ) -> tuple[Routing, float]:
-    """Hold choices, weights, losses and both gradients against fp64; return the routing and the worst error."""
+    """Compare choices, weights, losses and both gradients with fp64; return the routing and the worst error."""
     shape = batch.ids_BS.shape
     x_TD = tokens(shape.numel(), seed).requires_grad_()
     valid = torch.ones(len(x_TD), dtype=torch.bool) if batch.mask_T is None else batch.mask_T

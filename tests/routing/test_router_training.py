@@ -1,4 +1,4 @@
-"""Routers in a training run: what looks at one token at a time is the same in every layout and every split."""
+"""Routers in a training run: per-token computation is the same in every layout and every split."""
 
 from __future__ import annotations
 

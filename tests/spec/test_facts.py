@@ -1,4 +1,4 @@
-"""Every fact settles by its rule, whatever the order of the parts, and a misfit says who, what, why, and what to do."""
+"""Every fact settles by its rule in any order of the parts; a misfit names the parts, the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGNMENTS = st.lists(st.sampled_from([1, 2, 8, 16, 24, 32, 128]), min_size=1, u
 
 
 def settle(fact: str, offered: Sequence[Any], needed: Sequence[Any] = ()) -> tuple[Any, list[Misfit[str]]]:
-    """What parts that offer and parts that need settle on; they are called o0, o1, ... and n0, n1, ..."""
+    """Return the value that parts settle on, and the misfits. Offering parts are o0, o1, ..., needing parts n0, n1, ..."""
     promises = [(f"o{index}", offers(**{fact: value})) for index, value in enumerate(offered)]
     demands = [(f"n{index}", need(fact, value, reason=f"why{index}")) for index, value in enumerate(needed)]
     facts, misfits = match(promises, demands)

@@ -1,4 +1,4 @@
-"""Parts that fit become an assembly; parts that do not are refused once, at their place, with a way out that works."""
+"""Parts that fit become an assembly; parts that do not are refused once, at their place, with a fix that works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 def resolved(
     text: str = "{}", *, registry: Registry = REGISTRY, world: int | None = None, machine: Any = None
 ) -> Assembly:
-    """What a spec, as text, resolves to."""
+    """Return the assembly of a spec that is given as text."""
     marks, problems = Marks("spec.yaml"), list[Problem]()
     tree = read_yaml(text, marks, problems)
     machine = machine or Machine()
@@ -42,7 +42,7 @@ def resolved(
 
 
 def refused(text: str, kind: type[MoefwError] = PlanError, **kwargs: Any) -> list[Problem]:
-    """Why a spec is refused."""
+    """Return the problems for which a spec is refused."""
     with pytest.raises(MoefwError) as caught:
         resolved(text, **kwargs)
     assert type(caught.value) is kind
@@ -55,7 +55,7 @@ def refusal(text: str, kind: type[MoefwError] = PlanError, **kwargs: Any) -> Pro
 
 
 def registry(**hooks: Sequence[type]) -> Registry:
-    """The installed plugins and some more, by hook without its prefix."""
+    """Return the installed plugins and some more, by hook without its prefix."""
     module = types.ModuleType("more_parts")
     for hook, parts in hooks.items():
         setattr(module, f"moefw_{hook}", moefw.hookimpl(lambda parts=parts: parts))
@@ -64,7 +64,7 @@ def registry(**hooks: Sequence[type]) -> Registry:
 
 @frozen
 class Plain(DispatcherPlugin):
-    """Offers what the built-in GEMMs need."""
+    """Offers the facts that the built-in GEMMs need."""
 
     name: ClassVar[str] = "plain"
     size: int = 1

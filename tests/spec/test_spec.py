@@ -1,4 +1,4 @@
-"""What is wrong with a spec is said at its place, all of it, once."""
+"""All errors of a spec are reported once, each at its place."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ train:
 
 
 class TestNoFollowOnNoise:
-    """A mistake is told once: nothing is concluded from what could not be read."""
+    """A mistake is reported once: unreadable values cause no further errors."""
 
     @pytest.mark.parametrize(
         ("wrong", "told"),

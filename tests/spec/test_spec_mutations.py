@@ -1,4 +1,4 @@
-"""Whatever is done to a good spec, it is sound or refused with a place, and never a traceback."""
+"""Any mutation of a good spec is accepted or refused with a place, and never causes a traceback."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FRAGMENTS = st.one_of(
 
 
 def flow(value: object) -> str:
-    """A value in YAML's flow style, NaN and infinities included."""
+    """Return a value in YAML's flow style, including NaN and infinities."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -58,7 +58,7 @@ def containers(node: Any) -> list[Any]:
 
 @st.composite
 def torn_texts(draw: st.DrawFn) -> str:
-    """The good spec with pieces of its text put in, cut out, doubled and moved."""
+    """Return the good spec with pieces of its text inserted, cut out, doubled and replaced."""
     text = GOOD
     for _ in range(draw(st.integers(1, 3))):
         start = draw(st.integers(0, len(text)))
@@ -71,7 +71,7 @@ def torn_texts(draw: st.DrawFn) -> str:
 
 @st.composite
 def torn_trees(draw: st.DrawFn) -> str:
-    """The good spec as data, with values changed, deleted, renamed and wrapped."""
+    """Return the good spec as data, with values changed, deleted, renamed and wrapped."""
     tree = read_yaml(GOOD, Marks("good"), [])
     for _ in range(draw(st.integers(1, 3))):
         node = draw(st.sampled_from(containers(tree)))

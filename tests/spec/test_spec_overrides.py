@@ -1,4 +1,4 @@
-"""What the command line overrides is read like the file, and its mistakes are said to be there."""
+"""Overrides of the command line are read like the file, and their errors are located there."""
 
 from __future__ import annotations
 

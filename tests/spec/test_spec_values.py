@@ -1,4 +1,4 @@
-"""Values are held against the types of the options they are for."""
+"""Values are checked against the types of their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The YAML of a spec is read exactly: no value changes its type, and what is no YAML is refused at its place."""
+"""The YAML of a spec is read exactly: no value changes its type, and invalid YAML is refused at its place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spec_cases import DEFAULTS, REGISTRY, complaint, complaints
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_size=6)
-"""Text that ruamel writes so that it reads it back."""
+"""Text that ruamel can write and read back."""
 
 
 class TestYAML:
