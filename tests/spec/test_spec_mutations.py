@@ -71,7 +71,7 @@ def torn_texts(draw: st.DrawFn) -> str:
 
 @st.composite
 def torn_trees(draw: st.DrawFn) -> str:
-    """Return the good spec as data, with values changed, deleted, renamed and wrapped."""
+    """Return the good spec as data, with values changed, deleted, added, wrapped and swapped."""
     tree = read_yaml(GOOD, Marks("good"), [])
     for _ in range(draw(st.integers(1, 3))):
         node = draw(st.sampled_from(containers(tree)))

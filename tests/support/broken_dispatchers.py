@@ -1,4 +1,4 @@
-"""Dispatchers that are broken on purpose, each in one way: what the suite must find, and by which words it must say it."""
+"""Dispatchers that are broken on purpose, each in one way, with the words by which the suite must report it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moefw.plugins.dispatchers.alltoall.dispatcher import AllToAllDispatcher
 
 @frozen
 class Broken:
-    """A plugin, the words that name what is wrong with it, the check that must say them, and the worlds it takes."""
+    """A plugin, the words that name its fault, the check that must report them, and the worlds that it needs."""
 
     plugin: type[DispatcherPlugin]
     words: str
@@ -31,7 +31,7 @@ BROKEN: dict[str, Broken] = {}
 
 
 def breaks(words: str, check: str, *, worlds: tuple[int, ...] = (1, 2), offers: Mapping[str, Any] | None = None):
-    """Declare a plugin that builds the class below, and note how it must be found out."""
+    """Declare a plugin that builds the decorated class, and record the check that must find its fault."""
     promised = {
         "row_alignment": moefw.ANY,
         "rows": ("ragged", "padded"),
@@ -56,7 +56,7 @@ def breaks(words: str, check: str, *, worlds: tuple[int, ...] = (1, 2), offers: 
 
 
 class Wrapper(Dispatcher):
-    """Does what ``alltoall`` does. Its heirs do one thing otherwise."""
+    """Does the same as ``alltoall``. Subclasses change one thing."""
 
     def __init__(self, experts, row_alignment: int) -> None:
         self.experts, self.row_alignment = experts, row_alignment
@@ -93,7 +93,7 @@ def changed(batch: ExpertBatch, **fields: Any) -> ExpertBatch:
 
 
 class Arriving(Wrapper):
-    """Heirs change what arrives."""
+    """Subclasses change the arriving batch."""
 
     def finish_dispatch(self, pending):
         batch, handle = self.inner.finish_dispatch(pending)
@@ -101,7 +101,7 @@ class Arriving(Wrapper):
 
 
 class Returning(Wrapper):
-    """Heirs change what comes back."""
+    """Subclasses change the returned tokens."""
 
     def finish_combine(self, pending):
         return self.returned(self.inner.finish_combine(pending), pending)

@@ -267,7 +267,7 @@ class CountsOnTheHost(Plain):
 
 
 class _Scale(torch.autograd.Function):
-    """Looks in backward at what the latest forward left."""
+    """Reads in backward a tensor that the latest forward left."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, left: list[Tensor]) -> Tensor:

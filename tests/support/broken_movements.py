@@ -320,7 +320,7 @@ class _As(torch.autograd.Function):
 
 
 class RealRanks(Wrapper):
-    """Nothing is wrong with it, but it asks ``torch.distributed`` for its rank: it cannot run on threads."""
+    """A correct dispatcher that asks ``torch.distributed`` for its rank, so it cannot run on threads."""
 
     def plan(self, routing, **given):
         if self.experts.group is not None:

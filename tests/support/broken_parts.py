@@ -25,7 +25,7 @@ from moefw.runtime.parallel.opened_layout import OpenedLayout
 
 @frozen
 class _Policy(MemoryPlugin, moefw.MemoryPolicy):
-    """A declaration that is its own runtime part."""
+    """A plugin that is its own runtime part."""
 
     mechanism: ClassVar[str] = "recompute"
 
@@ -90,7 +90,7 @@ def _halved(value: Any) -> Any:
 
 @frozen
 class LosesStructures(_Policy):
-    """Detaches what comes in a structure, as a reentrant checkpoint does."""
+    """Detaches tensors inside a structure, as a reentrant checkpoint does."""
 
     name: ClassVar[str] = "loses-structures"
 
@@ -142,7 +142,7 @@ class KeepsOneFunction(_Policy):
 
 @frozen
 class AttachesAgain(_Policy):
-    """Lets the first forward bear gradients beside the second."""
+    """Lets gradients flow through the first forward as well as the second."""
 
     name: ClassVar[str] = "attaches-again"
 
@@ -171,7 +171,7 @@ class AcceptsAnything(_Policy):
 
 @frozen
 class PlansAgain(_Policy):
-    """Exchanges metadata once more with each run of a router, as a region does that reaches too far."""
+    """Exchanges metadata once more with each run of a router, like a region that extends too far."""
 
     name: ClassVar[str] = "plans-again"
 
@@ -241,7 +241,7 @@ class Crowded(_Layout):
 
 
 class _TransposedPlan(MeshPlan):
-    """Coordinates as if ep were innermost, groups as if etp were."""
+    """Coordinates as if ep were innermost, groups as if etp were innermost."""
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
         place = super().coordinates(rank)
@@ -269,7 +269,7 @@ class Curt(_Layout):
 
 @frozen(kw_only=True)
 class Wasteful(_Layout):
-    """Arranges what it can of a world that does not fit."""
+    """Arranges a part of a world that does not fit."""
 
     name: ClassVar[str] = "wasteful"
 
@@ -317,7 +317,7 @@ class Uneven(_Layout):
 
 
 class _ForgetfulPlan(MeshPlan):
-    """As if only this rank's row held its parameters."""
+    """Plan as if only this rank's row held its parameters."""
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         return tuple(row for row in super().copies(rank, side) if rank in row)
@@ -330,7 +330,7 @@ class Forgetful(_Layout):
 
 
 class _SelfishPlan(MeshPlan):
-    """Every rank sees the rows beginning with itself."""
+    """Plan in which every rank's own row comes first."""
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         return tuple(sorted(super().copies(rank, side), key=lambda row: rank not in row))

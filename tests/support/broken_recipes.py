@@ -15,7 +15,7 @@ from moefw.core.records import SavedOperand
 
 @frozen
 class _Recipe(PrecisionPlugin, moefw.Precision):
-    """fp32, as a declaration that is its own runtime part."""
+    """fp32, as a plugin that is its own runtime part."""
 
     residual_dtype: ClassVar[Any] = torch.float32
     operands: ClassVar[tuple[str, ...]] = ("fp32",)
@@ -141,7 +141,7 @@ class KeepsLess(_Recipe):
 
 @frozen
 class TurnsOneOfTwo(_Recipe):
-    """Turns the rows of the input of wgrad, and not those of the gradient."""
+    """Transforms the rows of the input of wgrad, but not those of the gradient."""
 
     name: ClassVar[str] = "turns-one-of-two"
     by_pass: ClassVar[bool] = True

@@ -290,7 +290,7 @@ class NamesStateThatIsNotThere(Plain):
 
 
 class _UpdatesByHabit(PlainRouter):
-    """How much it has routed decides; kept where no look at the module sees it."""
+    """Updates depend on the amount routed so far, which is stored outside the module."""
 
     def count(self, ids_TK: Tensor) -> Tensor:
         _ROUTED[id(self)] = _ROUTED.get(id(self), 0) + len(ids_TK)

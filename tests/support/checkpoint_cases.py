@@ -1,4 +1,4 @@
-"""Checkpoints of a model of two tensors, and hands that change what lies in their folders."""
+"""Checkpoints of a model of two tensors, and functions that change their files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARD = "rank-00000.safetensors"
 
 
 class Tiny(nn.Module):
-    """Two parameters of other shapes."""
+    """Two parameters of different shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def refused(folder: Path) -> str:
-    """Return how a checkpoint is refused; nothing is changed by the try."""
+    """Return the message with which a checkpoint is refused, and check that loading changes nothing."""
     model, optimizer = tiny(2.0)
     before = everything(model, optimizer)
     with pytest.raises(CheckpointError) as error:
@@ -73,7 +73,7 @@ def refused(folder: Path) -> str:
 
 
 def sealed(content: dict[str, Any]) -> bytes:
-    """Return a manifest of this content with the hash that belongs to it, as the format says."""
+    """Return a manifest of this content with its valid hash, as the format defines it."""
 
     def canonical(data: object) -> bytes:
         return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
@@ -83,7 +83,7 @@ def sealed(content: dict[str, Any]) -> bytes:
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change what a manifest says, its hash with it."""
+    """Change a manifest and its hash."""
     path = folder / "manifest.json"
     content = json.loads(path.read_text())
     change(content)
@@ -91,7 +91,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def forge_shard(folder: Path, data: bytes) -> None:
-    """Put other bytes in the place of the first shard, its hash in the manifest with them."""
+    """Replace the bytes of the first shard, and its hash in the manifest."""
     (folder / SHARD).write_bytes(data)
 
     def change(content: dict[str, Any]) -> None:

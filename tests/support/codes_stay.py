@@ -1,4 +1,4 @@
-"""That operands are multiplied as codes, and nothing is dequantized on the way."""
+"""Checks that operands are multiplied as codes, without dequantization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moefw_kernels.quantize import Quantized
 
 
 def dequantize_in_kernel_alone(monkeypatch: pytest.MonkeyPatch, products: ModuleType, kernel: str) -> None:
-    """Let ``Quantized.dequantize`` fail but inside ``products.kernel``, whose reference runs on a CPU."""
+    """Let ``Quantized.dequantize`` fail except inside ``products.kernel``, whose reference runs on a CPU."""
     multiply, dequantize, inside = getattr(products, kernel), Quantized.dequantize, []
 
     def called(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plugins that somebody else might write, right and wrong, for the tests of combinations; ranks import them from here."""
+"""Third-party plugins, correct and faulty, for the tests of combinations. Ranks import them from here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moefw.plugins.precision.native import FP32
 
 @frozen
 class Forgetful(AllToAll):
-    """Loses what returns for a rank's first token, if the rank has more than two."""
+    """Loses the result of a rank's first token, if the rank has more than two."""
 
     name: ClassVar[str] = "forgetful"
 
@@ -52,7 +52,7 @@ class CrashingDispatcher(AllToAllDispatcher):
 
 @frozen
 class Sulky(AllToAll):
-    """Refuses without a word about what it minds."""
+    """Refuses without giving a reason."""
 
     name: ClassVar[str] = "sulky"
 
@@ -62,7 +62,7 @@ class Sulky(AllToAll):
 
 @frozen
 class Faulty(AllToAll):
-    """Raises where it should say what it offers."""
+    """Raises instead of declaring its offers."""
 
     name: ClassVar[str] = "faulty"
 
@@ -111,7 +111,7 @@ class Again(Recompute):
 
 @frozen
 class Exact(FP32):
-    """fp32 that only takes rows in an order in which no part of ours brings them, so nothing goes with it."""
+    """fp32 that needs an order of rows that no built-in part provides, so nothing fits it."""
 
     name: ClassVar[str] = "exact"
 
@@ -121,7 +121,7 @@ class Exact(FP32):
 
 @frozen
 class Puzzling(moefw.GemmPlugin):
-    """Needs an option that nobody can guess, and something that nobody offers."""
+    """Needs an option that nobody can guess, and a fact that nobody offers."""
 
     name: ClassVar[str] = "puzzling"
     depth: int

@@ -1,4 +1,4 @@
-"""A plugin of somebody else, and what commands say."""
+"""A third-party plugin, and the output of commands."""
 
 import json
 import textwrap
@@ -17,7 +17,7 @@ HEAD = "from __future__ import annotations\nfrom typing import *\nfrom attrs imp
 
 
 def dispatcher(name, body):
-    """The source of a module that declares one dispatcher."""
+    """Return the source of a module that declares one dispatcher."""
     body = textwrap.indent(textwrap.dedent(body), "    ")
     return (
         f'{HEAD}@frozen(kw_only=True)\nclass Part(moefw.DispatcherPlugin):\n    """A dispatcher of somebody else."""\n'
@@ -43,7 +43,7 @@ def written_schema():
 
 
 def refusal(tree):
-    """What the reader of specs says against a spec, or nothing."""
+    """Return the error of the reader for a spec, or nothing."""
     try:
         assemble_tree(tree, Marks("spec"), defaults=defaults(), machine=Machine())
     except MoefwError as error:

@@ -1,4 +1,4 @@
-"""A command in this process: importing torch takes seconds. Ranks that a command starts are processes of their own."""
+"""A command in this process, because importing torch takes seconds. The ranks that it starts are processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moefw.cli import main
 
 
 def moefw_says(*arguments: object, code: int = 0) -> str:
-    """Return what a command prints, or its errors where it ends with another exit code than 0."""
+    """Return the output of a command, or its errors if it ends with another exit code than 0."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
@@ -21,6 +21,6 @@ def moefw_says(*arguments: object, code: int = 0) -> str:
 
 
 def complaint(*arguments: object) -> str:
-    """Return the one line that a command leaves that ends for the user's input."""
+    """Return the one line that a command prints when it fails because of the user's input."""
     (line,) = moefw_says(*arguments, code=2).splitlines()
     return line

@@ -1,4 +1,4 @@
-"""A command in this process, which is quicker than in one of its own."""
+"""A command in this process, which is faster than a new process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from moefw.cli import main
 
 @frozen
 class Said:
-    """How a command ended, and what it printed."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
     def refuses(self, name: str) -> bool:
-        """Whether it ended for what is wrong with a file, in one line that names it."""
+        """Return whether it failed because of a file, in one line that names the file."""
         return self.code in (1, 2) and self.err.count("\n") == 1 and name in self.err
 
 
 def say(*arguments: object) -> Said:
-    """Run a command; an error that is not told as a message is raised."""
+    """Run a command. An error that it does not report as a message is raised."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:

@@ -1,4 +1,4 @@
-"""The processor time of the tests beside their wall time: that of all processes they started, ended or not."""
+"""Processor time of the tests, in addition to wall time: that of all processes they started, ended or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 TICKS = os.sysconf("SC_CLK_TCK")
 KEY = "cpu_seconds"
 SPENT: list[float] = []
-"""What each worker has spent."""
+"""Seconds that each worker has spent."""
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -35,13 +35,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def seconds_of(process: int) -> float:
-    """Return the user and system time of a process, of what it has started and still runs, and of what has ended."""
+    """Return the user and system time of a process and of its children, running or ended."""
     spent = sum(map(int, _stat(process)[11:15])) / TICKS
     return spent + sum(map(seconds_of, _children(process)))
 
 
 def _stat(process: int) -> list[str]:
-    """Return the fields behind the name of a process; zeros if it has ended meanwhile."""
+    """Return the fields after the name of a process; zeros if it has ended meanwhile."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Corpora, and what preparing them says."""
+"""Corpora, and the messages of preparing them."""
 
 from __future__ import annotations
 

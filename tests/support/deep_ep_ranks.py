@@ -1,4 +1,4 @@
-"""What the ranks of a pool run against the fake ``deep_ep``: layers, movements and what they leave behind."""
+"""Functions that ranks of a pool run against the fake ``deep_ep``: layers, movements and their leftovers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moefw.testing.layer_case import LayerCase, Outcome, build_layer, routed, so
 
 @contextmanager
 def library(**options: Any) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Build dispatchers over the fake, whatever backend the spec names; yields the calls that the fake gets."""
+    """Build dispatchers over the fake, for any backend of the spec; yields the calls to the fake."""
     from deep_ep.signatures import CALLS
 
     from moefw.plugins.dispatchers.deepep import library as deepep
@@ -83,7 +83,7 @@ def _received(case: LayerCase) -> dict[str, Any]:
 
 @dataclass
 class Again:
-    """What a second movement along a handle brought, and what the library was asked for."""
+    """Results of a second movement along a handle, and the calls to the library."""
 
     same_rows: bool
     same_weights: bool
@@ -165,7 +165,7 @@ def _fields(one: Any) -> dict[str, int]:
 
 
 def rows_outlive_the_layer(case: LayerCase, options: dict[str, Any]) -> list[bool]:
-    """Return whether what travelled is still held after a forward and backward, before any garbage collection."""
+    """Return whether the moved tensors are still held after a forward and backward, before any garbage collection."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Streams and events that only write down what they are asked for."""
+"""Streams and events that only record requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FakeStream:
 
 
 class FakeCuda:
-    """What streams and events would be asked to do, in order."""
+    """Records the requests to streams and events, in order."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""The table of faults: what each test marked ``fault`` does to a run, what is promised then, and whether it held."""
+"""The table of faults: the fault of each test marked ``fault``, the promise, and whether it held."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FAULT, _PROMISE = "fault", "promise"
 
 @frozen
 class Row:
-    """A fault, the outcome that is promised, what came of it, and the seconds that the test took."""
+    """A fault, the promised outcome, whether it held, and the seconds that the test took."""
 
     fault: str
     promise: str
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the reports of marked tests carry fault and promise; ``{id}`` in them is the parameter's."""
+    """Add fault and promise to the reports of marked tests; ``{id}`` in them is the parameter's."""
     for item in items:
         for marker in item.iter_markers("fault"):
             words = [text.replace("{id}", _parameter(item)) for text in marker.args]
@@ -47,7 +47,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def rows(reports: Iterable[pytest.TestReport]) -> list[Row]:
-    """Return a row for each marked test, those of a file together."""
+    """Return a row for each marked test, grouped by file."""
     phases: dict[str, list[pytest.TestReport]] = {}
     for report in reports:
         phases.setdefault(report.nodeid, []).append(report)
@@ -68,7 +68,7 @@ def _outcome(phases: list[pytest.TestReport]) -> str:
 
 
 def render(found: list[Row]) -> str:
-    """Return the table as text, with how many faults there were and how many promises held in the last line."""
+    """Return the table as text; its last line counts the faults and the promises that held."""
     table = Table("fault", "promised", "", "s", expand=True)
     for row in found:
         table.add_row(row.fault, row.promise, row.held, f"{row.seconds:.1f}")

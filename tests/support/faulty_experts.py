@@ -15,7 +15,7 @@ Fault = Literal["activation", "input gradient", "weight gradient"]
 
 
 class FaultyExperts(PlainExperts):
-    """Spoils ``expert`` of layer ``layer`` wherever it has rows, while ``fault`` says how."""
+    """Spoils ``expert`` of layer ``layer`` wherever it has rows, in the way of ``fault``."""
 
     fault: ClassVar[Fault | None] = None
     layer: ClassVar[int] = 2

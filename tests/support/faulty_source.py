@@ -1,4 +1,4 @@
-"""A distribution with a data source that hangs, leaves or asks for too much, on one rank at one read."""
+"""A distribution with a data source that hangs, exits or allocates too much, on one rank at one read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FAULTS: Mapping[str, Callable[[], Any]] = {
 
 @frozen(kw_only=True)
 class Faulty(Text):
-    """Text that is read well until the ``at``-th read of ``rank``; 0: until it is prepared. ``mark`` appears then."""
+    """Text that fails at the ``at``-th read of ``rank``, or with 0 when it is prepared; then ``mark`` is created."""
 
     name: ClassVar[str] = "faulty"
 
@@ -89,7 +89,7 @@ def moefw_data_sources() -> list[type[DataSourcePlugin]]:
 
 
 def install(site: Path) -> Path:
-    """Write the metadata of an installed distribution beside a link to this file; return the folder for PYTHONPATH."""
+    """Write the metadata of an installed distribution and a link to this file; return the folder for PYTHONPATH."""
     info = site / "moefw_faulty-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moefw-faulty\nVersion: 1\n")

@@ -1,6 +1,6 @@
-"""Kernels and their references on another device: what the interpreter holds against each other, a GPU does there.
+"""Kernels and their references on another device: a GPU runs the comparisons that the interpreter runs otherwise.
 
-A test gives and takes tensors on the CPU. Each goes over with its strides, and comes back with what was written to it.
+A test passes and gets tensors on the CPU. Each is copied over with its strides, and copied back after writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _there = False
 
 
 def compute_on(device: str) -> None:
-    """Let the functions of every ``triton.py`` and ``reference.py`` of these packages compute there."""
+    """Let the functions of every ``triton.py`` and ``reference.py`` of these packages compute on the device."""
     for package in PACKAGES:
         for name in ("reference", "triton"):
             module = import_module(f"moefw_kernels.{package}.{name}")
@@ -39,7 +39,7 @@ def compute_on(device: str) -> None:
 
 
 def elsewhere(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return the function computing on the device; what it calls there gets tensors that are there already."""
+    """Return the function computing on the device. Functions that it calls get tensors that are there already."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def elsewhere(function: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the value with every tensor changed that it holds in tuples and dataclasses; itself where it holds none."""
+    """Return the value with every tensor in its tuples and dataclasses changed; the value itself if it has none."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
@@ -81,7 +81,7 @@ def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def moved(tensor: Tensor, device: str) -> Tensor:
-    """Return a copy there, in memory laid out alike."""
+    """Return a copy on the device, with the same memory layout."""
     if not tensor.numel():
         return tensor.to(device, copy=True)
     whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed again and again, held against one that is not."""
+"""A run that is killed and resumed repeatedly, compared with one that is not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefw.testing.run_state import checkpoints, history, newest
 from moefw.testing.training_process import TRAIN, TrainingProcess
 
 EVERY, STEPS = 6, 260
-"""Steps between checkpoints, and of the run: twenty starts of which none gets further than twice the former."""
+"""Steps between checkpoints, and of the run: enough for twenty starts of at most ``2 * EVERY`` steps each."""
 STEP_S = 0.03
 SPEC = f"""\
 model: {{dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}}
@@ -31,7 +31,7 @@ QUICK = {"OMP_NUM_THREADS": "1"}
 
 @frozen
 class Unbroken:
-    """A run of the spec that nothing happened to: its records, and the tensors of all checkpoints, by step."""
+    """An undisturbed run of the spec: its records, and the tensors of all checkpoints, by step."""
 
     records: Mapping[int, dict[str, Any]]
     tensors: Mapping[int, Mapping[str, bytes]]
@@ -51,7 +51,7 @@ def unbroken(spec: Path, run_dir: Path) -> Unbroken:
 
 
 class KillChain:
-    """The starts of one run; each goes on where the one before was killed."""
+    """The starts of one run; each resumes where the previous one was killed."""
 
     def __init__(self, spec: Path, run_dir: Path, whole: Unbroken) -> None:
         self.spec, self.run_dir, self.whole = spec, run_dir, whole
@@ -60,19 +60,19 @@ class KillChain:
         return train(self.spec, self.run_dir, "--resume=auto", environment=environment)
 
     def at(self, run: TrainingProcess, steps: float) -> None:
-        """Return when a start has made so many steps; a fraction is one of a step's usual time."""
+        """Wait until a start has made ``steps`` steps; a fraction is a share of a step's usual time."""
         run.wait_for_step(newest(self.run_dir) + int(steps))
         run.wait_for_ranks(RANKS)
         time.sleep(steps % 1 * STEP_S)
 
     def check(self, run: TrainingProcess) -> None:
-        """Raise AssertionError if ranks are left, or if a checkpoint is there that is not the unbroken run's."""
+        """Raise AssertionError if ranks are left, or if a checkpoint differs from the unbroken run's."""
         assert not run.orphans()
         for step, tensors in checkpoints(self.run_dir).items():
             assert tensors == self.whole.tensors[step], f"the checkpoint of step {step} is torn or another one"
 
     def check_end(self) -> None:
-        """Let the run come to its end, and hold every step and the last weights against the unbroken run, bit by bit."""
+        """Run to the end, and compare every step and the last weights with the unbroken run, bit by bit."""
         with self.start() as run:
             assert (ended := run.ended()).code == 0, ended.err
         assert history(self.run_dir) == self.whole.records

@@ -26,7 +26,7 @@ Built = tuple[LayoutPlugin, MeshPlan]
 def folded(
     *, pp: int = 1, dp: int | None = None, cp: int = 1, tp: int = 1, ep: int = 1, etp: int = 1, **also: Any
 ) -> Folded:
-    """The options of both meshes in one row: ``order`` and ``shard`` of the dense one, ``e_order`` and ``e_shard``."""
+    """Return a folded layout from options of both meshes: ``order`` and ``shard`` of the dense one, ``e_order``, ``e_shard``."""
     dense = {key: value for key, value in also.items() if not key.startswith("e_")}
     experts = {key.removeprefix("e_"): value for key, value in also.items() if key.startswith("e_")}
     return Folded(pp=pp, dense=DenseMesh(dp=dp, cp=cp, tp=tp, **dense), experts=ExpertMesh(ep=ep, etp=etp, **experts))

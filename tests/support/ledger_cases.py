@@ -1,4 +1,4 @@
-"""Worlds and policies whose steps are measured, and how what the ledger says is held against them."""
+"""Worlds and policies whose steps are measured, and comparisons of the ledger with them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moefw.testing.fake_world import fake_assembly
 from moefw.testing.measured import Measured, measure
 
 SAVED, PEAK = 0.01, 0.03
-"""How far a prediction may be off."""
+"""Allowed relative errors of predictions."""
 SCALARS = 512
-"""Bytes that PyTorch 2.11 keeps beside the tokens, some for each parameter."""
+"""Bytes that PyTorch 2.11 keeps in addition to the tokens, some for each parameter."""
 KEY_BYTES = 8
 """The key of a token, from which nvfp4 draws."""
 
@@ -122,7 +122,7 @@ def by_region(saved: Mapping[str, int]) -> dict[str, int]:
 
 
 def check_saved(found: Ledger, measured: Measured, *, roaming: int = 512) -> None:
-    """``roaming``: bytes that count where they are first saved, or where they are made."""
+    """Compare saved bytes. ``roaming``: bytes that may count where they are first saved or where they are made."""
     saved: Counter[str] = Counter()
     for row in found.regions:
         saved[row.region] += row.saved
@@ -142,7 +142,7 @@ def check(assembly: Assembly) -> None:
 
 
 def check_quantized(tree: Mapping[str, Any], ranks: int) -> None:
-    """Hold what is held and saved against a step whose quantizing is not counted."""
+    """Compare held and saved bytes with a step whose quantization is not counted."""
     assembly = fake_assembly(tree, ranks)
     measured = measure(assembly)
     found = predicted(measured, assembly)

@@ -1,4 +1,4 @@
-"""Whole models on ranks whose regions are treated, and what they compute."""
+"""Whole models on ranks under memory policies, and their results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def assert_same(plain: Sequence[Observed], treated: Sequence[Observed]) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Remembers the bytes of every storage that an operator makes, but for those in ``apart``."""
+    """Remembers the bytes of every storage that an operator allocates, except those in ``apart``."""
 
     def __init__(self, apart: Collection[StorageWeakRef] = ()) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def storages(tree: Any) -> dict[StorageWeakRef, int]:
 
 
 def qwen3_235b(num_layers: int) -> Assembly:
-    """A rank of 256, with so many of its layers."""
+    """Return one rank of 256, with ``num_layers`` of its layers."""
     world, tp, seq_len = 256, 4, 4096
     tree = {
         "model": {"preset": "qwen3-235b-a22b", "num_layers": num_layers},

@@ -1,7 +1,7 @@
-"""NVFP4 written out for one expert or one linear layer: explicit Hadamard matrices, and draws by a formula of their own.
+"""NVFP4 written out for one expert or one linear layer: explicit Hadamard matrices, and an independent formula of draws.
 
-A key is the SplitMix64 hash of (seed of the sequence, position); the expert and the name of the GEMM with the pass, and
-for turned rows the place among sixteen, are hashed into it one after the other.
+A key is the SplitMix64 hash of (seed of the sequence, position). The expert, the name of the GEMM with the pass, and
+for transformed rows the place among sixteen are hashed into it in this order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @dataclass(frozen=True)
 class Draws:
-    """Where the random rounding of a gradient starts: the keys of its rows, and the name of the GEMM."""
+    """Seeds of the stochastic rounding of a gradient: the keys of its rows, and the name of the GEMM."""
 
     keys_R: Words
     place: str
@@ -54,12 +54,12 @@ def across(x: Tensor) -> Tensor:
 
 
 def codes_down(x: Tensor, ends_e: Tensor | None = None) -> Quantized:
-    """Turn the rows, and round for a sum over them."""
+    """Transform the rows, and round for a sum over them."""
     return quantize_nvfp4(turn(x), block=(16, 1), ends_e=ends_e)
 
 
 def down(x: Tensor) -> Tensor:
-    """The values of ``codes_down``: zero rows fill up the last sixteen."""
+    """Return the values of ``codes_down``; zero rows pad the last sixteen."""
     return codes_down(x).dequantize()
 
 
@@ -69,7 +69,7 @@ def weight(x: Tensor) -> Tensor:
 
 
 def gradients(grad: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Round a gradient at random, for dgrad and turned for wgrad."""
+    """Round a gradient stochastically, for dgrad, and transformed for wgrad."""
     for_dgrad, for_wgrad = (draws.keys_R ^ _word(f"{draws.place}.{during}") for during in ("dgrad", "wgrad"))
     first = np.repeat(hashed(for_wgrad)[::16], 16)
     places = np.tile(np.arange(1, 17, dtype=np.uint64), len(first) // 16)
@@ -80,7 +80,7 @@ def gradients(grad: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def turn(x: Tensor) -> Tensor:
-    """``(diag(signs) H / 4)^T`` times every sixteen rows; zero rows fill up the last."""
+    """Return ``(diag(signs) H / 4)^T`` times every sixteen rows; zero rows pad the last."""
     sylvester = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)])
     matrix = (torch.tensor(SIGNS).unsqueeze(1) * sylvester / 4).double()
     rows = F.pad(x, (0, 0, 0, -len(x) % 16)).double()

@@ -1,4 +1,4 @@
-"""Run in a mount namespace of its own: trains on a small disk that is filled up beforehand, once for each case."""
+"""Script for a separate mount namespace: trains on a small disk that is filled beforehand, once for each case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = 4096
 
 
 def train(spec: str, disk: Path, free_pages: int, overrides: list[str]) -> dict[str, object]:
-    """Train with so many pages left, and return what the user sees."""
+    """Train with ``free_pages`` pages left, and return the exit code, the output and the files."""
     disk.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
     run = disk / "run"

@@ -1,4 +1,4 @@
-"""What two ways to compute a layer have to do with each other."""
+"""Comparison of the outcomes of two computations of a layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moefw.testing.layer_case import Outcome
 
 
 def assert_near(got: Outcome, wanted: Outcome, *, rtol: float) -> None:
-    """Output and every gradient differ by at most ``rtol`` of their norm, and have the same dtype."""
+    """Check that output and every gradient differ by at most ``rtol`` of their norm, and have the same dtype."""
     mine, right = ({"out": one.out_TD, **one.grads, **one.shares} for one in (got, wanted))
     assert mine.keys() == right.keys()
     for name, value in right.items():

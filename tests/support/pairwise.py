@@ -1,4 +1,4 @@
-"""Parameters of which every two values meet; what only all combinations show is tried by ``make test-deep``."""
+"""Pairwise test parameters: every two values occur together. ``make test-deep`` tests all combinations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def pairwise(*factors: Iterable[Any]) -> list[Any]:
-    """Return all combinations of the factors' values; those that bring no new pair are marked ``deep``."""
+    """Return all combinations of the factors' values; those without a new pair are marked ``deep``."""
     met: set[tuple[tuple[int, str], ...]] = set()
     found = []
     for values in _spread([list(factor) for factor in factors]):

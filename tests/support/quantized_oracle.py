@@ -1,7 +1,7 @@
-"""An MoE layer whose GEMMs multiply quantized operands, written out on one rank: which operand is rounded along what.
+"""An MoE layer whose GEMMs multiply quantized operands, written out on one rank, with the rounding axis of each operand.
 
 ``y = x W^T`` sums over the last axis of both, ``dx = dy W`` over the last axis of dy and the first of W,
-``dW = dy^T x`` over the rows of both. Nothing is shared with recipes and GEMMs but the quantizers.
+``dW = dy^T x`` over the rows of both. Only the quantizers are shared with recipes and GEMMs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """What rounds an operand for a sum over its last axis (``across``) and over the one before (``down``).
+    """Functions that round an operand for a sum over its last axis (``across``) and over the one before (``down``).
 
-    ``codes``: what ``down`` rounds to, as it is stored. ``gradients``: how a gradient is rounded across and down where
-    that is drawn. ``mixes_rows``: ``down`` adds up rows before it rounds. ``grad``: what rounds a gradient along either
-    axis where that is neither. ``by_group``: rows of several experts are told apart by ``ends_e``, given to ``codes``.
+    ``codes``: returns the stored codes of ``down``. ``gradients``: rounds a gradient across and down if rounding is
+    stochastic. ``mixes_rows``: ``down`` sums rows before it rounds. ``grad``: rounds a gradient along either axis if
+    neither of these does. ``by_group``: ``codes`` takes ``ends_e`` to separate the rows of experts.
     """
 
     choice: Mapping[str, Any]
@@ -98,14 +98,14 @@ FORMATS: Mapping[str, Format] = {
 
 
 def product(x: Tensor, weight: Tensor, form: Format) -> Tensor:
-    """``y = x W^T`` (T, O)."""
+    """Return ``y = x W^T`` (T, O)."""
     return (form.across(x) @ form.weight_across(weight).T).to(x.dtype)
 
 
 def product_backward(
     grad: Tensor, x: Tensor, weight: Tensor, form: Format, draws: Draws | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``dx`` (T, I) and ``dW`` (O, I)."""
+    """Return ``dx`` (T, I) and ``dW`` (O, I)."""
     if form.grad is not None:
         across = down = form.grad(grad)
     elif draws is None or form.gradients is None:
@@ -117,7 +117,7 @@ def product_backward(
 
 @dataclass
 class Experts:
-    """Rows of one expert, or of a part of one, forward and backward."""
+    """Results of one expert, or of a part of one: outputs and gradients of its rows, and gradients of its matrices."""
 
     out_RD: Tensor
     grad_x: Tensor
@@ -130,7 +130,7 @@ class Experts:
 def expert(
     x_RD: Tensor, w_R: Tensor, grad_RD: Tensor, weights: Sequence[Tensor], form: Format, keys_R: nvfp4.Words
 ) -> Experts:
-    """``W2 (w * silu(W1 x) * W3 x)``; W1 over W3 is one matrix, and zero rows fill up the last block of rows."""
+    """Compute ``W2 (w * silu(W1 x) * W3 x)``; W1 over W3 is one matrix, and zero rows pad the last block of rows."""
     count, (gate, up, down) = len(x_RD), weights
     more = -count % form.rows
     into, out_of = (Draws(np.pad(keys_R, (0, more)), f"layers.0.moe.experts.{name}") for name in ("gate_up", "down"))
@@ -150,7 +150,7 @@ def expert(
 def shared_expert(
     x: Tensor, grad: Tensor, weights: Sequence[Tensor], form: Format, keys_T: nvfp4.Words
 ) -> tuple[Tensor, ...]:
-    """``W2 (silu(W1 x) * W3 x)``; rows as they are. Returns out, dx, dW1, dW3, dW2."""
+    """Compute ``W2 (silu(W1 x) * W3 x)`` without padding. Returns out, dx, dW1, dW3, dW2."""
     gate, up, down = weights
     names = ("gate_proj", "up_proj", "down_proj")
     to_gate, to_up, to_down = (Draws(keys_T, f"layers.0.moe.shared_expert.{name}") for name in names)
@@ -163,7 +163,7 @@ def shared_expert(
 
 
 class InFP32(LayerCase):
-    """A layer case whose residual stream is fp32, so that nothing but the operands is rounded."""
+    """A layer case whose residual stream is fp32, so that only the operands are rounded."""
 
     dtype = torch.float32
 
@@ -171,7 +171,7 @@ class InFP32(LayerCase):
 def quantized_truth(
     layer_case: LayerCase, form: Format, *, etp: int = 1, groups: int = 1, packed: bool = False
 ) -> Truth:
-    """What the layer of a layer case computes; ``groups`` sets of consecutive ranks have all experts each.
+    """Return the results of a layer case's layer; each of ``groups`` sets of consecutive ranks has all experts.
 
     ``packed``: rows travel to experts as codes.
     """
@@ -225,7 +225,7 @@ def solve_many(layer_cases: Sequence[LayerCase]) -> list[Outcome]:
 
 
 class OneBatch(LayerCase):
-    """A layer case whose tokens are the same however many ranks share them."""
+    """A layer case whose tokens are the same for any number of ranks."""
 
     def draw(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the rank's part of the tokens and of the probe."""

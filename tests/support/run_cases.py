@@ -1,4 +1,4 @@
-"""Small runs as processes of their own: started, watched, asked and ended by a test."""
+"""Small runs as processes that a test starts, watches, signals and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import faulty_source
 from small_spec import small_spec
 
 MANY = 100_000
-"""Steps that a run does not come to the end of."""
+"""More steps than a run completes."""
 
 
 def environment_in(folder: Path) -> dict[str, str]:
@@ -60,7 +60,7 @@ def ranks_of(parent: int) -> dict[int, int]:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, list[str], float]:
-    """Return the exit code, the lines on stderr, and after how many seconds; no process of the run is left then."""
+    """Wait for the end; return exit code, lines on stderr, and seconds. No process of the run may be left."""
     began = time.monotonic()
     _, errors = process.communicate(timeout=200)
     with pytest.raises(ProcessLookupError):

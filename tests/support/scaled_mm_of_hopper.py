@@ -1,7 +1,7 @@
-"""``torch.nn.functional.scaled_mm`` as it is on Hopper, for a machine that has none.
+"""``torch.nn.functional.scaled_mm`` as on Hopper, for a machine without one.
 
-Every call is bound to the real signature and goes through torch's own checks, on tensors of a GPU that hold nothing.
-What it returns is computed block by block, as these products are defined.
+Every call is bound to the real signature and goes through torch's own checks, on fake tensors of a GPU.
+Its result is computed block by block, as these products are defined.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROW, SQUARE = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 
 
 class Hopper:
-    """Takes the place of ``scaled_mm``; ``calls`` says which blocks and which dtype each call had."""
+    """Replaces ``scaled_mm``; ``calls`` lists the blocks and the dtype of each call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[ScalingType, torch.dtype]] = []

@@ -1,8 +1,8 @@
 """``scaled_mm`` and ``scaled_grouped_mm`` as they multiply tensorwise FP8, MXFP8 and NVFP4, for a machine without the GPU.
 
-Every call is bound to the real signature and goes through torch's own checks where it has any, on tensors of a GPU that
-hold nothing; what else the CUDA code asks is asked here. Scales are taken out of their tiles by the formula of cuBLAS,
-those of groups from where the kernels of FBGEMM look for them. What no kernel writes is NaN.
+Every call is bound to the real signature and goes through torch's own checks, if any, on fake tensors of a GPU. Further
+checks of the CUDA code are repeated here. Scales are read from their tiles by the formula of cuBLAS, those of groups
+from the places that the kernels of FBGEMM read. Elements that no kernel writes are NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TILES = SwizzleType.SWIZZLE_32_4_4
 
 @dataclass
 class Side:
-    """One operand of a call, its codes in rows along what is summed over: (..., rows, K)."""
+    """One operand of a call, its codes in rows along the summed axis: (..., rows, K)."""
 
     codes: Tensor
     scales: list[Tensor]
@@ -53,7 +53,7 @@ class Side:
 
     @property
     def numbers(self) -> Tensor:
-        """The codes as numbers, fp32."""
+        """Return the codes as fp32 numbers."""
         if self.codes.dtype is not torch.float4_e2m1fn_x2:
             return self.codes.float()
         two = self.codes.view(torch.uint8)
@@ -61,7 +61,7 @@ class Side:
         return E2M1[each & 7] * (1 - 2 * (each >> 3)).float()
 
     def scaled(self, numbers: Tensor, first: int) -> tuple[Tensor, int]:
-        """Return numbers (rows, K) times the scales of blocks, which begin at that byte, and the first byte after."""
+        """Return numbers (rows, K) times the scales of blocks, which begin at byte ``first``, and the first byte after them."""
         rows, count = numbers.shape[0], numbers.shape[1] // self.block
         size = -(-rows // 128) * -(-count // 4) * 512
         tiles = self.scales[0].view(torch.uint8).flatten()[first : first + size]
@@ -77,7 +77,7 @@ class Side:
 
 
 class OtherGpus:
-    """Takes the place of both functions; ``calls`` says how each was called: what of, and the dtype of its result."""
+    """Replaces both functions; ``calls`` lists the function, the recipe and the result's dtype of each call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[ScalingType, ...], torch.dtype]] = []
@@ -171,7 +171,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def meta(function: Any, given: dict[str, Any]) -> Tensor:
-    """Return what torch's own checks return."""
+    """Return the result of torch's own checks, a fake tensor."""
     with FakeTensorMode():
         moved = dict(given)
         for name, value in given.items():

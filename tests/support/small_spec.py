@@ -13,7 +13,7 @@ TRAIN = {"steps": 2, "tokens_per_step": 512, "micro_batch": 2, "seq_len": 64, "e
 
 
 def small_spec(folder: Path, *, ranks: int = 1, source: str = "text", name: str = "run", **train: int) -> Path:
-    """Write ``<name>.yaml``, its text, and nothing else, into a folder; the run goes to ``<name>`` beside it."""
+    """Write ``<name>.yaml`` and its text into a folder; the run goes to ``<name>`` in the same folder."""
     text, path = folder / "text.txt", folder / f"{name}.yaml"
     text.write_text("a fox jumps over a dog\n" * 200)
     tree = {

@@ -1,4 +1,4 @@
-"""A spec with every section, and what is wrong with others."""
+"""A spec with every section, and the errors of other specs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ run: {dir: "runs/good", seed: 3}
 
 
 def assembled(text: str | bytes, *overrides: str) -> Assembly:
-    """What a ``spec.yaml`` with that text, and the overrides, resolve to."""
+    """Return the assembly of a ``spec.yaml`` with that text and the overrides."""
     Path("spec.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     return assemble(Path("spec.yaml"), overrides, defaults=DEFAULTS, registry=REGISTRY, machine=Machine())
 
 
 def complaints(text: str | bytes, *overrides: str, kind: type[MoefwError] = SpecError) -> list[str]:
-    """What is wrong with it, as it is printed."""
+    """Return the errors of such a spec, as they are printed."""
     with pytest.raises(MoefwError) as caught:
         assembled(text, *overrides)
     assert type(caught.value) is kind

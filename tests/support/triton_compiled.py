@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that need not be there, and what the assembler says of them."""
+"""Kernels compiled for a GPU that need not be present, and the assembler's report."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 def compiled(
     kernel: Any, types: str, aligned: str, constants: Mapping[str, Any], *, capability: int = 90, **options: int
 ) -> Mapping[str, Any]:
-    """Return what Triton makes of a kernel: ``ttir``, ``ptx``.
+    """Compile a kernel with Triton and return its ``ttir``, ``ptx`` and so on.
 
-    ``types`` are those of the arguments that are no constants, in their order; ``aligned`` names those that 16 divides.
+    ``types``: types of the non-constant arguments, in order. ``aligned``: names of the arguments divisible by 16.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -31,7 +31,7 @@ def compiled(
 
 
 def assembled(ptx: str) -> str:
-    """Return what the assembler says of PTX for Hopper: registers and spills."""
+    """Return the assembler's report on PTX for Hopper: registers and spills."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "/dev/stdin"]

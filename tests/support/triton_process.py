@@ -1,4 +1,4 @@
-"""How a process begins in which Triton interprets kernels, or compiles them: it decides once, when it is imported."""
+"""Start of a process in which Triton interprets or compiles kernels. Triton decides this once, when it is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def begin(interpret: str) -> None:
-    """What ``torch.empty`` returns is full of NaN and of 0xFF here: nothing may be left out or read beyond its end.
+    """Prepare the process. ``torch.empty`` returns memory full of NaN or of the largest integer, to show unwritten elements.
 
     With ``MOEFW_KERNELS_ON=cuda``, kernels that would be interpreted run on a GPU instead.
     """

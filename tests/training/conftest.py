@@ -1,4 +1,4 @@
-"""What tests of runs share."""
+"""Fixtures that tests of runs share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from small_spec import small_spec
 
 @pytest.fixture
 def write_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """:func:`small_spec` in the folder of a test, whose runs prepare their text there, too."""
+    """Return :func:`small_spec` for the folder of a test, in which its runs also prepare their text."""
     monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
     return lambda **options: small_spec(tmp_path, **options)

@@ -1,4 +1,4 @@
-"""Ranks exchange data and never code, whatever a peer sends."""
+"""Ranks exchange data, never code, whatever a peer sends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Command:
 
 
 def meet_a_hostile_peer(how: str, path: str) -> str:
-    """Rank 1 speaks torch's protocol of pickled objects, or sends lengths and bytes of its own."""
+    """Let rank 1 use torch's protocol of pickled objects, or send arbitrary lengths and bytes."""
     if dist.get_rank() == 0:
         try:
             return f"heard {everywhere('hello', dist.group.WORLD)}"
@@ -76,7 +76,7 @@ def meet_a_hostile_peer(how: str, path: str) -> str:
 @pytest.mark.fault("a hostile peer answers: {id}", "it is named, and nothing that it sends is run")
 @pytest.mark.parametrize("how", ["pickle", "100000", "0", "-1"])
 def test_what_a_hostile_peer_sends_is_not_run(pool: RankPool, tmp_path: Path, how: str) -> None:
-    """A pickled command, JSON nested too deep, no bytes, or less than none."""
+    """A pickled command, JSON nested too deeply, no bytes, or a negative length."""
     path = tmp_path / "ran"
     heard, _ = pool.run(meet_a_hostile_peer, 2, how, str(path))
     assert "rank 1 of the group" in heard

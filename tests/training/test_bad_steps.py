@@ -34,7 +34,7 @@ def no_clock(section: str) -> Iterator[None]:
 
 
 class Run:
-    """A small model that trains step by step, counted from 1, with parts of a test."""
+    """A small model that trains step by step, counted from 1, with the parts of a test."""
 
     def __init__(self, policy: str, **parts: Any) -> None:
         world = dist.get_world_size()
@@ -56,7 +56,7 @@ class Run:
         return "nothing failed"
 
     def everything(self) -> list[Tensor]:
-        """Copies of all that a step may change."""
+        """Return copies of all tensors that a step may change."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self.model.parameters(), *state_tensors(self.model).values(), *states]
         return [local(tensor.detach()).clone() for tensor in tensors]
@@ -158,7 +158,7 @@ def test_what_a_broken_part_makes_is_named_with_expert_rank_and_micro_batch(
 
 
 class Hiccup:
-    """Makes NaN of one token's embedding, in so many forwards from now on, on one rank."""
+    """Turns one token's embedding into NaN, in the next ``forwards`` forwards, on one rank."""
 
     def __init__(self, model: Any, rank: int, *, forwards: int) -> None:
         self.left = forwards if dist.get_rank() == rank else 0
@@ -172,7 +172,7 @@ class Hiccup:
 
 
 def trained(policy: str, forwards: int, rank: int = 0, **parts: Any) -> tuple[list[StepResult], list[Tensor]]:
-    """Three steps, a fault in the second; what came of them."""
+    """Run three steps with a fault in the second; return results and all tensors."""
     run = Run(policy, **parts)
     results = [run.step(1)]
     Hiccup(run.model, rank, forwards=forwards)
@@ -273,7 +273,7 @@ def bad_moments(value: float) -> list[str]:
     run = Run("rerun", parallel=ALL)
     run.step(1)
     run.spoil(EXPERT, value, key="exp_avg_sq")
-    if value == value:  # an infinite second moment stops its weight, and no loss shows it
+    if value == value:  # an infinite second moment freezes its weight, which no loss shows
         run.step(2)
         Hiccup(run.model, 0, forwards=1)
         return [run.failure(3)]

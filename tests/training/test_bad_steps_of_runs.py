@@ -1,4 +1,4 @@
-"""A run whose step is bad tells so, counts it in its metrics and meets the batch no more; a jump of the loss is told."""
+"""A run reports a bad step, counts it in its metrics and skips its batch from then on; it reports jumps of the loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def spec(write_spec: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def bad_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 3 has an embedding that is not finite, however often it is run."""
+    """Step 3 has a non-finite embedding in every repetition."""
 
     class Bad(Engine):
         def step(self, *args: Any, number: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, whatever moment a run is killed at, and never holds what is not finite."""
+"""A checkpoint is complete or absent, whenever a run is killed, and never contains non-finite numbers."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def names(run_dir: Path) -> set[str]:
 
 
 class KilledError(BaseException):
-    """Nothing runs after it."""
+    """Simulates a kill: a BaseException that no handler catches."""
 
 
 @contextmanager
 def watched(last: int = -1) -> Iterator[list[str]]:
-    """Log what is flushed, renamed and deleted, and be killed before call number ``last``."""
+    """Log flushes, renames and deletions, and raise KilledError before call number ``last``."""
     log: list[str] = []
 
     def logged(name: str, function: Any) -> Any:
@@ -133,7 +133,7 @@ def test_what_lies_after_a_step_is_set_aside_under_a_name_of_its_own(tmp_path: P
 
 
 def test_what_no_manifest_can_name_is_not_saved(tmp_path: Path) -> None:
-    """It could not be loaded."""
+    """Such a checkpoint could not be loaded."""
     layout = OpenedLayout(fake_assembly(dict(SMALL), 1).layout, "cpu")
     model, optimizer = tiny(1.0)
     optimizer.state[model.norm]["two\nlines"] = torch.zeros(3)
@@ -150,7 +150,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def poison(run_dir: Path, parallel: dict[str, Any]) -> list[tuple[set[str], str]]:
-    """Poison one tensor of rank 1 after the other; return the names of what is not finite, and what a save says."""
+    """Poison each tensor of rank 1 in turn; return the names of non-finite tensors, and the message of a save."""
     parts = {"gemm": {"use": "grouped"}, "parallel": parallel}
     model, assembly, layout, shared = open_model(whole_model(2, parts=parts, plugins=(), sizes={"vocab_size": 64}))
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
@@ -207,7 +207,7 @@ def test_what_is_not_finite_on_one_rank_is_saved_by_none_and_named(pool: RankPoo
 
 
 def fill_the_disk(run_dir: Path) -> str:
-    """Save on ranks of which the second finds no room."""
+    """Save on two ranks of which the second has a full disk."""
     parts = {"parallel": LAYOUTS["split"]}
     model, assembly, layout, shared = open_model(whole_model(2, parts=parts, plugins=(), sizes={"vocab_size": 64}))
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is named, file and tensor, and the newest whole one is offered."""
+"""Damage of a checkpoint is named by file and tensor, and the newest complete one is offered."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from moefw.training.checkpoint.shards import described
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A whole checkpoint, alone in its run."""
+    """A complete checkpoint, the only one of its run."""
     return checkpoint_cases.save(tmp_path / "run", 4)[0]
 
 
 @pytest.mark.fault("each byte of a shard flips", "refused; the damaged tensor is named")
 def test_every_flipped_byte_of_a_shard_is_named(folder: Path) -> None:
-    """Header or tensor; the first bit of one byte, the second of the next, and so on."""
+    """In header or tensor: the first bit of one byte, the second of the next, and so on."""
     path = folder / SHARD
     whole, names = path.read_bytes(), described(path).tensors
     start = min(tensor.begin for tensor in names.values())
@@ -126,7 +126,7 @@ def test_what_is_no_safetensors_file_is_told_though_the_hash_is_right(folder: Pa
 
 
 def put(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
-    """Replace a tensor, everything that is said of it, and the hashes; None: without it."""
+    """Replace a tensor, its description and the hashes; None removes it."""
     tensors = load_file(folder / SHARD)
     tensors.pop(name, None)
     (folder / SHARD).write_bytes(save(tensors | ({} if tensor is None else {name: tensor})))

@@ -1,4 +1,4 @@
-"""A manifest is what was written, to the bit, or its checkpoint is refused with a message."""
+"""A manifest equals the written one, to the bit, or its checkpoint is refused with a message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moefw.training.checkpoint.manifest import MAX_BYTES
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A whole checkpoint, alone in its run."""
+    """A complete checkpoint, the only one of its run."""
     return save(tmp_path / "run", 4)[0]
 
 
@@ -113,7 +113,7 @@ def test_another_format_is_told(folder: Path) -> None:
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:
-    """Return every place of a manifest as a container and a key, one tensor for all."""
+    """Return every place of a manifest as a container and a key; one tensor stands for the others."""
     found = []
     for key, value in list(data.items() if isinstance(data, dict) else enumerate(data)):
         if not str(key).startswith(("optimizer/", "model/norm")):
@@ -122,7 +122,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 
 
 def test_a_value_of_a_wrong_type_is_told_wherever_it_stands(folder: Path) -> None:
-    """Though the hash was made of it."""
+    """Also if the hash matches the value."""
     whole = (folder / "manifest.json").read_bytes()
     number = len(places({key: value for key, value in json.loads(whole).items() if key != "sha256"}))
     assert number > 15

@@ -1,4 +1,4 @@
-"""What ranks say of themselves, what is read off them from outside, and who is blamed."""
+"""Reports of ranks, observations of them from outside, and blame."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_collectives_outlast_the_watch() -> None:
 
 
 def what_ranks_wait_in() -> list[str]:
-    """Return what rank 0 is seen to wait in, in the order of what it does; rank 1 is late each time."""
+    """Return the operations in which rank 0 is seen to wait, in order; rank 1 is late each time."""
     rank, found = dist.get_rank(), list[str]()
     half = dist.new_group([0, 1])
     main = threading.get_ident()

@@ -1,4 +1,4 @@
-"""A disk that is full is told in one line, whichever file it meets, and may be passed over."""
+"""A full disk is reported in one line, for any file, and may be ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "checkpoint": (30, ["train.checkpoint_every=5"]),
     "a checkpoint passed over": (30, ["train.checkpoint_every=5", "train.on_full_disk=continue"]),
 }
-"""Pages that are free when a run begins: files take one each, in this order."""
+"""Free pages when a run begins, and overrides. Files take one page each, in this order."""
 
 pytestmark = pytest.mark.skipif(
     subprocess.run(["unshare", "-Urm", "true"], check=False, capture_output=True).returncode != 0,

@@ -1,4 +1,4 @@
-"""A run goes on where it was, saves whole checkpoints or none, and is looked at without a budget of rows."""
+"""A run resumes where it was, saves complete checkpoints or none, and generates text without a budget of rows."""
 
 from __future__ import annotations
 

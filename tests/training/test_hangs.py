@@ -1,4 +1,4 @@
-"""Whole runs in which a rank hangs or leaves: it is named in one message, stacks are kept, and no process is left."""
+"""Whole runs in which a rank hangs or exits: it is named in one message, stacks are kept, and no process is left."""
 
 from __future__ import annotations
 

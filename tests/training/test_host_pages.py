@@ -1,4 +1,4 @@
-"""Pages of memory that a rank has freed."""
+"""Return of memory pages that a rank has freed."""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ def merged(runs: list[Run], when: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def alone(pool: RankPool) -> Run:
-    """One rank, the readable GEMM: what all others are held against."""
+    """One rank with the readable GEMM, with which all others are compared."""
     return run(pool, 1, "allgather", "loop")[0]
 
 
 def test_initial_weights_are_the_same_in_every_pytorch() -> None:
-    """Of 4,096 numbers some lie beyond three deviations and are drawn again."""
+    """Some of 4,096 numbers are beyond three deviations and are drawn again."""
     linear = torch.nn.Linear(64, 64, bias=False)
     initialise(linear, seed=0, std=lambda _: 0.5)
     assert linear.weight[0, :3].tolist() == pytest.approx(FIRST, abs=1e-6)
@@ -63,7 +63,7 @@ def test_expert_parallelism_dispatcher_and_gemm_change_nothing_but_speed(
 
 
 def assert_same(runs: list[Run], alone: Run) -> None:
-    """Hold losses, norms, loads, weights before and after, and router state against one rank's."""
+    """Compare losses, norms, loads, weights before and after, and router state with one rank's."""
     first, last = merged(runs, "first"), merged(runs, "last")
     assert first.keys() == alone.first.keys()
     assert all(torch.equal(first[name], alone.first[name]) for name in first)

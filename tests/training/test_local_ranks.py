@@ -1,4 +1,4 @@
-"""The launcher names the rank that keeps a run from getting on, whatever became of it, and leaves none behind."""
+"""The launcher names the rank that blocks a run, whatever happened to it, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def run(tmp_path: Path) -> RunSpec:
 
 
 def launch(run: RunSpec, *ranks: str, resumable: bool = False) -> int:
-    """Return the exit code of a run of ranks that each do something; none is left behind."""
+    """Run ranks with the given code; return the exit code, and check that no process is left."""
     before = children(os.getpid())
     with StopRequests(resumable=lambda: resumable) as requests:
         command = [sys.executable, "-c", RANK, run.dir, *ranks]
@@ -247,7 +247,7 @@ def test_a_request_before_the_first_step_ends_the_run(run: RunSpec, resumable: b
 
 @contextmanager
 def when_all_are_ready(run: RunSpec, *numbers: signal.Signals) -> Iterator[None]:
-    """Send signals to this process, as a user would, when both ranks have said that they are ready."""
+    """Send signals to this process, as a user would, when both ranks have reported that they are ready."""
 
     def send() -> None:
         deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Metrics are whole on disk whatever ends a run, and read back as they were."""
+"""Metrics are complete on disk, however a run ends, and are read back unchanged."""
 
 import json
 import math

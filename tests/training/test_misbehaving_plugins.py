@@ -32,7 +32,7 @@ Train = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def train(write_spec: Callable[..., Path]) -> Train:
-    """Trains with functions for hooks, each of a module of ``odd-parts`` 1.5, and returns what was measured."""
+    """Trains with hook functions, each from a module of ``odd-parts`` 1.5, and returns the metrics."""
     path = write_spec(steps=3, tokens_per_step=64, seq_len=32)
     metrics = path.parent / "run" / "metrics.jsonl"
 
@@ -52,7 +52,7 @@ def train(write_spec: Callable[..., Path]) -> Train:
 
 
 def files_open_in(folder: Path) -> Iterator[Path]:
-    """Yield what this process holds open in a folder."""
+    """Yield the files in a folder that this process has open."""
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
             if (path := descriptor.readlink()).is_relative_to(folder):
@@ -85,7 +85,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 
 def observer(change: Callable[[], Any], calls: list[int]) -> Callable[..., None]:
-    """Changes something after the first step that it sees."""
+    """Return an observer that changes something in step 1."""
 
     def observe(step: int) -> None:
         calls.append(step)

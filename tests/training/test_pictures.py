@@ -1,4 +1,4 @@
-"""The pictures show what was measured, of any run."""
+"""The plots show the measurements of any run."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What a run prints while it runs, on a terminal and elsewhere."""
+"""Output of a run in progress, on a terminal and elsewhere."""
 
 import contextlib
 import io

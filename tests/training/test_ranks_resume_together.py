@@ -1,4 +1,4 @@
-"""Ranks go on from one checkpoint in one text, or say what differs before the first step."""
+"""Ranks resume from the same checkpoint with the same text, or report the difference before the first step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moefw.training.checkpoint.manifest import Manifest
 from moefw.training.resume import Which
 
 Asked = tuple[str, Which | None, str]
-"""What a rank sees: its folder of the run, what ``--resume`` asks for, and the digest of its data."""
+"""View of a rank: its folder of the run, the value of ``--resume``, and the digest of its data."""
 
 
 def choose(asked: list[Asked]) -> int | str | None:
@@ -31,7 +31,7 @@ def choose(asked: list[Asked]) -> int | str | None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> dict[str, str]:
-    """Folders of a run: two with checkpoints of other steps, a third with another checkpoint of step 4, an empty one."""
+    """Folders of a run: two with different checkpoints, a third with another checkpoint of step 4, an empty one."""
     for name, steps, world in (("a", (2, 4), 1), ("b", (2,), 1), ("c", (2, 4), 2), ("none", (), 1)):
         (tmp_path / name / "checkpoints").mkdir(parents=True)
         for step in steps:

@@ -1,4 +1,4 @@
-"""Local ranks meet where no other user gets in, and nothing that a rank hears is unpickled."""
+"""Local ranks meet at a place closed to other users, and no message to a rank is unpickled."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ SPLIT = "{dense: {dp: 2, tp: 2, shard: all}, experts: {ep: 2, shard: all}}"
 
 
 def train_save_and_resume(spec: str, run_dir: str, cache: Path) -> list[float]:
-    """Train, evaluate, save and resume on this rank, where whatever is unpickled is an error."""
+    """Train, evaluate, save and resume on this rank, where any unpickling is an error."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something was unpickled")

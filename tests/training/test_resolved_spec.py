@@ -1,4 +1,4 @@
-"""A run says what has changed in its spec, and its ranks refuse to train on different ones."""
+"""A run reports changes of its spec, and its ranks refuse to train on different specs."""
 
 from __future__ import annotations
 

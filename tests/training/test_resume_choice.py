@@ -1,4 +1,4 @@
-"""A run goes on from the checkpoint that --resume names, and a command that reads one bears with a run that drops it."""
+"""A run resumes from the checkpoint that --resume names, and a command that reads one copes with its deletion."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_resume_where_there_is_nothing_is_refused_but_for_auto(new: Place) -> No
 
 
 def test_auto_begins_the_same_run_again_where_it_is(place: Place) -> None:
-    """As it lies after a kill before the first checkpoint: with the first lines of metrics, the last one torn."""
+    """The folder is as after a kill before the first checkpoint: it has the first lines of metrics, the last one torn."""
     wanted = place.losses()
     moefw_says("train", place.run / "spec.yaml", "--resume=auto", f"run.dir={place.run}")
     shutil.rmtree(place.run / "checkpoints")
@@ -184,7 +184,7 @@ def test_a_full_disk_fails_the_run_with_one_message(place: Place, monkeypatch: p
 def test_eval_reads_the_last_checkpoint_that_is_there_when_others_are_dropped(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice, between the choice and the reading: before the manifest, and after it."""
+    """A checkpoint is dropped twice between choice and reading: before its manifest is read, and after."""
     load, read = checkpoint.load, []
 
     def late(folder: Path, *arguments: Any, **named: Any) -> Any:

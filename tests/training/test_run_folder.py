@@ -1,4 +1,4 @@
-"""The folder of a run is one run's at a time, and nobody loses what was in it."""
+"""The folder of a run belongs to one run at a time, and earlier contents are kept."""
 
 from __future__ import annotations
 

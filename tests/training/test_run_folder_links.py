@@ -1,4 +1,4 @@
-"""A run's folder may be a link; what it leads to is never moved."""
+"""A run's folder may be a link; its target is never moved."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SPLIT = "{dense: {dp: 2, tp: 2, shard: all}, experts: {ep: 2, shard: all}}"
-"""Four ranks that split everything: attention, experts, and what would be copies."""
+"""Four ranks that split everything: attention, experts, and copies."""
 
 
 def spec(folder: Path, text: Path, layout: int | str, name: str = "run") -> Path:
-    """Write a spec; a number is that of expert-parallel ranks."""
+    """Write a spec. A number as layout is the number of expert-parallel ranks."""
     path = folder / f"{name}.yaml"
     parallel = layout if isinstance(layout, str) else f"{{experts: {{ep: {layout}}}}}"
     path.write_text(SPEC % (parallel, text, folder / name))
@@ -65,7 +65,7 @@ def spec(folder: Path, text: Path, layout: int | str, name: str = "run") -> Path
 
 
 def train(*arguments: object) -> str:
-    """Return what a run of several ranks prints."""
+    """Return the output of a run of several ranks."""
     command = [sys.executable, "-m", "moefw", "train", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -324,7 +324,7 @@ def test_a_temperature_that_gives_no_probabilities_is_refused(trained: tuple[Pat
 )
 @pytest.mark.parametrize("names", ["RANK LOCAL_RANK WORLD_SIZE", "SLURM_PROCID SLURM_LOCALID SLURM_NTASKS"])
 def test_every_rank_that_is_not_ended_says_what_is_wrong(names: str, rank: str, local_rank: str, told: str) -> None:
-    """The first one of a node at once, others when that one had the time to: torchrun and our launcher end them then."""
+    """The first rank of a node reports at once, others after a delay, within which torchrun and our launcher end them."""
     place = dict(zip(names.split(), (rank, local_rank, "16"), strict=True))
     command = [sys.executable, "-m", "moefw", "train", "nope.yaml"]
     done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The learning rate over the steps, and what decays."""
+"""The learning rate over the steps, and the parameters with weight decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank joins its world over what its GPUs can, and leaves it without waiting for others if it fails."""
+"""A rank joins its world with a backend that its GPUs support, and leaves without waiting for others if it fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moefw.training.checkpoint.saving import owned
 def test_ranks_talk_over_nccl_where_none_shares_its_gpu(
     gpus: list[str], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number is under which each rank sees it."""
+    """This holds for any device number under which each rank sees its GPU."""
     seen = iter(gpus)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=next(seen)))
     store, device = dist.HashStore(), torch.device("cuda", 0)
@@ -80,7 +80,7 @@ def test_a_rank_that_fails_waits_for_no_other() -> None:
 
 
 def test_a_checkpoint_is_collected_on_the_host() -> None:
-    """States that rest there may find no room on the device."""
+    """States that stay on the host may not fit on the device."""
     layout = OpenedLayout(fake_assembly(dict(SMALL), 1).layout, "cpu")
     with FakeTensorMode():
         model = nn.Module()

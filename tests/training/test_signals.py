@@ -1,4 +1,4 @@
-"""A signal saves a run at the end of its step and ends it with 75; what follows is the run that was not stopped."""
+"""A signal saves a run at the end of its step and ends it with 75; resumed, it equals a run that was not stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spec of a run is what the run wrote: a digit that flips would be another model, and nothing else would tell."""
+"""The spec of a run is unchanged since the run wrote it: a flipped digit would give another model unnoticed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def spec(tmp_path: Path) -> Path:
 
 
 def readings(spec: Path) -> list[str]:
-    """Return what the two ways to read a run's spec say against it; nothing where it is read."""
+    """Return the errors of the two ways to read a run's spec; empty if it is read."""
     said = []
     for read in (lambda: specs.read_run(str(spec.parent), []), lambda: specs.read(str(spec), [])):
         try:
