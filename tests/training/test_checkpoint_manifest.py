@@ -113,7 +113,7 @@ def test_another_format_is_told(folder: Path) -> None:
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:
-    """Return every place of a manifest as a container and a key; one tensor stands for the others."""
+    """Return every place of a manifest as a container and a key, with only one tensor."""
     found = []
     for key, value in list(data.items() if isinstance(data, dict) else enumerate(data)):
         if not str(key).startswith(("optimizer/", "model/norm")):

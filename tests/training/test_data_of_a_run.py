@@ -1,4 +1,4 @@
-"""A run prepares its data once, reads no more of them than it needs, and names what is damaged."""
+"""A run prepares its data once, reads only the data that it needs, and names damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Return of memory pages that a rank has freed."""
+"""Memory pages that a rank has freed: kept for the next step, or returned on request."""
 
 from __future__ import annotations
 

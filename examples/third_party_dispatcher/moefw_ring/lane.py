@@ -131,7 +131,7 @@ class Return:
         self.lanes = lanes
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
-        """Return the buffers of what comes home, in the order in which it left."""
+        """Return the buffers of the returning sums, in the order in which rows left, and the works to wait for."""
         return _launch([(lane.leaving[0], lane.back) for lane in self.lanes], tensors)
 
 

@@ -89,7 +89,7 @@ def _backward_kernel(
     grad, h, weights, grad_h, grad_weights, a, rows, columns, grad_stride, h_stride,
     R: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Compute R whole rows in each program, which sums them alone. Products of two bf16 numbers are exact in fp32."""
+    """Compute R whole rows in each program, so no sum spans two. Products of two bf16 numbers are exact in fp32."""
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R).to(tl.int64)
     weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))[:, None]
     total = tl.zeros((R, C), tl.float32)
