@@ -1,4 +1,4 @@
-"""What plugin authors and our own tests share: contract suites, problems, the dense oracle, a pool of gloo ranks."""
+"""Test tools for plugin authors and for moefw: contract suites, layer cases, the dense oracle, a pool of gloo ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOMES = {
     "Truth": "oracle",
     "dense_moe": "oracle",
 }
-"""Where the public names live: imported when they are first asked for, as they bring torch and hypothesis."""
+"""Module of each public name. Modules are imported on first use, because they import torch and hypothesis."""
 
 __all__ = [
     "DispatcherSuite",

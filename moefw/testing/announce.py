@@ -1,4 +1,4 @@
-"""Plugins of a test: declarations that no installed distribution announces."""
+"""Registration of a test's own plugins, which no installed distribution declares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moefw.core.plugin import Plugin
 
 
 def with_plugins(declarations: Iterable[type[Plugin]]) -> Registry:
-    """Return the installed plugins and these. Raises PluginError where an installed one has the name of another."""
+    """Return a registry of the installed plugins and these. Raises PluginError if two have the same name."""
     registry = Registry()
     for declaration in declarations:
         if declaration.name in registry.names:
@@ -24,7 +24,7 @@ def with_plugins(declarations: Iterable[type[Plugin]]) -> Registry:
 
 
 def _module(declaration: type[Plugin]) -> ModuleType:
-    """Return the module that declares a plugin through its hook; made up where its own does not."""
+    """Return the module that declares a plugin through its hook; a new one if the plugin's own module does not."""
     own = sys.modules.get(declaration.__module__)
     hook = getattr(own, declaration.hook, None)
     if own is not None and hook is not None and declaration in hook():

@@ -1,4 +1,4 @@
-"""How our own plugins are used in combinations, and what the oracle is told of each way. Options, no torch."""
+"""Variants of the built-in plugins for combinations, with the oracle's settings for each. Options, no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 
 def _routing(use: str, label: str, words: Mapping[str, Any], *, also: Mapping[str, Any] | None = None) -> Any:
-    """A router whose options are called as the oracle's words are, but for ``also``."""
+    """Return a router's variant. Its options have the same names as the oracle's, except for ``also``."""
     same = {key: value for key, value in words.items() if key in ("score", "pre_softmax", "renormalise", "scale")}
     return label, {"use": use, **same, **(also or {})}, {"words": words}
 
@@ -190,4 +190,4 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
         "coupled": _layouts("coupled", _COUPLED),
     },
 }
-"""By section and plugin: label, choice, what the oracle is told. Plugins that are not here are used as they come."""
+"""By section and plugin: label, choice, other fields of the variant. Read by :func:`moefw.testing.variants.of_part`."""

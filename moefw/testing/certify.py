@@ -1,4 +1,4 @@
-"""Certifies an installed plugin without a test file: what ``pytest --moefw-dispatcher NAME`` collects."""
+"""Certification of an installed plugin without a test file: ``pytest --moefw-dispatcher NAME``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Candidate:
 
 
 def candidates(config: pytest.Config) -> list[Candidate]:
-    """Return the plugins that the command line names. Raises UsageError, with everything that is wrong in one go."""
+    """Return the plugins that the command line names. Raises UsageError for a wrong name or option."""
     words = [word for word in KINDS if config.getoption(f"--moefw-{word}")]
     written = config.getoption("--moefw-options")
     if written and len(words) != 1:
@@ -116,7 +116,7 @@ def _options(written: str | None) -> dict[str, Any]:
 
 
 def _check(word: str, kind: Kind, declaration: type[Plugin], options: Mapping[str, Any]) -> None:
-    """Refuse values that the options do not take; what does not fit a world is the suite's to see."""
+    """Raise UsageError for invalid option values. Whether options fit a world is left to the suite."""
     from moefw.testing.layer_case import LayerCase
 
     chosen: Any = {"use": declaration.name, **options}
@@ -134,12 +134,12 @@ def _example(annotation: Any) -> str:
 
 
 class Certificate(pytest.Module):
-    """The tests of the named plugins, under the file in which this class stands."""
+    """Tests of the named plugins, collected as this file."""
 
     named: list[Candidate]
 
     def _getobj(self) -> ModuleType:
-        """Return a module of one suite a plugin."""
+        """Return a module with one suite per plugin."""
         module = ModuleType("certify")
         for candidate in self.named:
             suite = candidate.suite()

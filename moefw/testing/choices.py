@@ -1,4 +1,4 @@
-"""Routing in fp64, one token and one expert after the other, from the formulas alone. Nothing is shared with plugins.
+"""Reference routing in fp64, by token and by expert, from the formulas alone. It shares no code with plugins.
 
 Shapes: legend in :mod:`moefw.core.stages`. Formulas: Megatron Core as noted in each function; DeepSeek-V3 (arXiv
 2412.19437), Switch (2101.03961), ST-MoE (2202.08906).
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What the routing computes; the same words as the routers' options. Coefficients of 0 switch a loss off.
+    """Definition of a routing, with the names of the routers' options. A coefficient of 0 disables its loss.
 
     ``kind`` is the router: topk, sinkhorn or forced. ``groups`` is (count, keep), ``capacity`` (factor, drop).
     """
@@ -38,7 +38,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """Where tokens go. ``chosen_TK`` is before, ``ids_TK`` after a capacity drops; -1 is no choice.
+    """Expert ids and weights of tokens. ``chosen_TK`` is before, ``ids_TK`` after a capacity drops; -1 is no choice.
 
     ``loss`` is the sum of the auxiliary losses, each a mean over all valid tokens.
     """
@@ -64,8 +64,8 @@ def route(
     """Route tokens by ``logits`` (T, E) fp64. Differentiable.
 
     ``bias_E`` is the expert bias, ``beta_E`` the quantiles, ``load_E`` the load of the last global batch (1 = fair).
-    ``micro_batches`` and ``sequences`` are lengths of consecutive pieces of T; None: one piece. ``ranks``: of those
-    that choose by themselves; None: micro-batches.
+    ``micro_batches`` and ``sequences`` are lengths of consecutive pieces of T; None: one piece. ``ranks``: lengths of
+    the pieces that choose experts independently; None: ``micro_batches``.
     """
     valid = torch.ones(len(logits), dtype=torch.bool) if valid is None else valid
     batches, rows = list(_pieces(logits, micro_batches)), list(_pieces(logits, sequences))
@@ -93,7 +93,7 @@ def route(
 
 
 def scores_of(logits: Tensor, rule: Rule) -> Tensor:
-    """Return the score of every expert; softmax over all of them."""
+    """Return the score of every expert. A softmax is over all experts."""
     if rule.kind == "sinkhorn":
         return 1 / (1 + (-logits).exp()) if rule.top_k == 1 else logits.softmax(-1)
     if rule.score == "sigmoid":
@@ -104,7 +104,7 @@ def scores_of(logits: Tensor, rule: Rule) -> Tensor:
 
 
 def switch(shares: Tensor, best: Tensor) -> Tensor:
-    """Return ``E / (K N^2) sum_e mass_e n_e`` of N tokens: Switch's loss, 1 where experts are equally busy."""
+    """Return ``E / (K N^2) sum_e mass_e n_e`` of N tokens: Switch's loss, 1 if experts have equal loads."""
     tokens, num_experts = shares.shape
     loss = shares.new_zeros(())
     for expert in range(num_experts if tokens else 0):
@@ -113,9 +113,10 @@ def switch(shares: Tensor, best: Tensor) -> Tensor:
 
 
 def fair_beta(logits: Tensor, beta_E: Tensor, top_k: int) -> Tensor:
-    """Return the beta that would have given each expert its fair share of these tokens (N >= 1), one by one.
+    """Return the beta that would have given each expert its fair share of these tokens (N >= 1), expert by expert.
 
-    The ``floor(N K / E) + 1``-th largest of ``logit - alpha``, alpha a token's ``K + 1``-th largest ``logit - beta``.
+    It is the ``floor(N K / E) + 1``-th largest ``logit - alpha``; alpha is a token's ``K + 1``-th largest
+    ``logit - beta``.
     """
     tokens, num_experts = logits.shape
     alpha = [sorted((logits[t] - beta_E).tolist(), reverse=True)[top_k] for t in range(tokens)]
@@ -127,7 +128,7 @@ def fair_beta(logits: Tensor, beta_E: Tensor, top_k: int) -> Tensor:
 
 
 def within_capacity(chosen: Tensor, weights: Tensor, num_experts: int, rule: Rule) -> Tensor:
-    """Return the choices of one rank that are left, -1 for the others: at most ``ceil(T K / E * factor)`` an expert."""
+    """Return one rank's choices, at most ``ceil(T K / E * factor)`` per expert; dropped ones are -1."""
     assert rule.capacity is not None
     factor, drop = rule.capacity
     room = math.ceil(Decimal(str(factor)) * chosen.numel() / num_experts)
@@ -161,7 +162,7 @@ def _choices(
 
 
 def _best_groups(row: Tensor, rule: Rule) -> Tensor:
-    """Return one token's ranking, -inf outside its best groups; a group counts its best K // keep experts."""
+    """Return one token's ranking, -inf outside its best groups. A group's value is the sum of its best K // keep."""
     assert rule.groups is not None
     count, keep = rule.groups
     groups = row.chunk(count)

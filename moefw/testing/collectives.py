@@ -1,4 +1,4 @@
-"""Collectives as PyTorch's operators show them: of every group, whoever opened it, in forward and in backward."""
+"""Interception of collectives at PyTorch's operators: on every process group of any origin, in forward and backward."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from moefw.core.errors import ContractError
 
 @frozen(kw_only=True, eq=False)
 class Collective:
-    """A call of a collective on this rank of ``group``; ranks below are those of the group.
+    """One call of a collective on this rank. Ranks are numbered within ``group``.
 
-    ``to``: what goes to each rank. ``places``: where that of each rank comes to lie, in ``outputs``; if ``operation``
-    is given, the one place where all of it is reduced. ``call`` runs the operator into the given outputs; ``answer``
-    is what it returns with the given work. A functional collective has no outputs: it returns them.
+    ``to``: the tensors sent to each rank. ``places``: the parts of ``outputs`` that receive the tensors of each rank.
+    With an ``operation``, the only place is this rank's, which receives the reduction over all ranks. ``call`` runs the
+    operator with the given outputs. ``answer`` returns the operator's result for the given work handle. A functional
+    collective has no ``outputs``: it returns them.
     """
 
     kind: str
@@ -39,25 +40,25 @@ class Collective:
 
 
 class Collectives(TorchDispatchMode):
-    """Sees every collective that is called on this thread while it is entered.
+    """Dispatch mode that intercepts every collective of this thread while it is active.
 
-    Raises ContractError for a collective of PyTorch that it does not know. What does not go through PyTorch's
-    operators (a library's own kernels) is not seen.
+    Raises ContractError for an unknown collective of PyTorch. Communication that does not use PyTorch's operators, such
+    as a library's own kernels, is not intercepted.
     """
 
     def launch(self, collective: Collective) -> Any:
-        """Start a collective; return what its operator returns."""
+        """Launch a collective and return its operator's result."""
         raise NotImplementedError
 
     def wait(self, result: Tensor) -> Tensor:
-        """Wait for what a functional collective returned."""
+        """Wait for the result of a functional collective."""
         waited: Tensor = _WAIT(result)
         return waited
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator; a collective by :meth:`launch`."""
+        """Run an operator: a collective by :meth:`launch`, a wait by :meth:`wait`."""
         if any(issubclass(kind, AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # it waits for its tensor first
+            return NotImplemented  # the subclass waits for its tensor first
         if func.namespace not in ("c10d", "_c10d_functional") or func.__name__ in _LOCAL:
             return func(*args, **(kwargs or {}))
         if func is _WAIT:
@@ -70,7 +71,7 @@ _WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 
 
 def collective_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Collective:
-    """Return the call that an operator of ``c10d`` or ``_c10d_functional`` is. Raises ContractError."""
+    """Return the collective of an operator of ``c10d`` or ``_c10d_functional``. Raises ContractError if unknown."""
     name = f"{func.namespace}::{func.__name__.partition('.')[0]}"
     read = _READ.get(name)
     if read is None:
@@ -155,7 +156,7 @@ def _reduce_scatter_list(
 
 
 def _all_reduce(group: ProcessGroup, tensors: list[Tensor], operation: Any, *_: Any) -> _Fields:
-    """A rank's own tensors go to each peer, who reduces for himself."""
+    """Return an all-reduce as a send of this rank's tensors to each peer, which reduces them locally."""
     given = [tensor.detach().clone() for tensor in tensors]
     return {
         "kind": "all-reduce",
@@ -204,11 +205,11 @@ _READ: Final[Mapping[str, Callable[..., _Fields]]] = {
     "_c10d_functional::all_gather_into_tensor": lambda group, input, _: _sent_to_all(group, [input]),
     "_c10d_functional::reduce_scatter_tensor": lambda group, input, *_: _reduced_apart(group, input),
 }
-"""The fields of a collective by its operator, of the group and of the operator's other arguments."""
+"""Functions that return the fields of a collective, by operator, from the group and the operator's other arguments."""
 
 
 def _split(tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> dict[int, list[Tensor]]:
-    """Return the rows for each rank; no sizes: equally many."""
+    """Return the rows for each rank; without sizes, equal parts."""
     return _each(tensor.split(list(sizes or [len(tensor) // group.size()] * group.size())))
 
 
@@ -217,5 +218,5 @@ def _each(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
 
 
 def _kind_of(operation: Any) -> dist.ReduceOp.RedOpType:
-    """Return what an operator reduces by, which it holds as a number."""
+    """Return the reduce operation of an operator, which holds it as a number."""
     return dist.ReduceOp.RedOpType(operation.op())

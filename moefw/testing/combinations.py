@@ -1,7 +1,7 @@
-"""Specs drawn over the product of all plugins, for hypothesis; see :func:`moefw.testing.verify.verify`.
+"""Hypothesis strategies for specs over the product of all plugins; see :func:`moefw.testing.verify.verify`.
 
-A combination is a variant of each section, and an MoE layer small enough to try it on: ranks with few tokens, none or
-unequally many, skewed routing, masks, aligned rows.
+A combination is a variant of each section with a small MoE layer: ranks with few, no or unequal numbers of tokens,
+skewed routing, masks, aligned rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_TOKENS = 6
 
 @frozen(kw_only=True)
 class Combination:
-    """A variant for each section, and the tokens of each rank. ``plugins``: declarations that nobody installed."""
+    """A variant of each section, and the tokens of each rank. ``plugins``: plugins that need not be installed."""
 
     parts: Mapping[str, Variant] = field(eq=False)
     tokens: tuple[int, ...]
@@ -55,7 +55,7 @@ class Combination:
         return self._layer_case().tree()
 
     def yaml(self) -> str:
-        """Return the spec as a user would write it, and what else there was in comments."""
+        """Return the spec as YAML, with all other settings in comments."""
         settings = [f"skew {self.skew}", f"seed {self.seed}", f"row alignment {self.row_alignment}"]
         settings += ["every third token masked"] if self.masked else []
         head = [
@@ -65,9 +65,10 @@ class Combination:
         return "\n".join([*head, *(f"{section}: {_flow(value)}" for section, value in self.spec().items())]) + "\n"
 
     def layer_case(self) -> LayerCase:
-        """Return the layer to try. Raises what resolve raises.
+        """Return the layer case. Raises the errors of resolve.
 
-        Rows are aligned as the parts agreed on, and as drawn where the dispatcher offers that.
+        Its row alignment is the one that the parts agreed on, or its lcm with the drawn one if the dispatcher offers
+        that.
         """
         layer_case = self._layer_case()
         assembly = layer_case.resolve()
@@ -77,7 +78,7 @@ class Combination:
         return self._layer_case(row_alignment=wanted if offered == ANY or wanted in offered else agreed)
 
     def rule(self) -> Rule | None:
-        """Return what the oracle is told of the router; None where no formula of ours says what it computes."""
+        """Return the oracle's rule for the router; None if the oracle has no formula for it."""
         from moefw.testing.oracle import Rule
 
         words = self.parts["routing"].words
@@ -104,7 +105,7 @@ class Combination:
 
 
 def settled(combination: Combination) -> Combination:
-    """Return the combination with tokens that its parts take: see ``smallest`` and ``equal_tokens`` of a variant."""
+    """Return the combination adapted to its parts: see ``smallest``, ``equal_tokens`` and ``regions`` of a variant."""
     parts, tokens = combination.parts.values(), combination.tokens
     smallest = max(variant.smallest for variant in parts)
     tokens = tuple(number if number == 0 else max(number, smallest) for number in tokens)
@@ -120,9 +121,9 @@ def settled(combination: Combination) -> Combination:
 def usable_here(
     *, registry: Registry, plugin: type[Plugin] | None = None, options: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[Sections, Fit]:
-    """Return the variants that this machine can run, a section's plainest first, and how they fit.
+    """Return the variants that this machine can run, a section's plainest first, and their fit.
 
-    ``plugin``: its section holds nothing but it, used with each set of ``options``.
+    ``plugin``: its section contains only this plugin, with each set of ``options``.
     """
     sections: dict[str, tuple[Variant, ...]] = dict(variants(registry))
     if plugin is not None:
@@ -143,10 +144,10 @@ def usable_here(
 def combinations(
     sections: Sections | None = None, plugins: tuple[type[Plugin], ...] = ()
 ) -> st.SearchStrategy[Combination]:
-    """Return a strategy of combinations: accepted mostly, refused at times. It shrinks to what a spec takes by default.
+    """Return a strategy for combinations, most accepted, some refused. It shrinks towards the defaults of a spec.
 
-    ``sections``: the variants to draw from; by default all that this machine can run, ``plugins`` that nobody installed
-    among them.
+    ``sections``: the variants to draw from; by default all that this machine can run. ``plugins``: more plugins, which
+    need not be installed.
     """
 
     @cache
@@ -174,7 +175,7 @@ def combinations(
 
 
 def _flow(value: object) -> str:
-    """Return a value as YAML writes it on one line."""
+    """Return a value as YAML on one line."""
     yaml, text = YAML(pure=True), io.StringIO()
     yaml.default_flow_style, yaml.width = True, 10_000
     yaml.dump(value, text)

@@ -1,8 +1,8 @@
-"""The bytes that leave this rank while collectives are counted: those of every group, whoever opened it.
+"""Count of the bytes that leave this rank in collectives, on every process group of any origin.
 
-What a collective counts as, whatever algorithm the backend takes: see :class:`moefw.core.records.Traffic`. Besides,
-an all-reduce counts as the rank's own tensor to each peer, a broadcast as the root's tensor to each peer, a barrier as
-nothing.
+The bytes of a collective are independent of the backend's algorithm: see :class:`moefw.core.records.Traffic`. In
+addition, an all-reduce counts as the rank's own tensor to each peer, a broadcast as the root's tensor to each peer, a
+barrier as zero.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from moefw.testing.collectives import Collective, Collectives
 
 
 class Counting(Collectives):
-    """Adds up by rank of ``group``, whatever group a collective runs on.
+    """Adds up bytes by receiving rank of ``group``, for collectives on any group.
 
-    Payload: floating tensors of two axes or more, the last in ``dims``; the rest is metadata. While it is entered,
-    ContractError is raised for a collective outside of :meth:`during`, or to a rank that is not in ``group``.
+    Payload: floating-point tensors of two axes or more, the last of a size in ``dims``; the rest is metadata. While
+    active, it raises ContractError for bytes sent outside of :meth:`during`, or to a rank that is not in ``group``.
     """
 
     def __init__(self, group: ProcessGroup, *, dims: Collection[int | None]) -> None:
@@ -35,7 +35,7 @@ class Counting(Collectives):
 
     @contextmanager
     def during(self, movement: Movement) -> Iterator[None]:
-        """Count what is launched in this block as part of ``movement``."""
+        """Count collectives launched in this block as part of ``movement``."""
         before, self._movement = self._movement, movement
         try:
             yield
@@ -43,11 +43,11 @@ class Counting(Collectives):
             self._movement = before
 
     def traffic(self) -> Traffic:
-        """Return what was counted."""
+        """Return the counted bytes."""
         return Traffic(self.group.rank(), {movement: tuple(peers) for movement, peers in self._sent.items()})
 
     def launch(self, collective: Collective) -> Any:
-        """Count what goes to each peer, and pass on."""
+        """Count the bytes for each peer, then run the collective."""
         for peer, tensors in collective.to.items():
             rank = self._rank_of(peer, collective.group)
             for tensor in tensors:

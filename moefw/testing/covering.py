@@ -1,4 +1,4 @@
-"""A few combinations in which every two variants that go together meet at least once."""
+"""Pairwise covering: few combinations that together contain every compatible pair of variants."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Pair = frozenset[Variant]
 def pairs(
     *, plugins: tuple[type[Plugin], ...] = (), only: type[Plugin] | None = None, fit: Fit | None = None
 ) -> list[Combination]:
-    """Return a covering set: each two variants of two sections that resolve accepts are together in one of them.
+    """Return a covering set: each pair of variants that resolve accepts is in at least one combination.
 
-    Always the same, and few: the largest two sections alone need as many as their product. ``only``: the pairs with a
-    variant of that plugin. ``fit``: variants, and what resolve says of them; by default all that this machine can run.
+    The set is deterministic and small: the two largest sections alone need the product of their sizes. ``only``: cover
+    only pairs with a variant of that plugin. ``fit``: the variants and their fit; by default all that this machine can
+    run.
     """
     if fit is None:
         _, fit = usable_here(registry=with_plugins(plugins))
@@ -38,23 +39,23 @@ def pairs(
 
 
 def all_pairs(sections: Sections) -> Iterator[tuple[Variant, Variant]]:
-    """Yield every two variants of two different sections."""
+    """Yield every pair of variants of two different sections."""
     for one, other in itertools.combinations(sections.values(), 2):
         yield from itertools.product(one, other)
 
 
 def fitting_pairs(sections: Sections, fit: Fit) -> Iterator[Pair]:
-    """Yield every two variants of two sections that some accepted combination holds."""
+    """Yield every pair of variants of two sections that some accepted combination contains."""
     return (frozenset(pair) for pair in all_pairs(sections) if fit.company(*pair) is not None)
 
 
 def met(parts: Mapping[str, Variant]) -> set[Pair]:
-    """Return the pairs that a combination holds."""
+    """Return the pairs that a combination contains."""
     return {frozenset(pair) for pair in itertools.combinations(parts.values(), 2)}
 
 
 def dress(parts: Mapping[str, Variant], number: int, plugins: tuple[type[Plugin], ...] = ()) -> Combination:
-    """Return parts with tokens, skew, mask and alignment, a different mix for every number."""
+    """Return a combination of parts with tokens, skew, mask and alignment, which vary with ``number``."""
     patterns = TOKENS[parts["parallel"].world]
     return settled(
         Combination(
@@ -71,7 +72,7 @@ def dress(parts: Mapping[str, Variant], number: int, plugins: tuple[type[Plugin]
 
 
 def _cover(wanted: list[Pair], fit: Fit) -> Iterator[Mapping[str, Variant]]:
-    """Start from a pair that is left, and take for each other section what meets most of those that are left."""
+    """Yield combinations greedily: start from an uncovered pair, then add variants that cover the most other pairs."""
     left = dict.fromkeys(wanted)
     sections = sorted(fit.sections, key=lambda section: -len(fit.sections[section]))
     while left:

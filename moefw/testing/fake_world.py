@@ -1,6 +1,6 @@
-"""One rank of a world of any size, without the others and without memory: fake groups, fake tensors.
+"""One rank of a world of any size, without other ranks and without memory: fake process groups, fake tensors.
 
-Whatever reads a tensor on the host fails here, so what runs needs no such reading on a device either.
+Code that reads a tensor's values on the host fails here. So code that runs needs no such read on a device either.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from moefw.training.gradients import split_axis
 
 R = TypeVar("R")
 Kind = Literal["copied", "split", "experts"]
-"""Dense parameters of which every rank of tp has all; dense ones that tp splits; those of routed experts."""
+"""Dense parameters that tp replicates, dense parameters that tp splits, parameters of routed experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FakeStep:
-    """What one rank holds after a forward and a backward.
+    """State of one rank after a forward and a backward.
 
-    ``elements`` of its parameters by kind, its shards alone where FSDP shards them; ``without_gradient`` names the
-    parameters that have none of the shape of their shard.
+    ``elements``: number of elements of its parameters by kind, of its shards only under FSDP. ``without_gradient``:
+    names of parameters without a gradient of their shard's shape.
     """
 
     elements: Mapping[Kind, int]
@@ -49,7 +49,7 @@ class FakeStep:
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
-    """Be ``rank`` of ``world`` ranks whose collectives do nothing; tensors made inside have shapes and no values."""
+    """Act as ``rank`` of ``world`` ranks. Collectives do nothing; tensors made inside have shapes but no values."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         from_group = staticmethod(_with_real_tensors(DeviceMesh.from_group))
@@ -60,9 +60,9 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 def fake_step(tree: Tree, rank: int, world: int) -> FakeStep:
-    """Build ``rank`` of a spec in ``world`` ranks and run one micro-batch forward and backward, all of it fake.
+    """Build the model of one rank of a fake world, and run one micro-batch forward and backward.
 
-    The router must know its counts beforehand (``forced``), and the dispatcher and the GEMM must take them.
+    The router must know its counts beforehand (``forced``), and the dispatcher and the GEMM must accept them.
     """
     assembly = fake_assembly(tree, world)
     shared = Shared()
@@ -106,7 +106,7 @@ def _shape(tensor: Tensor) -> torch.Size:
 
 
 def _with_real_tensors(function: Callable[..., R]) -> Callable[..., R]:
-    """Return ``function``, which reads tensors of its own on the host, run outside of the fake world."""
+    """Return ``function`` wrapped to run with real tensors, because it reads its own tensors on the host."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> R:

@@ -1,4 +1,4 @@
-"""Which variants go together: resolve over the product, each question asked once. No torch here."""
+"""Compatibility of variants: resolve over their product, with cached results. No torch here."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Pretended(Machine):
     """A machine on which everything is installed."""
 
     def has_package(self, name: str) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
 
 class Fit:
-    """What resolve says of a model with a variant in each section. ``pretend``: any device, everything installed.
+    """Results of resolve for a model with a variant in each section.
 
-    Without ``pretend``: on a CPU, with what is installed here.
+    ``pretend``: assume any device and all packages. Otherwise a CPU with the packages that are installed here.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Fit:
         return {"model": self.model, "train": train, **{section: parts[section].choice for section in SECTIONS}}
 
     def resolve(self, parts: Parts) -> Assembly:
-        """Return the assembly of a combination. Raises what resolve raises."""
+        """Return the assembly of a combination. Raises MoefwError if it is refused."""
         return assemble_tree(
             self.tree(parts),
             Marks("spec"),
@@ -68,7 +68,7 @@ class Fit:
         )
 
     def refusal(self, parts: Parts) -> MoefwError | None:
-        """Return why a combination is refused; None if it is accepted."""
+        """Return the error that refuses a combination; None if it is accepted."""
         key = frozenset(parts.values())
         if key not in self._said:
             try:
@@ -79,9 +79,10 @@ class Fit:
         return self._said[key]
 
     def company(self, *chosen: Variant) -> Parts | None:
-        """Return an accepted combination that holds the chosen variants; None if none was found.
+        """Return an accepted combination that contains the chosen variants; None if none was found.
 
-        Looked for: the plainest others, those that each of the chosen needs, and then every one of the others in turn.
+        Tries the plainest other variants, with those that each chosen variant needs, then each variant of each other
+        section in turn.
         """
         key = frozenset(chosen)
         if key not in self._companies:
@@ -90,9 +91,9 @@ class Fit:
         return self._companies[key]
 
     def reason(self, *chosen: Variant) -> Problem:
-        """Return why no company was found for the chosen variants: a problem that names them all where there is one.
+        """Return why no company was found for the chosen variants, if possible as a problem that names all of them.
 
-        Where two fail only because of a third section, each of whose variants one of them refuses, it says that.
+        If two variants fail only because each variant of a third section is refused by one of them, it says so.
         """
         refusal = self.refusal(next(iter(self._candidates(chosen))))
         assert refusal is not None, "the first candidate was refused"
@@ -112,7 +113,7 @@ class Fit:
                 yield Problem(f"no {section} goes with {both}. {' '.join(reasons)}", fix)
 
     def needs(self, variant: Variant) -> list[str]:
-        """Return what a variant needs of the machine, beyond a CPU: devices, compute capability, packages by name."""
+        """Return a variant's needs of the machine beyond a CPU: devices, compute capability, packages by name."""
         words = {"device": "{}", "capability": "compute capability {}", "package": "{}"}
         found = [need for need in self._asks(variant) if need.fact in words]
         values = [[need.value] if isinstance(need.value, str) else list(need.value) for need in found]
@@ -146,12 +147,12 @@ class Fit:
         if variant not in self._needs:
             try:
                 self._needs[variant] = [need for part in self._parts(variant) for need in part.needs(self._site())]
-            except Exception:  # resolve tells what is wrong with the plugin
+            except Exception:  # resolve reports the plugin's fault
                 self._needs[variant] = []
         return self._needs[variant]
 
     def _states(self, variant: Variant) -> str:
-        """Return what a variant says of itself: of two that say the same, one is asked for."""
+        """Return a variant's offers and needs as text. Of variants with equal text, only one is tried."""
         if variant not in self._stated:
             said = variant.label
             if variant.section != "parallel":
@@ -185,7 +186,7 @@ def _not_plain(parts: Parts, plain: Parts) -> dict[str, Variant]:
 
 
 def named(problem: Problem, chosen: Iterable[Variant]) -> list[Variant]:
-    """Return the variants that a problem names: by a plugin's name, or by the key of the spec that holds it."""
+    """Return the variants that a problem names, by plugin or by section of the spec."""
     return [variant for variant in chosen if _is_named(problem, variant)]
 
 
@@ -197,5 +198,5 @@ def _is_named(problem: Problem, variant: Variant) -> bool:
 
 
 def is_a_refusal(error: MoefwError) -> bool:
-    """Return whether an error says that parts do not fit, and not that a plugin is broken."""
+    """Return whether an error means that parts do not fit, not that a plugin is broken."""
     return not isinstance(error, PluginError)

@@ -1,9 +1,9 @@
-"""The truth of a layer whose router no formula of ours describes: everything behind the router, given its routing.
+"""Truth of a layer whose router has no formula in the oracle: everything after the router, given its routing.
 
-The ids and weights that the router returned are constants of a dense layer in fp64, which gives the output, the
-gradients of the experts, of the tokens through the experts, and of the weights. That last one goes back through the
-router's own autograd, auxiliary losses included, and gives the router's gradients and the tokens' share through it. So
-a wrong router passes here (its own suite judges it), and a layer that treats a right one wrongly does not.
+The router's ids and weights are constants of a dense layer in fp64. The dense layer gives the output and the gradients
+of the experts, of the tokens through the experts, and of the routing weights. The gradient of the weights goes back
+through the router's own autograd, auxiliary losses included, and gives the gradients of the router and of the tokens
+through it. So a wrong router passes here (its own suite tests it), but a layer that misuses a correct router fails.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from moefw.training.agreement import everywhere
 def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor], budget: float | None) -> Truth:
     """Return this rank's part of the truth: its tokens' outputs and gradients, its share of every other gradient.
 
-    ``parameters``: :func:`moefw.testing.layer_case.parameters_of`. ``budget``: the ``rank_capacity`` to drop beyond.
-    Collective.
+    ``parameters``: :func:`moefw.testing.layer_case.parameters_of`. ``budget``: the ``rank_capacity`` beyond
+    which choices are dropped. Collective.
     """
     rank = this_rank()
     layer, shared = build_layer(layer_case)
@@ -73,7 +73,7 @@ def summed(parts: Sequence[Truth]) -> Truth:
 
 
 def batch_of(layer_case: LayerCase, rank: int) -> Batch:
-    """Return the batch of a rank in training."""
+    """Return the training batch of a rank."""
     mask_BS = layer_case.mask(rank).unsqueeze(0) if layer_case.masked else None
     scale = torch.tensor(1.0 / max(1, layer_case.valid_tokens))
     ids = torch.zeros(1, layer_case.tokens[rank], dtype=torch.int64)
@@ -81,7 +81,7 @@ def batch_of(layer_case: LayerCase, rank: int) -> Batch:
 
 
 def dropped(layer_case: LayerCase, ids: Sequence[Tensor], budget: float) -> list[Tensor]:
-    """Return each rank's choices that a budget of ``budget`` times the fair share leaves out, bool (T, K)."""
+    """Return each rank's choices beyond a budget of ``budget`` times the fair share, bool (T, K)."""
     assembly: Assembly = layer_case.resolve()
     plan = assembly.layout
     out = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in ids]
@@ -129,11 +129,11 @@ def _grad(tensor: Tensor) -> Tensor:
 def over_budget(
     expert_ids: Sequence[Tensor], *, num_experts: int, ep: int, rank_capacity: float, row_alignment: int = 1
 ) -> list[Tensor]:
-    """Return for each rank of one expert-parallel group which of its choices find no room, bool ``(T, K)``: by force.
+    """Return the choices beyond the budget of each rank of one expert group, bool ``(T, K)``, by brute force.
 
-    Rows lie in order (expert, source rank, token), each expert's padded to the alignment; a rank has room for
-    ``rank_capacity * K`` rows for each token of the rank that has most, rounded up to the alignment; with experts in
-    parts, every part leaves out the same.
+    Rows are in order (expert, source rank, token), with each expert's rows padded to the alignment. A rank's budget
+    is ``rank_capacity * etp * K`` rows per token of the rank with the most tokens, rounded up to the alignment. With
+    experts in parts, all parts of an expert drop the same choices.
     """
     out = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in expert_ids]
     parts = len(expert_ids) // ep

@@ -1,4 +1,4 @@
-"""MoE layers to try a combination of plugins on: tokens, skew, empties; run on every rank, held against the oracle."""
+"""Layer cases: small MoE layers for combinations of plugins, run on every rank and compared with the oracle."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
     "deepep": {"use": "deepep", "backend": "torch"},
     "hybridep": {"use": "hybridep", "backend": "torch"},
 }
-"""The built-in dispatchers as any machine can run them."""
+"""The built-in dispatchers, with backends that run on any machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
     """One MoE layer and its tokens. ``tokens`` holds each rank's number of tokens; ``skew`` shapes the routing.
 
-    ``skew`` "one": every token prefers expert 0; "starved": no token prefers the last expert; "even": by chance.
+    ``skew`` "one": every token prefers expert 0; "starved": no token prefers the last expert; "even": random.
     """
 
     tokens: tuple[int, ...] = (5,)
@@ -64,7 +64,7 @@ class LayerCase:
     seed: int = 0
     parts: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[type[Plugin], ...] = ()
-    """Declarations that no installed distribution brings."""
+    """Declarations of plugins that are not installed."""
 
     @property
     def world(self) -> int:
@@ -98,7 +98,7 @@ class LayerCase:
         return _residual_dtype(_Recipe(choice, self.plugins, self))
 
     def draw(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return a rank's tokens and the probe that its output is multiplied with, (T, D), exact in ``dtype``."""
+        """Return a rank's tokens and the probe that its output is multiplied with, both (T, D) in ``dtype``."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + rank)
         x_TD, probe_TD = torch.randn(2, self.tokens[rank], self.dim, generator=generator)
         x_TD[:, 0] = x_TD[:, 0].abs() + 1.0
@@ -113,7 +113,7 @@ class LayerCase:
         return {"model": model, "train": train, "run": {"device": "cpu"}, **self.parts}
 
     def resolve(self) -> Assembly:
-        """Resolve the layer case's spec as it stands. Raises what resolve raises."""
+        """Resolve the layer case's spec without changes. Raises the errors of resolve."""
         return assemble_tree(
             self.tree(),
             Marks("layer case"),
@@ -124,7 +124,7 @@ class LayerCase:
         )
 
     def assemble(self) -> Assembly:
-        """Resolve the spec, with its own ``row_alignment`` for the negotiated. Raises what resolve raises."""
+        """Resolve the spec, then replace the negotiated ``row_alignment`` by its own. Raises the errors of resolve."""
         assembly = self.resolve()
         layers = {
             n: evolve(p, facts={**p.facts, "row_alignment": self.row_alignment}) for n, p in assembly.layers.items()
@@ -134,13 +134,13 @@ class LayerCase:
 
 @cache
 def _registry(plugins: tuple[type[Plugin], ...]) -> Registry:
-    """Return the installed plugins and these: looking for what is installed takes longer than resolving a spec."""
+    """Return a registry of installed plugins and these. Cached: finding plugins takes longer than resolving a spec."""
     return with_plugins(plugins)
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A choice of a precision, and a layer case that makes it."""
+    """A choice of a precision, as a cache key, and a layer case with this choice."""
 
     choice: str
     plugins: tuple[type[Plugin], ...]
@@ -149,7 +149,7 @@ class _Recipe:
 
 @cache
 def _residual_dtype(recipe: _Recipe) -> torch.dtype:
-    """Return the dtype of the residual stream, as on one rank: a process may ask for the tokens of any."""
+    """Return the dtype of the residual stream, built as on one rank: a process may draw the tokens of any rank."""
     assembly = _alone(recipe.layer_case).resolve()
     layout = open_layout(assembly, "cpu")
     layout.rank = 0
@@ -160,7 +160,7 @@ def _residual_dtype(recipe: _Recipe) -> torch.dtype:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What one rank computed: its output, its gradients (dense ones are still this rank's share), its counts."""
+    """Results of one rank: its output, counts and gradients. ``shares``: its share of the dense gradients."""
 
     out_TD: Tensor
     tokens_per_expert: Tensor
@@ -178,16 +178,14 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
     expert = SwiGLU(layer_case.dim, layer_case.expert_dim, precision, _not_split(layout)) if layer_case.shared else None
     layer = context.moe_layer(0, shared_expert=expert)
     layer.forward = context.at(0).layer(layer.forward)  # type: ignore[method-assign]
-    std = min(
-        0.3, 4.8 / math.sqrt(layer_case.dim)
-    )  # scores of wide rows must not saturate: their choices would be ties
+    std = min(0.3, 4.8 / math.sqrt(layer_case.dim))  # scores of wide rows must not saturate, which would make ties
     initialise(layer, seed=layer_case.seed, std=lambda _: std)
     _skew(layer.router, layer_case)
     return layer, shared
 
 
 def _not_split(layout: Layout) -> TensorParallel:
-    """Ranks have unequal numbers of tokens here, which a shared expert takes only if it is whole."""
+    """Return no tensor parallelism: with unequal numbers of tokens per rank, a shared expert must be whole."""
     tp = TensorParallel(layout)
     tp.size, tp.index, tp.group = 1, 0, None
     return tp
@@ -212,7 +210,7 @@ def routed(layer_case: LayerCase, layer: MoELayer) -> tuple[Tensor, Tensor, Rout
 
 
 def received(layer_case: LayerCase) -> ExpertBatch:
-    """Return the rows that this rank's experts get."""
+    """Return the rows that this rank's experts receive."""
     layer, shared = build_layer(layer_case)
     x_TD, _, routing = routed(layer_case, layer)
     batch, _ = layer.dispatcher.dispatch(x_TD, routing.weights_TK, layer.dispatcher.plan(routing))
@@ -258,7 +256,7 @@ def solve(layer_case: LayerCase) -> Outcome:
 
 
 def _share(grad: Tensor) -> Tensor:
-    """Return what this rank adds to a gradient; of one that is summed and sharded already, an equal share."""
+    """Return this rank's share of a gradient; an equal share if the gradient is already reduced and sharded."""
     return whole(grad) / grad.device_mesh.size() if is_shared_out(grad) else grad
 
 
@@ -298,7 +296,7 @@ def truth(layer_case: LayerCase, rule: Rule, **given: Tensor) -> Truth:
 
 
 def _tokens_together(layer_case: LayerCase) -> list[int]:
-    """Return the tokens of each micro-batch: ranks along cp and tp have parts of one."""
+    """Return the number of tokens of each micro-batch. Ranks along cp and tp have parts of the same one."""
     plan = layer_case.resolve().layout
     groups = sorted({plan.group(rank, ("cp", "tp")) for rank in range(plan.world)})
     assert [rank for group in groups for rank in group] == list(range(plan.world)), "parts are with neighbours"
@@ -306,7 +304,7 @@ def _tokens_together(layer_case: LayerCase) -> list[int]:
 
 
 def parameters_of(layer_case: LayerCase) -> dict[str, Tensor]:
-    """Return every parameter of the layer case's layer, whole, by canonical name. In a process without a world."""
+    """Return every parameter of the layer case's layer, whole, by canonical name. Needs a process without a world."""
     alone, shared = build_layer(_alone(layer_case))
     shared.close()
     return {piece.name: piece.of(piece.parameter.detach()) for piece in canonical_parameters(alone)}
@@ -317,16 +315,16 @@ def _uniform(layer_case: LayerCase, rank: int) -> Tensor:
 
 
 def _alone(layer_case: LayerCase) -> LayerCase:
-    """The same layer on one rank; its tokens do not matter."""
+    """Return the same layer on one rank. Its tokens do not matter."""
     parts = {key: value for key, value in layer_case.parts.items() if key != "parallel"}
     return replace(layer_case, tokens=(1,), parts=parts)
 
 
 def assert_matches(outcomes: Sequence[Outcome], wanted: Truth, *, rtol: float, floor: float = 1e-2) -> None:
-    """Hold outputs, counts and every gradient of all ranks against the oracle, by name.
+    """Assert that outputs, counts and every gradient of all ranks equal the oracle's, by name.
 
-    The largest error is at most ``rtol`` of the tensor's largest value; of a gradient that nearly cancels, of ``floor``
-    times the largest gradient.
+    The largest error is at most ``rtol`` times the tensor's largest value, or times ``floor`` of the largest gradient
+    if that is larger.
     """
     got = {"out": torch.cat([outcome.out_TD.double() for outcome in outcomes])}
     got["tokens_per_expert"] = torch.stack([outcome.tokens_per_expert for outcome in outcomes]).sum(0).double()

@@ -1,4 +1,4 @@
-"""Layouts against one rank: rows of a table, each a short run that must train alike."""
+"""Comparison of layouts with one rank. Each row of a table is a short run that must train as one rank does."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moefw.testing.training import SMALL, Run, short_run
 
 STEPS = 20
 LOSS, NORM, WEIGHTS = 2e-6, 2e-6, 2e-5
-"""What may differ: losses and gradient norms of every step relatively, weights after the last absolutely."""
+"""Tolerances: relative for losses and gradient norms of every step, absolute for weights after the last step."""
 
 EPS = 1e-6
-"""Adam divides by gradients: with a smaller eps, the rounding of one that is nearly zero becomes a whole step."""
+"""Adam divides by gradients: with a smaller eps, rounding of a gradient near zero becomes a full step."""
 
 
 @frozen(kw_only=True)
 class Row:
-    """A layout and what trains under it."""
+    """A layout, and the model and sizes that train under it."""
 
     ranks: int
     parallel: Mapping[str, Any] = field(eq=json.dumps)
@@ -56,13 +56,13 @@ class Row:
 
 @frozen(kw_only=True)
 class Deviation:
-    """How far a run is from that of one rank: the largest differences, losses and norms relative."""
+    """Largest differences between a run and that of one rank: relative for losses and norms, absolute for weights."""
 
     loss: float
     norm: float
     weights: float
     start: bool
-    """Whether the weights before the first step are the same bits."""
+    """Whether the weights before the first step are bitwise equal."""
 
     @property
     def alike(self) -> bool:
@@ -71,7 +71,7 @@ class Deviation:
 
 
 class LayoutTable:
-    """The rows of a file, and the runs of one rank that they are held against."""
+    """The rows of a file, and the one-rank runs that they are compared with."""
 
     def __init__(self, path: Path, pool: RankPool, *, steps: int = STEPS) -> None:
         problems: list[Problem] = []
@@ -82,7 +82,7 @@ class LayoutTable:
         self._alone: dict[Row, Run] = {}
 
     def deviation(self, row: Row) -> Deviation:
-        """Train under a layout and hold it against one rank."""
+        """Train under a layout and return the deviation from one rank."""
         return deviation(self._run(row), self.alone(row))
 
     def alone(self, row: Row) -> Run:
@@ -97,7 +97,7 @@ class LayoutTable:
 
 
 def deviation(runs: list[Run], alone: Run) -> Deviation:
-    """Return how far the runs of all ranks are from that of one."""
+    """Return the deviation of a run on several ranks from the run on one rank."""
     first, last = ({name: t for run in runs for name, t in getattr(run, when).items()} for when in ("first", "last"))
     assert first.keys() == alone.first.keys(), "every parameter is on some rank"
     pairs = list(zip(runs[0].results, alone.results, strict=True))

@@ -1,4 +1,4 @@
-"""The support matrix: which variants of which sections go together, and why the others do not. No torch here."""
+"""The support matrix: which variants of which sections are compatible, and why others are not. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefw.testing.variants import Variant, variants
 
 @frozen(kw_only=True)
 class Refusal:
-    """Two variants that no accepted spec holds together."""
+    """Two variants that no accepted spec combines, and the reason."""
 
     one: Variant
     other: Variant
@@ -24,10 +24,10 @@ class Refusal:
 
 @frozen(kw_only=True)
 class Matrix:
-    """What goes together on a machine that has everything.
+    """Compatibility of variants on a machine with every device and package.
 
-    ``sections``: the variants that some spec accepts; ``alone``: those that none does, with the reason. ``needs``: what
-    a variant needs of the machine beyond a CPU. ``problems``: plugins that did not load.
+    ``sections``: the variants that some accepted spec contains. ``alone``: those that none contains, with the reason.
+    ``needs``: a variant's needs of the machine beyond a CPU. ``problems``: plugins that did not load.
     """
 
     sections: Mapping[str, Sequence[Variant]]
@@ -38,22 +38,22 @@ class Matrix:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of variants of two sections there are."""
+        """Number of pairs of variants of two sections."""
         sizes = [len(ways) for ways in self.sections.values()]
         return sum(one * other for one, other in itertools.combinations(sizes, 2))
 
     @property
     def share_refused(self) -> float:
-        """How many of them are refused, of 1."""
+        """Share of these pairs that is refused, from 0 to 1."""
         return len(self.refusals) / max(1, self.pairs)
 
     def summary(self) -> str:
-        """Return the share refused as a line."""
+        """Return the refused share as a line of text."""
         return f"refused: {len(self.refusals)} of {self.pairs} combinations of two ({100 * self.share_refused:.1f} %)"
 
 
 def survey(registry: Registry, *, ours_only: bool = True) -> Matrix:
-    """Ask resolve for every two variants whether some spec holds both; ``ours_only``: of the built-in plugins."""
+    """Return the matrix: resolve each pair of variants in specs. ``ours_only``: only built-in plugins."""
     problems = [] if ours_only else registry.load_all()
     sections = variants(registry, ours_only=ours_only)
     fit = Fit(sections, registry=registry, model={"num_layers": 1, "shared_expert_dim": 256}, pretend=True)

@@ -1,6 +1,6 @@
-"""The fewest rows that can travel: counted for given expert ids, and expected for two ways to draw them.
+"""Minimal numbers of rows to send: counted for given expert ids, and expected for two random routings.
 
-A *unit* is a rank or a node: it holds consecutive experts, as many as every other. Closed forms: notes on performance,
+A *unit* is a rank or a node. Units hold equal numbers of consecutive experts. Closed forms: notes on performance,
 "Minimal volume"; ``R(P) = P * (1 - C(E - E/P, K) / C(E, K))``.
 """
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 def distinct(ids_by_rank: Sequence[Tensor], *, num_experts: int, num_units: int) -> int:
-    """Return how many pairs (token, unit with an expert of the token) there are, without the token's own unit.
+    """Return the number of pairs (token, unit with an expert of the token), without the token's own unit.
 
-    ``ids_by_rank`` holds each rank's ``expert_ids_TK``, -1 for a dropped choice. No dispatcher that brings every
-    token to its experts sends fewer rows between units; nor a combine, which brings a sum of rows back from each.
+    ``ids_by_rank`` holds each rank's ``expert_ids_TK``, -1 for a dropped choice. No dispatch that sends every token to
+    its experts sends fewer rows between units. Neither does a combine, which returns a sum of rows from each unit.
     """
     return sum(
         unit != _home(ids_by_rank, rank, num_units)
@@ -28,14 +28,14 @@ def distinct(ids_by_rank: Sequence[Tensor], *, num_experts: int, num_units: int)
 
 
 def inside(ids_by_rank: Sequence[Tensor], *, num_experts: int, ranks_per_node: int, by_rail: bool = True) -> int:
-    """Return the fewest rows that cross from rank to rank inside nodes, where a token comes to a node but once.
+    """Return the fewest rows sent between ranks inside nodes, if each token is sent to a node only once.
 
-    For each token and node the row lies on one rank to begin with: on the token's own rank if it is that rank's
-    node, else on the rank where it came in. It must cross to every other rank of the node with an expert of the
-    token. So from the ranks with an expert, one is taken off if it is that first rank. ``by_rail``: a row comes in
-    at the rank with the same position in its node as the token's rank has in its own, as where every position has a
-    network of its own. Not ``by_rail``: it may come in anywhere, thus at a rank with an expert: a bound for all.
-    (A token that comes to a node more than once may cross less inside; it then crosses more between nodes.)
+    In each node, a token's row starts on one rank: in the token's own node on its own rank, else on the rank that
+    receives it. The row is sent to every other rank of the node with an expert of the token. So the first rank does not
+    count, even if it has an expert. ``by_rail``: the receiving rank has the same position in its node as the token's
+    rank, as with one network per position. Not ``by_rail``: any rank may receive it, so one with an expert does, which
+    gives a bound for all dispatchers. (A token sent to a node more than once may need fewer rows inside nodes, but it
+    needs more between nodes.)
     """
     num_ranks = len(ids_by_rank)
     rows = 0
@@ -65,9 +65,9 @@ def _home(ids_by_rank: Sequence[Tensor], rank: int, num_units: int) -> int:
 
 @frozen(kw_only=True)
 class Scheme:
-    """Routing by chance: choose ``limit`` of ``groups`` groups of consecutive experts, then K experts inside them.
+    """Random routing: draw ``limit`` of ``groups`` groups of consecutive experts, then K experts inside them.
 
-    One group: uniform routing.
+    With one group, routing is uniform.
     """
 
     num_experts: int
@@ -83,7 +83,7 @@ class Scheme:
         return (torch.rand(open_TE.shape, generator=generator) + open_TE).topk(self.top_k).indices
 
     def touched(self, num_units: int) -> float:
-        """Return the expected number of units, of ``num_units``, that hold an expert of a token; its own counts too."""
+        """Return the expected number of units, of ``num_units``, with an expert of a token; its own unit counts."""
         each, group = self.num_experts // num_units, self.num_experts // self.groups
         spanned = max(1, each // group)
         untouched = 0.0
@@ -95,9 +95,9 @@ class Scheme:
         return num_units * (1 - untouched)
 
     def between(self, num_units: int) -> float:
-        """Return the expected rows a token that must travel between units: :func:`distinct` by token."""
+        """Return the expected minimum of rows per token between units: :func:`distinct` per token."""
         return self.touched(num_units) * (num_units - 1) / num_units
 
     def within(self, num_ranks: int, ranks_per_node: int) -> float:
-        """Return the expected rows a token that must cross inside nodes by rail: :func:`inside` by token."""
+        """Return the expected minimum of rows per token inside nodes by rail: :func:`inside` per token."""
         return self.touched(num_ranks) * (ranks_per_node - 1) / ranks_per_node

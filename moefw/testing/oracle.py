@@ -1,6 +1,6 @@
 """The dense oracle: an MoE layer in fp64 on one rank, every expert on every token, no dispatch.
 
-Written apart from the plugins, from the formulas alone; the choice of experts is :func:`moefw.testing.choices.route`.
+It follows the formulas and shares no code with plugins. The choice of experts is :func:`moefw.testing.choices.route`.
 Shapes: legend in :mod:`moefw.core.stages`.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Rule", "Truth", "dense_moe"]
 class Truth:
     """Outputs, chosen experts, counts and the gradient of every input and parameter by canonical name.
 
-    ``tokens_per_expert`` counts choices before any is dropped; ``expert_ids_TK`` holds -1 for those that are.
+    ``tokens_per_expert`` counts choices before any is dropped; ``expert_ids_TK`` holds -1 for dropped choices.
     """
 
     out_TD: Tensor
@@ -51,9 +51,9 @@ def dense_moe(
 
     ``parameters`` holds ``router.weight`` (E, D), ``experts.{e}.{gate,up,down}_proj.weight`` and, if ``shared``,
     ``shared_expert.{gate,up,down}_proj.weight``. ``micro_batches``, ``sequences`` and ``ranks`` are the lengths of the
-    consecutive pieces of ``x_TD`` that routing looks at together, ``bias_E``, ``beta_E`` and ``load_E`` router state:
+    consecutive pieces of ``x_TD`` that are routed together; ``bias_E``, ``beta_E`` and ``load_E`` are router state:
     see :func:`moefw.testing.choices.route`. Auxiliary losses are means over all valid tokens. ``jitter_TD`` multiplies
-    what the router reads. ``dropped_TK``, bool: choices that something behind the router drops.
+    the router's input. ``dropped_TK``, bool: choices that are dropped after the router.
     """
     weights = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     x = x_TD.detach().double().requires_grad_()

@@ -1,4 +1,4 @@
-"""Memory that nobody wrote reads as NaN, so that a check sees who reads it."""
+"""Uninitialised memory filled with NaN, so that tests detect reads of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory reads as NaN inside, and what is not deterministic raises."""
+    """Fill uninitialised memory with NaN inside this context; nondeterministic operations raise."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,4 +1,4 @@
-"""A pool of gloo processes, started once: a test on many ranks costs milliseconds, not process starts."""
+"""Pool of gloo processes that start once, so that a test on several ranks takes milliseconds."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from moefw.core.errors import ContractError
 
 COLLECTIVE_TIMEOUT_S = 60.0
 CONNECTS = 3
-"""On a busy machine, gloo's ranks sometimes do not find each other ("closed by peer"): how often they try."""
+"""Number of attempts to connect: on a busy machine, gloo's ranks sometimes fail to ("closed by peer")."""
 
 
 class _UnconnectedError(Exception):
-    """A world did not come about; nothing has run in it."""
+    """The ranks of a world did not connect, so the job can be repeated."""
 
 
 class RankPool:
-    """Runs functions on 1 to ``size`` ranks. Each job gets a world of its own; a failed job restarts the pool."""
+    """Runs functions on 1 to ``size`` ranks. Each job gets a new process group; a failed job restarts the pool."""
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
@@ -41,7 +41,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Return ``function(*args)`` of every rank of a gloo world, in rank order.
 
-        ``function`` is importable by name. Raises ContractError with every rank's traceback if one fails or is late.
+        ``function`` must be importable by name. Raises ContractError, with a traceback for each failed rank, if a rank
+        fails or times out.
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"a pool of {self.size} ranks cannot run a world of {world}")
@@ -110,7 +111,7 @@ class RankPool:
 
 def _serve(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported for all ranks stays
+    gc.freeze()  # imported modules stay alive: exclude them from garbage collection
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     while True:
         try:

@@ -1,6 +1,6 @@
-"""The pytest plugin: fixtures of the contract suites, and options that certify an installed plugin without a test.
+"""The pytest plugin: fixtures of the contract suites, and options to certify an installed plugin without a test file.
 
-Loaded by every pytest in an environment with moefw, so it imports nothing heavy before it is used.
+Every pytest in an environment with moefw loads it, so it imports heavy modules only on use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moefw.testing.suites.base import Profile
 
 WORDS = ("dispatcher", "router", "gemm", "precision", "memory", "layout")
-"""What can be certified: the keys of ``moefw.testing.certify.KINDS``."""
+"""Kinds of plugins that can be certified: the keys of ``moefw.testing.certify.KINDS``."""
 PROFILES = ("quick", "ci", "nightly")
 _NAMED = pytest.StashKey[Any]()
 CERTIFY = Path(__file__).with_name("certify.py")
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find what is to be certified, before anything is collected."""
+    """Find the plugins to certify, before collection."""
     profile = config.getoption("--moefw-profile")
     if profile not in PROFILES:
         raise pytest.UsageError(f"--moefw-profile {profile}: use one of {', '.join(PROFILES)}.")
@@ -62,7 +62,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_finish() -> None:
-    """Spare what is imported by now from collections of garbage: suites look often for what is left alive."""
+    """Exclude imported objects from garbage collection, because suites often collect to count live tensors."""
     if "moefw.testing.suites.base" in sys.modules:
         gc.collect()
         gc.freeze()
@@ -70,7 +70,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def moefw_profile(request: pytest.FixtureRequest) -> Profile:
-    """How hard contract suites look."""
+    """Return the profile of the contract suites: world sizes and number of examples."""
     from moefw.testing.suites.base import PROFILES
 
     return PROFILES[request.config.getoption("--moefw-profile")]
@@ -78,7 +78,7 @@ def moefw_profile(request: pytest.FixtureRequest) -> Profile:
 
 @pytest.fixture(scope="session")
 def moefw_pool(moefw_profile: Profile) -> Iterator[RankPool]:
-    """As many gloo ranks as the profile asks for, started once."""
+    """Yield a pool of gloo ranks for the profile's largest world, started once."""
     from moefw.testing.pool import RankPool
 
     ranks = RankPool(max(moefw_profile.worlds))

@@ -1,4 +1,4 @@
-"""What the folder of a run holds, to compare runs bit by bit: its steps, and the tensors of its checkpoints."""
+"""Contents of a run's folder, to compare runs bit by bit: recorded steps and tensors of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moefw.training.folder import checkpoint_dirs
 from moefw.training.metrics import read_metrics
 
 TIMED = ("tokens_per_s",)
-"""What differs between two runs of the same steps."""
+"""Metrics that differ between two runs of the same steps."""
 _LAST_BYTES = 1 << 14
 
 
 def last_step(metrics: Path) -> int:
-    """Return the last step that a ``metrics.jsonl`` holds a whole line of; 0 if it holds none."""
+    """Return the last step with a complete line in a ``metrics.jsonl``; 0 if there is none."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
@@ -27,7 +27,7 @@ def last_step(metrics: Path) -> int:
 
 
 def history(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Return what a run recorded of each step, but for times. A step that is there twice is an AssertionError."""
+    """Return a run's metrics of each step, without times. Raises AssertionError if steps repeat or do not ascend."""
     records = read_metrics(run_dir / "metrics.jsonl")
     steps = [record["step"] for record in records]
     assert steps == sorted(set(steps)), f"{run_dir}: the steps are {steps}"

@@ -14,7 +14,7 @@ from moefw.testing.suites.dispatch_layer import Layer
 
 
 def tokens(world: int, *, most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw each rank's number of tokens: unequal ones, all the same, none, and fewer than there are ranks."""
+    """Draw each rank's number of tokens: unequal, equal, zero, or one token in the whole world."""
     unequal = st.tuples(*[st.integers(0, most)] * world)
     same = st.integers(0, most).map(lambda each: (each,) * world)
     lonely = st.integers(0, world - 1).map(lambda rank: tuple(int(other == rank) for other in range(world)))
@@ -22,7 +22,7 @@ def tokens(world: int, *, most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 def meshes(world: int) -> st.SearchStrategy[dict[str, int]]:
-    """Draw the expert mesh of a world: ep, etp, and edp copies for what is left."""
+    """Draw ep and etp of a world; edp copies fill the rest."""
     divisors = [size for size in (1, 2, 4, 8) if world % size == 0]
     found = [{"ep": ep, "etp": etp} for ep in divisors for etp in divisors if world % (ep * etp) == 0 and etp <= 2]
     return st.sampled_from(found)
@@ -39,7 +39,7 @@ def sizes(shares: int, *, most_experts: int = 16) -> st.SearchStrategy[tuple[int
 
 @st.composite
 def cases(draw: st.DrawFn, world: int) -> DispatchCase:
-    """Draw a problem for a dispatcher alone; one expert group fills the world."""
+    """Draw a dispatch case whose expert group is the whole world."""
     etp = draw(st.sampled_from([size for size in (1, 1, 2) if world % size == 0]))
     num_experts, top_k = draw(sizes(world // etp))
     return DispatchCase(
@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn, world: int) -> DispatchCase:
 
 @st.composite
 def layers(draw: st.DrawFn, world: int) -> Layer:
-    """Draw a whole MoE layer of a world, copies of experts among the layouts."""
+    """Draw a whole MoE layer of a world. Layouts may replicate experts."""
     mesh = draw(meshes(world))
     num_experts, top_k = draw(sizes(mesh["ep"], most_experts=8))
     num_experts = max(2, num_experts)
@@ -81,7 +81,7 @@ def layers(draw: st.DrawFn, world: int) -> Layer:
 
 
 def layer_cases(world: int, *, parts: Mapping[str, Any] | None = None) -> st.SearchStrategy[LayerCase]:
-    """Draw a layer case of a world; ``parts`` go before the sections that are drawn. It may be refused."""
+    """Draw a layer case of a world; ``parts`` override drawn sections. It may be refused."""
 
     def layer_case(layer: Layer) -> LayerCase:
         return LayerCase(
@@ -101,8 +101,8 @@ def layer_cases(world: int, *, parts: Mapping[str, Any] | None = None) -> st.Sea
 def specs(world: int, choices: Mapping[str, Sequence[Mapping[str, Any]]]) -> st.SearchStrategy[Tree]:
     """Draw a whole spec as plain data.
 
-    ``choices[section]`` lists what a section may say, for example ``{"dispatch": [{"use": "alltoall"}]}``; what is left
-    out is drawn as in :func:`layer_cases`, or left to the defaults. It may be refused.
+    ``choices[section]`` lists the values of a section, for example ``{"dispatch": [{"use": "alltoall"}]}``. Other
+    sections are drawn as in :func:`layer_cases`, or left to the defaults. It may be refused.
     """
     chosen = st.fixed_dictionaries({section: st.sampled_from(list(options)) for section, options in choices.items()})
     return st.builds(lambda layer_case, parts: {**layer_case.tree(), **parts}, layer_cases(world), chosen)

@@ -1,7 +1,7 @@
-"""Many ranks as threads of one process: what they send is computed for all of them, by the dispatchers' own code.
+"""World of ranks that are threads of one process and run the dispatchers' own code.
 
-A collective is a meeting: the last rank to come moves the data of all, in memory. So even an asynchronous one is done
-when it returns; what overlaps is seen with processes (:class:`moefw.testing.pool.RankPool`), not here.
+Each collective is a meeting: the last rank to arrive copies the data of all ranks in memory. So even an asynchronous
+collective is done when it returns. To test overlap, use processes (:class:`moefw.testing.pool.RankPool`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from moefw.core.errors import ContractError
 from moefw.testing.collectives import Collective, Collectives
 
 _ProcessGroup: Any = dist.ProcessGroup
-"""Its stub lacks the group without a backend: every collective of it is a meeting."""
+"""The type stub lacks the constructor without a backend. Every collective of such a group is a meeting."""
 MAX_RANKS = 64
 GRACE_S = 5.0
-"""How long a world that failed waits for its threads to notice."""
+"""Seconds that a failed world waits for its threads to end."""
 
 
 def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """Return ``function(group, rank, *args)`` of every rank, in rank order; each rank is a thread.
 
-    Raises the first exception of a thread, with its rank as a note; ContractError names the ranks that a collective
-    waited for in vain: because they returned, or for ``timeout_s``.
+    Raises the first exception of a thread, with its rank as a note. Raises ContractError with the missing ranks of a
+    collective, if they have returned or do not arrive within ``timeout_s``.
     """
     if not 1 <= size <= MAX_RANKS:
         raise ValueError(f"a world of threads has 1 to {MAX_RANKS} ranks, not {size}")
@@ -50,7 +50,7 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     cores = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _Met(meeting):  # PyTorch notes in one place for all threads whether a mode is on: it is on until the end
+        with _Met(meeting):  # one flag of PyTorch says for all threads whether a mode is active: keep it set
             for thread in threads:
                 thread.start()
             meeting.wait_for_all()
@@ -60,11 +60,11 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
 
 
 class _Ended(BaseException):
-    """Unwinds a thread whose world failed elsewhere."""
+    """Unwinds a thread after its world failed on another rank."""
 
 
 class _Meeting:
-    """Where the ranks of a world meet, one collective after the other."""
+    """Synchronizes the ranks of a world, one collective at a time."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size, self.timeout_s = size, timeout_s
@@ -75,7 +75,7 @@ class _Meeting:
         self._failure: BaseException | None = None
 
     def meet(self, rank: int, call: Collective) -> None:
-        """Wait until every rank has come; the last delivers what all of them send."""
+        """Wait until every rank has arrived; the last one copies the data of all ranks."""
         with self._changed:
             self._calls[rank] = call
             number = self._held
@@ -106,7 +106,7 @@ class _Meeting:
             self._miss("already returned")
 
     def _miss(self, why: str) -> None:
-        """Fail because of the ranks that are not here, where others wait."""
+        """Fail with the names of the missing ranks, if others wait for them."""
         if self._failure is None and self._calls:
             missing = [rank for rank in range(self.size) if rank not in self._calls]
             kind = next(iter(self._calls.values())).kind
@@ -117,20 +117,20 @@ class _Meeting:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """End the world with ``error``, unless it has one."""
+        """End the world with ``error``, unless it has failed already."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has returned: who waits for it waits in vain."""
+        """Record that a rank has returned, and fail if all others wait for it."""
         with self._changed:
             self._left.add(rank)
             self._stuck()
             self._changed.notify_all()
 
     def wait_for_all(self) -> None:
-        """Return when every rank has; raise why the world failed if it did."""
+        """Wait until every rank has returned. Raise the world's failure, if any."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._left) == self.size or self._failure is not None)
             self._changed.wait_for(lambda: len(self._left) == self.size, GRACE_S)
@@ -143,7 +143,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class _Done(dist.Work):
-    """The work of a collective that is done."""
+    """Work handle of a completed collective."""
 
     def wait(self, timeout: Any = None) -> bool:
         """Return at once."""
@@ -158,14 +158,14 @@ _DONE: Final = _Done()
 
 
 class _Met(Collectives):
-    """Lets every collective of a thread be a meeting with the other threads."""
+    """Turns every collective of a thread into a meeting with the other threads."""
 
     def __init__(self, meeting: _Meeting) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._meeting = meeting
 
     def launch(self, collective: Collective) -> Any:
-        """Meet the other ranks. Raises ContractError for what not all ranks come to."""
+        """Meet the other ranks. Raises ContractError for send and recv, which not all ranks call."""
         if collective.kind in ("send", "recv"):
             raise ContractError(f"a world of threads has no {collective.kind}.", "Use a RankPool.")
         self._meeting.meet(collective.group.rank(), collective)
@@ -173,7 +173,7 @@ class _Met(Collectives):
 
 
 def _deliver(calls: Sequence[Collective]) -> None:
-    """Copy what goes from each rank to each, or reduce it in rank order."""
+    """Copy the tensors from each sender to each receiver, or reduce them in rank order."""
     for receiver, call in enumerate(calls):
         if call.operation is None:
             for sender, places in call.places.items():

@@ -1,4 +1,4 @@
-"""Short training runs on the ranks of a pool, to hold layouts and plugins against each other."""
+"""Short training runs on the ranks of a pool, to compare layouts and plugins."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ SMALL: Mapping[str, Any] = {
     "train": {"steps": 20, "tokens_per_step": 256, "micro_batch": 2, "seq_len": 16, "lr": 1e-3},
     "run": {"device": "cpu", "seed": 3},
 }
-"""A transformer of two MoE layers behind a dense one, with a shared expert, that trains in milliseconds."""
+"""A transformer of one dense layer and two MoE layers with a shared expert. It trains in milliseconds."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What a short run did. Tensors by canonical name hold what this rank holds."""
+    """Results of a short run, and this rank's tensors by canonical name."""
 
     results: list[StepResult]
     first: dict[str, Tensor]

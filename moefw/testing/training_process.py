@@ -1,4 +1,4 @@
-"""A run of ``moefw train`` in processes of its own: disturbed at a counted step, and looked at when it has ended."""
+"""A run of ``moefw train`` in separate processes, which a test can signal at a given step and inspect at its end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from moefw.testing.run_state import last_step
 
 TRAIN: Final = (sys.executable, "-m", "moefw", "train")
 ORPHANS_S: Final = 5.0
-"""So long after the end of a run none of its ranks may be there."""
+"""Seconds after the end of a run within which all of its ranks must exit."""
 _LOOK_S: Final = 0.005
 
 
 @frozen
 class Ended:
-    """How a run ended: its exit code (below zero: the signal's), and what it printed."""
+    """End of a run: its exit code (negative: the number of a signal) and its output."""
 
     code: int
     out: str
@@ -34,9 +34,9 @@ class Ended:
 
 @final
 class TrainingProcess:
-    """A command that trains into ``run_dir``; a context manager, at whose end it is killed.
+    """A command that trains into ``run_dir``. As a context manager, it kills the command at exit.
 
-    ``environment`` is added to ours. It leads a session, so that the whole of it can be killed.
+    ``environment`` is added to ours. The process leads a session, so that all its processes can be killed together.
     """
 
     def __init__(self, command: Sequence[str], *, run_dir: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -54,27 +54,27 @@ class TrainingProcess:
 
     @property
     def pid(self) -> int:
-        """The process that was started: launcher, torchrun's agent, or a single rank."""
+        """Id of the started process: launcher, torchrun's agent, or a single rank."""
         return self._process.pid
 
     def wait_for_step(self, step: int, *, timeout_s: float = 240.0) -> None:
-        """Return when this start has recorded the step. Raises ContractError if it ends before, or is late.
+        """Wait until this start has recorded the step. Raises ContractError if it ends earlier or times out.
 
-        A start that resumes replaces the file of metrics before its first step: what is there before does not count.
+        A resumed run replaces the metrics file before its first step; the earlier file does not count.
         """
         self._wait(lambda: self._began() and last_step(self._metrics) >= step, f"step {step}", timeout_s)
 
     def restarted(self) -> None:
-        """Let the next start of the run be waited for: what this one has recorded does not count any more."""
+        """Ignore the metrics recorded so far, in order to wait for steps of the next start of the run."""
         self._earlier = _file_of(self._metrics)
 
     def wait_for_ranks(self, number: int, *, timeout_s: float = 240.0) -> dict[int, int]:
-        """Return the process of each rank when all are there. Raises ContractError if the run ends before."""
+        """Wait for all ranks; return their process ids. Raises ContractError if the run ends earlier or times out."""
         self._wait(lambda: len(self.ranks()) >= number, f"{number} ranks", timeout_s)
         return self._ranks
 
     def ranks(self) -> dict[int, int]:
-        """Return the process of each rank that is there, by rank; remember them all."""
+        """Return the process id of each running rank, and remember it."""
         found = {rank: pid for pid in _children(self.pid) if (rank := _rank_of(pid)) is not None}
         self._ranks |= found
         return found
@@ -89,7 +89,7 @@ class TrainingProcess:
         os.killpg(self.pid, number)
 
     def ended(self, *, timeout_s: float = 240.0) -> Ended:
-        """Return how the run ended, and end its session. Raises ContractError if it does not end in time."""
+        """Wait for the end of the run and return it. Raises ContractError if it does not end in time."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -97,11 +97,11 @@ class TrainingProcess:
         return Ended(code, _all_of(self._out), _all_of(self._err))
 
     def said(self) -> str:
-        """Return what it has printed so far."""
+        """Return its standard output so far."""
         return os.pread(self._out.fileno(), os.fstat(self._out.fileno()).st_size, 0).decode(errors="replace")
 
     def orphans(self) -> list[int]:
-        """Return the ranks whose processes are still there ``ORPHANS_S`` after they should have gone."""
+        """Return the ranks whose processes still run after ``ORPHANS_S``."""
         deadline_s = time.monotonic() + ORPHANS_S
         while (left := [rank for rank, pid in self._ranks.items() if _runs(pid)]) and time.monotonic() < deadline_s:
             time.sleep(_LOOK_S)
@@ -135,7 +135,7 @@ class TrainingProcess:
 
 
 def _file_of(path: Path) -> int | None:
-    """Return what tells the file at a path from others that were there; None where there is none."""
+    """Return the inode of the file at a path, which differs from that of earlier files; None if there is none."""
     try:
         return path.stat().st_ino
     except OSError:

@@ -1,4 +1,4 @@
-"""Every way to use every plugin: one by one, which the product of all combinations is taken over. No torch here."""
+"""Variants: the ways to use each plugin, whose product is the space of combinations. No torch here."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SECTIONS: Final[Mapping[str, str]] = {
     for place in attrs.fields(Spec)
     if place.name in ("routing", "dispatch", "gemm", "precision", "memory", "parallel")
 }
-"""The sections of a spec that combinations are made of, and the hook of each."""
+"""The sections of a spec that a combination fills, and the hook of each."""
 
 REGIONS: Final = ("router", "experts", "shared_experts", "moe_act")
-"""What memory policies may treat inside an MoE layer."""
+"""Regions inside an MoE layer that memory policies may treat."""
 
 OURS: Final = "moefw"
 """The distribution of the built-in plugins."""
@@ -31,14 +31,14 @@ OURS: Final = "moefw"
 
 @frozen(kw_only=True)
 class Variant:
-    """One way to fill a section of a spec. Two are equal if section and label are.
+    """One way to fill a section of a spec. Two variants are equal if section and label are.
 
-    ``words``: what :class:`moefw.testing.oracle.Rule` is told of a router, and ``state``: its state at the first step,
-    by the oracle's name; None where no formula of ours says what it computes. ``budget``: the ``rank_capacity`` that
-    the oracle drops beyond. ``world``: the ranks of a layout. ``rtol``: how closely a precision meets fp64,
-    and ``floor``: a gradient below this share of the largest one counts as one that nearly cancels.
-    ``equal_tokens``: works only where all ranks bring as many tokens, none of them masked; ``smallest``: the fewest
-    tokens of a rank, beside none, whose routing does not depend on the last bit.
+    ``words``: a router's arguments of :class:`moefw.testing.oracle.Rule`; None if the oracle has no formula for it.
+    ``state``: the oracle's names of the router's state, which is zero at the first step. ``budget``: the
+    ``rank_capacity`` beyond which the oracle drops choices. ``world``: the number of ranks of a layout. ``rtol``: the
+    tolerance of a precision relative to fp64. ``floor``: a gradient below this share of the largest one counts as
+    nearly cancelling. ``equal_tokens``: works only if all ranks have equal numbers of tokens, none masked.
+    ``smallest``: the smallest nonzero number of tokens of a rank for which routing does not depend on the last bit.
     """
 
     section: str
@@ -71,16 +71,16 @@ class Variant:
 
 
 FIRST: Final = ("topk", "alltoall", "grouped", "fp32", "folded")
-"""What a spec takes where it names nothing: shrunk examples end here."""
+"""Plugins that a spec uses by default. Shrunk examples end here."""
 
 LOOSE_RTOL: Final = 0.1
-"""How closely a precision that is not ours meets fp64, unless somebody says."""
+"""Default ``rtol`` of a precision that is not built in."""
 
 
 def variants(registry: Registry, *, ours_only: bool = False) -> dict[str, tuple[Variant, ...]]:
-    """Return the variants of every section over the plugins that load, the plainest first. See :func:`of_part`.
+    """Return the variants of every section for all plugins that load, the plainest first. See :func:`of_part`.
 
-    ``ours_only``: other distributions are not even imported.
+    ``ours_only``: do not import other distributions.
     """
     if ours_only:
         for entry in entry_points(group=GROUP):
@@ -103,9 +103,9 @@ def of_part(
 ) -> Iterator[Variant]:
     """Yield the variants of one plugin.
 
-    Of a built-in one: those in our table. Of any other: ``options``, each a set; by default its defaults, with each
-    choice of a ``Literal`` that has none. A memory policy of activations is tried on every region, a layout on 1, 2
-    and 4 ranks.
+    A built-in plugin without ``options`` has those in ``BUILT_IN``. Any other has one for each set of ``options``; by
+    default its default options, with each choice of a ``Literal`` that has no default. A memory policy of activations
+    is tried on every region, a layout on 1, 2 and 4 ranks.
     """
     table = BUILT_IN.get(section, {}).get(part.name) if part.distribution == OURS and options is None else None
     if table is not None:
@@ -133,7 +133,7 @@ def of_part(
 
 
 def guesses(declaration: type[Plugin]) -> Iterator[dict[str, Any]]:
-    """Yield sets of the options that have no default: each choice of a Literal. None where one cannot be guessed."""
+    """Yield sets of the options without a default: each choice of a Literal. Yield none if an option is no Literal."""
     own = {field.name for field in attrs.fields(MemoryPlugin)} if issubclass(declaration, MemoryPlugin) else set()
     fields = [field for field in attrs.fields(attrs.resolve_types(declaration)) if field.name not in own]
     required = [field for field in fields if field.init and field.default is attrs.NOTHING]

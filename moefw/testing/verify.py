@@ -1,4 +1,4 @@
-"""Holds combinations to their promise: accepted ones equal the dense oracle, refused ones say which parts and why."""
+"""Verification of combinations: accepted ones equal the dense oracle, refused ones name the parts and the reason."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moefw.testing.oracle import Truth
 from moefw.testing.pool import RankPool
 
 BATCH = 12
-"""Combinations that ranks solve in one job."""
+"""Number of combinations that ranks solve in one job."""
 
 Parameters = dict[str, torch.Tensor]
 
 
 class CombinationError(AssertionError):
-    """A combination breaks its promise. The text ends in its spec."""
+    """A combination fails verification. The message ends with its spec."""
 
     def __init__(self, combination: Combination, what: str) -> None:
         super().__init__(f"{what}\n\n{combination.yaml()}")
@@ -32,7 +32,7 @@ class CombinationError(AssertionError):
 
 @frozen(kw_only=True)
 class Verdict:
-    """What became of a combination that kept its promise: it equals the oracle, or was refused with these problems."""
+    """Result of a verified combination: it equals the oracle, or it is refused with these problems."""
 
     combination: Combination
     accepted: bool
@@ -41,7 +41,7 @@ class Verdict:
 
 @frozen(kw_only=True)
 class _Job:
-    """A layer case for all ranks, and what the part behind a foreign router is held against, if it is one."""
+    """A layer case for all ranks. ``parameters`` is None unless the oracle has no formula for the router."""
 
     combination: Combination
     layer_case: LayerCase
@@ -55,12 +55,12 @@ Answer = tuple[Outcome, Truth | None]
 def verify(
     combination: Combination, pool: RankPool, *, must_accept: Callable[[Combination], bool] = lambda _: False
 ) -> Verdict:
-    """Run a combination on as many ranks as its layout has, or see it refused; return what happened.
+    """Run a combination on the ranks of its layout, or check its refusal; return the verdict.
 
-    Outputs, counts and the gradients of every parameter and of the tokens equal the oracle's, as closely as the
-    precision allows; behind a router that has no formula of ours, given its routing: see
+    Outputs, counts and the gradients of every parameter and of the tokens equal the oracle's within the precision's
+    tolerance. If the oracle has no formula for the router, it takes the routing as given: see
     :mod:`moefw.testing.given_routing`. A refusal names two parts, or a part and the number that is its limit.
-    ``must_accept`` says what may not be refused. Raises CombinationError, whose text holds the YAML.
+    ``must_accept`` returns whether a refusal is an error. Raises CombinationError, whose message contains the YAML.
     """
     (verdict,) = verify_all([combination], pool, must_accept=must_accept)
     return verdict
@@ -72,7 +72,7 @@ def verify_all(
     *,
     must_accept: Callable[[Combination], bool] = lambda _: False,
 ) -> list[Verdict]:
-    """Verify many, those of equal worlds in one job; see :func:`verify`. Raises at the first that fails."""
+    """Verify combinations, those of one world size in common jobs; see :func:`verify`. Raises at the first failure."""
     verdicts: list[Verdict] = []
     jobs: dict[int, list[_Job]] = {}
     for combination in combinations:
@@ -118,7 +118,7 @@ def explains(problem: Problem, combination: Combination) -> bool:
 
 
 def _solved(jobs: Sequence[_Job], pool: RankPool) -> list[Verdict]:
-    """Solve jobs of one world together; if that fails, one by one, to tell which it was."""
+    """Solve jobs of one world size together; if that fails, one by one, to find the failing one."""
     world = jobs[0].layer_case.world
     asked = [(job.layer_case, job.parameters, job.budget) for job in jobs]
     try:
@@ -131,7 +131,7 @@ def _solved(jobs: Sequence[_Job], pool: RankPool) -> list[Verdict]:
 
 
 def solve_each(asked: Sequence[tuple[LayerCase, Parameters | None, float | None]]) -> list[Answer]:
-    """Return for each layer case what this rank computed and, given parameters, its part of the truth. Collective."""
+    """Return each layer case's outcome on this rank and, given parameters, the rank's part of the truth. Collective."""
     answers: list[Answer] = []
     for layer_case, parameters, budget in asked:
         given = None if parameters is None else truth_given_routing(layer_case, parameters, budget)

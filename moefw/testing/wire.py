@@ -1,4 +1,4 @@
-"""What a dispatcher claims to send, held against what was counted of what it sent."""
+"""Comparison of the bytes that a dispatcher claims to send with the bytes that are counted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dispatch_assembly(
     options: Mapping[str, Any] | None = None,
     precision: Mapping[str, Any] | None = None,
 ) -> Assembly:
-    """Return an assembly of ``ep * etp`` ranks with the registered dispatcher ``use``. Raises what resolve raises."""
+    """Return an assembly of ``ep * etp`` ranks with the registered dispatcher ``use``. Raises the errors of resolve."""
     parts: dict[str, Any] = {
         "dispatch": {"use": use, **(options or {})},
         "parallel": {"experts": {"ep": ep, "etp": etp}},
@@ -40,7 +40,7 @@ def dispatch_assembly(
 
 
 def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: int, shared: Shared) -> Dispatcher:
-    """Return the dispatcher of an assembly over ``group``, which is its whole world, ``ranks_per_node`` to a node."""
+    """Return the dispatcher of an assembly over ``group``, its whole world, with ``ranks_per_node`` ranks per node."""
     number = next(iter(assembly.layers))
     layout = _OneGroup(assembly, group, ranks_per_node)
     context = bare_context(assembly, layout, torch.device("cpu"), shared, number)
@@ -51,7 +51,7 @@ def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: 
 
 @final
 class _OneGroup(Layout):
-    """A layout whose only group is the given one: over every axis that is not of size one."""
+    """Layout whose only group is the given one, over every axis that is larger than one."""
 
     def __init__(self, assembly: Assembly, group: ProcessGroup, ranks_per_node: int) -> None:
         self.plan, self.rank, self.ranks_per_node = assembly.layout, group.rank(), ranks_per_node
@@ -81,9 +81,9 @@ def measure(
     capacity: int | None = None,
     counts_host: tuple[int, ...] | None = None,
 ) -> tuple[Traffic, Traffic]:
-    """Return what a dispatcher over ``group`` claims to send and what was counted.
+    """Return the traffic that a dispatcher over ``group`` claims, and the counted traffic.
 
-    Runs every movement once, with experts that return their rows. ``packed``: the width of a row as a codec packs it.
+    Runs every movement once, with experts that return their rows. ``packed``: the width of a row that a codec packs.
     ``capacity`` and ``counts_host``: as in :class:`moefw.core.stages.Routing`. Collective.
     """
     x_TD, weights_TK = x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()
@@ -107,7 +107,7 @@ def measure(
 
 
 def differences(claimed: Traffic, counted: Traffic) -> list[str]:
-    """Return where a claim is not what was counted, a line for each movement, peer and kind; empty if it is true."""
+    """Return the differences between claimed and counted bytes, a line for each movement, peer and kind."""
     found = [
         f"rank {counted.rank}, {movement}: not claimed, or not a movement"
         for movement in claimed.sent.keys() ^ counted.sent.keys()

@@ -1,1 +1,1 @@
-"""One contract suite a hook point."""
+"""One contract suite per hook point."""
