@@ -1,4 +1,4 @@
-"""What all contract suites share: which plugin is held to its promises, how hard, and on which ranks."""
+"""Base class of all contract suites: the plugin under test, the profile and the pool of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moefw.testing.pool import RankPool
 
 @frozen
 class Profile:
-    """How hard a suite looks: on worlds of so many ranks, with so many drawn examples a check."""
+    """Effort of a suite: the world sizes, and the number of drawn examples per check."""
 
     worlds: tuple[int, ...]
     examples: int
@@ -33,11 +33,11 @@ PROFILES: Final[Mapping[str, Profile]] = {
 
 
 class Suite:
-    """Holds one plugin to its contract. A subclass named ``Test...`` that sets ``plugin`` is all that pytest needs.
+    """Tests one plugin against its contract. pytest only needs a subclass named ``Test...`` that sets ``plugin``.
 
-    ``options`` is what a spec would say beside ``use:``. What the plugin offers decides what is checked: a promise that
-    is not kept fails, one that is not made skips with the reason. ``parts`` fills the other sections of the spec.
-    ``repeats`` False: the part is right, and does not give the same bits in two runs (it adds up by atomics, say).
+    ``options`` are the plugin's options in a spec. The plugin's offers decide what is checked: a promise that is not
+    kept fails, one that is not made skips with the reason. ``parts`` fills the other sections of the spec.
+    ``repeats`` False: the part is correct, but two runs do not give the same bits (because of atomics, for example).
     """
 
     section: ClassVar[str]
@@ -56,36 +56,36 @@ class Suite:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The choice of the plugin, as a spec writes it."""
+        """The choice of the plugin, as in a spec."""
         return {"use": self.plugin.name, **self.options}
 
     def layer_case(self, **settings: Any) -> LayerCase:
-        """Return a layer case with the plugin in its place; ``parts`` given here go before those of the class."""
+        """Return a layer case with the plugin; ``parts`` given here override those of the class."""
         parts = {**self.parts, **settings.pop("parts", {}), self.section: self.chosen}
         return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
     def offers(self, **settings: Any) -> Offers:
-        """Return what the plugin promises where it stands in such a layer case."""
+        """Return the plugin's offers in such a layer case."""
         assembly = self.layer_case(**settings).assemble()
         offered: Offers = getattr(assembly.parts, self.section).offers(assembly.site.at(0))
         return offered
 
     def promised(self, fact: str, **settings: Any) -> Any:
-        """Return what the plugin offers of a fact; skips the check where it offers nothing."""
+        """Return the values that the plugin offers of a fact; skip the check if there are none."""
         value = self.offers(**settings).get(fact)
         if not value:
             pytest.skip(f"{self.plugin.name} does not offer {fact}")
         return value
 
     def must_repeat(self) -> None:
-        """Skip the check where the part does not repeat itself."""
+        """Skip the check if two runs of the part may give different bits."""
         if not self.repeats:
             pytest.skip(f"{self.plugin.name} does not give the same bits in two runs, as the suite is told")
 
     def for_all(self, check: Callable[[Any], None], examples: st.SearchStrategy[Any], *, shrink: bool = True) -> None:
-        """Run ``check`` on drawn examples, as many as the profile says; the smallest that fails is reported.
+        """Run ``check`` on the profile's number of drawn examples; report the smallest that fails.
 
-        ``shrink`` False reports the first that fails: the smallest takes a hundred more, much where ranks are started.
+        ``shrink`` False reports the first that fails. Shrinking runs a hundred more, which is slow if they start ranks.
         """
 
         def run(example: Any) -> None:

@@ -1,4 +1,4 @@
-"""The suite of combinations: a plugin beside every other part, held against the dense oracle."""
+"""The suite of combinations: a plugin with every other part, compared with the dense oracle."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moefw.testing.verify import verify, verify_all
 
 
 class CombinationSuite(Suite):
-    """Puts ``plugin``, of whatever kind, into specs with all other plugins, and runs these on real ranks.
+    """Combines ``plugin``, of any kind, with all other plugins in specs, and runs these on real ranks.
 
-    ``options``: what a spec says beside ``use:``; by default each choice of the options that have no default. ``rtol``:
-    how closely a precision meets fp64. ``parts`` fixes other sections, but for the layout, which is drawn.
+    ``options``: the plugin's options in a spec; by default each choice of the options that have no default. ``rtol``:
+    a precision's tolerance relative to fp64. ``parts`` fixes other sections, except for the layout, which is drawn.
     """
 
     rtol: ClassVar[float | None] = None
@@ -32,7 +32,7 @@ class CombinationSuite(Suite):
         return next(section for section, hook in SECTIONS.items() if hook == self.plugin.hook)
 
     def fit(self) -> tuple[Sections, Fit]:
-        """Return the variants to combine, and how they fit; of the plugin's own section, the plugin alone."""
+        """Return the variants to combine, and their fit. The plugin's own section contains only the plugin."""
         if "_fit" not in vars(type(self)):
             type(self)._fit = self._ask()
         return type(self)._fit
@@ -62,12 +62,12 @@ class CombinationSuite(Suite):
         return "with no layout that this machine can run"
 
     def test_beside_every_other_part_the_layer_equals_the_oracle(self) -> None:
-        """Each variant of another section that fits the plugin is beside it at least once."""
+        """Each compatible variant of another section is combined with the plugin at least once."""
         _, fit = self.fit()
         verify_all(pairs(plugins=(self.plugin,), only=self.plugin, fit=fit), self.pool)
 
     def test_drawn_combinations_equal_the_oracle_or_say_why_not(self) -> None:
-        """Everything else varies: tokens, skew, masks, alignment, all parts at once."""
+        """Tokens, skew, masks, alignment and all other parts are drawn together."""
         sections, _ = self.fit()
 
         def check(combination: Combination) -> None:

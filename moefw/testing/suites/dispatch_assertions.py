@@ -1,6 +1,6 @@
-"""What is wrong with what the ranks saw: each function returns one sentence, or None.
+"""Assertions on the results of all ranks. Each function returns one sentence that names a fault, or None.
 
-Everything is held against brute force over the routing of all ranks. Shapes: legend in :mod:`moefw.core.stages`.
+Expected values are brute force over the routing of all ranks. Shapes: legend in :mod:`moefw.core.stages`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Assertion = Callable[[DispatchCase, Sequence[Moved]], str | None]
 
 FP32_EPS: Final = torch.finfo(torch.float32).eps
 SHOWN: Final = 8
-"""How many rows a sentence shows."""
+"""Number of rows that a sentence shows."""
 
 
 def form(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Say which tensor has another dtype or shape than the contract says."""
+    """Return which tensor has a dtype or shape that differs from the contract."""
     for rank, moved in enumerate(ranks):
         tokens, rows = case.x(rank), len(moved.rows_RD)
         wanted = {
@@ -45,7 +45,7 @@ def form(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Say where counts and group ends are not those of the routing."""
+    """Return where counts and group ends are not those of the routing."""
     for rank, moved in enumerate(ranks):
         counts, sizes = [len(rows) for rows in case.arrivals(rank)], list(case.sizes(rank))
         ends = list(accumulate(sizes))
@@ -64,7 +64,7 @@ def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def order(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Say which rows are not where (expert, source rank, token) puts them, or are not bit for bit the tokens."""
+    """Return which rows are not in order (expert, source rank, token), or are not bit for bit the tokens."""
     sent = [case.x(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
         start = 0
@@ -100,7 +100,7 @@ def _few(rows: Sequence[object]) -> str:
 
 
 def weights(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Say which row does not carry the routing weight of its choice, bit for bit."""
+    """Return which row does not carry the routing weight of its choice, bit for bit."""
     sent = [case.weights(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
         start = 0
@@ -117,7 +117,7 @@ def weights(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def padding(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Say where rows that pad a group are not zero with weight zero."""
+    """Return where rows that pad a group are not zero with weight zero."""
     for rank, moved in enumerate(ranks):
         start = 0
         for expert, rows, size in zip(case.experts(rank), case.arrivals(rank), case.sizes(rank), strict=True):
@@ -130,7 +130,7 @@ def padding(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def output(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Say which token's output is not the sum of what its experts gave."""
+    """Return which token's output is not the sum of its experts' outputs."""
     for rank, moved in enumerate(ranks):
         x_TD, weights_TK = case.x(rank).double(), case.weights(rank).double()
         gain_TK = case.gains(rank) * weights_TK
@@ -144,7 +144,7 @@ def output(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Say which gradient that is there is not the true one."""
+    """Return which gradient is wrong, among those that exist."""
     for rank, moved in enumerate(ranks):
         x_TD, probe_TD = case.x(rank).double(), case.probe(rank).double()
         gain_TK = case.gains(rank)
@@ -165,7 +165,7 @@ def gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def row_gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Say which row's gradient is not bit for bit that of its token's output."""
+    """Return which row's gradient is not bit for bit that of its token's output."""
     probes = [case.probe(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
         if moved.grad_rows_RD is None:
@@ -181,7 +181,7 @@ def row_gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def presence(case: DispatchCase, ranks: Sequence[Moved], *, wants: str) -> str | None:
-    """Say which gradient is missing, or is there though its input is frozen."""
+    """Return which wanted gradient is missing."""
     for rank, moved in enumerate(ranks):
         for letter, name, grad in (
             ("x", "the tokens", moved.grad_x_TD),
@@ -193,7 +193,7 @@ def presence(case: DispatchCase, ranks: Sequence[Moved], *, wants: str) -> str |
 
 
 def spoiled(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Say which input was changed in place."""
+    """Return which input was changed in place."""
     for rank, moved in enumerate(ranks):
         if moved.spoiled:
             return f"rank {rank}: {moved.spoiled[0]}, handed over by the caller, was changed in place"
@@ -201,7 +201,7 @@ def spoiled(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def _apart(case: DispatchCase, got: Tensor, wanted: Tensor, size: Tensor, eps: float) -> tuple[int, str] | None:
-    """Return the first token whose value is off by more than rounding, and how."""
+    """Return the first token whose value is off by more than rounding, and both values."""
     terms = case.top_k * case.etp + case.dim * (eps == FP32_EPS) + 4
     off = (got.double() - wanted).abs()
     bad = ~(off <= terms * eps * size + 1e-30)
@@ -222,7 +222,7 @@ def _nan(tensor: Tensor) -> str:
 def different(
     named: Mapping[str, tuple[Moved, Moved]] | Sequence[tuple[Moved, Moved]], *, exact: bool = True
 ) -> str | None:
-    """Return who sees which tensor differ between two movements: in a bit, or beyond rounding if not ``exact``."""
+    """Return the first tensor that differs between two movements: in a bit, or beyond rounding if not ``exact``."""
     pairs = named if isinstance(named, Mapping) else {f"rank {rank}": pair for rank, pair in enumerate(named)}
     for who, (first, second) in pairs.items():
         a, b = first.tensors(), second.tensors()
@@ -255,4 +255,4 @@ ASSERTIONS: Final[Sequence[Assertion]] = (
     gradients,
     spoiled,
 )
-"""All of them, in the order in which a fault is best understood."""
+"""All assertions, in the order in which a fault is best understood."""

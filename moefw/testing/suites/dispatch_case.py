@@ -1,4 +1,4 @@
-"""Problems for a dispatcher alone, and the rows that must arrive: by brute force, from everybody's routing.
+"""Dispatch cases, and the rows that must arrive, by brute force from the routing of all ranks.
 
 Shapes: legend in :mod:`moefw.core.stages`.
 """
@@ -20,11 +20,12 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @frozen(kw_only=True)
 class DispatchCase:
-    """Tokens of every rank and where they go; the ranks are one expert group of ep x etp.
+    """Tokens of every rank and their experts. The ranks are one expert group of ep x etp.
 
-    ``skew`` "even": by chance; "one": every token has expert 0; "starved": none has the last; "near" and "far": each
-    prefers the experts of its own rank, or of others. ``dropped`` is the share of choices that are -1. ``equal``: all
-    ranks choose the same. ``padded``: each rank states a capacity. ``whole``: whole numbers, whose sums are exact.
+    ``skew`` "even": random; "one": every token chooses expert 0; "starved": none chooses the last expert; "near" and
+    "far": tokens prefer the experts of their own rank, or of others. ``dropped`` is the share of choices that are -1.
+    ``equal``: all ranks choose the same experts. ``padded``: each rank states a capacity. ``whole``: values are
+    integers, whose sums are exact.
     """
 
     tokens: tuple[int, ...]
@@ -43,7 +44,7 @@ class DispatchCase:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Say what is special about the case."""
+        """Describe the case."""
         said = [f"{self.world} rank{'s' * (self.world > 1)} (ep {self.ep} x etp {self.etp})", f"tokens {self.tokens}"]
         said += [f"{self.num_experts} experts, top-{self.top_k}, {self.skew} routing"]
         said += [f"{self.dropped:.0%} of choices dropped"] * bool(self.dropped)
@@ -57,7 +58,7 @@ class DispatchCase:
 
     @property
     def ep(self) -> int:
-        """How many shares the experts are in."""
+        """The number of shares of the experts."""
         return self.world // self.etp
 
     @property
@@ -66,12 +67,12 @@ class DispatchCase:
         return torch.finfo(DTYPES[self.dtype]).eps
 
     def experts(self, rank: int) -> range:
-        """Return the numbers of the experts of which a rank holds (a part of) each."""
+        """Return the numbers of a rank's experts, of which it may hold only a part."""
         each = self.num_experts // self.ep
         return range(rank // self.etp * each, (rank // self.etp + 1) * each)
 
     def part(self, rank: int) -> float:
-        """Return a rank's share of the sum that its experts make with their other parts; the shares add up to 1."""
+        """Return the factor of a rank's part of its experts; the factors of all parts add up to 1."""
         return (2 * (rank % self.etp) + 1) / self.etp**2
 
     def x(self, rank: int) -> Tensor:
@@ -79,7 +80,7 @@ class DispatchCase:
         return self._values(rank, "x")
 
     def probe(self, rank: int) -> Tensor:
-        """Return what a rank's output is multiplied with, (T, D)."""
+        """Return the probe that a rank's output is multiplied with, (T, D)."""
         return self._values(rank, "probe")
 
     def _values(self, rank: int, what: str) -> Tensor:
@@ -89,7 +90,7 @@ class DispatchCase:
             shape, generator=generator
         )  # fmt: skip
         if what == "x" and self.seed % 4 == 3:
-            drawn[1::5] = 0  # a token may be zero, and two may be the same
+            drawn[1::5] = 0  # tokens may be zero, or equal
             drawn[3::7] = drawn[:1]
         return drawn.to(DTYPES[self.dtype])
 
@@ -105,7 +106,7 @@ class DispatchCase:
         return ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=generator) < self.dropped, -1)
 
     def weights(self, rank: int) -> Tensor:
-        """Return a rank's routing weights, fp32 (T, K): of either sign, some 0 where a token is sent all the same."""
+        """Return a rank's routing weights, fp32 (T, K): of either sign, and some 0 although the token is sent."""
         generator = _generator(self.seed, rank, 4)
         ids_TK = self.ids(rank)
         if self.whole:
@@ -115,7 +116,7 @@ class DispatchCase:
         return weights_TK.masked_fill(ids_TK < 0, 0.0)
 
     def capacity(self, rank: int) -> int | None:
-        """Return what a rank states as its capacity: at least its largest number of rows for one expert."""
+        """Return the capacity that a rank states, if any: at least its largest number of rows for one expert."""
         return int(self.counts(rank).max()) + rank % 2 if self.padded else None
 
     def counts(self, rank: int) -> Tensor:
@@ -124,7 +125,7 @@ class DispatchCase:
         return torch.bincount(ids_TK[ids_TK >= 0], minlength=self.num_experts)
 
     def routing(self, rank: int, *, counts_host: bool = False) -> Routing:
-        """Return a rank's routing as a router hands it over."""
+        """Return a rank's routing as a router returns it."""
         known = tuple(self.counts(rank).tolist()) if counts_host else None
         return Routing(
             expert_ids_TK=self.ids(rank),
@@ -145,7 +146,7 @@ class DispatchCase:
         return tuple(-(-rows // self.row_alignment) * self.row_alignment for rows in wanted)
 
     def gains(self, rank: int) -> Tensor:
-        """Return the number that each choice's expert multiplies a token with, fp64 (T, K); 0 where dropped."""
+        """Return the factor of each choice's expert, fp64 (T, K); 0 where dropped."""
         return (self.ids(rank) + 1).double()
 
 
@@ -166,7 +167,7 @@ def unequal(world: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def usual(world: int) -> list[DispatchCase]:
-    """Return the cases that every dispatcher is tried on, simplest first."""
+    """Return the cases that every dispatcher is tested with, simplest first."""
     tokens, seven = unequal(world), max(7, world)
     lonely = (0,) * (world - 1) + (1,)
     found = [

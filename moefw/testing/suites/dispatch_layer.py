@@ -1,4 +1,4 @@
-"""Checks of a whole MoE layer over gloo ranks, held against the dense oracle: output and every gradient by name."""
+"""Checks of a whole MoE layer over gloo ranks against the dense oracle: output and every gradient by name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, cr
 
 RTOL: Final = {"fp32": 1e-5, "bf16": 4e-2}
 DRAWN_RTOL: Final = {"fp32": 1e-4, "bf16": 0.25}
-"""Of layers drawn by chance: now and then a router's gradient nearly cancels."""
+"""Tolerances for random layers, in which a router's gradient sometimes nearly cancels."""
 SKEWS: Final = ("even", "one", "starved")
 
 
 @frozen(kw_only=True)
 class Layer:
-    """A layer of a world to try, and what is special about it."""
+    """Settings of an MoE layer to check."""
 
     tokens: tuple[int, ...]
     experts: tuple[tuple[str, int], ...] = ()
@@ -37,7 +37,7 @@ class Layer:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Say what is special about the layer."""
+        """Describe the layer."""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.experts) or "experts whole on every rank"
         said = [f"tokens {self.tokens}", mesh, f"{self.num_experts} experts, top-{self.top_k}, {self.skew} routing"]
         said += [f"capacity {self.capacity[0]}"] if self.capacity else []
@@ -45,11 +45,11 @@ class Layer:
 
     @property
     def rule(self) -> Rule:
-        """The routing, as the oracle reads it."""
+        """The oracle's rule for the routing."""
         return Rule(top_k=self.top_k, renormalise=False, capacity=self.capacity)
 
     def parts(self) -> dict[str, Any]:
-        """Return the sections of the spec beside the dispatcher's."""
+        """Return the sections of the spec other than the dispatcher's."""
         routing: dict[str, Any] = {"use": "topk", "score": "sigmoid", "renormalise": False}
         if self.capacity:
             routing["capacity"] = {"factor": self.capacity[0], "drop": self.capacity[1], "pad": self.pad}
@@ -60,12 +60,12 @@ class Layer:
 
 
 def solved(layer_cases: Sequence[LayerCase]) -> list[Outcome]:
-    """Run the layer cases one after the other on this rank."""
+    """Run the layer cases in order on this rank."""
     return [solve(layer_case) for layer_case in layer_cases]
 
 
 class LayerChecks(DispatcherRunner):
-    """The layer equals the dense oracle."""
+    """Checks that the layer equals the dense oracle."""
 
     def layers(self, *, etp: bool = False, copies: bool = False, **settings: Any) -> list[Layer]:
         """Return a layer of each world of the profile: over ep, with experts in halves, or with copies of experts."""
@@ -79,7 +79,7 @@ class LayerChecks(DispatcherRunner):
         return [evolve(layer, **settings) for layer in found]
 
     def hold(self, layers: Sequence[Layer], *, rtol: Mapping[str, float] = RTOL) -> None:
-        """Fail with the first layer that is not what the oracle computes; skip if all are refused."""
+        """Fail with the first layer that differs from the oracle; skip if all are refused."""
         if self.offers().get("rows") == ("static",):
             pytest.skip("a static budget drops rows of which the oracle does not know")
         refusals, worlds = [], dict[int, list[tuple[Layer, LayerCase]]]()
@@ -121,22 +121,22 @@ class LayerChecks(DispatcherRunner):
                 fail(f"{self.plugin.name}: in a layer of {world} ranks {error}. With {layer}.")
 
     def _with_builtin(self, drawn: LayerCase) -> LayerCase:
-        """Return the layer case as the oracle needs it: for the weights alone, which no dispatcher changes."""
+        """Return the layer case with the default dispatcher. The oracle needs only its weights."""
         parts = {name: part for name, part in drawn.parts.items() if name != self.section}
         return LayerCase(**{**drawn.__dict__, "parts": parts, "plugins": ()})
 
     def test_the_layer_equals_the_oracle(self) -> None:
-        """Over worlds and skews: all tokens to one expert, an expert that gets none, ranks of unequal numbers."""
+        """Over worlds and skews: an expert with all tokens, an expert with none, unequal numbers of tokens."""
         self.hold([layer for seed, skew in enumerate(SKEWS) for layer in self.layers(skew=skew, seed=seed)])
 
     def test_the_layer_equals_the_oracle_where_ranks_are_empty(self) -> None:
-        """One, all but one, or all."""
+        """All ranks, or all but one."""
         empty = [evolve(layer, tokens=(0,) * len(layer.tokens)) for layer in self.layers()]
         lonely = [evolve(layer, tokens=(0,) * (len(layer.tokens) - 1) + (1,)) for layer in self.layers(seed=1)]
         self.hold([*empty, *lonely])
 
     def test_the_layer_equals_the_oracle_where_tokens_are_masked(self) -> None:
-        """Masked tokens go nowhere."""
+        """Masked tokens are not sent."""
         self.hold(self.layers(masked=True, skew="starved", seed=2))
 
     def test_the_layer_equals_the_oracle_with_one_expert_or_all(self) -> None:
@@ -145,7 +145,7 @@ class LayerChecks(DispatcherRunner):
         self.hold([*self.layers(top_k=1, seed=4), *every])
 
     def test_the_layer_equals_the_oracle_where_capacity_drops_choices(self) -> None:
-        """Dropped choices travel nowhere; groups are padded to the capacity where that is offered."""
+        """Dropped choices are not sent; groups are padded to the capacity where that is offered."""
         dropping = self.layers(capacity=(0.7, "probs"), skew="one", num_experts=8, seed=5)
         padded = [evolve(layer, pad=True, row_alignment=4) for layer in dropping]
         self.hold([*dropping, *padded])
@@ -159,5 +159,5 @@ class LayerChecks(DispatcherRunner):
         self.hold([*self.layers(etp=True, seed=7), *self.layers(etp=True, skew="one", masked=True)])
 
     def test_the_layer_equals_the_oracle_with_copies_of_experts(self) -> None:
-        """Several expert groups in one world, each of them the same."""
+        """Several expert groups in one world, with equal experts."""
         self.hold([*self.layers(copies=True, seed=8), *self.layers(copies=True, skew="starved", row_alignment=4)])

@@ -1,4 +1,4 @@
-"""Movements out of the ordinary on one rank: several in flight, handles used again, odd inputs, failures between.
+"""Unusual movements on one rank: several in flight, reused handles, odd inputs, failures in between.
 
 Functions of ``(group, rank, case, assembly, ...)``, as in :mod:`moefw.testing.suites.dispatch_ranks`.
 """
@@ -31,7 +31,7 @@ def other_case(case: DispatchCase) -> DispatchCase:
 def two_at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, order: str) -> list[Moved]:
     """Return two movements on one dispatcher.
 
-    ``order``: "in a row", or interleaved with finish and backward of "A first", of "B first", or of both "together".
+    ``order``: "in a row", or interleaved, with finish and backward "A first", "B first", or one backward "together".
     """
     pair = (case, other_case(case))
     dropless = settled_case(assembly)
@@ -61,7 +61,7 @@ def two_at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, o
 
 
 def handles(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
-    """Return pairs that must be equal: movements along used handles, and the first one."""
+    """Return pairs that must be equal: the first movement, and movements along reused handles."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
         first = there_and_back(moves, case, rank, dropless=dropless)
@@ -100,7 +100,7 @@ def redispatched(group: Any, rank: int, case: DispatchCase, assembly: Assembly) 
 def side_by_side(
     group: Any, rank: int, case: DispatchCase, assembly: Assembly, second: DispatchCase, other: LayerCase
 ) -> list[tuple[Moved, Moved]]:
-    """Return what each of two dispatchers gives alone, and beside the other."""
+    """Return the movements of two dispatchers: each alone, and interleaved with the other."""
     alone, later = [], other.assemble()
     for one, parts in ((case, assembly), (second, later)):
         with opened(group, one, parts) as moves:
@@ -122,7 +122,7 @@ def side_by_side(
 
 
 def after_failures(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
-    """Return a movement before, and after one that was given up: in the experts, before finish, before backward."""
+    """Return a movement before and after others that were given up: after dispatch, after plan, before backward."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
         other = other_case(case)
@@ -153,7 +153,7 @@ def reopened(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> t
 
 
 def odd_inputs(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
-    """Return movements of contiguous tensors, and of equal ones that are views."""
+    """Return movements of contiguous tensors, and of equal views."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
         plain = there_and_back(moves, case, rank, dropless=dropless)
@@ -174,7 +174,7 @@ def odd_inputs(group: Any, rank: int, case: DispatchCase, assembly: Assembly) ->
             rows_RD = experts(batch, case, rank).detach()
             rows_RD = (_strided(rows_RD) if name == "view" else rows_RD).requires_grad_()
             out_TD = moves.combine(rows_RD, handle)
-            out_TD.sum().backward()  # its gradient is one number, expanded
+            out_TD.sum().backward()  # the gradient of a sum is an expanded scalar
             outs[name] = seen(batch, out_TD)
             outs[name].grad_rows_RD = rows_RD.grad
         found["rows that are a view, and a gradient that is expanded"] = (outs["contiguous"], outs["view"])
@@ -194,7 +194,7 @@ def _with_ids(routing: Routing, ids_TK: Tensor) -> Routing:
 
 
 def without_gradients(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved, list[str]]:
-    """Return a movement with gradients, one without, and what the latter saved or hung a gradient on."""
+    """Return a movement with gradients, one without, and the latter's faults: saved tensors, required gradients."""
     dropless = settled_case(assembly)
     saved: list[str] = []
     with opened(group, case, assembly) as moves:
@@ -214,7 +214,7 @@ def without_gradients(group: Any, rank: int, case: DispatchCase, assembly: Assem
 
 
 def known_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly, how: str) -> tuple[Moved, Moved]:
-    """Return a movement planned by exchange, and one planned with counts that the host knows: given, or routed."""
+    """Return a movement planned by exchange, and one with counts on the host: given to plan, or in the routing."""
     dropless = settled_case(assembly)
     counts = [case.counts(source).tolist() for source in range(case.world)]
     with opened(group, case, assembly) as moves:
@@ -226,7 +226,7 @@ def known_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly, 
 
 
 def permuted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Tensor, Tensor]:
-    """Return the output of tokens in another order, and the output put in that order."""
+    """Return the output of permuted tokens, and the permuted output."""
     dropless = settled_case(assembly)
     order = torch.randperm(case.tokens[rank], generator=torch.Generator().manual_seed(rank))
     with opened(group, case, assembly) as moves:
@@ -246,7 +246,7 @@ def permuted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> t
 def live_tensors(
     group: Any, rank: int, case: DispatchCase, assembly: Assembly, cases: Sequence[DispatchCase]
 ) -> list[int]:
-    """Return how many tensors are alive after each of some rounds of movements; rank 0 counts, for all threads."""
+    """Return the number of live tensors after each of four rounds of movements; rank 0 counts for all threads."""
     counts: list[int] = []
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:

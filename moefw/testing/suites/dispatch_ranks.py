@@ -1,4 +1,4 @@
-"""What a rank does with a dispatcher under test. Functions of ``(group, rank, case, assembly, ...)``, sent by name.
+"""Movements of one rank on a dispatcher under test. Functions of ``(group, rank, case, assembly, ...)``, sent by name.
 
 Shapes: legend in :mod:`moefw.core.stages`.
 """
@@ -24,7 +24,7 @@ from moefw.testing.wire import open_dispatcher
 
 @dataclass(kw_only=True)
 class Moved:
-    """What one rank saw of one movement there and back."""
+    """Results of one rank for one dispatch and combine, with their backwards."""
 
     rows_RD: Tensor
     row_weights_R: Tensor
@@ -39,10 +39,10 @@ class Moved:
     spoiled: list[str] = field(default_factory=list)
     """Names of inputs that were changed in place."""
     wants: str = ""
-    """Which inputs wanted gradients, of x and w, in a backward that was run."""
+    """Inputs, of x and w, that require gradients in the backward; empty without a backward."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by the name that a fault says; rows without the undefined ones at the end."""
+        """Return every tensor by its name in fault messages, without the undefined rows at the end."""
         end = int(self.offsets_e[-1]) if len(self.offsets_e) else 0
         named = {
             "the rows": self.rows_RD[:end],
@@ -59,7 +59,7 @@ class Moved:
 
 @contextmanager
 def opened(group: Any, case: DispatchCase, assembly: Assembly) -> Iterator[Dispatcher]:
-    """Build the dispatcher of an assembly on this rank, and close it."""
+    """Build the dispatcher of an assembly on this rank, and close it afterwards."""
     shared = Shared()
     moves = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
     try:
@@ -70,14 +70,14 @@ def opened(group: Any, case: DispatchCase, assembly: Assembly) -> Iterator[Dispa
 
 
 def settled_case(assembly: Assembly) -> bool:
-    """Return whether the dispatcher offers nothing but a static budget of rows, which the cases do not fit."""
+    """Return whether the dispatcher offers only a static budget of rows, which the cases do not fit."""
     return tuple(assembly.parts.dispatch.offers(assembly.site).get("rows", ())) == ("static",)
 
 
 def experts(batch: ExpertBatch, case: DispatchCase, rank: int, *, padding: float = 0.0) -> Tensor:
-    """Return what this rank's experts make of their rows: (expert number + 1) * weight * row, this rank's part of it.
+    """Return this rank's part of its experts' outputs: (expert number + 1) * weight * row.
 
-    What they give for rows that are none, of padding and past the last group, is ``padding``.
+    The outputs of padding rows, and of rows past the last group, are ``padding``.
     """
     numbers = torch.tensor(list(case.experts(rank)))
     places = torch.arange(len(batch.rows_RD))
@@ -104,9 +104,9 @@ def there_and_back(
     counts: list[list[int]] | None = None,
     dropless: bool = False,
 ) -> Moved:
-    """Route, dispatch, compute, combine, and go backward from the output times the case's probe.
+    """Route, dispatch, compute, combine, and run backward from the output times the case's probe.
 
-    ``wants``: which inputs want gradients, of x and w; none: no backward. ``dropless``: budgets do not hold.
+    ``wants``: inputs, of x and w, that require gradients; empty: no backward. ``dropless``: ignore budgets.
     """
     routing = routing or case.routing(rank)
     x_TD = (case.x(rank) if x_TD is None else x_TD).detach().requires_grad_("x" in wants)
@@ -122,7 +122,7 @@ def there_and_back(
 def again(
     moves: Dispatcher, case: DispatchCase, rank: int, handle: DispatchHandle, *, factor: float = 1.0, wants: str = "xw"
 ) -> Moved:
-    """Do the same along a handle, with ``factor`` times the tokens and weights."""
+    """Do the same with a redispatch along a handle, of ``factor`` times the tokens and weights."""
     x_TD = (factor * case.x(rank)).requires_grad_("x" in wants)
     weights_TK = (factor * case.weights(rank)).requires_grad_("w" in wants)
     given = {"x": x_TD, "the weights": weights_TK}
@@ -175,13 +175,13 @@ def seen(batch: ExpertBatch, out_TD: Tensor) -> Moved:
 
 
 def moved(group: Any, rank: int, case: DispatchCase, assembly: Assembly, **how: Any) -> Moved:
-    """Return one movement on a dispatcher of its own."""
+    """Return one movement on a new dispatcher."""
     with opened(group, case, assembly) as moves:
         return there_and_back(moves, case, rank, dropless=settled_case(assembly), **how)
 
 
 def moved_twice(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
-    """Return the same movement twice, on one dispatcher, another between the two."""
+    """Return the same movement twice on one dispatcher, with another movement between."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as moves:
         first = there_and_back(moves, case, rank, dropless=dropless)
@@ -196,7 +196,7 @@ def _sizes(case: DispatchCase) -> dict[str, Any]:
 
 
 def identity(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:
-    """Return what combine makes of the very rows that dispatch brought."""
+    """Return the output of combine for the unchanged rows from dispatch."""
     with opened(group, case, assembly) as moves:
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
         batch, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
@@ -207,7 +207,7 @@ def identity(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> T
 
 
 def odd_values(case: DispatchCase, rank: int) -> Tensor:
-    """Return tokens of values that are not numbers, or nearly not."""
+    """Return tokens with NaN, infinities, minus zero, denormal and large values."""
     x_TD = case.x(rank)
     odd = (float("nan"), float("inf"), -float("inf"), -0.0, torch.finfo(x_TD.dtype).tiny / 2, 1e30)
     for place, value in enumerate(odd):
@@ -216,7 +216,7 @@ def odd_values(case: DispatchCase, rank: int) -> Tensor:
 
 
 def any_bits(case: DispatchCase, rank: int, columns: int) -> Tensor:
-    """Return rows of keys, bf16 (T, columns): any bits, NaN of every kind, infinities and denormals among them."""
+    """Return rows of keys, bf16 (T, columns), of random bits, with NaN patterns, infinities and denormals."""
     shape, generator = (case.tokens[rank], columns), torch.Generator().manual_seed(case.seed * 100 + rank)
     bits_TD = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
     for place, pattern in enumerate((0x7F81, 0x7FC1, -1, 0x0001, -(2**15), 0x7F80)):
@@ -225,7 +225,7 @@ def any_bits(case: DispatchCase, rank: int, columns: int) -> Tensor:
 
 
 def key_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Tensor, int]:
-    """Return the rows that come of such rows along a handle, without what follows the groups; and their columns."""
+    """Return redispatched rows of :func:`any_bits` up to the last group's end, and their number of columns."""
     with opened(group, case, assembly) as moves:
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
         _, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
@@ -235,7 +235,7 @@ def key_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> t
 
 
 def odd_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:
-    """Return the rows that come of such tokens, without padding and what follows."""
+    """Return the dispatched rows of :func:`odd_values` up to the last group's end."""
     with opened(group, case, assembly) as moves:
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
         batch, _ = moves.dispatch(odd_values(case, rank), case.weights(rank), plan)

@@ -1,4 +1,4 @@
-"""Every launch and every wait of a rank, noted; results may come as late as they can: not before the wait."""
+"""Recording of every launch and wait of a rank. Results can be delayed until the wait."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ class Event:
     dtype: str = ""
 
     def __str__(self) -> str:
-        """Name the collective as a fault says it."""
+        """Return the collective's name in fault messages."""
         return f"{self.kind} of {self.dtype.removeprefix('torch.')} {list(self.shape)}"
 
     def alike(self) -> tuple[Any, ...]:
-        """Return what must be the same on every rank."""
+        """Return the fields that must be equal on every rank."""
         shape = self.shape[1:] if self.kind in UNEVEN else self.shape
         return self.kind, shape, self.dtype
 
 
 class Recording(Collectives):
-    """Writes the ``events`` of this thread while it is entered.
+    """Records the ``events`` of this thread while it is active.
 
-    ``late``: a result lies in its buffer only once its work was waited for; before that the buffer holds NaN. What is
-    sent must stay as it is until then: ``overwritten`` names the collectives whose input did not. ``delay_s``: how
-    long every launch takes here.
+    ``late``: buffers hold NaN until the wait, which fills in the result. Inputs must not change before the wait:
+    ``overwritten`` lists the collectives whose input did. ``delay_s``: delay of every launch in seconds.
     """
 
     def __init__(self, *, late: bool = False, delay_s: float = 0.0) -> None:
@@ -58,11 +57,11 @@ class Recording(Collectives):
         return [event for event in self.events if event.what == "launch"]
 
     def under_way(self) -> int:
-        """Return how many collectives were launched and not waited for."""
+        """Return the number of collectives that were launched and not waited for."""
         return len(self.launches()) - len([event for event in self.events if event.what == "wait"])
 
     def launch(self, collective: Collective) -> Any:
-        """Note and pass on; a barrier moves nothing."""
+        """Record the launch and run the collective; a barrier, which sends nothing, is not recorded."""
         about = next(iter([*collective.inputs, *collective.outputs]), None)
         if about is None:
             return collective.call([])
@@ -82,7 +81,7 @@ class Recording(Collectives):
         return collective.answer(self._works[-1])
 
     def wait(self, result: Tensor) -> Tensor:
-        """Wait for what a functional collective returned, and deliver."""
+        """Wait for the result of a functional collective, and deliver it."""
         watched = self._returned.pop(_storage(result), None)
         if watched is None:
             return super().wait(result)
@@ -92,7 +91,7 @@ class Recording(Collectives):
 
 
 class _Watched(dist.Work):
-    """The work of a collective; says when it is waited for, and only then delivers from ``places`` to ``outputs``."""
+    """Work handle of a collective. It records the wait, and only then copies ``places`` to ``outputs``."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class _Watched(dist.Work):
             output.detach().fill_(float("nan") if output.is_floating_point() else -77)
 
     def deliver(self) -> None:
-        """Note the wait, and fill the outputs."""
+        """Record the wait, and fill the outputs."""
         if self._done:
             return
         self._done = True

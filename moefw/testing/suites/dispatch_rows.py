@@ -1,4 +1,4 @@
-"""Checks of what arrives and what comes back: rows, order, padding, sums, gradients."""
+"""Checks of the results of dispatch and combine: rows, order, padding, sums, gradients."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moefw.testing.suites.dispatch_run import DispatcherRunner
 
 
 class RowChecks(DispatcherRunner):
-    """Rows and gradients, over all worlds, skews, empties, drops, alignments, dtypes and layouts of the profile."""
+    """Checks of rows and gradients, over worlds, skews, empty ranks, drops, alignments, dtypes and layouts."""
 
     def cases(self) -> list[DispatchCase]:
         """Return the usual cases of every world of the profile."""
         return [case for world in self.profile.worlds for case in usual(world)]
 
     def some(self, **settings: Any) -> list[DispatchCase]:
-        """Return one case of each world, with experts in parts too where the world is even."""
+        """Return one case of each world, and one with experts in parts for worlds of 2 and 4."""
         found = [DispatchCase(tokens=unequal(world), dropped=0.2, top_k=3, seed=7) for world in self.profile.worlds]
         found += [evolve(case, etp=2, seed=8) for case in found if case.world in (2, 4)]
         return [evolve(case, **settings) for case in found]
@@ -33,11 +33,11 @@ class RowChecks(DispatcherRunner):
         self.holds(self.cases(), assertions.form)
 
     def test_counts_offsets_and_host_counts_are_those_of_the_routing(self) -> None:
-        """Dropped choices are not counted; groups are padded to the alignment; the host knows what the device knows."""
+        """Dropped choices are not counted; groups are padded to the alignment; host and device counts are equal."""
         self.holds(self.cases(), assertions.groups)
 
     def test_the_host_knows_the_counts_where_that_is_offered(self) -> None:
-        """An offer of counts on the host means that ``counts_host`` is there."""
+        """An offer of counts on the host means that ``counts_host`` is not None."""
         if "host" not in self.promised("counts"):
             return
 
@@ -65,7 +65,7 @@ class RowChecks(DispatcherRunner):
         self.each(self.some() + self.some(dtype="bf16"), look)
 
     def test_rows_of_keys_are_redispatched_bit_for_bit(self) -> None:
-        """What offers ``row_keys`` brings any bits of bf16 where dispatch brought the rows, and zeros for padding."""
+        """A plugin that offers ``row_keys`` moves any bf16 bits to the places of dispatch's rows; padding is zero."""
         self.promised("row_keys")
 
         def look(case: DispatchCase) -> str | None:
@@ -84,7 +84,7 @@ class RowChecks(DispatcherRunner):
         self.each(self.some() + self.some(row_alignment=4), look)
 
     def test_each_row_carries_the_weight_of_its_choice(self) -> None:
-        """Bit for bit; a weight may be negative, and 0 where a token is sent all the same."""
+        """Bit for bit; a weight may be negative, or 0 although its token is sent."""
         self.holds(self.cases(), assertions.form, assertions.groups, assertions.weights)
 
     def test_rows_that_pad_a_group_are_zero_with_weight_zero(self) -> None:
@@ -92,7 +92,7 @@ class RowChecks(DispatcherRunner):
         self.holds(self.cases(), assertions.form, assertions.groups, assertions.padding)
 
     def test_combine_of_dispatch_gives_each_token_once_for_every_kept_choice(self) -> None:
-        """With experts that return their rows and values whose sums are exact; split experts give a sum of copies."""
+        """Experts return their rows, and sums of values are exact; split experts give a sum of copies."""
 
         def look(case: DispatchCase) -> str | None:
             whole = evolve(case, whole=True, dropped=max(case.dropped, 0.2))
@@ -109,7 +109,7 @@ class RowChecks(DispatcherRunner):
         self.each(cases, look)
 
     def test_combine_of_dispatch_is_the_sum_of_what_the_experts_give(self) -> None:
-        """Weights are applied by the experts, and by nobody else."""
+        """Only the experts apply the weights."""
         self.holds(self.cases(), assertions.form, assertions.groups, assertions.output)
 
     def test_rows_get_the_gradients_of_their_tokens_outputs(self) -> None:
@@ -117,7 +117,7 @@ class RowChecks(DispatcherRunner):
         self.holds(self.cases(), assertions.groups, assertions.row_gradients)
 
     def test_gradients_of_tokens_and_weights_are_the_true_ones(self) -> None:
-        """Over all experts of a token, wherever they are."""
+        """Over all experts of a token, on any rank."""
 
         def look(case: DispatchCase) -> str | None:
             ranks = self.moved(case)
@@ -126,7 +126,7 @@ class RowChecks(DispatcherRunner):
         self.each(self.cases(), look)
 
     def test_weights_alone_and_tokens_alone_get_their_gradients(self) -> None:
-        """The other is frozen."""
+        """The other input is frozen."""
 
         def look(case: DispatchCase) -> str | None:
             for wants in ("w", "x"):

@@ -1,4 +1,4 @@
-"""How dispatcher checks get their ranks: threads where that is possible, else gloo; how crashes become sentences."""
+"""Ranks for dispatcher checks: threads if possible, else gloo. Crashes are reported as sentences."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ NO_THREADS: Final = (
     "backend type",
     "Backend",
 )
-"""What torch says where a dispatcher asks of its group what only a real process group has."""
+"""Parts of torch's messages if a dispatcher uses a feature that only a real process group has."""
 
 
 GONE: Final = ("Connection closed by peer", "Connection reset by peer", "Socket closed")
-"""What gloo says on a rank because another has ended."""
+"""Parts of gloo's messages on a rank after another rank has ended."""
 
 
 class RefusedError(Exception):
-    """The plugin refuses this case, with its reason: that is its right, and no fault."""
+    """The plugin refuses this case, with its reason. This is allowed, and no fault."""
 
 
 class FaultError(Exception):
-    """What a dispatcher did wrong, in a sentence."""
+    """A fault of a dispatcher, in a sentence."""
 
 
 def fail(what: str) -> None:
@@ -50,20 +50,20 @@ def fail(what: str) -> None:
 
 
 class DispatcherRunner(Suite):
-    """Runs functions of :mod:`moefw.testing.suites.dispatch_ranks` on a case's ranks, and asserts what they saw."""
+    """Runs functions of :mod:`moefw.testing.suites.dispatch_ranks` on a case's ranks, and checks their results."""
 
     section = "dispatch"
     job_s: ClassVar[float] = 20.0
-    """How long ranks may take for one job before they count as hanging."""
+    """Seconds after which the ranks of a job count as hanging."""
     _known: ClassVar[dict[Any, Any]]
-    """What was assembled and run for this plugin: checks that look at the same run share it."""
+    """Cache of this plugin's assemblies and runs, which checks share."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._known = {}
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returned, or raise what it raised, the first time."""
+        """Return the cached result of ``make``, or raise its cached error."""
         known = type(self)._known
         if key not in known:
             try:
@@ -76,7 +76,7 @@ class DispatcherRunner(Suite):
         return value
 
     def layer_case_of(self, case: DispatchCase) -> LayerCase:
-        """Return the layer case whose dispatcher a case is for."""
+        """Return the layer case with the dispatcher for a dispatch case."""
         parts = {
             "parallel": {"experts": {"ep": case.ep, "etp": case.etp}, "ranks_per_node": case.ranks_per_node},
             "routing": {"use": "topk", "score": "sigmoid"},
@@ -92,7 +92,7 @@ class DispatcherRunner(Suite):
         )
 
     def assembly_of(self, case: DispatchCase) -> Assembly:
-        """Return the assembly of a case. Raises RefusedError where the plugin, or what it does not fit, says no."""
+        """Return the assembly of a case. Raises RefusedError if the plugin, or a part that does not fit, refuses it."""
         sizes = (case.num_experts, case.top_k, case.dim, case.row_alignment)
         key = ("assembly", case.world, case.etp, case.ranks_per_node, *sizes)
 
@@ -108,14 +108,14 @@ class DispatcherRunner(Suite):
         return found
 
     def aligned(self, offered: Offers, row_alignment: int) -> None:
-        """Raise RefusedError where rows of an alignment are not offered; those of 1 always are."""
+        """Raise RefusedError if a row alignment is not offered; an alignment of 1 always is."""
         alignments = offered.get("row_alignment", (1,))
         if alignments != ANY and row_alignment not in (1, *alignments):
             raise RefusedError(f"rows aligned to {row_alignment} are not offered, only {alignments}")
 
     @property
     def on_threads(self) -> bool:
-        """Whether the dispatcher runs where ranks are threads: it asks its group for nothing but collectives."""
+        """Whether the dispatcher runs on ranks that are threads: it uses its group only for collectives."""
 
         def probe() -> bool:
             for world in (each for each in self.profile.worlds if each > 1):
@@ -132,7 +132,7 @@ class DispatcherRunner(Suite):
         return bool(self._once("threads", probe))
 
     def offers(self, **settings: Any) -> Offers:
-        """Return what the plugin promises in the first world that it takes; skips the check where it takes none."""
+        """Return the plugin's offers in the first world that it accepts; skip the check if it accepts none."""
         if settings:
             return super().offers(**settings)
 
@@ -170,7 +170,7 @@ class DispatcherRunner(Suite):
             raise FaultError(f"{crash(error)} With {case}.") from error
 
     def job(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-        """Run a function on gloo ranks. Raises ContractError; once ranks hung, at once, with what was said then."""
+        """Run a function on gloo ranks. Raises ContractError; after a hang, every later call raises the same error."""
         known = type(self)._known
         if "hung" in known:
             raise known["hung"]
@@ -181,7 +181,7 @@ class DispatcherRunner(Suite):
         try:
             try:
                 return self.pool.run(function, world, *args, timeout_s=self.job_s)
-            except OSError:  # a rank ended between two jobs, for example of what the one before left behind
+            except OSError:  # a rank ended between two jobs, for example because of the earlier job
                 self.pool.close()
                 return self.pool.run(function, world, *args, timeout_s=self.job_s)
         except ContractError as error:
@@ -190,12 +190,12 @@ class DispatcherRunner(Suite):
             raise
 
     def moved(self, case: DispatchCase) -> list[Moved]:
-        """Return what each rank saw of a case; run once for all checks."""
+        """Return each rank's results of a case; run once for all checks."""
         found: list[Moved] = self._once(("moved", case), lambda: self.ranks(moved, case))
         return found
 
     def holds(self, cases: Sequence[DispatchCase], *assertions: assertions.Assertion) -> None:
-        """Fail with the first fault that an assertion finds in what the ranks saw; skip if every case is refused."""
+        """Fail with the first fault that an assertion finds in the ranks' results; skip if every case is refused."""
 
         def look(case: DispatchCase) -> str | None:
             ranks = self.moved(case)
@@ -221,7 +221,7 @@ class DispatcherRunner(Suite):
             pytest.skip(f"{self.plugin.name} refuses: {why}")
 
     def twice(self, case: DispatchCase) -> list[tuple[Moved, Moved]]:
-        """Return what each rank saw the first and the third time on one dispatcher."""
+        """Return each rank's results of the first and the third movement on one dispatcher."""
         found: list[tuple[Moved, Moved]] = self.ranks(moved_twice, case)
         return found
 
@@ -260,7 +260,7 @@ def crash(error: BaseException) -> str:
 
 
 def _raised(said: str) -> str:
-    """Return the sentence for the tracebacks of some ranks: of the first that is not just told of another's end."""
+    """Return the sentence for the first traceback that is not a consequence of another rank's end."""
     blocks = re.split(r"^(?=rank \d+: )", said, flags=re.MULTILINE)
     failed = [block.rstrip() for block in blocks if "Traceback" in block]
     cause = next((block for block in failed if not any(words in block for words in GONE)), failed[0])

@@ -1,4 +1,4 @@
-"""Checks that nothing hides: no state between calls, handles that stay good, inputs left alone."""
+"""Checks for hidden state: nothing is kept between calls, handles stay valid, inputs stay unchanged."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ORDERS = ("in a row", "A first", "B first", "together")
 
 
 class StateChecks(RowChecks):
-    """Calls that must not know of each other."""
+    """Checks that calls do not affect each other."""
 
     def same(self, cases: list[DispatchCase], function: Callable[..., Any], why: str, **how: Any) -> None:
-        """Fail where ``function`` returns, on some rank, a pair of movements that are not equal."""
+        """Fail if ``function`` returns a pair of unequal movements on some rank."""
         self.each(cases, lambda case: self._unequal(self.ranks(function, case, **how), why))
 
     def _unequal(self, ranks: Sequence[Any], why: str) -> str | None:
@@ -36,7 +36,7 @@ class StateChecks(RowChecks):
         return None
 
     def test_a_call_does_not_depend_on_those_before(self) -> None:
-        """The same movement again, another between, is the same, and both are right."""
+        """A movement gives the same result before and after another movement, and both results are right."""
 
         def look(case: DispatchCase) -> str | None:
             pairs = self.twice(case)
@@ -48,7 +48,7 @@ class StateChecks(RowChecks):
         self.each([*self.some(), *self.some(top_k=1, skew="one"), *self.some(row_alignment=4)], look)
 
     def test_nothing_on_the_dispatcher_changes_between_calls(self) -> None:
-        """Nor on its class or its module: what a movement needs is in its plan and its handle."""
+        """Nor on its class or its module: the plan and the handle hold all state of a movement."""
 
         def look(case: DispatchCase) -> str | None:
             for rank, changed in enumerate(self.ranks(kept, case)):
@@ -60,7 +60,7 @@ class StateChecks(RowChecks):
         self.each(self.some(), look)
 
     def test_no_tensor_stays_alive_after_a_movement(self) -> None:
-        """As many tensors are alive after the fourth round as after the second."""
+        """The number of live tensors does not grow over the second to fourth round."""
 
         def look(case: DispatchCase) -> str | None:
             for rank, counts in enumerate(self.ranks(overlap.live_tensors, case, cases=[case])):
@@ -71,7 +71,7 @@ class StateChecks(RowChecks):
         self.each(self.some()[:2], look)
 
     def test_two_movements_in_flight_do_not_disturb_each_other(self) -> None:
-        """Interleaved and with the backwards in either order they give what they give in a row."""
+        """Interleaved movements, with their backwards in any order, give the same results as movements in a row."""
 
         def look(case: DispatchCase) -> str | None:
             by_order = {order: self.ranks(overlap.two_at_once, case, order=order) for order in ORDERS}
@@ -89,15 +89,15 @@ class StateChecks(RowChecks):
         self.each(self.some(), look)
 
     def test_a_handle_and_a_plan_can_be_used_again(self) -> None:
-        """Combine twice, redispatch twice, after later plans and movements: always the same."""
+        """Combine and redispatch give the same result each time, also after later plans and movements."""
         self.same(self.some(), overlap.handles, "a handle or a plan cannot be used again")
 
     def test_redispatch_moves_other_values_along_the_same_way(self) -> None:
-        """As a dispatch of these values would, gradients included."""
+        """The result equals a dispatch of these values, gradients included."""
         self.same(self.some(), overlap.redispatched, "redispatch of twice the tokens is not a dispatch of them")
 
     def test_two_dispatchers_do_not_disturb_each_other(self) -> None:
-        """Of different layers and alignments, over the same group."""
+        """They are of different layers and alignments, over the same group."""
 
         def look(case: DispatchCase) -> str | None:
             second = evolve(case, num_experts=2 * case.num_experts, row_alignment=4, seed=5, top_k=2, dim=32)
@@ -115,11 +115,11 @@ class StateChecks(RowChecks):
         self.same(self.some(), overlap.after_failures, "a movement that was given up leaves something behind")
 
     def test_close_may_be_called_twice_and_a_new_one_built(self) -> None:
-        """``close`` frees, and nothing else."""
+        """``close`` only frees resources."""
         self.same(self.some(), overlap.reopened, "a dispatcher built after another was closed gives something else")
 
     def test_inputs_are_left_as_they_are(self) -> None:
-        """Tokens, weights, ids, rows and the gradient of the output are the caller's."""
+        """The caller owns tokens, weights, ids, rows and the gradient of the output."""
         self.holds(self.cases(), assertions.spoiled)
 
     def test_inputs_may_be_views(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a static budget: the number of rows does not depend on the routing, and what overflows is said."""
+"""Checks of a static budget: the number of rows does not depend on the routing, and overflow is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefw.testing.suites.dispatch_run import DispatcherRunner
 
 
 def budgeted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[tuple[int, int, int, float, int]]:
-    """Return for each skew: rows, valid ones, those that belong here, those said to be left out, rows if dropless."""
+    """Return for each skew the rows: all, valid, due by the routing, reported as dropped, valid if dropless."""
     found = []
     with opened(group, case, assembly) as moves:
         for seed, skew in enumerate(SKEWS):
@@ -28,10 +28,10 @@ def budgeted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> l
 
 
 class StaticChecks(DispatcherRunner):
-    """Where rows are static and nothing else."""
+    """Checks of dispatchers that offer only static rows."""
 
     def test_a_static_budget_holds_whatever_the_routing(self) -> None:
-        """And the step that is run again without it, ``dropless``, leaves nothing out."""
+        """And a step that is repeated without it, ``dropless``, drops no rows."""
         if tuple(self.offers().get("rows", ())) != ("static",):
             pytest.skip(f"{self.plugin.name} does not offer static rows alone")
 

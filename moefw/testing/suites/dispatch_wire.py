@@ -1,4 +1,4 @@
-"""Checks of what travels: which collectives, when they are waited for, how many bytes."""
+"""Checks of communication: which collectives, when they are waited for, how many bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ UNSEEN = "none of its collectives passes the process group of context.expert_gro
 
 
 class WireChecks(DispatcherRunner):
-    """Collectives of every rank, watched at the process group that the dispatcher was built with."""
+    """Checks of every rank's collectives, recorded at PyTorch's operators."""
 
     def worlds(self, **settings: Any) -> list[DispatchCase]:
-        """Return cases on several ranks: unequal and empty ones, drops, experts in parts, one rank a node."""
+        """Return cases on several ranks: unequal and empty ones, drops, experts in parts, one rank per node."""
         found = []
         for world in (each for each in self.profile.worlds if each > 1):
             base = DispatchCase(tokens=unequal(world), dropped=0.3, top_k=3, seed=11)
@@ -32,7 +32,7 @@ class WireChecks(DispatcherRunner):
         return [evolve(case, **settings) for case in found]
 
     def test_every_rank_makes_the_same_collectives(self) -> None:
-        """In the same order, whatever its own tokens are; shapes agree where they must."""
+        """In the same order, independent of its own tokens; shapes agree where they must."""
 
         def look(case: DispatchCase) -> str | None:
             logs = [
@@ -48,7 +48,7 @@ class WireChecks(DispatcherRunner):
         self.each(self.worlds(), look)
 
     def test_no_buffer_is_read_before_its_collective_is_awaited(self) -> None:
-        """Results that arrive as late as they may give the same; what is sent is not overwritten before."""
+        """Results that arrive only at the wait change nothing; inputs are not overwritten before the wait."""
 
         def look(case: DispatchCase) -> str | None:
             ranks = self.ranks(recorded, case, late=True)
@@ -62,7 +62,7 @@ class WireChecks(DispatcherRunner):
         self.each(self.worlds(), look)
 
     def test_movements_are_under_way_between_start_and_finish(self) -> None:
-        """Both ways: finish's backward starts the dual, start's backward waits for it."""
+        """In forward and backward: finish's backward launches the dual, start's backward waits for it."""
 
         def look(case: DispatchCase) -> str | None:
             for rank, found in enumerate(self.ranks(under_way, case)):
@@ -86,7 +86,7 @@ class WireChecks(DispatcherRunner):
         self.each(cases, look)
 
     def test_redispatch_exchanges_no_metadata(self) -> None:
-        """It launches what dispatch launches, on rows and weights, and plans nothing."""
+        """It launches the same collectives as dispatch, on rows and weights, and does not call plan."""
 
         def look(case: DispatchCase) -> str | None:
             for rank, (first, second, plans) in enumerate(self.ranks(sent_again, case)):
@@ -102,7 +102,7 @@ class WireChecks(DispatcherRunner):
         self.each(self.worlds(), look)
 
     def test_the_bytes_it_reports_are_those_that_leave_the_rank(self) -> None:
-        """``traffic`` by movement, peer and kind; nothing to itself."""
+        """``traffic`` is right by movement, peer and kind. A rank sends nothing to itself."""
 
         def look(case: DispatchCase) -> str | None:
             for found, claimed, counted in self.ranks(on_the_wire, case):

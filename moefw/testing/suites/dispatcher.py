@@ -22,14 +22,14 @@ from moefw.testing.suites.dispatch_wire import WireChecks
 
 
 class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
-    """Holds a dispatcher to its contract: set ``plugin``, and ``options`` if it has any that are required.
+    """Tests a dispatcher against its contract: set ``plugin``, and ``options`` if some are required.
 
-    What it offers decides what is checked. A movement is tried on ranks that are threads, where the dispatcher asks
-    its process group for collectives alone, else over gloo; whole layers are always tried over gloo.
+    The dispatcher's offers decide what is checked. Movements run on ranks that are threads if the dispatcher uses its
+    process group only for collectives, else over gloo. Whole layers always run over gloo.
     """
 
     def test_it_can_be_built_and_its_declaration_is_pure(self) -> None:
-        """Options resolve on some world; offers and needs are the same each time they are asked."""
+        """Options resolve on some world; offers and needs are the same on each call."""
         refusals = []
         for world in self.profile.worlds:
             for case in (DispatchCase(tokens=(1,) * world), DispatchCase(tokens=(1,) * world, num_experts=world * 2)):
@@ -51,7 +51,7 @@ class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
             fail(f"{self.plugin.name} refuses every world of the profile: {refusals[0]}")
 
     def test_the_declaration_imports_no_torch(self) -> None:
-        """It is imported by ``check``, ``plugins`` and ``--help``, which answer at once."""
+        """``check``, ``plugins`` and ``--help`` import it, and they must be fast."""
         module = sys.modules[self.plugin.__module__]
         file = Path(getattr(module, "__file__", None) or "")
         if file.name.startswith("test_") or file.name.endswith("_test.py") or module.__name__ == "__main__":
@@ -65,7 +65,7 @@ class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
             fail(f"{self.plugin.name}: importing {module.__name__} imports torch: import it inside build().")
 
     def test_drawn_movements_are_right(self) -> None:
-        """Tokens, skews, drops, alignments, dtypes and layouts by chance, on every world."""
+        """Random tokens, skews, drops, alignments, dtypes and layouts, on every world."""
         for world in self.profile.worlds:
             self.for_all(self._movement, strategies.cases(world), shrink=self.on_threads)
 
@@ -82,7 +82,7 @@ class DispatcherSuite(StateChecks, StaticChecks, WireChecks, LayerChecks):
                 fail(f"{self.plugin.name}: {fault}. With {case}.")
 
     def test_drawn_layers_equal_the_oracle(self) -> None:
-        """Whole layers by chance, over gloo."""
+        """Random whole layers, over gloo."""
         self.for_all(self._layer, st.sampled_from(self.profile.worlds).flatmap(strategies.layers), shrink=False)
 
     def _layer(self, layer: Layer) -> None:

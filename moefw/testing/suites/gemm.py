@@ -44,20 +44,20 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 @frozen(eq=False)
 class Bench:
-    """Experts with random parameters, and what they are given."""
+    """Experts with random parameters, their row alignment and their precision."""
 
     experts: Any
     alignment: int
     precision: str
 
     def inputs(self, case: GemmCase, dim: int) -> tuple[ExpertBatch, Tensor]:
-        """Return rows, and the gradient that comes back for them."""
+        """Return rows, and the gradient of the output."""
         dtype = DTYPES.get(self.precision, torch.float32)
         return case.batch(dim, dtype, alignment=self.alignment), case.probe(dim, dtype, alignment=self.alignment)
 
 
 class GemmSuite(Suite):
-    """Holds an expert computation to its contract: the dense formula in fp64, row by row.
+    """Tests an expert computation against its contract: the dense formula in fp64, row by row.
 
     ``dims`` are the sizes of the layer. ``rtol`` names the precision recipes to try, each with the largest error
     allowed as a share of a tensor's largest value. ``policies`` names a memory plugin for each mechanism of a region.
@@ -74,7 +74,7 @@ class GemmSuite(Suite):
         return self.layer_case(parts={"precision": {"use": precision}, **parts}, **self.dims)
 
     def _precisions(self) -> list[str]:
-        """The recipes of ``rtol`` whose operands the GEMM takes."""
+        """Return the recipes of ``rtol`` whose operands the GEMM takes."""
         fitting = []
         for precision in self.rtol:
             try:
@@ -94,7 +94,7 @@ class GemmSuite(Suite):
         return Bench(experts, row_alignment(assembly), precision)
 
     def takes(self, kind: str) -> bool:
-        """Return whether the GEMM says that it takes rows of a kind: ragged, padded or static."""
+        """Return whether the GEMM declares that it takes rows of a kind: ragged, padded or static."""
         assembly = self.on().assemble()
         needs = [need for need in assembly.parts.gemm.needs(assembly.site.at(0)) if need.fact == "rows"]
         return all(kind in need.value for need in needs)
@@ -112,7 +112,7 @@ class GemmSuite(Suite):
             self._check_all(self.bench(precision), rows(self.dims["num_experts"], padded=True))
 
     def test_rows_behind_the_last_group_are_not_read(self) -> None:
-        """They are undefined, here NaN, and so is the gradient that comes back for them."""
+        """They are undefined, here NaN, and so is the gradient of their outputs."""
         if not self.takes("static"):
             pytest.skip(f"{self.plugin.name} takes no static rows, so nothing lies behind the last group")
         says = "It reads rows behind the last group, offsets_e[-1]; they are undefined."
@@ -153,7 +153,7 @@ class GemmSuite(Suite):
         self._compare(summed, wanted, self.rtol[name], terms, f"{self.plugin.name}, experts in two parts added up")
 
     def test_operands_are_quantized_for_each_pass(self) -> None:
-        """What offers ``by_pass`` asks the recipe for the operands of all three products of each of its GEMMs."""
+        """A plugin that offers ``by_pass`` quantizes the operands of all three products of each of its GEMMs."""
         self.promised("by_pass", **self.dims)
         for (role, during), values in self._noted().items():
             asked = Noting.recipe.asked[role, during]
@@ -162,7 +162,7 @@ class GemmSuite(Suite):
             assert asked >= values, says
 
     def test_the_recipe_is_told_the_keys_of_the_rows_of_each_gradient(self) -> None:
-        """What offers ``row_keys`` hands ``ExpertBatch.keys_R`` to the recipe, in backward."""
+        """A plugin that offers ``row_keys`` passes ``ExpertBatch.keys_R`` to the recipe in backward."""
         self.promised("row_keys", **self.dims)
         for (role, during), values in self._noted().items():
             if role == "grad":
@@ -172,7 +172,7 @@ class GemmSuite(Suite):
                 assert keyed >= values, says
 
     def _noted(self) -> Asked:
-        """Run experts once under a recipe that notes what it is asked; return how many values the operands have."""
+        """Run experts once under the counting recipe; return the number of values of each operand."""
         layer_case = replace(self.on(Noting.name), plugins=(*self.on().plugins, Noting))
         experts, assembly = experts_of(layer_case)
         case = GemmCase(counts=(3, 1, 2, 5)[: self.dims["num_experts"]], seed=5)
@@ -184,7 +184,7 @@ class GemmSuite(Suite):
         return wanted(sum(case.counts), len(case.counts), size, self.dims["expert_dim"])
 
     def test_two_batches_in_flight_do_not_meet(self) -> None:
-        """Forward A, forward B, backward A, backward B gives what each gives alone."""
+        """Forward A, forward B, backward A, backward B gives the same results as each batch alone."""
         bench, cases = self.bench(), [GemmCase(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
         alone = [self._compute(bench, case) for case in cases]
         inputs = [bench.inputs(case, self.dims["dim"]) for case in cases]
@@ -195,7 +195,7 @@ class GemmSuite(Suite):
             assert not wrong, f"{self.plugin.name}: with two batches in flight, {wrong} changes."
 
     def test_forward_and_backward_write_nothing(self) -> None:
-        """Experts hold parameters and nothing else that changes."""
+        """Experts have no changing state except their parameters."""
         bench = self.bench()
         before = held(bench.experts)
         self._compute(bench, GemmCase(counts=self._counts(1)))
@@ -203,7 +203,7 @@ class GemmSuite(Suite):
         assert not wrote, f"{self.plugin.name} writes {wrote} in forward or backward. It must keep nothing."
 
     def test_the_same_rows_give_the_same_bits(self) -> None:
-        """Whatever random state it is built in."""
+        """For any random state at construction."""
         self.must_repeat()
         case, results = GemmCase(counts=self._counts(3), seed=3), []
         for seed in (1, 2):
@@ -213,7 +213,7 @@ class GemmSuite(Suite):
         assert not wrong, f"{self.plugin.name} gives other bits of {wrong} in a second run."
 
     def test_counts_on_the_host_are_not_needed_unless_asked_for(self) -> None:
-        """Dispatchers that know counts on the device alone hand over ``counts_host=None``."""
+        """Dispatchers that know counts only on the device pass ``counts_host=None``."""
         assembly = self.on().assemble()
         needs = assembly.parts.gemm.needs(assembly.site.at(0))
         if any(need.fact == "counts" and "device" not in need.value for need in needs):
@@ -227,7 +227,7 @@ class GemmSuite(Suite):
             raise AssertionError(f'{what} Say need("counts", ("host",), ...), or read offsets_e.') from error
 
     def test_promised_regions_change_no_bit(self) -> None:
-        """A region under a policy that it allows computes the same; recomputed, it saves less than kept."""
+        """A region under a policy that it allows gives the same bits. Recompute saves fewer bytes than keep."""
         regions = self.promised("region", **self.dims)
         case, saved = GemmCase(counts=self._counts(4), seed=4), {}
         plain = self._compute(self.bench(), case)
@@ -254,7 +254,7 @@ class GemmSuite(Suite):
         return computed(bench.experts, *bench.inputs(case, self.dims["dim"]))
 
     def _split(self, world: int, mesh: Mapping[str, int]) -> LayerCase | None:
-        """Return the layer case with experts split so, or None where the GEMM refuses."""
+        """Return the layer case with experts split over ``mesh``; None if the GEMM refuses."""
         settings = {**self.dims, "tokens": (1,) * world}
         parts = {"precision": {"use": self._precisions()[0]}, "parallel": {"experts": dict(mesh)}}
         layer_case = self.layer_case(parts=parts, **settings)
@@ -271,7 +271,7 @@ class GemmSuite(Suite):
         self.for_all(check, drawn)
 
     def _check(self, bench: Bench, case: GemmCase, hint: str) -> None:
-        """Hold outputs and gradients against the formula."""
+        """Compare outputs and gradients with the formula."""
         batch, probe = bench.inputs(case, self.dims["dim"])
         with poisoned_memory():
             out_RD = bench.experts(batch)

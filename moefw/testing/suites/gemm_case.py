@@ -1,4 +1,4 @@
-"""Rows for experts, and the dense formula in fp64 that experts are held against."""
+"""Rows for experts, and the dense formula in fp64 that experts are compared with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Results = dict[str, Tensor]
 
 @frozen(kw_only=True)
 class GemmCase:
-    """How many rows each expert gets, how many rows pad its group, and how many undefined ones lie behind all."""
+    """Numbers of rows: valid and padding rows in each expert's group, and undefined rows after the last group."""
 
     counts: tuple[int, ...]
     padding: tuple[int, ...] = ()
@@ -39,13 +39,13 @@ class GemmCase:
         return [-(-(count + more) // alignment) * alignment for count, more in zip(self.counts, padding, strict=True)]
 
     def valid(self, alignment: int) -> list[Tensor]:
-        """Return the places of each expert's valid rows."""
+        """Return the indices of each expert's valid rows."""
         sizes = self.sizes(alignment)
         starts = [sum(sizes[:expert]) for expert in range(len(sizes))]
         return [torch.arange(start, start + count) for start, count in zip(starts, self.counts, strict=True)]
 
     def batch(self, dim: int, dtype: torch.dtype, *, alignment: int = 1, on_host: bool = True) -> ExpertBatch:
-        """Return the rows as a dispatcher hands them over; undefined ones are NaN."""
+        """Return the rows as a dispatcher returns them; undefined ones are NaN."""
         sizes, generator = self.sizes(alignment), torch.Generator().manual_seed(self.seed)
         total = sum(sizes) + self.tail
         rows_RD, weights_R = torch.zeros(total, dim), torch.zeros(total)
@@ -62,7 +62,7 @@ class GemmCase:
         )
 
     def probe(self, dim: int, dtype: torch.dtype, *, alignment: int = 1) -> Tensor:
-        """Return the gradient that comes back from combine: zero for padding, undefined (NaN) behind the groups."""
+        """Return the gradient from combine: zero for padding, undefined (NaN) after the last group."""
         end = sum(self.sizes(alignment))
         probe_RD = torch.zeros(end + self.tail, dim)
         places = torch.cat(self.valid(alignment))
@@ -72,7 +72,7 @@ class GemmCase:
 
 
 def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.SearchStrategy[GemmCase]:
-    """Return rows of which some experts have none, one has one, or one has all."""
+    """Return a strategy for rows, with experts that have none, one or all of them."""
     some = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7]), min_size=experts, max_size=experts)
     one = st.tuples(st.integers(0, experts - 1), st.integers(0, 9)).map(
         lambda drawn: [drawn[1] * (expert == drawn[0]) for expert in range(experts)]
@@ -88,7 +88,7 @@ def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.Search
 
 
 def computed(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
-    """Return what experts compute, and all gradients by name; missing ones are zero."""
+    """Return the experts' output and all gradients by name; missing ones are zero."""
     out_RD: Tensor = drops(experts.__call__)(batch)
     return {"out": out_RD.detach(), **backward(experts, batch, out_RD, probe_RD)}
 
@@ -140,7 +140,7 @@ def formula(
 
 
 def terms_of_row_weights(wanted: Results, batch: ExpertBatch, probe_RD: Tensor) -> float:
-    """Return how large the terms are that add up to the gradient of a row's weight: they may nearly cancel."""
+    """Return the size of the terms that add up to the gradient of a row's weight, as they may nearly cancel."""
     out_RD = wanted["out"]
     weights_R, probe_RD = batch.row_weights_R.detach()[: len(out_RD)], probe_RD.double()[: len(out_RD)]
     unweighted_RD = torch.where(weights_R.unsqueeze(1) > 0, out_RD / weights_R.unsqueeze(1), 0.0)
@@ -155,17 +155,17 @@ def names_of(experts: Iterable[int]) -> set[str]:
 
 @frozen(eq=False)
 class Named:
-    """What a rank's experts are called: whole shapes by name, twice named ones, experts that are here."""
+    """Canonical names on a rank: whole shapes by name, repeated names, the rank's experts."""
 
     shapes: dict[str, tuple[int, ...]]
     twice: tuple[str, ...]
     experts: tuple[int, ...]
     uncovered: tuple[str, ...]
-    """Parameters of which some value has no name, or more than one."""
+    """Parameters with a value that has no name, or more than one."""
 
 
 def named_on_this_rank(layer_case: LayerCase) -> Named:
-    """Build the experts of a layer case and look at their canonical names."""
+    """Build the experts of a layer case and return their canonical names."""
     context, assembly = open_context(layer_case)
     experts: Any = assembly.parts.gemm.build(context)
     marks = {id(parameter): torch.zeros_like(parameter) for parameter in experts.parameters()}
@@ -205,7 +205,7 @@ def computed_on_this_rank(layer_case: LayerCase, case: GemmCase) -> Results:
 def diagnosis(
     weights: Results, case: GemmCase, batch: ExpertBatch, probe: Tensor, alignment: int, out_RD: Tensor, rtol: float
 ) -> str:
-    """Return what would explain a wrong output; empty if nothing known does."""
+    """Return a possible cause of a wrong output; empty if none is known."""
     swap = {"gate": "up", "up": "gate"}
     swapped = {
         ".".join([e, f"{swap.get(part[:-5], part[:-5])}_proj", w]): weights[f"{e}.{part}.{w}"]
@@ -223,7 +223,7 @@ def diagnosis(
 
 
 def saved_bytes(experts: Any, batch: ExpertBatch) -> int:
-    """Return how many bytes a forward in a layer saves for backward, parameters and inputs apart."""
+    """Return the bytes that a forward in a layer saves for backward, without parameters and input rows."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*experts.parameters(), batch.rows_RD)}
     sizes: dict[int, int] = {}
     kept = []
@@ -241,5 +241,5 @@ def saved_bytes(experts: Any, batch: ExpertBatch) -> int:
 
 
 def differing(one: Results, other: Results) -> str:
-    """Return the names of what differs in a bit."""
+    """Return the names of the tensors that differ in a bit."""
     return ", ".join(key for key, value in one.items() if not same_bits(value, other[key]))

@@ -1,4 +1,4 @@
-"""A recipe that notes for which product it is asked to quantize what."""
+"""A recipe that counts the values that it quantizes for each role and pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRODUCTS: Mapping[Pass, tuple[Role, Role]] = {
 
 
 class NotingRecipe(Precision):
-    """fp32, each product with operands of its own; ``asked`` counts their values, ``keyed`` those of rows with keys."""
+    """fp32 with separate operands per product. ``asked`` counts their values, ``keyed`` those of rows with keys."""
 
     residual_dtype: ClassVar[Any] = torch.float32
     by_pass: ClassVar[bool] = True
@@ -59,14 +59,14 @@ class Noting(PrecisionPlugin):
         return moefw.offers(operand=("fp32",), wire=("fp32",))
 
     def build(self, context: moefw.BuildContext) -> Precision:
-        """Return the recipe, which has noted nothing yet."""
+        """Return the recipe with its counts cleared."""
         self.recipe.asked.clear()
         self.recipe.keyed.clear()
         return self.recipe
 
 
 def wanted(rows: int, experts: int, dim: int, expert_dim: int) -> Asked:
-    """Return how many values each operand of the two GEMMs has, of experts that all have rows."""
+    """Return the number of values in each operand of the two GEMMs, if all experts have rows."""
     weights = experts * 3 * dim * expert_dim
     inputs, grads = rows * (dim + expert_dim), rows * (2 * expert_dim + dim)
     values: Mapping[Role, int] = {"input": inputs, "weight": weights, "grad": grads}

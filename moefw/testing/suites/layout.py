@@ -27,10 +27,10 @@ MAX_RANKS, MAX_SECONDS = 4096, 1.0
 
 
 class LayoutSuite(Suite):
-    """Holds a layout to its contract: plans are arithmetic that agrees with itself, groups are what plans say.
+    """Tests a layout against its contract: plans are consistent arithmetic, and opened groups are those of the plan.
 
-    ``meshes`` lists the axes of each mesh. ``drawn`` draws options; None: ``options`` alone.
-    ``opened`` are the options to open on ranks, beside ``options``.
+    ``meshes`` lists the axes of each mesh. ``drawn`` draws options; None: only ``options``.
+    ``opened`` are sets of options to open on ranks, in addition to ``options``.
     """
 
     section = "parallel"
@@ -47,7 +47,7 @@ class LayoutSuite(Suite):
         return read
 
     def plans(self) -> st.SearchStrategy[LayoutPlan]:
-        """Return plans of worlds that brute force can follow."""
+        """Return a strategy for plans of worlds small enough for brute force."""
         options = st.just({}) if self.drawn is None else self.drawn
 
         def arranged(drawn: tuple[Mapping[str, Any], int]) -> Any:
@@ -58,7 +58,7 @@ class LayoutSuite(Suite):
         return plans.filter(lambda plan: plan is not None)
 
     def _fitting(self, layout: Any, multiple: int) -> Iterator[LayoutPlan]:
-        """Yield plans of a few multiples of the smallest world, or of it alone."""
+        """Yield the plans of ``multiple`` times the smallest world, and of the smallest world."""
         smallest = self._smallest(layout)
         for world in (smallest * multiple, smallest):
             if world <= self.max_world:
@@ -109,12 +109,12 @@ class LayoutSuite(Suite):
         self.for_all(check, self.plans())
 
     def test_groups_are_the_ranks_that_share_all_other_coordinates(self) -> None:
-        """Held against the definition by coordinates: members, ascending, whatever order axes are named in."""
+        """Compared with the definition by coordinates: members, ascending, for any order of the axes."""
         axes = st.sampled_from([some for mesh in self.meshes for some in _subsets(mesh)])
         self.for_all(self._check_groups, st.tuples(self.plans(), axes, st.booleans()))
 
     def test_groups_partition_the_world(self) -> None:
-        """Every rank is in one group over some axes, and all its members say so."""
+        """Every rank is in one group over given axes, and all its members agree."""
         axes = st.sampled_from([some for mesh in self.meshes for some in _subsets(mesh)])
 
         def check(drawn: tuple[LayoutPlan, tuple[str, ...]]) -> None:
@@ -130,7 +130,7 @@ class LayoutSuite(Suite):
         self.for_all(check, st.tuples(self.plans(), axes))
 
     def test_in_an_expert_group_the_ranks_of_one_ep_position_are_neighbours(self) -> None:
-        """Dispatchers read a rank's experts off its place in the group over ep and etp: place // etp."""
+        """Dispatchers derive a rank's experts from its position in the group over ep and etp: position // etp."""
 
         def check(plan: LayoutPlan) -> None:
             for rank in range(plan.world):
@@ -143,7 +143,7 @@ class LayoutSuite(Suite):
         self.for_all(check, self.plans())
 
     def test_copies_are_rows_that_all_their_ranks_agree_on(self) -> None:
-        """The ranks with a rank's parameters, each in one of the equally long rows that shard them."""
+        """Copies are the ranks with a rank's parameters, each in one of the equally long rows that shard them."""
         self.for_all(self._check_copies, st.tuples(self.plans(), st.sampled_from(list(COPIES))))
 
     def test_the_smallest_world_is_the_first_that_fits(self) -> None:
@@ -159,7 +159,7 @@ class LayoutSuite(Suite):
         self.for_all(check, st.just({}) if self.drawn is None else self.drawn)
 
     def test_a_world_fits_or_is_refused_with_a_message(self) -> None:
-        """A plan has the world that was asked for; any other answer is a PlanError that says why."""
+        """A plan has the requested world; any other answer is a PlanError with the reason."""
         drawn = st.tuples(st.just({}) if self.drawn is None else self.drawn, st.integers(1, self.max_world))
 
         def check(asked: tuple[Mapping[str, Any], int]) -> None:
@@ -171,7 +171,7 @@ class LayoutSuite(Suite):
         self.for_all(check, drawn)
 
     def test_4096_ranks_are_arranged_within_a_second(self) -> None:
-        """Plans are arithmetic: a laptop can look at a cluster."""
+        """Plans are pure arithmetic, so a laptop can plan a cluster."""
         layout = self.layout()
         world = MAX_RANKS // self._smallest(layout) * self._smallest(layout)
         start = time.process_time()
@@ -190,7 +190,7 @@ class LayoutSuite(Suite):
         assert spent <= MAX_SECONDS, says
 
     def test_opened_groups_are_those_of_the_plan(self) -> None:
-        """On real ranks: members in the plan's order, sizes, positions, None where a rank is alone, each group once."""
+        """On real ranks: members in the plan's order, sizes, positions, None for a single rank, each group once."""
         tried = 0
         for options in (self.options, *self.opened):
             layout = self.layout(options)
@@ -204,7 +204,7 @@ class LayoutSuite(Suite):
             pytest.skip(f"{self.plugin.name} arranges none of the worlds {self.profile.worlds} with these options")
 
     def _plan(self, layout: Any, world: int) -> LayoutPlan | None:
-        """Return the plan of a world, or None where it is refused as it should be."""
+        """Return the plan of a world; None if it is refused by a PlanError with a message."""
         try:
             plan: LayoutPlan = layout.plan(world)
         except PlanError as error:
@@ -269,7 +269,7 @@ class LayoutSuite(Suite):
 
 @dataclass(frozen=True)
 class OpenedGroup:
-    """A group as a rank sees it; ``heard`` is what an all-gather of ranks brings."""
+    """A group as a rank sees it; ``heard`` is the result of an all-gather of ranks."""
 
     size: int
     index: int
@@ -279,7 +279,7 @@ class OpenedGroup:
 
 @dataclass(frozen=True)
 class Opened:
-    """A layout as a rank sees it; ``twice``: what was opened from the same ranks and is not the same group."""
+    """A layout as a rank sees it; ``twice``: pairs that were opened from the same ranks but are different groups."""
 
     rank: int
     ranks_per_node: int
@@ -288,7 +288,7 @@ class Opened:
 
 
 def open_on_this_rank(declaration: Any, world: int, meshes: Sequence[Sequence[str]]) -> Opened:
-    """Open a layout and look at the groups over all sets of axes of each mesh, and at those of copies. Collective."""
+    """Open a layout; inspect its groups over all sets of axes of each mesh, and those of copies. Collective."""
     layout = open_by(declaration, declaration.plan(world), "cpu")
     groups = {}
     opened: dict[tuple[int, ...], tuple[str, Any]] = {}
@@ -320,6 +320,6 @@ def open_on_this_rank(declaration: Any, world: int, meshes: Sequence[Sequence[st
 
 
 def _subsets(mesh: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield every choice of axes of a mesh, at least one."""
+    """Yield every nonempty set of axes of a mesh."""
     for count in range(1, len(mesh) + 1):
         yield from itertools.combinations(mesh, count)

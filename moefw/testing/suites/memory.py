@@ -28,11 +28,11 @@ JITTERY: Mapping[str, Any] = {
 
 
 class MemorySuite(Suite):
-    """Holds a memory policy to its contract: whatever it does, no bit changes.
+    """Tests a memory policy against its contract: it changes no bit of any result.
 
-    ``regions`` are those to treat; left empty, all that the model and the GEMM offer for the plugin's mechanism.
-    ``holding`` names the regions that hold the dispatch, in which its metadata may be exchanged again; ``movements``
-    those that only a policy treats which knows how to repeat a movement.
+    ``regions`` are those to treat; if empty, all that the model and the GEMM offer for the plugin's mechanism.
+    ``holding`` names the regions that contain the dispatch, in which its metadata may be exchanged again; ``movements``
+    those that need a policy that can repeat a movement (``wrap_movement``).
     """
 
     section = "memory"
@@ -47,12 +47,12 @@ class MemorySuite(Suite):
         return {"use": self.plugin.name, "regions": list(self._offered()), **self.options}
 
     def layer_case(self, **settings: Any) -> LayerCase:
-        """Return a layer case whose list of policies is this one."""
+        """Return a layer case with the plugin as its only policy."""
         parts = {**self.parts, **settings.pop("parts", {}), "memory": [self.chosen]}
         return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
     def model(self, regions: Sequence[str], *, world: int | None = None) -> LayerCase:
-        """Return a layer case with a whole model on all ranks, of which some regions are treated."""
+        """Return a layer case with a whole model on all ranks, with the given regions treated."""
         world = world or self.world
         policy = {"use": self.plugin.name, **self.options, "regions": list(regions)}
         parts = {"routing": JITTERY, "parallel": {"experts": {"ep": world}}, **self.parts}
@@ -60,7 +60,7 @@ class MemorySuite(Suite):
         return whole_model(world, parts=parts, plugins=(self.plugin,))
 
     def _offered(self) -> Sequence[str]:
-        """The regions to treat, in order."""
+        """Return the regions to treat, in order."""
         if self.regions:
             return self.regions
         assembly = whole_model(self.world, parts=self.parts, plugins=(self.plugin,)).assemble()
@@ -74,7 +74,7 @@ class MemorySuite(Suite):
         return found
 
     def policy(self) -> Any:
-        """Return the policy, built."""
+        """Build and return the policy."""
         policy = self._built(self._offered())
         is_policy = isinstance(policy, MemoryPolicy)
         assert is_policy, f"{self.plugin.name} builds something that is no moefw.MemoryPolicy."
@@ -93,7 +93,7 @@ class MemorySuite(Suite):
         self._compare_regions(in_flight=True)
 
     def test_all_regions_together_change_no_bit(self) -> None:
-        """Regions may lie in each other."""
+        """Regions may be nested."""
         plain, treated = (self._observe(regions) for regions in ((), self._offered()))
         self._same(plain, treated, "all regions")
 
@@ -109,7 +109,7 @@ class MemorySuite(Suite):
                     assert abs(times - 1.0) < 1e-3, f"{says} {times:.3g} times; once is right."
 
     def test_counts_are_not_exchanged_again(self) -> None:
-        """Where a region does not hold the dispatch, its metadata is exchanged once a micro-batch and layer."""
+        """If a region does not contain the dispatch, metadata is exchanged once per micro-batch and layer."""
         plain = self._observe(())[0].plans
         for region in self._offered():
             if region not in self.holding:
@@ -127,7 +127,7 @@ class MemorySuite(Suite):
         assert calls[1] <= 2, f"{says} {calls[1] - calls[0]} times more in backward; once is enough."
 
     def test_a_region_gets_what_it_is_given_and_returns_what_it_returns(self) -> None:
-        """Positions, keywords, structures, None, and gradients of all that comes in, closures included."""
+        """Positional arguments, keywords, structures, None, and gradients of all inputs, closures included."""
         region = self._offered()[0]
         _, wanted = probe_region(None, region)
         try:
@@ -141,7 +141,7 @@ class MemorySuite(Suite):
             assert same, f"{self.plugin.name}: {name} of a region is not what it is without the policy."
 
     def test_regions_are_told_apart(self) -> None:
-        """A policy that wraps two functions runs each."""
+        """A policy that wraps two functions runs the right one."""
         policy, name = self.policy(), self._offered()[0]
         wrapped: list[Callable[..., Any]] = [policy.wrap(name, _Adds(number)) for number in (1.0, 2.0)]
         x = torch.ones(3, requires_grad=True)
@@ -183,7 +183,7 @@ class MemorySuite(Suite):
             self._same(plain, self._observe((region,), in_flight=in_flight), f"the region {region}")
 
     def _same(self, plain: Sequence[Observed], treated: Sequence[Observed], what: str) -> None:
-        """Statistics of the policy's own may come beside."""
+        """Assert equal bits. The policy may add statistics."""
         for rank, (one, other) in enumerate(zip(plain, treated, strict=True)):
             for kind in ("values", "grads"):
                 before, after = getattr(one, kind), getattr(other, kind)

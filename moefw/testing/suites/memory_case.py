@@ -1,4 +1,4 @@
-"""What a model with treated regions does on one rank, and a region to look through."""
+"""Results of a model with treated regions on one rank, and a region to probe a policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MICRO_BATCHES = 2
 
 @dataclass(kw_only=True)
 class Observed:
-    """What one rank computed over some micro-batches: values and gradients by name, and how often dispatchers plan."""
+    """Results of one rank over some micro-batches: values and gradients by name, number of dispatchers' plans."""
 
     values: dict[str, Tensor]
     grads: dict[str, Tensor]
@@ -34,7 +34,7 @@ class _CountingPlans:
         self.inner, self.plans = inner, 0
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """Count, and plan."""
+        """Count the call, and plan."""
         self.plans += 1
         return self.inner.plan(*args, **kwargs)
 
@@ -45,8 +45,8 @@ class _CountingPlans:
 def observed(layer_case: LayerCase, in_flight: bool, language: float) -> Observed:
     """Run the whole model of a layer case forward and backward over two micro-batches.
 
-    ``in_flight``: both forwards come before the first backward. ``language`` is the weight of the language-model
-    loss; without it, what arrives is the auxiliary losses'.
+    ``in_flight``: both forwards run before the first backward. ``language`` is the weight of the language-model loss;
+    at 0, all gradients come from auxiliary losses.
     """
     model, assembly, layout, shared = open_model(layer_case)
     counters = []
@@ -79,9 +79,10 @@ def observed(layer_case: LayerCase, in_flight: bool, language: float) -> Observe
 
 
 def probe_region(policy: MemoryPolicy | None, region: str) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return how often a region had run after forward and after backward, and all that went in and came out.
+    """Return a region's number of calls after forward and after backward, and all its inputs and outputs.
 
-    The region takes a position, a structure and keywords, and returns a structure; policy None: it is not wrapped.
+    The region takes positional arguments, one a structure, and keywords. It returns a structure. With policy None, it
+    is not wrapped.
     """
     calls = []
     generator = torch.Generator().manual_seed(0)

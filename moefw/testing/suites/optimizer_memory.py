@@ -38,17 +38,17 @@ class Closed(OptimizerPlugin):
 
 
 class OptimizerMemorySuite(Suite):
-    """Holds a memory policy of the optimizer's states to its contract, on given gradients.
+    """Tests a memory policy of the optimizer's states against its contract, with given gradients.
 
-    ``rtol``: how far a state may be from the untreated one, as a share of its tensor's largest value, and a parameter
-    from the untreated one, as a share of the learning rate; None: no bit may differ.
+    ``rtol``: largest deviation from the untreated run, of a state as a share of its tensor's largest value, of a
+    parameter as a share of the learning rate; None: no bit may differ.
     """
 
     section = "memory"
     rtol: ClassVar[float | None] = 0.05
 
     def layer_case(self, **settings: Any) -> LayerCase:
-        """Return a layer case whose list of policies is this one."""
+        """Return a layer case with the plugin as its only policy."""
         parts = {**self.parts, **settings.pop("parts", {}), "memory": [self.chosen]}
         return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
@@ -58,7 +58,7 @@ class OptimizerMemorySuite(Suite):
         return whole_model(world, parts=chosen, plugins=(self.plugin, Closed), sizes={"vocab_size": 64})
 
     def test_it_builds_a_policy_of_the_optimizer(self) -> None:
-        """That leaves functions of activations as they are."""
+        """The policy does not wrap functions of activations."""
         context, assembly = open_context(self.model(True))
         policy = assembly.parts.memory[0].build(context)
         is_policy = isinstance(policy, OptimizerPolicy)
@@ -66,7 +66,7 @@ class OptimizerMemorySuite(Suite):
         assert policy.wrap("experts", rested) is rested, f"{self.plugin.name} wraps a function."
 
     def test_an_update_is_that_of_the_optimizer(self) -> None:
-        """Parameters stay fp32, and neither they nor the states go further from the untreated ones than ``rtol``."""
+        """Parameters keep their dtype, and parameters and states stay within ``rtol`` of the untreated ones."""
         (plain,), (treated,) = (self.pool.run(rested, 1, self.model(memory), STEPS) for memory in (False, True))
         assert plain.states.keys() == treated.states.keys(), f"{self.plugin.name}: other states than without it."
         lr = SMALL["train"]["lr"]
@@ -78,13 +78,13 @@ class OptimizerMemorySuite(Suite):
                 self._close(f"{key} of {name}", treated.states[key][name], value, value.abs().max().item())
 
     def test_the_same_steps_again_give_the_same_bits(self) -> None:
-        """What is drawn at random depends on the seed, the step and the element."""
+        """Random draws depend on the seed, the step and the element."""
         (one,), (other,) = (self.pool.run(rested, 1, self.model(True), STEPS) for _ in range(2))
         self._same(one, other, "when the run is repeated")
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_no_layout_changes_a_bit(self, layout: str) -> None:
-        """Nor does the share of a rank; a state rests in the shape of what the rank stores of its parameter."""
+        """Nor does a rank's share. A state has the shape of the part of its parameter that the rank stores."""
         (alone,) = self.pool.run(rested, 1, self.model(True), STEPS)
         held = self.pool.run(rested, 2, self.model(True, world=2, parallel=LAYOUTS[layout]), STEPS)
         for one in held:

@@ -1,4 +1,4 @@
-"""Steps with given gradients on one rank: the same in every layout, so that what rests may be compared bit for bit."""
+"""Optimizer steps with given gradients, equal in every layout, so that stored tensors can be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moefw.training.optimizer_under_policies import build_optimizer
 
 @dataclass(kw_only=True)
 class Rested:
-    """Parameters, and states by key, under canonical names, whole; and whether a state rests in a parameter's shape."""
+    """Whole parameters, and states by key, by canonical name. ``shaped``: whether states have parameters' shards."""
 
     parameters: dict[str, Tensor]
     states: dict[str, dict[str, Tensor]]
@@ -38,7 +38,7 @@ def give_gradients(model: nn.Module, step: int) -> None:
 
 
 def rested(layer_case: LayerCase, steps: int) -> Rested:
-    """Take steps with given gradients; return what rests after them."""
+    """Run steps with given gradients; return the parameters and states after them."""
     model, assembly, layout, shared = open_model(layer_case)
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     for step in range(steps):

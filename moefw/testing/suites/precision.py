@@ -26,14 +26,14 @@ from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
 NATIVE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Operands that are plain tensors, by what a recipe offers."""
+"""Dtypes of operands that are plain tensors, by offered operand."""
 RTOL: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-"""The error allowed where a suite states none: that of the residual stream."""
+"""Default tolerance of a suite, by dtype of the residual stream."""
 
 
 @frozen(kw_only=True)
 class Operand:
-    """A drawn tensor to quantize: rows, or the weights of one or several experts, in a plain or a turned layout."""
+    """A drawn tensor to quantize: rows, or weights of one or several experts, contiguous or (``turned``) transposed."""
 
     rows: int
     blocks: int
@@ -44,7 +44,7 @@ class Operand:
     seed: int
 
     def tensor(self, block: int, dtype: torch.dtype) -> Tensor:
-        """Return the tensor, a leaf whose values reach over some powers of two."""
+        """Return the tensor, a leaf whose values span some powers of two."""
         leading = (self.experts,) if self.experts else ()
         shape = (*leading, self.rows, self.blocks * block)
         generator = torch.Generator().manual_seed(self.seed)
@@ -55,7 +55,7 @@ class Operand:
 
 
 KEPT: Sequence[tuple[Role, Pass]] = (("input", "wgrad"), ("weight", "dgrad"))
-"""What is kept from forward to backward, and for which of its products."""
+"""Roles of saved operands, and the product of backward that uses each."""
 
 OPERANDS = st.builds(
     Operand,
@@ -70,11 +70,11 @@ OPERANDS = st.builds(
 
 
 class PrecisionSuite(Suite):
-    """Holds a precision recipe to its contract.
+    """Tests a precision recipe against its contract.
 
     ``rtol`` is the largest error of an operand, and of a layer against the fp64 oracle, as a share of a tensor's
-    largest value; None: by the residual dtype. ``block`` divides the sizes of all operands. ``gemms`` are the GEMMs of
-    which one must take the operands.
+    largest value; None: by the residual dtype. ``block`` divides the sizes of all operands. At least one of ``gemms``
+    must take the operands.
     """
 
     section = "precision"
@@ -113,7 +113,7 @@ class PrecisionSuite(Suite):
         return assembly.parts.precision.offers(assembly.site.at(0)).get(fact)
 
     def test_a_gemm_takes_the_operands(self) -> None:
-        """What is offered fits somewhere, and what is offered is said."""
+        """The offered operands fit some GEMM, and the offer names them."""
         self._fitting()
         operand = self._offered("operand")
         assert operand, f"{self.plugin.name} does not offer operand: no GEMM can tell whether it fits."
@@ -124,7 +124,7 @@ class PrecisionSuite(Suite):
             assert not isinstance(made, Tensor), f"{says} Offer its dtype, or operands that multiply themselves."
 
     def test_operands_have_the_shape_of_what_they_stand_for(self) -> None:
-        """Any role, any pass, no rows, any strides; the dtype is the one that is offered."""
+        """For any role, pass, number of rows and strides. The dtype is the offered one."""
         recipe, dtype = self.recipe(), self._native()
 
         def check(one: Operand) -> None:
@@ -142,7 +142,7 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_operands_are_close_to_what_they_stand_for(self) -> None:
-        """Within the stated error; where operands serve all passes, what is in the offered dtype stays as it is."""
+        """Within the stated error. If operands serve all passes, tensors in the offered dtype stay unchanged."""
         recipe, allowed = self.recipe(), self._rtol()
         dtype = None if recipe.by_pass else self._native()
 
@@ -184,7 +184,7 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_what_is_kept_for_backward_makes_the_operand(self) -> None:
-        """Of inputs for wgrad and of weights for dgrad, in the shape and as close as the operand itself."""
+        """Inputs for wgrad and weights for dgrad, with the shape and the accuracy of the operand itself."""
         recipe, allowed = self.recipe(), self._rtol()
 
         def check(drawn: Operand) -> None:
@@ -203,7 +203,7 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_operands_of_the_weight_gradient_make_it_together(self) -> None:
-        """Where they are ones of their own: with what is kept of the input, the product over rows is close."""
+        """If passes have separate operands: the product over rows with the saved input is close."""
         recipe, allowed = self.recipe(), 2 * self._rtol()
         if not recipe.by_pass:
             pytest.skip(f"{self.plugin.name} has the operands of forward in backward")
@@ -222,7 +222,7 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_the_same_tensor_gives_the_same_bits(self) -> None:
-        """Recompute quantizes again: what is drawn at random depends on no call order."""
+        """Recompute quantizes again, so random draws do not depend on the order of calls."""
         recipe = self.recipe()
 
         def check(drawn: Operand) -> None:
@@ -235,7 +235,7 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_quantize_writes_nothing(self) -> None:
-        """Neither the recipe nor the tensor that it is given; but a meter measures, which moves no operand."""
+        """Neither to the recipe nor to its input. Meters may record, because they change no operand."""
         whole = self.recipe()
         turns = zip(itertools.cycle((7, 0, 32)), itertools.product(get_args(Role), get_args(Pass)))
         for seed, (rows, (role, during)) in enumerate(turns):
@@ -259,7 +259,7 @@ class PrecisionSuite(Suite):
         assert dtype in RTOL, says
 
     def test_a_layer_stays_close_to_the_oracle(self) -> None:
-        """Output and every gradient of an MoE layer, held against fp64 within the stated error."""
+        """Output and every gradient of an MoE layer are within the stated error of fp64."""
         for seed, tokens in enumerate((13, 6, 0)):
             for name, error in self._errors(tokens, seed):
                 thing = "output" if name == "out" else f"gradient of {name}"
@@ -288,12 +288,12 @@ class PrecisionSuite(Suite):
         yield from ((name, worst_error(got[name], grad, floor=floor)) for name, grad in truth.grads.items())
 
     def _native(self) -> torch.dtype | None:
-        """The dtype that the recipe says its operands have; None where they are no plain tensors."""
+        """Return the offered dtype of operands; None if they are no plain tensors."""
         (operand, *others) = self._offered("operand") or ("",)
         return None if others else NATIVE.get(operand)
 
     def _given(self, recipe: Any) -> Sequence[torch.dtype]:
-        """The dtypes of what is quantized: of weights, and of the residual stream."""
+        """Return the dtypes of quantized tensors: of weights, and of the residual stream."""
         return tuple(dict.fromkeys((torch.float32, recipe.residual_dtype)))
 
     def _rtol(self) -> float:
@@ -309,19 +309,19 @@ class PrecisionSuite(Suite):
 
 
 def _of_a_gemm(recipe: Any, drawn: Operand) -> Any:
-    """Return the recipe of a GEMM that takes the operand; itself, if it is that already."""
+    """Return the recipe for one GEMM that takes the operand, which may be the recipe itself."""
     return recipe.at("gemm", groups=max(1, drawn.experts))
 
 
 def _meters(recipe: Any) -> Iterator[str]:
-    """Yield where the meters of a recipe are, as ``changed`` names places."""
+    """Yield the paths of a recipe's meters, in the form of ``changed``."""
     for name, part in recipe.named_modules() if isinstance(recipe, nn.Module) else ():
         if isinstance(part, Meter):
             yield "".join(f"._modules.{step}" for step in name.split(".") if step).strip(".")
 
 
 def _alone(recipe: Any, drawn: Operand) -> bool:
-    """Whether an operand is close to what it stands for by itself: those of wgrad may be so as a pair."""
+    """Return whether an operand must be close to its tensor by itself. Those of wgrad may be close only as a pair."""
     return not (recipe.by_pass and drawn.during == "wgrad")
 
 

@@ -30,11 +30,11 @@ from moefw.testing.suites.slopes import slopes
 from moefw.testing.suites.watch import changed, held, same_bits
 
 NEAR_TIES = 0.05
-"""How far an expert's load may differ, 1 = fair share: a few choices between nearly equal scores."""
+"""Largest difference of an expert's load, 1 = fair share: a few choices between nearly equal scores."""
 
 
 class RouterSuite(Suite):
-    """Holds a router to its contract. ``dims`` are the sizes of the layer that it stands in."""
+    """Tests a router against its contract. ``dims`` are the sizes of its layer."""
 
     section = "routing"
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 8, "top_k": 2, "dim": 16, "expert_dim": 16}
@@ -50,13 +50,13 @@ class RouterSuite(Suite):
         return router
 
     def learned_router(self) -> Any:
-        """Return a router whose state has seen a step."""
+        """Return a router with state that was updated once."""
         router, tokens = self.router(), Tokens(sequences=4, positions=8, seed=7)
         router.update(summed([router(tokens.x(self.dims["dim"]), tokens.batch())]))
         return router
 
     def test_routings_have_the_shapes_and_types_of_the_contract(self) -> None:
-        """Ids, weights and statistics are what dispatchers and the engine count on; T may be 0."""
+        """Ids, weights and statistics are valid for dispatchers and the engine; T may be 0."""
         router = self.router()
 
         def check(tokens: Tokens) -> None:
@@ -66,7 +66,7 @@ class RouterSuite(Suite):
         self.for_all(check, TOKENS)
 
     def test_statistics_count_every_choice_once_before_any_is_dropped(self) -> None:
-        """``tokens_per_expert`` is what balance goes by: a capacity does not hide what was asked for."""
+        """Balancing uses ``tokens_per_expert``, so it also counts choices that a capacity drops."""
         router = self.router()
 
         def check(tokens: Tokens) -> None:
@@ -76,7 +76,7 @@ class RouterSuite(Suite):
         self.for_all(check, TOKENS)
 
     def test_masked_tokens_go_nowhere_and_count_nowhere(self) -> None:
-        """What padding holds changes no choice, weight, statistic or loss, and gets no gradient."""
+        """The values of padding change no choice, weight, statistic or loss, and get no gradient."""
         router = self.router()
 
         def check(tokens: Tokens) -> None:
@@ -100,7 +100,7 @@ class RouterSuite(Suite):
         self.for_all(check, masked)
 
     def test_no_tokens_and_one_token_train(self) -> None:
-        """Ranks may be without tokens; backward still works there, and no gradient is NaN."""
+        """Ranks may have no tokens; backward still works there, and all gradients are finite."""
         router = self.router()
         for positions in (0, 1):
             tokens = Tokens(sequences=1, positions=positions)
@@ -113,7 +113,7 @@ class RouterSuite(Suite):
                 assert finite, f"{self.plugin.name} has gradients that are not finite with {positions} tokens."
 
     def test_gradients_are_the_slopes_of_the_weights(self) -> None:
-        """What reaches the tokens and the router's parameters is held against finite differences."""
+        """Gradients of the tokens and of the router's parameters are compared with finite differences."""
         router = self.learned_router()
         tokens = Tokens(sequences=2, positions=5, seed=3)
         x_TD, batch, name = tokens.x(self.dims["dim"]), tokens.batch(), self.plugin.name
@@ -156,7 +156,7 @@ class RouterSuite(Suite):
                 assert found.agree(3e-2, noise=2e-4 * abs(value()[0].item())), says
 
     def test_auxiliary_losses_are_attached_in_training_only(self) -> None:
-        """Neither in evaluation nor without a loss scale do they touch a gradient."""
+        """They change no gradient in evaluation or without a loss scale."""
         router, tokens = self.learned_router(), Tokens(sequences=2, positions=8, seed=5)
         x_TD = tokens.x(self.dims["dim"])
         for training, scale in ((False, torch.tensor(1.0)), (True, None)):
@@ -181,7 +181,7 @@ class RouterSuite(Suite):
             assert not wrote, says
 
     def test_declared_state_is_fp32_buffers(self) -> None:
-        """``state_spec`` names buffers that are there, in fp32, of the shape that it says."""
+        """``state_spec`` names existing buffers, in fp32 and of the declared shape."""
         router = self.router()
         buffers, name = dict(router.named_buffers()), self.plugin.name
         for state in router.state_spec():
@@ -192,7 +192,7 @@ class RouterSuite(Suite):
             assert fits, f"{name}: the buffer {state.name!r} is {is_}; state_spec says {says}."
 
     def test_update_depends_on_the_reduced_statistics_alone(self) -> None:
-        """Whatever a router saw before, equal sums lead to equal state, in any order of micro-batches."""
+        """Equal sums lead to equal state, for any earlier forwards and any order of micro-batches."""
         fresh, used, turned = self.router(), self.router(), self.router()
         batches = [Tokens(sequences=2, positions=5, seed=seed) for seed in range(3)]
         routings = [fresh(tokens.x(self.dims["dim"]), tokens.batch()) for tokens in batches]
@@ -219,7 +219,7 @@ class RouterSuite(Suite):
         assert finite, f"{name}: update() after a step without tokens leaves state that is not finite."
 
     def test_routing_looks_at_no_more_than_the_partition_says(self) -> None:
-        """token: at each token by itself; sequence: at each sequence by itself, losses included."""
+        """token: each token is routed independently; sequence: each sequence is, losses included."""
         partition = self._partition()
         router = self.learned_router()
         self.for_all(lambda tokens: self._check_sequences(router, tokens, partition), SEQUENCES)
@@ -240,7 +240,7 @@ class RouterSuite(Suite):
         self.for_all(check, TOKENS)
 
     def test_two_routers_compute_the_same_bits(self) -> None:
-        """From one process to the next."""
+        """For any random state at construction, as in different processes."""
         self.must_repeat()
         tokens, name = Tokens(sequences=3, positions=5, seed=4), self.plugin.name
         runs = []
@@ -260,7 +260,7 @@ class RouterSuite(Suite):
             assert same_bits(one, two), f"{name}: gradients differ between two equal routers."
 
     def test_recorded_routes_are_replayed(self) -> None:
-        """``Batch.routes`` from an earlier forward decides, whatever parameters say today."""
+        """``Batch.routes`` from an earlier forward decides, for any current parameters."""
         router, earlier = self.router(seed=0), self.router(seed=1)
 
         def check(tokens: Tokens) -> None:
@@ -274,7 +274,7 @@ class RouterSuite(Suite):
         self.for_all(check, TOKENS)
 
     def test_a_model_trains_on_two_ranks_like_on_one(self) -> None:
-        """Where no more than a sequence is looked at, the layout changes nothing; elsewhere, ranks agree."""
+        """With a partition of tokens or sequences, the layout changes nothing; otherwise, ranks agree."""
         alone, both = (self._train(world, micro_batch) for world, micro_batch in ((1, 16), (2, 2)))
         name, (first, second) = self.plugin.name, both
         finite = all(torch.tensor(result.loss).isfinite() for result in first.results)
@@ -306,14 +306,14 @@ class RouterSuite(Suite):
             raise AssertionError(f"{self.plugin.name}: {fault}")
 
     def _partition(self, *, required: bool = True) -> Any:
-        """The set of tokens that the router says it looks at."""
+        """Return the set of tokens that the router looks at; if ``required``, skip sets larger than a sequence."""
         partition = self.layer_case(**self.dims).assemble().layers[0].facts.get("partition")
         if required and partition not in ("token", "sequence"):
             pytest.skip(f"{self.plugin.name} looks at one {partition}: what it computes depends on the split")
         return partition
 
     def _attached(self, router: nn.Module, x_TD: Tensor, batch: Batch, variable: Tensor) -> Tensor:
-        """Return the gradient that comes with weights whose own gradient is zero."""
+        """Return the gradient of ``variable`` from a backward whose gradient of the weights is zero."""
         weights_TK = router(x_TD, batch).weights_TK
         if not weights_TK.requires_grad:
             return torch.zeros_like(variable)

@@ -1,4 +1,4 @@
-"""Micro-batches for routers, and what is wrong with a routing."""
+"""Micro-batches for routers, and checks of a routing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tokens:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return self.sequences * self.positions
 
     def mask(self) -> Tensor | None:
@@ -40,7 +40,7 @@ class Tokens:
         return torch.randn(self.num_tokens, dim, generator=generator).to(getattr(torch, self.dtype)).requires_grad_()
 
     def batch(self, **more: Any) -> Batch:
-        """Return the micro-batch as in training, auxiliary losses apart."""
+        """Return the micro-batch as in training, but without ``loss_scale``, so without auxiliary losses."""
         ids_BS = torch.zeros(self.sequences, self.positions, dtype=torch.int64)
         seeds_B = torch.arange(self.sequences) + 1000 * self.seed
         return Batch(**{"ids_BS": ids_BS, "labels_BS": ids_BS, "mask_BS": self.mask(), "seeds_B": seeds_B, **more})
@@ -72,7 +72,7 @@ def of_sequences(batch: Batch, x_TD: Tensor, chosen: Sequence[int]) -> tuple[Ten
 
 
 def compared(one: Routing, two: Routing) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield what can be compared of two routings, with a name for it."""
+    """Yield the name and both values of each comparable tensor of two routings."""
     yield "expert_ids_TK", one.expert_ids_TK, two.expert_ids_TK
     yield "weights_TK", one.weights_TK, two.weights_TK
     for kind in ("stats", "aux_losses"):
@@ -81,7 +81,7 @@ def compared(one: Routing, two: Routing) -> Iterator[tuple[str, Tensor, Tensor]]
 
 
 def misshapen(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Iterator[str]:
-    """Yield what dispatchers could not use."""
+    """Yield the faults that make a routing unusable for dispatchers."""
     ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
     shape, experts = (tokens.num_tokens, dims["top_k"]), dims["num_experts"]
     if tuple(ids_TK.shape) != shape or ids_TK.dtype != torch.int64:
@@ -112,7 +112,7 @@ def misshapen(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Iter
 
 
 def miscounted(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Iterator[str]:
-    """Yield what is wrong with the counts of a routing."""
+    """Yield the faults in the counts of a routing."""
     experts, ids_TK, mask_T = dims["num_experts"], routing.expert_ids_TK, tokens.batch().mask_T
     counts_E = routing.stats.get("tokens_per_expert")
     if counts_E is None or tuple(counts_E.shape) != (experts,) or counts_E.dtype != torch.float32:

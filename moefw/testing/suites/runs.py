@@ -1,4 +1,4 @@
-"""Whole models on the ranks of a pool, with plugins of a test in them."""
+"""Whole models with a test's own plugins, on the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def row_alignment(assembly: Assembly) -> int:
 
 
 def open_context(layer_case: LayerCase) -> tuple[BuildContext, Assembly]:
-    """Return what the parts of the layer case's layer get to build themselves on this rank, and the assembly."""
+    """Return the build context of the layer case's layer on this rank, and the assembly."""
     assembly = layer_case.resolve()
     layout = open_layout(assembly, "cpu")
     return ModelParts(assembly, layout, torch.device("cpu"), Shared()).at(0), assembly
@@ -43,7 +43,7 @@ def whole_model(
     micro_batch: int = 2,
     sizes: Mapping[str, Any] | None = None,
 ) -> LayerCase:
-    """Return a case whose spec is a small transformer that trains in milliseconds; ``sizes`` changes the model's."""
+    """Return a case with a small transformer that trains in milliseconds; ``sizes`` overrides the model's sizes."""
     train = {**SMALL["train"], "micro_batch": micro_batch}
     spec = {**SMALL, "model": {**SMALL["model"], **(sizes or {})}, "train": train, **parts}
     return LayerCase(tokens=(1,) * world, parts=spec, plugins=plugins)
@@ -74,7 +74,7 @@ def global_batch(assembly: Assembly, layout: Layout, step: int) -> list[Batch]:
 
 @dataclass(kw_only=True)
 class Trained:
-    """What a short run did, and the parameters and state that this rank holds in the end."""
+    """Results of a short run, and this rank's parameters and state at its end."""
 
     results: list[StepResult]
     last: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Gradients held against finite differences, along random directions, in fp32."""
+"""Comparison of gradients with finite differences, along random directions, in fp32."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor
 
 DIRECTIONS, STEP, HALVINGS = 5, 1e-2, 4
 SETTLED = 2e-2
-"""Relative difference of a slope over a step and over half of it, below which it is taken for the slope."""
+"""Relative difference between the slopes over a step and over half of it, below which the slope counts as measured."""
 
 Value = Callable[[], tuple[Tensor, Tensor]]
-"""Returns a scalar, and the choices that it rests on: across other choices there is no slope."""
+"""Returns a scalar, and the choices that it depends on. If choices change, there is no slope."""
 
 
 @frozen
 class Slopes:
-    """Slopes measured along directions, and what a gradient says of them."""
+    """Slopes along directions: measured, and claimed by a gradient."""
 
     measured: tuple[float, ...]
     claimed: tuple[float, ...]
 
     @property
     def steepest(self) -> float:
-        """The largest of all."""
+        """The largest absolute slope."""
         return max(map(abs, (*self.measured, *self.claimed)), default=0.0)
 
     @property
     def ratio(self) -> float:
-        """How many times the measured slopes the gradient claims."""
+        """Ratio of claimed to measured slopes, by least squares."""
         squares = sum(slope * slope for slope in self.measured)
         return sum(a * b for a, b in zip(self.measured, self.claimed, strict=True)) / squares if squares else 0.0
 
     def agree(self, rtol: float, *, noise: float = 1e-5) -> bool:
-        """Return whether all are within ``rtol`` of the steepest, or within the noise of the measurement."""
+        """Return whether all pairs differ by at most ``rtol`` of the steepest slope, or by the measurement's noise."""
         pairs = zip(self.measured, self.claimed, strict=True)
         return all(abs(a - b) <= max(rtol * self.steepest, noise) for a, b in pairs)
 
@@ -46,9 +46,9 @@ class Slopes:
 
 @torch.no_grad()
 def slopes(value: Value, variable: Tensor, grad: Tensor) -> Slopes:
-    """Measure the slopes of ``value`` along random directions of ``variable``; what they say of ``grad``.
+    """Return the slopes of ``value`` along random directions of ``variable``: measured, and claimed by ``grad``.
 
-    Directions along which choices change, however small the step, are left out.
+    Directions without a stable slope are left out, such as those along which choices change at every step size.
     """
     generator = torch.Generator().manual_seed(0)
     measured, claimed = [], []

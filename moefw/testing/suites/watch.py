@@ -1,4 +1,4 @@
-"""What a part holds, looked at from outside: to say what a call changed in it."""
+"""Snapshots of the state of a part, to find the changes by a call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NOT_OURS = ("torch.", "builtins", "moefw.core", "abc", "typing", "hypothesis", 
 
 
 def held(part: object) -> dict[str, object]:
-    """Return everything that a part holds, by path: tensors bit by bit, attributes, closures; gradients apart."""
+    """Return the state of a part by path: bits of tensors, attributes, closures; no gradients."""
     return dict(_walk(part, "", {}))
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Return the names of what is not as it was before."""
+    """Return the names of the values that changed."""
     missing = object()
     names = before.keys() | after.keys()
     found = {name for name in names if before.get(name, missing) != after.get(name, missing)}
@@ -49,7 +49,7 @@ def worst_error(got: Tensor, wanted: Tensor, *, floor: float = 1e-30) -> float:
 
 
 def _walk(thing: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, object]]:
-    """Yield what lies at a path and below; ``seen`` keeps what was met, so that nothing else gets its id."""
+    """Yield the values at a path and below; ``seen`` keeps visited objects alive, so that ids are not reused."""
     if isinstance(thing, _PLAIN):
         yield path, thing
         return

@@ -18,7 +18,7 @@ class Sample(moefw.DispatcherPlugin):
     name: ClassVar[str] = "sample"
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        """Any row alignment; counts are known on the host once they have been exchanged."""
+        """Offer any row alignment; counts are known on the host after their exchange."""
         return moefw.offers(
             row_alignment=moefw.ANY,
             rows=("ragged", "padded"),
@@ -27,7 +27,7 @@ class Sample(moefw.DispatcherPlugin):
         )
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
-        """An expert-parallel axis."""
+        """Require an expert-parallel axis."""
         return [moefw.need("axis", "ep", reason="rows travel along the expert-parallel axis")]
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:

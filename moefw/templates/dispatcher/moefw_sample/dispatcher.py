@@ -24,7 +24,7 @@ COUNT_BYTES, WEIGHT_BYTES = 8, 4
 
 @frozen(kw_only=True, eq=False)
 class Metadata:
-    """The metadata of one movement: which rows are sent where, and how those that arrive lie in groups by expert."""
+    """The metadata of one movement: which rows are sent where, and how received rows are grouped by expert."""
 
     slots: Slots
     sent: Sequence[int]
@@ -34,7 +34,7 @@ class Metadata:
 
 @final
 class SampleDispatcher(moefw.Dispatcher):
-    """Nothing is kept between calls: what a movement needs travels in its plan and its handle."""
+    """Keeps no state between calls: the plan and the handle hold the data of a movement."""
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
         self.experts, self.row_alignment = experts, row_alignment
@@ -42,7 +42,7 @@ class SampleDispatcher(moefw.Dispatcher):
     def plan(
         self, routing: moefw.Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> moefw.DispatchPlan:
-        """Sort the choices by expert, and tell every rank how many rows it will get for each of its experts."""
+        """Sort the choices by expert, and send every rank its number of rows for each of its experts."""
         experts = self.experts
         parts_TK = experts.parts(routing.expert_ids_TK)
         slots = sort_slots(parts_TK, experts.size * experts.local_experts)
@@ -62,7 +62,7 @@ class SampleDispatcher(moefw.Dispatcher):
         )
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
-        """Send one row a (token, part of an expert), and its weight."""
+        """Send one row per (token, part of an expert), and its weight."""
         metadata: Metadata = plan.detail
         rows_ND = gather(x_TD, metadata.slots.rows)
         weights = weights_TK.repeat_interleave(self.experts.etp, 1).flatten()
@@ -70,18 +70,18 @@ class SampleDispatcher(moefw.Dispatcher):
         return exchange([rows_ND, weights_N], metadata.sent, metadata.received, self.experts.group, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
-        """Send other values along the same way."""
+        """Send other values with the same plan."""
         return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
     def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
-        """Put what arrived, in order (rank, expert, token), into groups: (expert, rank, token)."""
+        """Regroup received rows from order (rank, expert, token) to (expert, rank, token)."""
         plan: moefw.DispatchPlan = pending.detail
         groups: Groups = plan.detail.groups
         rows_ND, weights_N = finish(pending)
         return moefw.ExpertBatch.of(groups.regroup(rows_ND, weights_N), groups), moefw.DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
-        """Send rows back in the order in which they came."""
+        """Send rows back in the order in which they arrived."""
         metadata: Metadata = handle.plan.detail
         return exchange(
             [metadata.groups.restore(rows_RD)], metadata.received, metadata.sent, self.experts.group, detail=metadata
@@ -94,7 +94,7 @@ class SampleDispatcher(moefw.Dispatcher):
         return gather_sum(rows_ND, metadata.slots.rows)
 
     def traffic(self, handle: moefw.DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count one row a (token, part of an expert), and the counts that every rank tells every other."""
+        """Count one row per (token, part of an expert), and the counts that every rank sends to every other."""
         metadata: Metadata = handle.plan.detail
         told = [COUNT_BYTES * (self.experts.local_experts + 1)] * self.experts.size
         hops = [(metadata.sent, metadata.received)]

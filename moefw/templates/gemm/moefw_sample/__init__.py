@@ -23,7 +23,7 @@ class Sample(moefw.GemmPlugin):
         return moefw.offers(region=regions, by_pass=True)
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
-        """Group sizes on the host, equal shares of the experts."""
+        """Require group sizes on the host, and equal shares of the experts."""
         return [
             moefw.need("counts", ("host",), reason="a Python loop slices the rows of each expert"),
             moefw.need("rows", ("ragged", "padded", "static"), reason="it slices groups that lie end to end"),

@@ -20,10 +20,10 @@ class Sample(moefw.LayoutPlugin):
     ep: int = field(default=1, validator=ge(1))
 
     def plan(self, world: int | None) -> moefw.MeshPlan:
-        """Arrange ``world`` ranks, or the smallest world that fits: ep.
+        """Return the meshes of ``world`` ranks; None: of the smallest world that fits, ``ep`` ranks.
 
-        Axes stand outermost first: the last one joins neighbouring ranks. Each mesh has all of its axes, also those of
-        size 1: other parts ask for them.
+        Axes are ordered from outermost to innermost, so the last one joins neighbouring ranks. Each mesh has all of its
+        axes, even those of size 1, because other parts use them.
         """
         world = self.ep if world is None else world
         if world < 1 or world % self.ep:

@@ -12,9 +12,9 @@ moefw_api = ">=2,<3"
 
 @frozen
 class Sample(moefw.MemoryPlugin):
-    """Keeps what the regions save for backward, through hooks that see every saved tensor.
+    """Keeps the tensors that regions save for backward, through hooks that see each of them.
 
-    ``mechanism`` is what a region must allow: that it is kept.
+    ``mechanism`` is the treatment that a region must allow: keep.
     """
 
     name: ClassVar[str] = "sample"

@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @final
 class SamplePolicy(moefw.MemoryPolicy):
-    """Sees each tensor when it is saved and again when backward wants it: the place to move or to pack it."""
+    """Handles each tensor when it is saved and again when backward needs it: the place to move or to pack it."""
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with what it saves treated. Values and gradients stay the same bits."""
+        """Return ``function`` with its saved tensors treated. Values and gradients stay the same bits."""
 
         @wraps(function)
         def treated(*args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,7 @@ class SamplePolicy(moefw.MemoryPolicy):
 
 
 def _pack(saved: Tensor) -> Tensor:
-    """Return what is held until backward; parameters that an operation saves come here, too."""
+    """Return the object to hold until backward. Parameters that an operation saves are passed, too."""
     return saved
 
 

@@ -17,7 +17,7 @@ class Sample(moefw.PrecisionPlugin):
     name: ClassVar[str] = "sample"
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        """Operands are plain fp32 tensors; rows travel as they are."""
+        """Operands are plain fp32 tensors; rows are sent unchanged."""
         return moefw.offers(operand=("fp32",), wire=("fp32",))
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 @final
 class SampleRecipe(moefw.Precision):
-    """fp32 in, fp32 out. A recipe of lower precision rounds here, and lets gradients pass as if it had not."""
+    """fp32 in, fp32 out. A recipe of lower precision rounds here, and passes gradients straight through."""
 
     residual_dtype: ClassVar[Any] = torch.float32
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
-        """Return the operand that takes the part of ``x`` in a GEMM."""
+        """Return the operand that replaces ``x`` in a GEMM."""
         return x.to(torch.float32)

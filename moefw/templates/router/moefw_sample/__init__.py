@@ -24,11 +24,11 @@ class Sample(moefw.RouterPlugin):
     temperature: float = field(default=1.0, validator=gt(0.0))
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        """Each token is routed by itself."""
+        """Each token is routed independently."""
         return moefw.offers(partition=("token",))
 
     def check(self, site: moefw.Site) -> Sequence[moefw.Problem]:
-        """K different experts must exist."""
+        """Return a problem if there are fewer than K experts."""
         k, experts = site.dims.top_k, site.dims.num_experts
         if k <= experts:
             return ()
