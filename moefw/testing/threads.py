@@ -50,7 +50,7 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     cores = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _Met(meeting):  # one flag of PyTorch says for all threads whether a mode is active: keep it set
+        with _Met(meeting):  # PyTorch has one flag for all threads whether a mode is active: keep it set
             for thread in threads:
                 thread.start()
             meeting.wait_for_all()

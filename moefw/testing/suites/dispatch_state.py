@@ -123,7 +123,7 @@ class StateChecks(RowChecks):
         self.holds(self.cases(), assertions.spoiled)
 
     def test_inputs_may_be_views(self) -> None:
-        """Transposed and strided tensors, and expanded gradients, give what contiguous ones give."""
+        """Transposed and strided tensors, and expanded gradients, give the same results as contiguous ones."""
         self.same(
             self.some(), overlap.odd_inputs, "views and contiguous tensors of equal values give different results"
         )

@@ -27,7 +27,7 @@ class SamplePolicy(moefw.MemoryPolicy):
 
 
 def _pack(saved: Tensor) -> Tensor:
-    """Return the object to hold until backward. Parameters that an operation saves are passed, too."""
+    """Return the object to hold until backward. Parameters that an operation saves also arrive here."""
     return saved
 
 
