@@ -1,1 +1,1 @@
-"""The built-in plugins. They are found through entry points, as anybody's are."""
+"""The built-in plugins. They are found through entry points, like third-party plugins."""

@@ -1,1 +1,1 @@
-"""Dispatchers: how rows reach the ranks of their experts, and come back."""
+"""Dispatchers: move rows to the ranks of their experts and back."""

@@ -1,4 +1,4 @@
-"""The options of built-in dispatchers that can have a library move their rows."""
+"""Options of built-in dispatchers that can move rows through a library."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class CallsLibrary(SendsRows):
     """
 
     package: ClassVar[str]
-    """The library's module, and ``install``, how to get it."""
+    """The library's module; ``install`` says how to install it."""
     install: ClassVar[str]
 
     backend: Literal["torch", "library"]
     max_tokens: int | None = field(default=None, validator=optional(gt(0)))
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Also what the library asks of the machine and of the other parts."""
+        """Return also the library's needs of the machine and of the other parts."""
         needs = super().needs(site)
         if self.backend == "torch":
             return needs
@@ -41,7 +41,7 @@ class CallsLibrary(SendsRows):
         return [*needs, *(moefw.need(fact, of, reason=why, fix=fix, option="backend") for fact, of, why, fix in asks)]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Only the library is sized beforehand, only bf16 goes through it, and not every layer."""
+        """Return the problems: a wire other than bf16, the library's limits, ``max_tokens`` without the library."""
         if self.backend == "library" and self.wire != "high":
             what = "rows go through the library in bf16."
             return [moefw.Problem(what, "Use wire: high, or backend: torch.", "wire")]
@@ -54,4 +54,4 @@ class CallsLibrary(SendsRows):
 
     @abstractmethod
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return what is wrong where the library cannot carry the layer."""
+        """Return the problems of a layer that the library does not support."""

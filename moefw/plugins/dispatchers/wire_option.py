@@ -1,4 +1,4 @@
-"""The option of built-in dispatchers that says as what rows travel."""
+"""Option of built-in dispatchers: the form in which rows travel."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 class SendsRows(DispatcherPlugin):
     """``wire``: ``high`` sends rows in the dtype of the residual stream; ``fp8`` as the recipe's codes and scales.
 
-    Only rows on their way to the experts are packed. What comes back, and gradients, are sums: they stay high.
+    Only rows sent to the experts are packed. Combined rows and gradients are sums and stay high.
     """
 
     wire: Literal["high", "fp8"] = "high"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Any row alignment; the host learns the counts before the rows are there."""
+        """Return the offers: any row alignment, and counts that the host knows before rows arrive."""
         return moefw.offers(
             row_alignment=moefw.ANY, rows=("ragged", "padded"), counts=("host", "device"), row_keys=True
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """An expert-parallel axis, and a recipe that packs rows if they are to be packed."""
+        """Return the needs: an expert-parallel axis and, for packed rows, a recipe that packs them."""
         axis = moefw.need("axis", "ep", reason="rows travel along the expert-parallel axis")
         if self.wire == "high":
             return [axis]
@@ -41,14 +41,14 @@ class SendsRows(DispatcherPlugin):
         return [axis, moefw.need("wire", (self.wire,), reason=reason, fix=fix, option="wire")]
 
     def codec(self, context: moefw.BuildContext) -> Codec | None:
-        """Return what packs the rows of a layer; None: nothing does, or its experts are kept in high precision."""
+        """Return the codec of a layer's rows; None: rows are not packed, or experts are kept in high precision."""
         return None if self.wire == "high" else context.recipe("moe.experts").codec(context.site.dims.model_dim)
 
     def movement(self, shape: RankShape, indices: Indices, *, arriving: int, returning: int) -> PartMemory:
-        """Return what a movement of rows takes: ``dispatch`` brings the experts' rows, ``combine`` takes them back.
+        """Return the memory of a movement: ``dispatch`` sends rows to the experts, ``combine`` sends them back.
 
-        ``arriving`` rows (D), packed or not, land in a buffer that stays until combine is under way, ``returning`` rows
-        are sent back: each is also received once. Backward of combine has both, too.
+        ``arriving`` rows (D), packed or not, fill a buffer that stays until combine is under way. ``returning`` rows
+        are sent back, and each is also received once. Backward of combine holds both, too.
         """
         x, (rows, row_weights, _) = shape.tokens_given(), shape.rows_given()
         row, packed = x.nbytes // shape.tokens, self._packed(shape)

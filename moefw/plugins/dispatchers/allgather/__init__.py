@@ -1,4 +1,4 @@
-"""``allgather``: every rank gets all tokens of its expert-parallel group and picks those of its experts."""
+"""``allgather``: every rank gathers all tokens of its expert-parallel group and picks those of its experts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moefw.plugins.dispatchers.wire_option import SendsRows
 
 @frozen(kw_only=True)
 class AllGather(SendsRows):
-    """Moves P-1 rows a token each way, whatever the routing. Best where P is small against K."""
+    """Moves P-1 rows per token each way, independent of the routing. Best where P is small compared with K."""
 
     name: ClassVar[str] = "allgather"
 
     def memory(self, shape: RankShape) -> PartMemory:
-        """Indices of all gathered choices."""
+        """Return the memory of a movement, with indices of all gathered choices."""
         gathered = shape.tokens * shape.ranks
         indices = arrival(gathered, shape.dims.top_k, shape.valid_rows, shape.rows)
         return self.movement(shape, indices, arriving=gathered, returning=gathered)

@@ -24,7 +24,7 @@ from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, arrange
 
 LENGTH_BYTES, ID_BYTES, WEIGHT_BYTES = 16, 4, 4
-"""Of what each rank tells of itself, and of a choice's expert id and weight."""
+"""Bytes of a rank's token count and capacity, of a choice's expert id, and of its weight."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class _Gathered:
 class AllGatherDispatcher(Dispatcher):
     """One all-gather of tokens and one of weights; one reduce-scatter back. ``plan`` gathers the routing.
 
-    Parts of an expert on several ranks (etp > 1) need nothing more: the reduce-scatter adds up their partial sums.
+    An expert that is split over several ranks (etp > 1) needs no extra step: the reduce-scatter adds up partial sums.
     """
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
@@ -65,7 +65,7 @@ class AllGatherDispatcher(Dispatcher):
         return DispatchPlan(detail=_Gathered(num_tokens, longest, ids_TK.shape[1], arrival))
 
     def _gather_ids(self, ids_TK: Tensor, capacity: int) -> tuple[Tensor, list[list[int]]]:
-        """Return the choices of all ranks, padded to the longest, and each rank's tokens and capacity."""
+        """Return the choices of all ranks, padded to the longest rank, and each rank's token count and capacity."""
         size, group = self.experts.size, self.experts.group
         mine = torch.tensor([len(ids_TK), capacity], device=ids_TK.device)
         told = mine.new_empty(2 * size)
@@ -106,7 +106,7 @@ class AllGatherDispatcher(Dispatcher):
         return out_MD[: pending.detail.num_tokens]
 
     def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count the longest rank's tokens to every rank, each way."""
+        """Count the longest rank's tokens, sent to every rank each way."""
         metadata: _Gathered = handle.plan.detail
         everywhere = [metadata.longest] * self.experts.size
         told = [LENGTH_BYTES + ID_BYTES * metadata.top_k * metadata.longest] * self.experts.size

@@ -1,4 +1,4 @@
-"""``alltoall``: one row a (token, expert), sent straight to the expert's rank."""
+"""``alltoall``: one row per (token, expert), sent directly to the expert's rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moefw.plugins.dispatchers.wire_option import SendsRows
 
 @frozen(kw_only=True)
 class AllToAll(SendsRows):
-    """Sends K*(P-1)/P rows a token over the expert-parallel ranks. Best where K is small against P."""
+    """Sends K*(P-1)/P rows per token over the expert-parallel ranks. Best where K is small compared with P."""
 
     name: ClassVar[str] = "alltoall"
 
     def memory(self, shape: RankShape) -> PartMemory:
-        """Indices of rows sent and of rows regrouped."""
+        """Return the memory of a movement, with indices of rows sent and of rows regrouped."""
         sent = sorted_choices(shape.tokens, shape.dims.top_k)
         regroup = regrouped(shape.ranks, shape.local_experts, shape.valid_rows, shape.rows, shape.etp)
         indices = Indices(saved=sent.saved, held=sent.held + regroup)

@@ -1,4 +1,4 @@
-"""All-to-all dispatch: sort rows by expert, send each rank its share, sort by (expert, source rank, token) there.
+"""All-to-all dispatch: sort rows by expert, send each rank its rows, sort there by (expert, source rank, token).
 
 Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``N`` rows sent.
 """
@@ -25,7 +25,7 @@ from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Groups, Slots, gather_sum, group_chunks, sort_slots
 
 Counts = Sequence[Sequence[int]]
-"""Rows by rank and expert."""
+"""Numbers of rows by rank and expert."""
 COUNT_BYTES, WEIGHT_BYTES = 8, 4
 
 
@@ -46,17 +46,17 @@ class _Metadata:
 
 @final
 class AllToAllDispatcher(Dispatcher):
-    """One all-to-all of rows and one of weights each way; ``plan`` exchanges e counts per pair of ranks.
+    """Dispatch exchanges rows and weights, combine only rows; ``plan`` exchanges e counts per pair of ranks.
 
-    With parts of an expert on several ranks (etp > 1), a row travels to the rank with the sender's part, and from
-    there to the others.
+    Where an expert is split over several ranks (etp > 1), a row travels to the rank that holds the sender's part, and
+    from there to the other parts.
     """
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
         self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
 
     def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
-        """Sort the choices and exchange how many rows each rank sends for each expert."""
+        """Sort the choices and exchange the number of rows that each rank sends for each expert."""
         experts, capacity = self.experts, routing.capacity or 0
         if routing.counts_host is not None:
             counts = [routing.counts_host] * experts.size
@@ -81,7 +81,7 @@ class AllToAllDispatcher(Dispatcher):
         return counts_E[first : first + self.experts.local_experts]
 
     def _exchange_counts(self, counts_E: Tensor, capacity: int) -> tuple[Counts, Counts, int]:
-        """Return the rows for each (rank, local expert), offered and asked for, and the capacity over all ranks."""
+        """Return the rows for each (rank, local expert), sent and received, and the sum of all capacities."""
         size, ones = self.experts.size, [1] * self.experts.size
         offered_Pe = counts_E.view(self.experts.ep, -1).repeat_interleave(self.experts.etp, 0)
         offered_Pe = F.pad(offered_Pe, (0, 1), value=capacity)
@@ -92,7 +92,7 @@ class AllToAllDispatcher(Dispatcher):
         return offered, asked, capacity
 
     def _way(self, slots: Slots, offered: Counts, asked: Counts, capacity: int, told: int) -> _Metadata:
-        """Send to, and receive from, the ranks with this rank's part of the experts; the parts share what arrived."""
+        """Return the metadata. Rows travel between ranks of the same part, which then share them with other parts."""
         experts, device = self.experts, slots.slot_R.device
         part = experts.rank % experts.etp
         ours = [rank % experts.etp == part for rank in range(experts.size)]
@@ -110,7 +110,7 @@ class AllToAllDispatcher(Dispatcher):
         return _Metadata(slots, sent, received, parts, groups, told)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
-        """Send one row a (token, expert), and its weight."""
+        """Send one row per (token, expert), and its weight."""
         metadata: _Metadata = plan.detail
         weights_N = weights_TK.flatten().index_select(0, metadata.slots.slot_R)
         tensors, group = [x_TD, weights_N], self.experts.group
@@ -119,11 +119,11 @@ class AllToAllDispatcher(Dispatcher):
         )
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Send again along the same way."""
+        """Send again along the same plan."""
         return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
-        """Regroup what arrived by expert."""
+        """Regroup the received rows by expert."""
         plan: DispatchPlan = pending.detail
         metadata: _Metadata = plan.detail
         rows_ND, weights_N = finish(pending)
@@ -132,7 +132,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertBatch.of(metadata.groups.regroup(rows_ND, weights_N), metadata.groups), DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
-        """Send rows back in the order in which they came."""
+        """Send rows back in the order in which they arrived."""
         metadata: _Metadata = handle.plan.detail
         rows_ND = metadata.groups.restore(rows_RD)
         if metadata.parts is not None:

@@ -16,7 +16,7 @@ from moefw.runtime.communication.movement import finish
 
 @frozen
 class Parts:
-    """A gather of uneven pieces over the ranks that hold parts of the same experts, as an all-to-all of copies.
+    """Gather of uneven pieces over the ranks that hold parts of the same experts, as an all-to-all of copies.
 
     gloo refuses uneven all-gathers; copies to each rank move the same bytes.
     """
@@ -28,7 +28,7 @@ class Parts:
 
     @classmethod
     def of(cls, experts: ExpertGroup, rows_from: Sequence[int]) -> Parts:
-        """Return the hop, given how many rows of this share's experts each rank sends."""
+        """Return the hop, given the number of rows that each rank sends for this rank's experts."""
         etp = experts.etp
         part, first = experts.rank % etp, experts.rank // etp * etp
         landed = [sum(rows_from[p::etp]) for p in range(etp)]
@@ -38,11 +38,11 @@ class Parts:
         return cls(experts.group, etp, sent, received)
 
     def share(self, rows: Sequence[Tensor], codec: Codec | None) -> tuple[Tensor, ...]:
-        """Return the rows that landed on each part, part by part. Differentiable."""
+        """Return the rows that arrived at each part, in order of parts. Differentiable."""
         copies = [tensor.repeat(self.etp, *[1] * (tensor.dim() - 1)) for tensor in rows]
         return finish(exchange(copies, self.sent, self.received, self.group, codec=codec))
 
     def add_up(self, rows_ND: Tensor) -> Tensor:
-        """Return the rows that landed here, summed over the parts. Differentiable."""
+        """Return the rows that arrived here, summed over the parts. Differentiable."""
         (copies,) = finish(exchange([rows_ND], self.received, self.sent, self.group))
         return copies.view(self.etp, -1, *rows_ND.shape[1:]).sum(0)

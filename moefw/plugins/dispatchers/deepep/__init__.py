@@ -1,4 +1,4 @@
-"""``deepep``: one row a (token, destination rank), expanded on arrival, reduced before it returns."""
+"""``deepep``: one row per (token, destination rank), expanded on arrival, reduced before it returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeepEP(CallsLibrary):
 
     ``backend`` torch: the algorithm over any process group; library: the ``deep_ep`` package, on GPUs, in bf16.
     ``max_tokens``: the most tokens that a rank ever sends at once. It sizes the library's ``ElasticBuffer``, which
-    takes over where ``Buffer`` cannot carry the layer.
+    is used where ``Buffer`` does not support the layer.
     """
 
     name: ClassVar[str] = "deepep"
@@ -30,12 +30,12 @@ class DeepEP(CallsLibrary):
     install: ClassVar[str] = INSTALL
 
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
-        """Those of both buffers."""
+        """Return a problem if neither buffer supports the layer."""
         sizes = site.layout.sizes
         return limits(Shape.of(site.dims, ep=sizes["ep"], etp=sizes["etp"]), max_tokens=self.max_tokens)
 
     def memory(self, shape: RankShape) -> PartMemory | None:
-        """Indices of a row for each (token, rank). Nothing is known of the library."""
+        """Return the memory of a movement, with indices of one row per (token, rank); None for the library."""
         if self.backend != "torch":
             return None
         choices = shape.dims.top_k * shape.etp
@@ -47,7 +47,7 @@ class DeepEP(CallsLibrary):
         return self.movement(shape, indices, arriving=arrived, returning=arrived)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process. Raises PlanError where the library is missing or cannot carry it."""
+        """Return the dispatcher of this process. Raises PlanError where the library is missing or lacks support."""
         if self.backend == "library":
             from moefw.plugins.dispatchers.deepep.library import build
 

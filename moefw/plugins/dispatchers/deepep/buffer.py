@@ -15,14 +15,14 @@ from moefw.runtime.communication.movement import Work
 
 BF16_BYTES = 2
 WEIGHTS_MULTIPLE = 8
-"""Weights travel as rows of 32 bytes and more: the kernel moves halves of 16 bytes."""
+"""Weights are padded to a multiple of this, 32 bytes: the kernel moves half rows in units of 16 bytes."""
 INTRANODE_HANDLE = 6
-"""So many items has a handle inside one node; its first holds running sums ``[source, destination]`` of rows."""
+"""Number of items of a handle inside one node. The first holds running sums of rows, ``[source, destination]``."""
 
 
 @final
 class BufferWire(Wire):
-    """One ``Buffer``, sized for its own recommended configurations."""
+    """One ``Buffer``, sized for the library's recommended configurations."""
 
     def __init__(self, module: Any, experts: ExpertGroup, shape: Shape) -> None:
         self.experts, self.num_experts = experts, shape.num_experts
@@ -37,7 +37,7 @@ class BufferWire(Wire):
         )
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
-        """Lay out and dispatch. The layout is on the device: the host waits once, inside ``dispatch``."""
+        """Compute the layout on the device and dispatch. The host waits once, inside ``dispatch``."""
         per_rank, per_node, per_expert, to_rank, _ = self.buffer.get_dispatch_layout(ids_TK, self.num_experts)
         rows_ND, ids_NK, weights_NK, _, handle, event = self.buffer.dispatch(
             x_TD,
@@ -52,7 +52,7 @@ class BufferWire(Wire):
         return Arrived(rows_ND, ids_NK, weights_NK, handle, EventWork(event))
 
     def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
-        """Dispatch along a handle. A cached dispatch carries no weights: their bits travel as rows of a second one."""
+        """Dispatch along a handle. A cached dispatch carries no weights: a second one carries their bits as rows."""
         received, works = self._again(sent[0], handle)
         if len(sent) == 1:
             return [received], works
@@ -66,13 +66,13 @@ class BufferWire(Wire):
         return received, [EventWork(event)]
 
     def send_back(self, sent: Sequence[Tensor], handle: Any) -> Moved:
-        """Combine; the weights' gradients are added up beside the rows."""
+        """Combine rows, and with them gradients of the weights if given."""
         weights_NK = sent[1] if len(sent) > 1 else None
         out_TD, out_TK, event = self.buffer.combine(sent[0], handle, topk_weights=weights_NK, async_finish=True)
         return [out_TD] if weights_NK is None else [out_TD, out_TK], [EventWork(event)]
 
     def received(self, handle: Any) -> list[int]:
-        """Read the running sums that the handle holds, by global rank."""
+        """Return the rows from each global rank, computed from the running sums in the handle."""
         if len(handle) == INTRANODE_HANDLE:
             ends: list[int] = handle[0][:, self.experts.rank].tolist()
         else:

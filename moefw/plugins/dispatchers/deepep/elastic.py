@@ -16,10 +16,10 @@ from moefw.plugins.dispatchers.deepep.wire import Arrived, EventWork, Moved, Wir
 
 @final
 class ElasticWire(Wire):
-    """One ``ElasticBuffer`` for ``max_tokens`` a rank, the same number on every rank.
+    """One ``ElasticBuffer`` for ``max_tokens`` per rank, the same number on every rank.
 
-    ``deterministic``: without it rows arrive in any order. ``num_experts`` goes with every dispatch: the library
-    computes its number of SMs from it before it looks at the handle.
+    ``deterministic``: without it rows arrive in any order. Every dispatch gets ``num_experts``: the library computes
+    its number of SMs from it before it reads the handle.
     """
 
     def __init__(self, module: Any, experts: ExpertGroup, shape: Shape, *, max_tokens: int) -> None:
@@ -35,7 +35,7 @@ class ElasticWire(Wire):
         )
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
-        """Dispatch. Raises ContractError where a rank holds more tokens than the buffer was made for."""
+        """Dispatch. Raises ContractError where this rank has more tokens than the buffer was created for."""
         if len(x_TD) > self.max_tokens:
             what = f"a rank sends {len(x_TD)} tokens; DeepEP's buffer was made for max_tokens: {self.max_tokens}."
             raise moefw.ContractError(what, "Set max_tokens to the most tokens of any rank and micro-batch.")
@@ -61,7 +61,7 @@ class ElasticWire(Wire):
         return [rows_ND] if weights_TK is None else [rows_ND, weights_NK], [EventWork(event)]
 
     def send_back(self, sent: Sequence[Tensor], handle: Any) -> Moved:
-        """Combine; the weights' gradients come back beside the rows."""
+        """Combine rows, and with them gradients of the weights if given."""
         weights_NK = sent[1] if len(sent) > 1 else None
         out_TD, out_TK, event = self.buffer.combine(
             sent[0], handle, topk_weights=weights_NK, async_with_compute_stream=True
@@ -69,7 +69,7 @@ class ElasticWire(Wire):
         return [out_TD] if weights_NK is None else [out_TD, out_TK], [EventWork(event)]
 
     def received(self, handle: Any) -> list[int]:
-        """Count the global token numbers of the rows that came, ``rank * max_tokens + token``."""
+        """Count the received rows by source rank, from token numbers ``rank * max_tokens + token``."""
         source_N = handle.recv_src_metadata[:, 0].long() // handle.num_max_tokens_per_rank
         counts: list[int] = torch.bincount(source_N, minlength=self.experts.size).tolist()
         return counts

@@ -1,6 +1,6 @@
-"""Rank-deduplicated dispatch through the DeepEP library: what it brings is expanded as the torch backend's rows are.
+"""Rank-deduplicated dispatch through the DeepEP library. Received rows are expanded as in the torch backend.
 
-Everything known only after the dispatch (the library's handle, the ids of what came) stays with the movement and its
+Data known only after the dispatch (the library's handle, the ids of received rows) is kept in the movement and its
 handle. Shapes: legend in :mod:`moefw.core.stages`; ``N`` rows on the wire.
 """
 
@@ -32,8 +32,8 @@ from moefw_kernels.permute import Arrival, arrange
 def build(context: moefw.BuildContext, *, max_tokens: int | None = None) -> Dispatcher:
     """Return the dispatcher of this process over the buffer that all its layers share.
 
-    A rank that is alone has nothing to send: the library is not asked for. Raises PlanError where it is missing or
-    cannot carry the layer.
+    A rank that is alone has nothing to send and does not load the library. Raises PlanError where the library is
+    missing or does not support the layer.
     """
     experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
     if experts.group is None:
@@ -46,7 +46,7 @@ def build(context: moefw.BuildContext, *, max_tokens: int | None = None) -> Disp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Choices:
-    """The choices of a movement, a part of a tensor-parallel expert counted as an expert: ``ids_TK`` has K * etp."""
+    """The choices of a movement. Each part of a tensor-parallel expert counts as an expert: ``ids_TK`` has K * etp."""
 
     ids_TK: Tensor
     top_k: int
@@ -55,7 +55,7 @@ class _Choices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Metadata:
-    """What a dispatch left: the library's handle, and how the rows that came are expanded."""
+    """Result of a dispatch: the library's handle, and how received rows are expanded."""
 
     handle: Any
     arrival: Arrival
@@ -63,7 +63,7 @@ class _Metadata:
 
 @dataclass(slots=True, eq=False)
 class _Trip:
-    """One dispatch: the launch notes what the library returned, for the launch of its dual and for the finish."""
+    """One dispatch: the launch stores the library's results for the launch of its dual and for the finish."""
 
     plan: DispatchPlan
     handle: Any = None
@@ -84,7 +84,7 @@ class LibraryDeepEP(Dispatcher):
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Number the experts as the library does. It exchanges counts in the dispatch; ``counts`` saves nothing."""
+        """Number the experts as the library does. Its dispatch exchanges the counts: ``counts`` saves nothing."""
         experts, ids_TK = self.experts, routing.expert_ids_TK
         theirs_TK = experts.parts(ids_TK).to(self.wire.ids_dtype).contiguous()
         capacity = 0 if routing.capacity is None else self._sum(routing.capacity, ids_TK.device)
@@ -96,7 +96,7 @@ class LibraryDeepEP(Dispatcher):
         return int(total)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
-        """Send each token once to each rank; the host waits for the number of rows, the stream for nothing."""
+        """Send each token once to each rank. The host waits for the number of rows; the stream does not wait."""
         trip = _Trip(plan)
 
         def send(sent: Sequence[Tensor]) -> Moved:
@@ -110,7 +110,7 @@ class LibraryDeepEP(Dispatcher):
         return start(self._sent(x_TD, weights_TK), forward=send, dual=send_back, detail=trip)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Send along the handle: neither ids nor counts travel, and nobody waits for them."""
+        """Send along the handle. No ids or counts are sent, and the host does not wait."""
         metadata: _Metadata = handle.detail
 
         there, back = (
@@ -127,7 +127,7 @@ class LibraryDeepEP(Dispatcher):
         return [x_TD, weights_TK if etp == 1 else weights_TK.repeat_interleave(etp, 1)]
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
-        """Expand what arrived to one row a (row, local expert)."""
+        """Expand the received rows to one row per (row, local expert)."""
         trip: _Trip = pending.detail
         rows_ND, weights_NK = finish(pending)
         arrival = trip.arrival
@@ -143,7 +143,7 @@ class LibraryDeepEP(Dispatcher):
         return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), handle
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
-        """Add up each arrived row's experts here, and send one row a (token, rank) back."""
+        """Add up each received row over its local experts, and send back one row per (token, rank)."""
         metadata: _Metadata = handle.detail
 
         there, back = (
@@ -153,12 +153,12 @@ class LibraryDeepEP(Dispatcher):
         return start([metadata.arrival.reduce(rows_RD)], forward=there, dual=back)
 
     def finish_combine(self, pending: Pending) -> Tensor:
-        """Wait: the library has added up each token's ranks."""
+        """Wait. The library has added up each token over its ranks."""
         (out_TD,) = finish(pending)
         return out_TD
 
     def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count what the algorithm must send, as the torch backend does. Reads the device."""
+        """Count the bytes that the algorithm must send, as the torch backend does. Reads from the device."""
         experts, choices = self.experts, handle.plan.detail
         local, ids_TK = experts.local_experts, choices.ids_TK.long()
         sent = [int((ids_TK.div(local, rounding_mode="floor") == rank).any(1).sum()) for rank in range(experts.size)]

@@ -1,7 +1,7 @@
-"""What the DeepEP library cannot do, told before anything is started. Pure: needs neither torch nor the library.
+"""Limits of the DeepEP library, checked before a run starts. Pure: needs neither torch nor the library.
 
-Read off the assertions of DeepEP 2.1 (``csrc/legacy``, ``csrc/elastic`` and the kernels): the device side ones end a
-run with a trap that names no reason.
+Taken from the assertions of DeepEP 2.1 (``csrc/legacy``, ``csrc/elastic`` and the kernels). Device-side assertions end
+a run with a trap that names no reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ELASTIC_MAX_LOCAL_EXPERTS: Final = 256
 
 @frozen(kw_only=True)
 class Shape:
-    """A layer as the library sees it. Each part of a tensor-parallel expert is an expert of its own there."""
+    """A layer as the library sees it. Each part of a tensor-parallel expert counts as an expert."""
 
     model_dim: int
     top_k: int
@@ -45,12 +45,12 @@ class Shape:
 
     @property
     def local_experts(self) -> int:
-        """The experts of a rank."""
+        """The number of experts of a rank."""
         return self.num_experts // self.ranks
 
 
 def buffer_limits(shape: Shape) -> list[str]:
-    """Return why ``Buffer`` (V1) cannot carry a layer; nothing if it can."""
+    """Return the reasons why ``Buffer`` (V1) does not support a layer; empty if it does."""
     found = _top_k(shape)
     if shape.ranks not in BUFFER_RANKS:
         found.append(f"it runs on {', '.join(map(str, BUFFER_RANKS))} ranks, not {shape.ranks}")
@@ -79,7 +79,7 @@ def buffer_limits(shape: Shape) -> list[str]:
 
 
 def elastic_limits(shape: Shape, *, max_tokens: int | None) -> list[str]:
-    """Return why ``ElasticBuffer`` (V2) cannot carry a layer; nothing if it can."""
+    """Return the reasons why ``ElasticBuffer`` (V2) does not support a layer; empty if it does."""
     found = _top_k(shape)
     if shape.model_dim % ELASTIC_DIM_MULTIPLE:
         found.append(f"combine wants model.dim to be a multiple of {ELASTIC_DIM_MULTIPLE}, not {shape.model_dim}")
@@ -95,7 +95,7 @@ def elastic_limits(shape: Shape, *, max_tokens: int | None) -> list[str]:
 
 
 def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem]:
-    """Return what is wrong where neither buffer of the library can carry a layer."""
+    """Return a problem if neither buffer of the library supports a layer."""
     if shape.ranks == 1:
         return []
     buffer, elastic = buffer_limits(shape), elastic_limits(shape, max_tokens=max_tokens)

@@ -1,9 +1,9 @@
-"""Which buffer of the installed DeepEP carries a layer: asked of the module, never of its version.
+"""Choice of the installed DeepEP's buffer for a layer, by the module's attributes and never by its version.
 
-``Buffer`` goes first where it can. It runs on every GPU that the library supports, needs no maximum of tokens that
-all ranks agree on, delivers rows in our order by itself, and loads without NCCL 2.30.4 and a compiler at run time.
-``ElasticBuffer`` sorts what it received to be deterministic; it carries what ``Buffer`` cannot: more than 160 ranks,
-odd numbers of ranks, wider rows.
+``Buffer`` is preferred where it supports the layer. It runs on every GPU that the library supports, needs no maximum
+of tokens that all ranks agree on, delivers rows in our order, and loads without NCCL 2.30.4 and a compiler at run time.
+``ElasticBuffer`` sorts received rows to be deterministic. It supports layers that ``Buffer`` does not: more than 160
+ranks, odd numbers of ranks, wider rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEEDED = {
 
 
 def library() -> Any:
-    """Import the library. Raises PlanError that says what to install, with the library's own words."""
+    """Import the library. Raises PlanError with the install command and the library's message."""
     try:
         return importlib.import_module(PACKAGE)
     except (ImportError, AssertionError, OSError) as error:
@@ -34,7 +34,7 @@ def library() -> Any:
 
 
 def choose(module: Any, shape: Shape, *, max_tokens: int | None) -> str:
-    """Return the class to use. Raises PlanError where the module has none that carries the layer."""
+    """Return the name of the class to use. Raises PlanError where no class of the module supports the layer."""
     why = {
         "Buffer": buffer_limits(shape),
         "ElasticBuffer": elastic_limits(shape, max_tokens=max_tokens),
@@ -51,7 +51,7 @@ def choose(module: Any, shape: Shape, *, max_tokens: int | None) -> str:
 
 
 def open_wire(experts: ExpertGroup, shape: Shape, *, max_tokens: int | None = None) -> Wire:
-    """Open a buffer over a group: all its ranks call this together. Raises PlanError where none can be opened."""
+    """Return an open buffer over a group. Collective over its ranks. Raises PlanError where none can be opened."""
     from moefw.plugins.dispatchers.deepep.buffer import BufferWire
     from moefw.plugins.dispatchers.deepep.elastic import ElasticWire
 

@@ -22,7 +22,7 @@ from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, RowMap, arrange, distinct, gather_sum, sort_slots
 
 ID_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 16
-"""Of a choice's expert id and weight, and of the two numbers that each pair of ranks exchanges."""
+"""Bytes of a choice's expert id, of its weight, and of the two numbers that each pair of ranks exchanges."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class _Metadata:
 
 @final
 class TorchDeepEP(Dispatcher):
-    """One all-to-all of rows and one of weights each way; ``plan`` exchanges counts and the expert ids of each row."""
+    """Dispatch exchanges rows and weights, combine only rows; ``plan`` exchanges counts and each row's expert ids."""
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
         self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
@@ -46,7 +46,7 @@ class TorchDeepEP(Dispatcher):
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Find the ranks that each token must reach, and tell them its expert ids. ``counts`` saves nothing here."""
+        """Find the ranks that each token must reach, and send them its expert ids. ``counts`` saves nothing here."""
         experts, ids_TK = self.experts, routing.expert_ids_TK
         slots = sort_slots(distinct(experts.owners(ids_TK)), experts.size)
         ones = [1] * experts.size
@@ -59,7 +59,7 @@ class TorchDeepEP(Dispatcher):
         return DispatchPlan(detail=_Metadata(slots.rows, sent, received, arrival, ids_TK.shape[1]))
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
-        """Send one row a (token, rank), and the weights of all its choices."""
+        """Send one row per (token, rank), and the weights of all its choices."""
         metadata: _Metadata = plan.detail
         tensors, group = [x_TD, weights_TK.index_select(0, metadata.rows.token_R)], self.experts.group
         return exchange(
@@ -67,31 +67,31 @@ class TorchDeepEP(Dispatcher):
         )
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Send again along the same way."""
+        """Send again along the same plan."""
         return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
-        """Expand what arrived to one row a (row, local expert)."""
+        """Expand the received rows to one row per (row, local expert)."""
         plan: DispatchPlan = pending.detail
         arrival: Arrival = plan.detail.arrival
         rows_ND, weights_NK = finish(pending)
         return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
-        """Add up each arrived row's experts here, and send one row a (token, rank) back."""
+        """Add up each received row over its local experts, and send back one row per (token, rank)."""
         metadata: _Metadata = handle.plan.detail
         return exchange(
             [metadata.arrival.reduce(rows_RD)], metadata.received, metadata.sent, self.experts.group, detail=metadata
         )
 
     def finish_combine(self, pending: Pending) -> Tensor:
-        """Add up each token's ranks."""
+        """Add up each token over its ranks."""
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
         return gather_sum(rows_ND, metadata.rows)
 
     def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count the distinct (token, rank) pairs; the way back sends rows alone."""
+        """Count the distinct (token, rank) pairs; combine sends only rows."""
         metadata: _Metadata = handle.plan.detail
         told = [COUNT_BYTES + ID_BYTES * metadata.top_k * rows for rows in metadata.sent]
         hop, weights = (metadata.sent, metadata.received), WEIGHT_BYTES * metadata.top_k

@@ -1,4 +1,4 @@
-"""What the adapters ask of a DeepEP buffer, whichever it is."""
+"""Interface of a DeepEP buffer, common to both classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from moefw.runtime.communication.movement import Work
 
 Moved = tuple[list[Tensor], list[Work]]
-"""Buffers that fill, and the works to wait for."""
+"""Buffers that are being filled, and the works to wait for."""
 
 
 class Event(Protocol):
@@ -25,7 +25,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EventWork:
-    """An event as a work: the wait is the stream's, not the host's."""
+    """An event as a work: the stream waits, not the host."""
 
     event: Event
 
@@ -36,10 +36,10 @@ class EventWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """What one dispatch brings: a row a (token, this rank), in order (source rank, token).
+    """Result of one dispatch: one row per token that reaches this rank, in order (source rank, token).
 
-    ``ids_NK`` are numbers of this rank's experts, -1 for choices of other ranks, whose weights mean nothing.
-    ``handle`` is the library's own. Nothing may be read before ``work``.
+    ``ids_NK`` are numbers of this rank's experts, -1 for choices of other ranks, whose weights are undefined.
+    ``handle`` is the library's own. No tensor may be read before ``work`` is done.
     """
 
     rows_ND: Tensor
@@ -54,7 +54,7 @@ class Wire(ABC):
 
     ids_dtype: torch.dtype
     closes_together: ClassVar[bool] = True
-    """Destroying a buffer waits for all ranks: one that fails lets go of its own."""
+    """Destroying a buffer waits for all ranks. A rank that fails drops its buffer without ``close``."""
 
     @abstractmethod
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
@@ -62,15 +62,15 @@ class Wire(ABC):
 
     @abstractmethod
     def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
-        """Start a dispatch of rows, or of rows and weights, along a handle: no metadata travels."""
+        """Start a dispatch of rows, or of rows and weights, along a handle, without metadata."""
 
     @abstractmethod
     def send_back(self, sent: Sequence[Tensor], handle: Any) -> Moved:
-        """Start a combine of rows, or of rows and weights: sums by token."""
+        """Start a combine of rows, or of rows and weights, which are summed by token."""
 
     @abstractmethod
     def received(self, handle: Any) -> list[int]:
-        """Return how many rows came from each rank. Reads the device."""
+        """Return the number of rows received from each rank. Reads from the device."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""``hybridep``: one row a (token, node) across the slow link, fanned out in the node, summed there for the way back."""
+"""``hybridep``: one row per (token, node) over the slow link, fanned out in the node, summed there on the way back."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from moefw.plugins.dispatchers.library_option import CallsLibrary
 
 @frozen(kw_only=True)
 class HybridEP(CallsLibrary):
-    """Sends a token once to each node that holds some of its experts. Best where nodes are many and links between slow.
+    """Sends a token once to each node that holds some of its experts. Best with many nodes and slow links.
 
     ``backend`` torch: the same algorithm over any process group; library: DeepEP's hybrid-ep branch, on GPUs.
-    ``rank_capacity``: each rank has room for so many times its fair share of rows, a static number; null: for all.
-    Rows beyond it: ``on_overflow`` rerun runs the step again without the budget, drop leaves them out.
-    ``max_tokens``: the most tokens that a rank ever sends at once. The library then asks nobody for it: with it and a
-    budget the host waits for nothing.
+    ``rank_capacity``: the static number of rows of a rank, as a multiple of its fair share; null: room for all rows.
+    Rows beyond it: ``on_overflow`` rerun runs the step again without the budget, drop drops them.
+    ``max_tokens``: the most tokens that a rank ever sends at once. Ranks then need not agree on it: with it and a
+    budget the host never waits.
     """
 
     name: ClassVar[str] = "hybridep"
@@ -40,11 +40,11 @@ class HybridEP(CallsLibrary):
 
     @property
     def budget(self) -> Budget | None:
-        """The room of a rank; None: for all rows."""
+        """The row budget of a rank; None: room for all rows."""
         return Budget(self.rank_capacity, self.on_overflow) if self.rank_capacity and self.on_overflow else None
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Static rows with a budget; the host learns the counts, but not from the library under a budget."""
+        """Return the offers: static rows with a budget, counts on the host except from the library with a budget."""
         reruns = self.budget is not None and self.on_overflow == "rerun"
         budget = {"budget": (self.rank_capacity,)} if reruns else {}
         sync_free = self.backend == "library" and self.rank_capacity
@@ -57,7 +57,7 @@ class HybridEP(CallsLibrary):
         )
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Also: a budget says what happens beyond it, only a budget can overflow, and nodes hold equally many ranks."""
+        """Return also the problems of a budget without ``on_overflow``, of the reverse, and of uneven nodes."""
         found = [*super().check(site)]
         if self.rank_capacity is not None and self.on_overflow is None:
             what = "rank_capacity sets a budget, and nothing says what happens to rows beyond it."
@@ -69,7 +69,7 @@ class HybridEP(CallsLibrary):
         return found + self._uneven(site.layout, site.ranks_per_node)
 
     def _uneven(self, layout: LayoutPlan, each: int | None) -> list[moefw.Problem]:
-        """Return a problem where an expert-parallel group lies unevenly on nodes of ``each`` ranks."""
+        """Return a problem where an expert-parallel group is spread unevenly over nodes of ``each`` ranks."""
         if each is None:
             return []
         groups = {layout.group(rank, ("ep", "etp")) for rank in range(layout.world)}
@@ -77,7 +77,7 @@ class HybridEP(CallsLibrary):
         return [problem for problem in problems if problem][:1]
 
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
-        """Those of the layer, and of its ranks in a node where the spec says how many there are; ranks lie evenly."""
+        """Return the problems of the layer and, if the spec gives it, of its ranks per node. Empty for uneven nodes."""
         if self._uneven(site.layout, site.ranks_per_node):
             return []
         first, each = site.layout.group(0, ("ep", "etp")), site.ranks_per_node
@@ -90,7 +90,7 @@ class HybridEP(CallsLibrary):
         return limits(shape, max_tokens=self.max_tokens)
 
     def memory(self, shape: RankShape) -> PartMemory | None:
-        """Indices of a row for each (token, node) and (token, rank). Nothing is known of the library."""
+        """Return the memory, with indices of one row per (token, node) and (token, rank); None for the library."""
         if self.backend != "torch":
             return None
         top_k, choices = shape.dims.top_k, shape.dims.top_k * shape.etp

@@ -1,4 +1,4 @@
-"""How many rows a rank has room for, where that is a static number."""
+"""Static number of rows that a rank has room for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from attrs import frozen
 
 @frozen
 class Budget:
-    """``rank_capacity`` times the rows that a rank gets if all are balanced.
+    """``rank_capacity`` times the rows of a rank under balanced load.
 
-    Rows beyond it are left out: ``on_overflow`` rerun reports that some were, drop how many.
+    Rows beyond it are dropped. ``on_overflow`` rerun reports that some were dropped, drop reports how many.
     """
 
     rank_capacity: float
@@ -20,9 +20,9 @@ class Budget:
 
     @property
     def stat(self) -> str:
-        """The statistic that reports rows that were left out."""
+        """The statistic that reports dropped rows."""
         return "dropped_rows" if self.on_overflow == "drop" else "overflow"
 
     def rows(self, choices: int, alignment: int) -> int:
-        """Return the room, given the choices of the rank that has most tokens; rounded up to the alignment."""
+        """Return the number of rows, given the choices of the rank with the most tokens, rounded up to alignment."""
         return -(-math.ceil(self.rank_capacity * choices) // alignment) * alignment

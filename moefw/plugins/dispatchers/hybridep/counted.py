@@ -1,4 +1,4 @@
-"""What a hierarchical dispatch sends, counted: the library does not tell."""
+"""Counts of the rows and bytes of a hierarchical dispatch, which the library does not report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Hop = tuple[Sequence[int], Sequence[int]]
 def both_hops(reached_PTP: Tensor, experts: ExpertGroup) -> list[Hop]:
     """Return this rank's hop to the nodes and its hop inside the node.
 
-    ``reached_PTP[source, token, rank]`` is 1 where a token has an expert. A token for another node lands on the rank
-    with the sender's place there, which passes it on.
+    ``reached_PTP[source, token, rank]`` is 1 where a token has an expert on the rank. A token for another node
+    arrives there at the rank with the sender's position, which forwards it.
     """
     size, rank, each = experts.size, experts.rank, ranks_per_node(experts.nodes)
     place, first = rank % each, rank // each * each
@@ -34,7 +34,7 @@ def both_hops(reached_PTP: Tensor, experts: ExpertGroup) -> list[Hop]:
 
 
 def told_beforehand(experts: ExpertGroup, hops: Sequence[Hop], top_k: int) -> list[int]:
-    """Return the bytes of counts and expert ids that each rank is told to plan the hops."""
+    """Return the bytes of counts and expert ids sent to each rank to plan the hops."""
     each, num_nodes = ranks_per_node(experts.nodes), len(set(experts.nodes))
     place, node = experts.rank % each, experts.rank // each
     ids = ID_BYTES * top_k

@@ -16,12 +16,12 @@ from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
 from moefw_kernels.permute import RowMap, distinct, gather_sum, sort_slots
 
 Lines = list[list[int]]
-"""Of each of some ranks, a line of numbers of rows."""
+"""One line of row counts for each of some ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hop:
-    """Rows that one hop sends, in order (destination, token), each destination of a token once."""
+    """Rows that one hop sends, in order (destination, token). A token has one row per destination."""
 
     rows: RowMap
     sent: Splits
@@ -36,25 +36,25 @@ class Hop:
         codec: Codec | None,
         detail: object = None,
     ) -> Pending:
-        """Start sending the rows, and the weights of all choices of each. Differentiable."""
+        """Start sending the rows, each with the weights of all its choices. Differentiable."""
         tensors = [x_TD, weights_TK.index_select(0, self.rows.token_R)]
         return exchange(tensors, self.sent, self.received, group, codec=codec, rows=self.rows, detail=detail)
 
     def add_up(self, rows_ND: Tensor) -> Tensor:
-        """Return the sum of each token's rows that came back. Differentiable."""
+        """Return the sum of each token's returned rows. Differentiable."""
         return gather_sum(rows_ND, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What ranks tell along both hops: the sum of their capacities of an expert, and their largest number of tokens."""
+    """Values exchanged along both hops: the sum of the ranks' capacities per expert, and their largest token count."""
 
     capacity: int
     longest: int
 
 
 def between_nodes(experts: ExpertGroup, node_size: int, ids_TK: Tensor, own: Told) -> tuple[Hop, Told]:
-    """Return the hop to the nodes, over ranks of one place (``rank % node_size``), and what all of these tell."""
+    """Return the hop to the nodes, over ranks of one position (``rank % node_size``), and the values exchanged."""
     owners = experts.owners(ids_TK)
     slots = sort_slots(distinct(owners.div(node_size, rounding_mode="floor")), experts.size // node_size)
     place = slice(experts.rank % node_size, None, node_size)
@@ -65,9 +65,9 @@ def between_nodes(experts: ExpertGroup, node_size: int, ids_TK: Tensor, own: Tol
 def inside_the_node(
     experts: ExpertGroup, node_size: int, landed_NK: Tensor, landed_from: Sequence[int], heard: Told
 ) -> tuple[Hop, Tensor, Told]:
-    """Return the hop to the ranks of this node, the rank that each arriving row came from at first, and what all tell.
+    """Return the hop to the ranks of this node, the original rank of each arriving row, and the values exchanged.
 
-    Rows landed in order (source node, token), ``landed_from[rank]`` from each rank.
+    Rows landed here in order (source node, token), ``landed_from[rank]`` from each rank.
     """
     device, num_nodes = landed_NK.device, experts.size // node_size
     first, place = experts.rank // node_size * node_size, experts.rank % node_size
@@ -87,7 +87,7 @@ def inside_the_node(
 
 
 def _exchange_counts(experts: ExpertGroup, peers: slice, counts: Tensor, own: Told) -> tuple[list[Lines], Told]:
-    """Exchange a line of counts with each of some ranks; return lines offered and asked for, and what all tell."""
+    """Exchange a line of counts with each of ``peers``. Return lines sent and received, and the values exchanged."""
     along = [0] * experts.size
     along[peers] = [1] * len(counts)
     offered = torch.cat([counts, counts.new_tensor([[own.capacity, own.longest]]).expand(len(counts), 2)], 1)
@@ -98,7 +98,7 @@ def _exchange_counts(experts: ExpertGroup, peers: slice, counts: Tensor, own: To
 
 
 def _splits(experts: ExpertGroup, peers: slice, both: Sequence[Lines]) -> Lines:
-    """Return the rows to and from each rank of the group, of lines for some of them."""
+    """Return the rows to and from each rank of the group, given lines for ``peers``."""
     splits = [[0] * experts.size for _ in both]
     for of_ranks, lines in zip(splits, both, strict=True):
         of_ranks[peers] = [sum(line) for line in lines]

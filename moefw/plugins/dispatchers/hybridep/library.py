@@ -1,7 +1,7 @@
 """Hierarchical dispatch through DeepEP's HybridEP. Shapes: legend in :mod:`moefw.core.stages`.
 
-The library scans the gathered routing map by (rank, token), so rows of an expert come in the order that we promise.
-It moves on the current stream: a movement is over, for that stream, when it has started.
+The library scans the gathered routing map by (rank, token), so rows of an expert arrive in the promised order.
+It runs on the current stream: for that stream, a movement that has started is complete.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Moved = tuple[list[Tensor], list[Work]]
 def build(context: moefw.BuildContext, *, budget: Budget | None = None, max_tokens: int | None = None) -> Dispatcher:
     """Return the dispatcher of this process over the buffer that all its layers share.
 
-    A rank that is alone has nothing to send: the library is not asked for. Raises PlanError where it is missing or
-    cannot carry the layer.
+    A rank that is alone has nothing to send and does not load the library. Raises PlanError where the library is
+    missing or does not support the layer.
     """
     experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
     if experts.group is None:
@@ -64,9 +64,9 @@ def build(context: moefw.BuildContext, *, budget: Budget | None = None, max_toke
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Choices:
-    """The choices of a movement over the experts of all ranks, tokens padded to as many on every rank.
+    """The choices of a movement over the experts of all ranks, with tokens padded to the same number on every rank.
 
-    ``wanted`` counts the rows that this rank's experts are chosen for, where dropped ones are to be counted.
+    ``wanted`` is the number of rows that choose this rank's experts. It is set where dropped rows are counted.
     """
 
     routing_TE: Tensor
@@ -81,7 +81,7 @@ class _Choices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Metadata:
-    """What a dispatch left, but not its rows: the library's handle, and how groups are padded to a capacity."""
+    """Result of a dispatch without its rows: the library's handle, and how groups are padded to a capacity."""
 
     handle: tuple[Any, ...]
     sizes_e: Tensor
@@ -91,7 +91,7 @@ class _Metadata:
 
 @dataclass(slots=True, eq=False)
 class _Trip:
-    """One dispatch: the launch notes what the library returned, for the launch of its dual and for the finish."""
+    """One dispatch: the launch stores the library's results for the launch of its dual and for the finish."""
 
     plan: DispatchPlan
     metadata: _Metadata | None = None
@@ -101,10 +101,9 @@ class _Trip:
 class LibraryHybridEP(Dispatcher):
     """``dispatch_with_permute`` and ``combine_with_unpermute``, each the dual of the other along one handle.
 
-    With ``max_tokens`` every rank pads to it and nothing is exchanged beforehand; without, ranks agree on the most
-    tokens first, on the host. Rows beyond the budget are left out and reported: ``overflow`` is 1 where
-    some were, ``dropped_rows`` their number. Keys travel as rows of the model's width, for
-    which the kernels are compiled.
+    With ``max_tokens`` and no capacity, every rank pads to ``max_tokens``. Otherwise, ranks first agree on the most
+    tokens, on the host. Rows beyond the budget are dropped and reported: ``overflow`` is 1 where some were dropped,
+    ``dropped_rows`` is their number. Keys travel as rows of the model's width, for which the kernels are compiled.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class LibraryHybridEP(Dispatcher):
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Spread the choices over a map of all experts. The library gathers it itself; ``counts`` saves nothing."""
+        """Build the routing map over all experts. The library gathers it; ``counts`` saves nothing."""
         ids_TK, experts, budget = routing.expert_ids_TK, self.experts, None if dropless else self.budget
         num_tokens, top_k = ids_TK.shape
         most, capacity = self._agree(num_tokens, routing.capacity, ids_TK.device)
@@ -153,7 +152,7 @@ class LibraryHybridEP(Dispatcher):
     def _agree(self, num_tokens: int, capacity: int | None, device: torch.device) -> tuple[int, int]:
         """Return the most tokens that a rank has, and the sum of all capacities.
 
-        A rank without tokens has a capacity of 0: whether there are capacities at all is the same on every rank.
+        A rank without tokens has a capacity of 0, not None: either all ranks have a capacity or none has.
         """
         if self.max_tokens is not None and capacity is None:
             if num_tokens > self.max_tokens:
@@ -166,13 +165,13 @@ class LibraryHybridEP(Dispatcher):
         return max(lengths), sum(capacities)
 
     def _wanted(self, routing_TE: Tensor) -> Tensor:
-        """Return how many rows all ranks together choose this rank's experts for. Stays on the device."""
+        """Return the number of rows, over all ranks, that choose this rank's experts. Stays on the device."""
         local, ones = self.experts.local_experts, [1] * self.experts.size
         sent_Pe = routing_TE.sum(0).view(self.experts.size, local)
         return exchange_now(sent_Pe, ones, ones, self.experts.group).sum()
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
-        """Send each token once to each node, and there to its ranks."""
+        """Send each token once to each node, and there to the ranks of its experts."""
         choices: _Choices = plan.detail
         trip = _Trip(plan)
 
@@ -191,7 +190,7 @@ class LibraryHybridEP(Dispatcher):
         return start(self._sent(x_TD, weights_TK, choices), forward=send, dual=send_back, detail=trip)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Send along the handle: nothing is gathered again."""
+        """Send along the handle. The routing map is not gathered again."""
         choices: _Choices = handle.plan.detail
         metadata: _Metadata = handle.detail
         there = partial(self._send_again, metadata=metadata, choices=choices)
@@ -200,7 +199,7 @@ class LibraryHybridEP(Dispatcher):
         return start(self._sent(x_TD, weights_TK, choices), forward=there, dual=back, detail=detail)
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor, choices: _Choices) -> list[Tensor]:
-        """Return tokens padded to as many on every rank, and their weights in a column an expert."""
+        """Return tokens padded to the same number on every rank, and their weights with one column per expert."""
         if x_TD.dtype is not torch.bfloat16:
             what = f"HybridEP moves bf16 rows; these are {x_TD.dtype}."
             raise moefw.ContractError(what, "Use precision: {use: bf16}.")
@@ -220,14 +219,14 @@ class LibraryHybridEP(Dispatcher):
         return self.wire.send_back(sent[0], weights_R, metadata.handle, alignment=choices.alignment), []
 
     def _groups(self, landed: Landed, choices: _Choices) -> Groups | None:
-        """Return how groups get their capacity; None where the library has padded them already."""
+        """Return how groups are padded to their capacity; None without one: the library has padded them."""
         if not choices.capacity:
             return None
         sizes = landed.sizes_e.tolist()
         return group_chunks([sizes], self.row_alignment, landed.rows_RD.device, capacity=choices.capacity)
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
-        """Hand out the rows as they landed."""
+        """Return the rows as they arrived, padded to a capacity if there is one."""
         trip: _Trip = pending.detail
         rows = finish(pending)
         assert trip.metadata is not None
@@ -254,7 +253,7 @@ class LibraryHybridEP(Dispatcher):
         return {"overflow": handle[OVERFLOW].reshape(()).float()}
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
-        """Add up each token's experts here, in the node and between nodes."""
+        """Add up each token over its experts here, in the node and between nodes."""
         choices: _Choices = handle.plan.detail
         metadata: _Metadata = handle.detail
         there = partial(self._send_back, metadata=metadata, choices=choices)
@@ -268,7 +267,7 @@ class LibraryHybridEP(Dispatcher):
         return out_TD[: pending.detail]
 
     def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count what the algorithm must send, as the torch backend does. All ranks call this together."""
+        """Count the bytes that the algorithm must send, as the torch backend does. Collective over the group."""
         experts, choices = self.experts, handle.plan.detail
         mine_TE, size = choices.routing_TE.to(torch.uint8), experts.size
         lengths = [len(mine_TE)] * size

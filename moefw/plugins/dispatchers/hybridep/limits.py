@@ -1,6 +1,6 @@
-"""What DeepEP's HybridEP cannot do, told before anything is started. Pure: needs neither torch nor the library.
+"""Limits of DeepEP's HybridEP, checked before a run starts. Pure: needs neither torch nor the library.
 
-Read off ``is_valid`` and the assertions of ``csrc/hybrid_ep`` (branch hybrid-ep, July 2026).
+Taken from ``is_valid`` and the assertions of ``csrc/hybrid_ep`` (branch hybrid-ep, July 2026).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from attrs import frozen
 import moefw
 
 PACKAGE: Final = "hybrid_ep_cpp"
-"""The branch's compiled module; the wheels that carry ``deep_ep`` do not hold it."""
+"""The branch's compiled module. Wheels of ``deep_ep`` do not contain it."""
 INSTALL: Final = (
     "No wheel carries it. Build the branch: pip install --no-build-isolation "
     "git+https://github.com/deepseek-ai/DeepEP@hybrid-ep (HYBRID_EP_MULTINODE=1 for several nodes), "
@@ -24,12 +24,12 @@ MAX_LOCAL_EXPERTS: Final = 768
 NODE_EXPERTS_MULTIPLE: Final = 4
 MAX_TOKENS_BETWEEN_NODES: Final = 21824
 CHUNK: Final = 64
-"""Tokens of a rank are padded to a multiple: the kernel reads whole chunks, and no odd remainder."""
+"""Tokens of a rank are padded to a multiple of this: the kernel reads whole chunks, and no odd remainder."""
 
 
 @frozen(kw_only=True)
 class Shape:
-    """A layer as the library sees it; ``node_ranks`` of its ranks share an NVLink domain (None: not known yet)."""
+    """A layer as the library sees it; ``node_ranks`` of its ranks share an NVLink domain (None: not yet known)."""
 
     model_dim: int
     local_experts: int
@@ -38,7 +38,7 @@ class Shape:
 
 
 def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem]:
-    """Return what is wrong where the library cannot carry a layer."""
+    """Return a problem if the library does not support a layer."""
     if shape.ranks == 1:
         return []
     found = []

@@ -1,4 +1,4 @@
-"""How the ranks of an expert-parallel group lie on nodes."""
+"""Placement of the ranks of an expert-parallel group on nodes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import moefw
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int:
-    """Return how many ranks of the group lie on each node, given the node of each rank."""
+    """Return the number of the group's ranks on each node, given the node of each rank."""
     return nodes.count(nodes[0])
 
 
 def uneven_nodes(nodes: Sequence[int]) -> moefw.Problem | None:
-    """Return what is wrong where nodes hold unequal numbers of the group's ranks, or ranks of a node lie apart."""
+    """Return a problem if nodes hold unequal numbers of the group's ranks, or a node's ranks are not consecutive."""
     each = ranks_per_node(nodes)
     even = [nodes[first] for first in range(0, len(nodes), each) for _ in range(each)]
     if list(nodes) == even[: len(nodes)] and len(nodes) % each == 0 and len(set(nodes)) == len(nodes) // each:

@@ -1,7 +1,7 @@
-"""Hierarchical dispatch over a process group: once to each node, there to the ranks that need it; sums on the way back.
+"""Hierarchical dispatch over a process group: once to each node, there to the ranks that need it; summed in reverse.
 
-A token for another node lands on the rank with the sender's place there. Shapes: legend in :mod:`moefw.core.stages`;
-``P`` ranks, ``M`` nodes, ``G`` ranks a node.
+A token for another node arrives there at the rank with the sender's position. Shapes: legend in
+:mod:`moefw.core.stages`; ``P`` ranks, ``M`` nodes, ``G`` ranks a node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Metadata:
 
 @final
 class TorchHybridEP(Dispatcher):
-    """Two all-to-alls of rows and of weights each way; ``plan`` exchanges counts and expert ids along both hops."""
+    """Two hops each way, with weights in dispatch only; ``plan`` exchanges counts and expert ids along both hops."""
 
     def __init__(
         self,
@@ -80,16 +80,16 @@ class TorchHybridEP(Dispatcher):
         return exchange_now(ids, hop.sent, hop.received, self.experts.group)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
-        """Send one row a (token, node), and the weights of all its choices."""
+        """Send one row per (token, node), and the weights of all its choices."""
         hop: Hop = plan.detail.network
         return hop.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Send again along the same way."""
+        """Send again along the same plan."""
         return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
-        """Pass what landed here on to the ranks of this node, and expand what comes from them."""
+        """Forward the received rows to the ranks of this node, and expand the rows that they forward."""
         plan: DispatchPlan = pending.detail
         metadata: _Metadata = plan.detail
         rows_ND, weights_NK = finish(pending)
@@ -98,14 +98,14 @@ class TorchHybridEP(Dispatcher):
         return batch, DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
-        """Add up each row's experts here and its ranks inside the node, and send one row a (token, node) back."""
+        """Add up each row over its local experts and over its node's ranks, and send back one row per (token, node)."""
         metadata: _Metadata = handle.plan.detail
         node, network, group = metadata.node, metadata.network, self.experts.group
         (partial_ND,) = finish(exchange([metadata.arrival.reduce(rows_RD)], node.received, node.sent, group))
         return exchange([node.add_up(partial_ND)], network.received, network.sent, group, detail=metadata)
 
     def finish_combine(self, pending: Pending) -> Tensor:
-        """Add up each token's nodes."""
+        """Add up each token over its nodes."""
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
         return metadata.network.add_up(rows_ND)

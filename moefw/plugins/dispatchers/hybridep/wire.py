@@ -13,12 +13,12 @@ from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.hybridep.limits import INSTALL, Shape, limits
 
 COUNTS, OVERFLOW = 7, -1
-"""Places in the library's handle: valid rows of each expert, int32; and 1 where rows found no room."""
+"""Indices into the library's handle: valid rows of each expert, int32; and 1 where rows found no room."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landed:
-    """What a dispatch brings: rows in order (expert, source rank, token), groups padded with zero rows.
+    """Result of a dispatch: rows in order (expert, source rank, token), groups padded with zero rows.
 
     ``sizes_e`` int64 are the groups' sizes: on the host without a budget, on the device with one.
     """
@@ -30,7 +30,7 @@ class Landed:
 
 
 def library() -> Any:
-    """Import the library. Raises PlanError that says how to get it."""
+    """Import the library. Raises PlanError that says how to install it."""
     try:
         module = importlib.import_module("deep_ep")
     except (ImportError, AssertionError, OSError) as error:
@@ -43,7 +43,7 @@ def library() -> Any:
 
 @final
 class HybridWire:
-    """One buffer a process and group, shared by all layers; it grows by itself where ``max_tokens`` was too small."""
+    """One buffer per process and group, shared by all layers. It grows where ``max_tokens`` was too small."""
 
     def __init__(self, experts: ExpertGroup, shape: Shape, *, max_tokens: int | None) -> None:
         problems = limits(shape, max_tokens=max_tokens)
@@ -57,7 +57,7 @@ class HybridWire:
         )
 
     def send(self, x_TD: Tensor, probs_TE: Tensor, routing_TE: Tensor, *, alignment: int, budget: int | None) -> Landed:
-        """Dispatch. Without a budget the host waits for the counts; with one nobody waits, and rows may be left out."""
+        """Dispatch. Without a budget the host waits for the counts; with one it does not, and rows may be dropped."""
         rows_RD, weights_R, _, sizes_e, handle = self.buffer.dispatch_with_permute(
             hidden=x_TD,
             routing_map=routing_TE,
@@ -71,7 +71,7 @@ class HybridWire:
     def send_again(
         self, x_TD: Tensor, probs_TE: Tensor | None, handle: tuple[Any, ...], *, alignment: int, num_rows: int
     ) -> list[Tensor]:
-        """Dispatch along a handle: rows, and weights if there are probabilities. Nobody waits."""
+        """Dispatch rows along a handle, and weights if ``probs_TE`` is given. The host does not wait."""
         rows_RD, weights_R, *_ = self.buffer.dispatch_with_permute(
             hidden=x_TD, probs=probs_TE, num_permuted_tokens=num_rows, pad_multiple=alignment, handle=handle
         )
@@ -80,12 +80,12 @@ class HybridWire:
     def send_back(
         self, rows_RD: Tensor, weights_R: Tensor | None, handle: tuple[Any, ...], *, alignment: int
     ) -> list[Tensor]:
-        """Combine: sums by token, and each token's weights by expert if rows have weights."""
+        """Return sums by token, and each token's weights by expert if ``weights_R`` is given."""
         out_TD, probs_TE = self.buffer.combine_with_unpermute(
             hidden=rows_RD, probs=weights_R, handle=handle, pad_multiple=alignment
         )
         return [out_TD] if weights_R is None else [out_TD, probs_TE]
 
     def close(self) -> None:
-        """Let the buffer go: the library frees it with its last reference."""
+        """Drop the buffer: the library frees it with its last reference."""
         self.buffer = None
