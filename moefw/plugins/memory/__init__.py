@@ -1,1 +1,1 @@
-"""Memory policies: what happens to activations between forward and backward."""
+"""Memory policies for activations between forward and backward, and for optimizer states between steps."""

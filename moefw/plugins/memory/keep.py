@@ -27,7 +27,7 @@ class KeepPolicy(MemoryPolicy):
 
 @frozen
 class Keep(MemoryPlugin):
-    """Keeps what the regions save. This is what happens without a policy; naming it refuses regions that cannot."""
+    """Keeps the tensors that regions save. This is the default; naming it refuses regions that do not allow it."""
 
     name: ClassVar[str] = "keep"
     mechanism: ClassVar[str] = "keep"

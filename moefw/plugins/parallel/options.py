@@ -1,4 +1,4 @@
-"""What options of layouts have in common: worlds that fit, copies that are sharded, models that must be split."""
+"""Common parts of layout options: worlds that fit, copies that are sharded, models that must be split."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moefw.core.facts import Need, need
 @final
 @frozen(kw_only=True)
 class Sharing:
-    """An option that says over how many ranks each parameter of a mesh is sharded; "all": over all copies.
+    """An option for the number of ranks that shard each parameter of a mesh; "all": over all copies.
 
-    ``copy_ranks``: how many ranks it takes to hold each parameter once; ``axes``: the copies, in words.
+    ``copy_ranks``: number of ranks that hold each parameter once; ``axes``: the axes of the copies, for errors.
     """
 
     option: str
@@ -27,7 +27,7 @@ class Sharing:
 
     @property
     def unit(self) -> int:
-        """The ranks of the smallest world that has as many copies as are asked for."""
+        """The number of ranks of the smallest world with enough copies to shard over."""
         return self.copy_ranks * (1 if self.asked == "all" else self.asked)
 
     def over(self, world: int) -> int:
@@ -42,19 +42,19 @@ class Sharing:
 
 
 _FAR: Final = 2**16
-"""How far below a number a divisor is looked for."""
+"""The largest divisor that is tried for a suggestion."""
 
 
 def shards_validator(_: object, option: Any, value: int | Literal["all"]) -> None:
-    """Refuse what is neither "all" nor a number of ranks: the attrs validator of the option of a :class:`Sharing`."""
+    """Raise ValueError unless the value is "all" or a number of ranks. The attrs validator of a :class:`Sharing`."""
     if value != "all" and value < 1:
         raise ValueError(f"{option.name} {value} is less than one rank. Use a number from 1, or all.")
 
 
 def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharings: Sequence[Sharing] = ()) -> int:
-    """Return ``world`` if it is ``unit`` ranks or, unless ``exactly``, a multiple of it; PlanError if not.
+    """Return ``world`` if it is ``unit`` ranks or, unless ``exactly``, a multiple of it. Raises PlanError if not.
 
-    None: the smallest that has the copies that ``sharings`` ask for. ``sizes`` spells out ``unit`` for the error.
+    None: the smallest world with the copies that ``sharings`` need. ``sizes`` spells out ``unit`` for the error.
     """
     smallest = unit if exactly else math.lcm(unit, *(sharing.unit for sharing in sharings))
     if world is None:
@@ -68,7 +68,7 @@ def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharin
 
 
 def split_needs(sizes: Mapping[str, int]) -> list[Need]:
-    """Return the need of a model that can be split, for each option of pp, cp and tp that is above 1."""
+    """Return the need of a model that can be split for each option of pp, cp and tp that is above 1."""
     split = {"pp": "the layers", "cp": "each sequence", "tp": "each layer"}
     found = [(option, option.rpartition(".")[2], size) for option, size in sizes.items() if size > 1]
     return [

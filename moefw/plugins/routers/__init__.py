@@ -1,1 +1,1 @@
-"""Routers: which experts each token goes to."""
+"""Routers: choose the experts of each token."""

@@ -50,7 +50,7 @@ class AllGatherDispatcher(Dispatcher):
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Gather every rank's choices and sort those of this rank's experts. ``counts`` saves nothing here."""
+        """Gather every rank's choices and sort those of this rank's experts. ``counts`` is unused."""
         ids_TK, capacity = routing.expert_ids_TK, routing.capacity or 0
         longest = num_tokens = len(ids_TK)
         if self.experts.group is not None:

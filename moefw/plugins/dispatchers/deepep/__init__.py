@@ -47,7 +47,10 @@ class DeepEP(CallsLibrary):
         return self.movement(shape, indices, arriving=arrived, returning=arrived)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process. Raises PlanError where the library is missing or lacks support."""
+        """Return the dispatcher of this process.
+
+        Raises PlanError where the library is missing or does not support the layer.
+        """
         if self.backend == "library":
             from moefw.plugins.dispatchers.deepep.library import build
 

@@ -84,7 +84,7 @@ class LibraryDeepEP(Dispatcher):
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Number the experts as the library does. Its dispatch exchanges the counts: ``counts`` saves nothing."""
+        """Number the experts as the library does. Its dispatch exchanges the counts: ``counts`` is unused."""
         experts, ids_TK = self.experts, routing.expert_ids_TK
         theirs_TK = experts.parts(ids_TK).to(self.wire.ids_dtype).contiguous()
         capacity = 0 if routing.capacity is None else self._sum(routing.capacity, ids_TK.device)

@@ -46,7 +46,7 @@ class TorchDeepEP(Dispatcher):
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Find the ranks that each token must reach, and send them its expert ids. ``counts`` saves nothing here."""
+        """Find the ranks that each token must reach, and send them its expert ids. ``counts`` is unused."""
         experts, ids_TK = self.experts, routing.expert_ids_TK
         slots = sort_slots(distinct(experts.owners(ids_TK)), experts.size)
         ones = [1] * experts.size

@@ -67,7 +67,7 @@ def inside_the_node(
 ) -> tuple[Hop, Tensor, Told]:
     """Return the hop to the ranks of this node, the original rank of each arriving row, and the values exchanged.
 
-    Rows landed here in order (source node, token), ``landed_from[rank]`` from each rank.
+    Rows arrived here in order (source node, token), ``landed_from[rank]`` from each rank.
     """
     device, num_nodes = landed_NK.device, experts.size // node_size
     first, place = experts.rank // node_size * node_size, experts.rank % node_size

@@ -122,7 +122,7 @@ class LibraryHybridEP(Dispatcher):
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Build the routing map over all experts. The library gathers it; ``counts`` saves nothing."""
+        """Build the routing map over all experts. The library gathers it; ``counts`` is unused."""
         ids_TK, experts, budget = routing.expert_ids_TK, self.experts, None if dropless else self.budget
         num_tokens, top_k = ids_TK.shape
         most, capacity = self._agree(num_tokens, routing.capacity, ids_TK.device)

@@ -1,7 +1,7 @@
 """Hierarchical dispatch over a process group: once to each node, there to the ranks that need it; summed in reverse.
 
 A token for another node arrives there at the rank with the sender's position. Shapes: legend in
-:mod:`moefw.core.stages`; ``P`` ranks, ``M`` nodes, ``G`` ranks a node.
+:mod:`moefw.core.stages`; ``P`` ranks, ``M`` nodes, ``G`` ranks per node.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TorchHybridEP(Dispatcher):
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Find the nodes and ranks that each token must reach, hop by hop. ``counts`` saves nothing here."""
+        """Find the nodes and ranks that each token must reach, hop by hop. ``counts`` is unused."""
         experts, ids_TK, budget = self.experts, routing.expert_ids_TK, None if dropless else self.budget
         own = Told(capacity=routing.capacity or 0, longest=len(ids_TK))
         network, told = between_nodes(experts, self.node_size, ids_TK, own)

@@ -30,9 +30,9 @@ class Grouped(GemmPlugin):
     pad_rows: int = field(default=1, validator=ge(1))
 
     def offers(self, site: Site) -> moefw.Offers:
-        """The activation is always recomputed from the pre-activation, which ``expert_fc2`` saves.
+        """Return the offers. The activation is always recomputed from the pre-activation, which ``expert_fc2`` saves.
 
-        What it saves in two dimensions is rows, the static number of them under a budget.
+        Saved two-dimensional tensors hold rows, under a budget the static number of them.
         """
         regions = [(region, way) for region in ("expert_fc1", "expert_fc2") for way in ("keep", "offload", "stash")]
         return moefw.offers(
@@ -43,7 +43,7 @@ class Grouped(GemmPlugin):
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Groups end to end, aligned as asked for, on a GPU to 16 bytes."""
+        """Return the needs: contiguous groups aligned to ``pad_rows``, on a GPU to 16 bytes; even shares of experts."""
         needs = [
             moefw.need("rows", ("ragged", "padded", "static"), reason="grouped_mm takes groups that lie end to end"),
             moefw.need(
@@ -67,7 +67,7 @@ class Grouped(GemmPlugin):
         return needs
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Every row of an operand starts at a 16-byte boundary."""
+        """Return a problem for each size that puts rows of an operand off 16-byte boundaries."""
         sizes = {"model.dim": site.dims.model_dim, "model.expert_dim": site.dims.expert_dim}
         return [
             moefw.Problem(
@@ -78,7 +78,7 @@ class Grouped(GemmPlugin):
         ]
 
     def memory(self, shape: RankShape) -> PartMemory:
-        """Stacked weights; the regions ``expert_fc1`` and ``expert_fc2``."""
+        """Return the memory of stacked weights and of the regions ``expert_fc1`` and ``expert_fc2``."""
         from moefw.plugins.gemm.grouped.memory import memory
 
         return memory(shape)

@@ -1,4 +1,4 @@
-"""Experts in two grouped GEMMs; backward starts from the rows and the pre-activation alone."""
+"""Experts in two grouped GEMMs; backward starts from only the rows and the pre-activation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GroupedExperts(nn.Module, ExpertGemm):
         return rows_RD
 
     def canonical(self) -> Iterator[Canonical]:
-        """Yield each expert's three weights as pieces of the stacked ones."""
+        """Yield each expert's three weights as pieces of the stacked weights."""
         f = self.down.shape[-1]
         into, out_of = self.shards
         for local, expert in enumerate(self.numbers):
@@ -141,7 +141,7 @@ def _save(
 
 
 def _saved(ctx: Any, about: int) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return the first ``about`` tensors, and the operands made of the others."""
+    """Return the first ``about`` tensors, and the operands made from the others."""
     tensors = iter(ctx.saved_tensors)
     first = tuple(islice(tensors, about))
     return first, [operand(list(islice(tensors, count))) for operand, count in ctx.operands]

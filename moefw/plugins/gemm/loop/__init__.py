@@ -1,4 +1,4 @@
-"""``loop``: one expert after the other, the readable reference."""
+"""``loop``: experts in order, the readable reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Loop(GemmPlugin):
     name: ClassVar[str] = "loop"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Both projections and the activation between them are regions of each expert."""
+        """Return the offers: both projections and the activation between them are regions of each expert."""
         regions = ("expert_fc1", "moe_act", "expert_fc2")
         kept = [(region, way) for region in regions for way in ("keep", "offload")]
         return moefw.offers(
@@ -31,7 +31,7 @@ class Loop(GemmPlugin):
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Group sizes on the host, whole experts on each rank."""
+        """Return the needs: group sizes on the host, contiguous groups, and even shares of experts."""
         return [
             moefw.need("counts", ("host",), reason="a Python loop slices the rows of each expert"),
             moefw.need("rows", ("ragged", "padded", "static"), reason="it slices groups that lie end to end"),
@@ -50,7 +50,7 @@ class Loop(GemmPlugin):
         ]
 
     def memory(self, shape: RankShape) -> PartMemory:
-        """Three weights an expert; each expert calls the regions once."""
+        """Return the memory of three weights per expert; each expert calls the regions once."""
         from moefw.plugins.gemm.loop.memory import memory
 
         return memory(shape)

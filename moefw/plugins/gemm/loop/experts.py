@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class LoopExperts(nn.Module, ExpertGemm):
-    """One set of three weights an expert: ``gate`` and ``up`` (F, D), ``down`` (D, F)."""
+    """Three weights per expert: ``gate`` and ``up`` (F, D), ``down`` (D, F)."""
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LoopExperts(nn.Module, ExpertGemm):
 
 
 def _owned(recipes: list[Precision]) -> Any:
-    """Return the recipes, those that are modules as ones of their owner."""
+    """Return the recipes, in a ``ModuleList`` of the owner if they are modules."""
     return nn.ModuleList(recipes) if isinstance(recipes[0], nn.Module) else recipes  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ def _activate(h_RH: Tensor, weights_R: Tensor, recipe: Precision) -> Tensor:
 
 
 class _Activation(torch.autograd.Function):
-    """``w * swiglu(H)``; saves H as the recipe does."""
+    """``w * swiglu(H)``; saves H in the form that the recipe chooses."""
 
     @staticmethod
     def forward(ctx: Any, h_RH: Tensor, weights_R: Tensor, precision: Precision) -> Tensor:

@@ -1,4 +1,4 @@
-"""``offload`` and ``optimizer-offload``: activations and states of the optimizer wait off the device until wanted."""
+"""``offload`` and ``optimizer-offload``: activations and optimizer states stay off the device until they are needed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BUCKET_BYTES = 1 << 26
 
 @frozen
 class Offload(MemoryPlugin):
-    """Copies what the regions save off the device in forward, and back before their backward.
+    """Copies the tensors that regions save off the device in forward, and back before their backward.
 
-    ``to`` host: into memory of the machine, page-locked for a GPU; nvme: into files under ``path``, a folder on a
-    local disk, that have no name and are gone with the process. Tensors below ``min_bytes`` stay. ``fraction``: at most
-    this share of the other bytes that a region saves goes; the same tensors go every time. Parameters stay.
+    ``to`` host: into host memory, page-locked for a GPU; nvme: into unnamed files under ``path``, a folder on a local
+    disk, which are freed with the process. Tensors below ``min_bytes`` stay. ``fraction``: at most this share of the
+    other bytes that a region saves is offloaded, every time the same tensors. Parameters stay.
     """
 
     name: ClassVar[str] = "offload"
@@ -35,7 +35,7 @@ class Offload(MemoryPlugin):
     fraction: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Files need a folder, and memory has none."""
+        """Return a problem unless ``path`` is set exactly for ``to``: nvme."""
         if (self.to == "nvme") == (self.path is not None):
             return []
         if self.path is None:
@@ -45,7 +45,7 @@ class Offload(MemoryPlugin):
         return [moefw.Problem(what, "Leave path out, or use to: nvme.", "path")]
 
     def placements(self, saved: Sequence[Tensor], shape: RankShape) -> Sequence[Placement]:
-        """Large tensors go, as long as no more than ``fraction`` of the bytes so far has gone."""
+        """Return the placements: large tensors are offloaded, up to ``fraction`` of their bytes so far."""
         eligible = moved = 0
         found = []
         for tensor in saved:
@@ -57,7 +57,7 @@ class Offload(MemoryPlugin):
         return found
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
-        """Return the policy. Raises PlanError where ``path`` is no folder to write to."""
+        """Return the policy. Raises PlanError where ``path`` is not a writable folder."""
         from moefw.plugins.memory.offload.policy import OffloadPolicy
         from moefw.plugins.memory.offload.pool import open_pool
 
@@ -70,8 +70,8 @@ class Offload(MemoryPlugin):
 class OptimizerOffload(OptimizerMemoryPlugin):
     """Keeps the optimizer's states in host memory, page-locked for a GPU; parameters stay on the device.
 
-    ``update`` host: the CPU updates them; gradients and parameters come down, new parameters go up. device: they go up
-    for their update and come down again. Two buckets of at most ``bucket_bytes`` are under way at a time.
+    ``update`` host: the CPU updates them; gradients and parameters are copied to the host, new parameters back. device:
+    states are copied to the device for their update, and back. Two buckets of at most ``bucket_bytes`` are in flight.
     """
 
     name: ClassVar[str] = "optimizer-offload"
@@ -81,7 +81,7 @@ class OptimizerOffload(OptimizerMemoryPlugin):
     bucket_bytes: int = field(default=BUCKET_BYTES, validator=ge(1 << 10))
 
     def rests(self, state: StateRest) -> StateRest:
-        """On the host."""
+        """Return the state, resting on the host."""
         return evolve(state, on_device=False)
 
     def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:

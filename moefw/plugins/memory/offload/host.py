@@ -1,4 +1,4 @@
-"""Buffers in the memory of the machine."""
+"""Buffers in host memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STATES = (
 
 
 def host_memory(*, pinned: bool, words: tuple[str, str, str] = ACTIVATIONS) -> Callable[[int], Tensor]:
-    """Return what makes buffers of so many bytes; ``pinned``: page-locked, so that a GPU copies at full speed.
+    """Return a function that allocates ``nbytes``; ``pinned``: page-locked, so that a GPU copies at full speed.
 
-    ``words`` of an error: who asks, for what, and what to do.
+    ``words`` of the error: who allocates, for what, and the fix.
     """
     who, what_for, fix = words
 

@@ -15,7 +15,7 @@ from moefw.core.errors import PlanError, RunError
 
 @final
 class UnnamedFiles:
-    """Makes a file a buffer. Raises PlanError where no file can be made in ``folder``."""
+    """Allocates one file per buffer. Raises PlanError where no file can be created in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,7 +30,7 @@ class UnnamedFiles:
     def __call__(self, nbytes: int) -> Tensor:
         """Return ``nbytes`` that are mapped to a file. Raises RunError where the disk has no room for them.
 
-        The room is taken at once: a disk that turns out to be full in the middle of a copy kills the process.
+        Disk space is allocated at once: a disk that fills up in the middle of a copy kills the process.
         """
         with self._open() as file:
             try:
@@ -42,5 +42,5 @@ class UnnamedFiles:
             return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
 
     def _open(self) -> IO[bytes]:
-        """Open a file that never had a name, or none any more where the file system knows no such files."""
+        """Open a file that never had a name, or whose name is removed where the file system has no unnamed files."""
         return tempfile.TemporaryFile(dir=self._folder)

@@ -1,7 +1,7 @@
-"""Offload by hooks on saved tensors: each call of a region moves what it saves, and fetches it as one in backward.
+"""Offload by hooks on saved tensors: each call of a region offloads its tensors, and fetches them together in backward.
 
-Hooks do not stack: of nested regions, the innermost treats what is saved in it. What a recomputed region is given is
-saved outside it, so an offloaded region around it moves that.
+Hooks do not stack: of nested regions, the innermost treats the tensors saved in it. Inputs of a recomputed region are
+saved outside it, so an offloaded region around it offloads them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from moefw.runtime.memory.dropped import StandIn, in_backward, stand_in, stay, u
 
 @final
 class OffloadPolicy(MemoryPolicy):
-    """Moves tensors of at least ``min_bytes``, up to ``fraction`` of their bytes in each call of a region."""
+    """Offloads tensors of at least ``min_bytes``, up to ``fraction`` of their bytes in each call of a region."""
 
     def __init__(self, pool: Pool, *, min_bytes: int, fraction: float) -> None:
         self.pool, self.min_bytes, self.fraction = pool, min_bytes, fraction
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with what it saves moved off the device.
+        """Return ``function`` with its saved tensors offloaded.
 
-        Raises RunError where there is no room for it.
+        Raises RunError where there is no room for them.
         """
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ class OffloadPolicy(MemoryPolicy):
 
 @final
 class _Call:
-    """One call of a region: what it saved, and the call before it, which backward comes to next."""
+    """One call of a region: the copies it needs, and the call before it, which backward reaches next."""
 
     def __init__(self, policy: OffloadPolicy) -> None:
         self.policy, self.pool = policy, policy.pool
@@ -59,7 +59,7 @@ class _Call:
         self._staying: set[Span] = set()
 
     def pack(self, tensor: Tensor) -> Tensor | StandIn | _Packed:
-        """Return what stands for a saved tensor until backward."""
+        """Return the replacement of a saved tensor until backward."""
         again = stand_in(tensor)
         if again is not None:
             return again
@@ -75,12 +75,12 @@ class _Call:
         return _Packed(self, copy, tensor, start=int(tensor.storage_offset()) - span.start)
 
     def end(self) -> None:
-        """Take the place behind the last call that moved something."""
+        """Append this call to those that offloaded something."""
         if self._copies:
             self._before, self.pool.latest = self.pool.latest, weakref.ref(self)
 
     def fetch(self) -> None:
-        """Start bringing back all that is still wanted."""
+        """Start fetching all copies that are still referenced."""
         copies, self._copies = self._copies, []
         for reference in copies:
             copy = reference()
@@ -88,7 +88,7 @@ class _Call:
                 copy.fetch()
 
     def fetch_with_next(self) -> None:
-        """Bring back this call's tensors, and those of the call that backward comes to next."""
+        """Start fetching this call's copies, and those of the call that backward reaches next."""
         self.fetch()
         before, self._before = self._before(), _nothing
         if before is not None:
@@ -112,7 +112,7 @@ class _Call:
 
 @final
 class _Packed:
-    """A saved tensor whose values are away."""
+    """A saved tensor whose values are offloaded."""
 
     def __init__(self, call: _Call, copy: Copy, tensor: Tensor, *, start: int) -> None:
         self.call, self.copy, self.start = call, copy, start

@@ -1,4 +1,4 @@
-"""Buffers off the device, and what waits in them. One pool serves all layers and micro-batches of a process."""
+"""Buffers off the device, and the copies in them. One pool serves all layers and micro-batches of a process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moefw.plugins.memory.offload.span import Span
 from moefw.plugins.memory.offload.streams import Transfers, open_transfers
 
 Allocate = Callable[[int], Tensor]
-"""Returns so many bytes, ``(n,)`` uint8 on the CPU; raises RunError where there is no room."""
+"""Allocates n bytes, ``(n,)`` uint8 on the CPU. Raises RunError where there is no room."""
 
 
 @final
 class Buffer:
-    """Bytes to copy to and from. ``last_use``: the copy that must be done before the next one starts."""
+    """Bytes to copy to and from. ``last_use``: event of the copy that must be done before the next one starts."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -35,9 +35,9 @@ class Buffer:
 
 @final
 class Copy:
-    """The values of a span off the device, from pack until the last tensor that lies there is no longer wanted.
+    """The values of a span off the device, from pack until no tensor of the span is needed.
 
-    The buffer is free again as soon as the values are on their way back, or nothing refers to the copy any more.
+    The buffer is released as soon as the fetch has started, or nothing refers to the copy any more.
     """
 
     def __init__(self, pool: Pool, span: Span, values: Tensor) -> None:
@@ -49,7 +49,7 @@ class Copy:
         buffer.last_use = self._transfers.out(values, room, after=buffer.last_use)
 
     def fetch(self) -> None:
-        """Start bringing the values back, once."""
+        """Start fetching the values, once."""
         if self._back is None:
             buffer = self._buffer
             self._back = self._transfers.back(buffer.values(self._span), after=buffer.last_use)
@@ -66,10 +66,10 @@ class Copy:
 
 @final
 class Pool:
-    """Reuses buffers, by size rounded up to a power of two, which is what page-locked memory comes in anyway.
+    """Reuses buffers by size, rounded up to a power of two as page-locked memory is anyway.
 
-    ``copies`` holds what waits or has come back, as long as it is wanted; ``latest`` is the last call of a region that
-    moved something. ``num_buffers`` were ever made, ``num_idle`` of them wait for use.
+    ``copies`` holds copies, offloaded or fetched, while they are referenced; ``latest`` is the last call of a region
+    that offloaded something. ``num_buffers`` were ever allocated, ``num_idle`` of them are not in use.
     """
 
     def __init__(self, allocate: Allocate, transfers: Transfers) -> None:
@@ -83,7 +83,7 @@ class Pool:
 
     @property
     def num_idle(self) -> int:
-        """The buffers that nothing waits in."""
+        """The number of buffers that are not in use."""
         return sum(map(len, self._idle.values()))
 
     def copy(self, tensor: Tensor, span: Span) -> Copy:
@@ -101,17 +101,17 @@ class Pool:
             return Buffer(self._allocate(size))
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back. Runs wherever a graph dies, so it waits for nothing."""
+        """Take a buffer back. Runs wherever a graph is freed, so it does not wait."""
         if not self._closed:
             self._idle[len(buffer.memory)].append(buffer)
 
     def close(self) -> None:
-        """Free the idle buffers; may be called twice. The others are freed when what waits in them is."""
+        """Free the idle buffers; may be called twice. The others are freed with the copies in them."""
         self._closed = True
         self._idle.clear()
 
 
 def open_pool(device: torch.device, folder: str | None) -> Pool:
-    """Return a pool for a device: of memory, or of files in ``folder``. Raises PlanError where it is none."""
+    """Return a pool for a device: of host memory, or of files in ``folder``. Raises PlanError if it is not writable."""
     on_gpu = device.type == "cuda"
     return Pool(host_memory(pinned=on_gpu) if folder is None else UnnamedFiles(Path(folder)), open_transfers(device))

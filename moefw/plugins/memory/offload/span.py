@@ -1,4 +1,4 @@
-"""The memory of a tensor, from its first element to its last, or all that it is a part of."""
+"""The memory of a tensor, from its first element to its last, or its whole storage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @frozen
 class Span:
-    """Where a tensor lies, and in which version. Tensors of equal spans are views of the same values.
+    """The memory of a tensor, and its version. Tensors of equal spans are views of the same values.
 
-    The storage is held weakly: its memory may go, but no other storage is taken for it.
+    The storage is referenced weakly: it may be freed, but no other storage is mistaken for it.
     """
 
     storage: StorageWeakRef
@@ -27,8 +27,8 @@ class Span:
     def of(tensor: Tensor) -> Span:
         """Return the span of a tensor that is not empty.
 
-        Where there are gaps in it, others of the storage lie in them, such as gate and up of one matrix: it is all of
-        the storage then, unless that is more than twice as long, so that they go as one.
+        Gaps in it hold other tensors of the storage, such as gate and up of one matrix. The span is then the whole
+        storage, so that they are offloaded together, unless the storage is more than twice as long.
         """
         length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         start, memory = int(tensor.storage_offset()), tensor.untyped_storage()
@@ -43,10 +43,10 @@ class Span:
         return self.length * self.dtype.itemsize
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return the values of the span, ``(length,)``, of a tensor that lies there."""
+        """Return the values of the span, ``(length,)``, given a tensor of the span."""
         return tensor.detach().as_strided((self.length,), (1,), self.start)
 
 
 def view(values: Tensor, size: Sequence[int], stride: Sequence[int], start: int) -> Tensor:
-    """Return the tensor that lies in the values of its span: with its strides, kernels compute the same bits."""
+    """Return a tensor, given the values of its span. With the same strides, kernels compute the same bits."""
     return values.as_strided(size, stride, start)

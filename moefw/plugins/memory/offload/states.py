@@ -1,4 +1,4 @@
-"""States of an optimizer in host memory, and memory that its buckets pass through."""
+"""Optimizer states in host memory, and memory that their buckets pass through."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ALIGN_BYTES = 64
 
 
 class HostStates(OptimizerStates):
-    """States of another kind, resting in memory that ``allocate`` makes."""
+    """``inner`` states, resting in memory from ``allocate``."""
 
     def __init__(self, inner: OptimizerStates, transfers: Transfers, allocate: Allocate, *, bucket_bytes: int) -> None:
         self.inner, self.dtype = inner, inner.dtype
         self.transfers, self.allocate, self.bucket_bytes = transfers, allocate, bucket_bytes
         self.host_bytes = 0
-        """Of states; none of them are on the device between steps."""
+        """Bytes of states. None of them are on the device between steps."""
 
     def room(self, parameter: Tensor) -> Tensor:
         """Return zeros in host memory. Raises RunError where there is no room."""
@@ -32,14 +32,14 @@ class HostStates(OptimizerStates):
 
 @final
 class Slot:
-    """Memory that one bucket after the other takes. ``last_use``: the copy that must be done before the next one."""
+    """Memory that buckets use in turn. ``last_use``: event of the copy that must be done before the next one."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory, self.taken = memory, 0
         self.last_use: Any = None
 
     def take(self, like: Tensor) -> Tensor:
-        """Return the next room for a tensor."""
+        """Return the next free part of the memory, for a tensor."""
         start = self.taken
         end = start + like.numel() * like.dtype.itemsize
         self.taken = end + -end % ALIGN_BYTES
@@ -49,7 +49,7 @@ class Slot:
 def slots(
     buckets: Sequence[Sequence[Tensor]], allocate: Callable[[int], Tensor], held: Sequence[Slot] = ()
 ) -> Sequence[Slot]:
-    """Return memory for two buckets of tensors at a time, or for the only one: what is ``held``, if it is enough."""
+    """Return slots for two buckets of tensors at a time, or for the only one: those ``held`` if large enough."""
     sizes = [sum(each.numel() * each.dtype.itemsize + ALIGN_BYTES for each in bucket) for bucket in buckets]
     if len(held) >= min(2, len(sizes)) and len(held[0].memory) >= max(sizes):
         return held

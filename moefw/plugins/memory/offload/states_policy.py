@@ -1,4 +1,4 @@
-"""Offload of an optimizer's states: where they rest, and where they are updated."""
+"""Offload of optimizer states: their memory, and the device of their update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStat
 
 @final
 class OffloadStatesPolicy(OptimizerPolicy):
-    """Puts states into memory that ``allocate`` makes, and updates them on the ``host`` or on the ``device``."""
+    """Puts states into memory from ``allocate``, and updates them on the ``host`` or on the ``device``."""
 
     def __init__(
         self, transfers: Transfers, allocate: Allocate, *, update: Literal["host", "device"], bucket_bytes: int

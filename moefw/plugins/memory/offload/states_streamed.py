@@ -1,4 +1,4 @@
-"""States that come to the device bucket by bucket for their update, and leave again."""
+"""Optimizer states that are copied to the device bucket by bucket for their update, and back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moefw.runtime.memory.optimizer_states import StatePart, buckets
 
 @final
 class StreamedStates(HostStates):
-    """The next bucket arrives in one slot of device memory while the states in the other are updated and leave.
+    """Copies the next bucket into one slot of device memory while the states in the other are updated and copied back.
 
-    Nothing of the slots is left when a step is done.
+    The slots are freed when a step is done.
     """
 
     def update(self, parts: Sequence[StatePart]) -> None:
@@ -42,7 +42,7 @@ class StreamedStates(HostStates):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.device)
 
     def _fetch(self, bucket: Sequence[StatePart], slot: Slot) -> list[StatePart]:
-        """Start bringing states to the device, once those before them have left the slot."""
+        """Start copying states to the device, once the states before them have left the slot."""
         slot.taken, left, fetched = 0, slot.last_use, []
         for part in bucket:
             here = {key: slot.take(state) for key, state in part.states.items()}
@@ -52,7 +52,7 @@ class StreamedStates(HostStates):
         return fetched
 
     def _send(self, here: Sequence[StatePart], bucket: Sequence[StatePart], slot: Slot) -> None:
-        """Start moving states to where they rest."""
+        """Start copying states back to host memory."""
         for new, part in zip(here, bucket, strict=True):
             for key, state in part.states.items():
                 slot.last_use = self.transfers.out(new.states[key], state, after=None)

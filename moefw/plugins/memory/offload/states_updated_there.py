@@ -1,4 +1,4 @@
-"""States that stay where they rest: gradients and parameters come to them, and new parameters go back."""
+"""Optimizer states updated on the host: gradients and parameters are copied there, and new parameters back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moefw.runtime.memory.optimizer_states import OptimizerStates, StatePart, bu
 
 @final
 class StatesUpdatedThere(HostStates):
-    """The next bucket comes down into one slot of host memory while the one in the other is updated and goes up.
+    """Copies the next bucket into one slot of host memory while the bucket in the other is updated and copied back.
 
-    The parameter on the device is the only master: nothing is left in the slots that the next step would read.
+    The parameter on the device is the only master: the next step reads nothing that is left in the slots.
     """
 
     def __init__(self, inner: OptimizerStates, transfers: Transfers, allocate: Allocate, *, bucket_bytes: int) -> None:
@@ -43,7 +43,7 @@ class StatesUpdatedThere(HostStates):
         self.transfers.use(bucket[-1].parameter, slot.last_use)
 
     def _bring(self, bucket: Sequence[StatePart], slot: Slot) -> list[StatePart]:
-        """Start bringing parameters and gradients, once the parameters before them have left the slot."""
+        """Start copying parameters and gradients to the host, once the parameters before them have left the slot."""
         slot.taken, left, brought = 0, slot.last_use, []
         for part in bucket:
             there = replace(part, parameter=slot.take(part.parameter), grad=slot.take(part.grad))

@@ -1,7 +1,7 @@
-"""Copies between the device and buffers: on a GPU beside its computation, ordered by events.
+"""Copies between the device and buffers: on a GPU they overlap with computation, ordered by events.
 
-Memory of the device is lent to the copying stream by ``record_stream``: once its tensor is gone, the caching allocator
-gives it out again as soon as the copies queued there are done, and nobody waits for them.
+``record_stream`` marks device memory as used by the copy stream: once its tensor is freed, the caching allocator reuses
+the memory as soon as the copies queued there are done, and the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Transfers(ABC):
-    """Copies values off the device and back. An event says when a copy is done; None: it is."""
+    """Copies values off the device and back. An event says when a copy is done; None: it is done."""
 
     device: torch.device
 
@@ -22,7 +22,7 @@ class Transfers(ABC):
     def out(self, values: Tensor, room: Tensor, *, after: Any) -> Any:
         """Copy ``values`` into ``room`` once ``after`` is done and the current stream has computed them.
 
-        Returns the event of the copy. The caller need not hold on to ``values``.
+        Returns the event of the copy. The caller need not keep ``values``.
         """
 
     @abstractmethod
@@ -31,23 +31,23 @@ class Transfers(ABC):
 
     @abstractmethod
     def into(self, room: Tensor, values: Tensor, *, after: Any) -> Any:
-        """Copy ``room`` into ``values``, memory of the device, once ``after`` and what the current stream has are done.
+        """Copy ``room`` into ``values`` on the device, once ``after`` and the current stream's queued work are done.
 
-        Returns the event of the copy. The caller need not hold on to ``values``.
+        Returns the event of the copy. The caller need not keep ``values``.
         """
 
     @abstractmethod
     def use(self, values: Tensor, arrived: Any) -> None:
-        """Let the current stream wait for values that come back."""
+        """Make the current stream wait for values that are being fetched."""
 
     @abstractmethod
     def wait(self, event: Any) -> None:
-        """Let the host wait for a copy."""
+        """Make the host wait for a copy."""
 
 
 @final
 class PlainTransfers(Transfers):
-    """Copies that are done when they return: for a CPU, which has no streams."""
+    """Synchronous copies: for a CPU, which has no streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -65,18 +65,18 @@ class PlainTransfers(Transfers):
         values.copy_(room)
 
     def use(self, values: Tensor, arrived: Any) -> None:
-        """Wait for nothing."""
+        """Do nothing: the copy is done."""
 
     def wait(self, event: Any) -> None:
-        """Wait for nothing."""
+        """Do nothing: the copy is done."""
 
 
 @final
 class CudaTransfers(Transfers):
-    """Copies on two streams of their own, one a direction. ``cuda`` is ``torch.cuda``, or what a test puts for it.
+    """Copies on two separate streams, one per direction. ``cuda`` is ``torch.cuda``, or a test double.
 
-    Values come back into memory of the current stream, so a fetch waits for what that stream has been given before:
-    started one region ahead, it overlaps with the region in between.
+    Values are fetched into memory of the current stream, so a fetch waits for the work queued there before. Started one
+    region ahead, it overlaps with the region in between.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -90,24 +90,24 @@ class CudaTransfers(Transfers):
         return done
 
     def back(self, room: Tensor, *, after: Any) -> tuple[Tensor, Any]:
-        """Copy on the stream of that direction, once the current stream has no more use for the memory."""
+        """Copy on the stream of that direction, once the current stream no longer uses the memory."""
         values = torch.empty(len(room), dtype=room.dtype, device=self.device)
         return values, self.into(room, values, after=after)
 
     def into(self, room: Tensor, values: Tensor, *, after: Any) -> Any:
-        """Copy on the stream of that direction, once the current stream has no more use for the memory."""
+        """Copy on the stream of that direction, once the current stream no longer uses the memory."""
         arrived = self._copy(room, values, self._back, after)
         values.record_stream(self._back)
         return arrived
 
     def use(self, values: Tensor, arrived: Any) -> None:
-        """Let the current stream, which need not be the one that asked, wait for the copy."""
+        """Make the current stream, which may differ from the one that started the copy, wait for it."""
         current = self._cuda.current_stream(self.device)
         current.wait_event(arrived)
         values.record_stream(current)
 
     def wait(self, event: Any) -> None:
-        """Let the host wait for the copy."""
+        """Make the host wait for the copy."""
         event.synchronize()
 
     def _copy(self, source: Tensor, target: Tensor, stream: Any, after: Any) -> Any:
@@ -120,5 +120,5 @@ class CudaTransfers(Transfers):
 
 
 def open_transfers(device: torch.device) -> Transfers:
-    """Return what copies between a device and the host."""
+    """Return the transfers between a device and the host."""
     return CudaTransfers(device) if device.type == "cuda" else PlainTransfers(device)

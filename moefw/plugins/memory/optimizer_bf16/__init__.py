@@ -15,8 +15,8 @@ from moefw.ledger.parts import StateRest
 class OptimizerBF16(OptimizerMemoryPlugin):
     """Keeps the optimizer's states in bf16 between steps. Every update is the optimizer's own, in fp32.
 
-    ``rounding`` stochastic: up or down at random, right on average; nearest: a state that changes by less than half
-    of its last place a step stays as it is, as second moments do with ``beta2`` near 1.
+    ``rounding`` stochastic: up or down at random, without bias; nearest: a state that changes by less than half a unit
+    in its last place per step does not change, as happens to second moments with ``beta2`` near 1.
     """
 
     name: ClassVar[str] = "optimizer-bf16"
@@ -25,7 +25,7 @@ class OptimizerBF16(OptimizerMemoryPlugin):
     rounding: Literal["stochastic", "nearest"] = "stochastic"
 
     def rests(self, state: StateRest) -> StateRest:
-        """Two bytes an element."""
+        """Return the state with two bytes per element."""
         return evolve(state, itemsize=2)
 
     def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:

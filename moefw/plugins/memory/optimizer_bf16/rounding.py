@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16: to the neighbour above with the share of the way there as probability."""
+"""Stochastic rounding to bf16: up with a probability equal to the fraction of the way to the upper neighbour."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from moefw.runtime.memory.optimizer_states import StatePart, numbers
 from moefw_kernels.random import stream
 
 DROPPED_BITS: Final = 16
-"""By so many bits is fp32 longer than bf16."""
+"""Number of bits by which fp32 is longer than bf16."""
 _DROPPED: Final = (1 << DROPPED_BITS) - 1
 WORDS: Final = 64 // DROPPED_BITS
-"""So many states are rounded with the 64 bits that are drawn for an element."""
+"""Number of states that are rounded with the 64 bits drawn for an element."""
 
 
 def draws(part: StatePart, number: int) -> Tensor:
-    """Return 64 random bits for each element of a part, int64, in the draw of that number.
+    """Return 64 random bits for each element of a part, int64, in draw ``number``.
 
-    They depend on the seed, the step, and the element's place in the tensor that has one name in every layout.
+    They depend on the seed, the step, the draw, and the element's place in the named tensor, which no layout changes.
     """
     bits = torch.zeros(part.parameter.shape, dtype=torch.int64, device=part.parameter.device)
     for origin in part.origins:
@@ -33,7 +33,7 @@ def draws(part: StatePart, number: int) -> Tensor:
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
     """Return fp32 ``x`` in bf16, rounded up in magnitude where the low 16 of the random ``bits`` (int64) carry.
 
-    What bf16 holds exactly stays, and so does what is not finite.
+    Values that bf16 represents exactly, and values that are not finite, do not change.
     """
     carried = (x.view(torch.int32) + (bits & _DROPPED).to(torch.int32)) & ~_DROPPED
     return torch.where(x.isfinite(), carried.view(torch.float32), x).to(torch.bfloat16)

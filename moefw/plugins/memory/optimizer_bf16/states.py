@@ -1,4 +1,4 @@
-"""States in bf16: widened for an update, some at a time, and rounded after it."""
+"""Optimizer states in bf16: widened for an update, bucket by bucket, and rounded after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moefw.plugins.memory.optimizer_bf16.rounding import DROPPED_BITS, WORDS, dr
 from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets
 
 ELEMENTS = 1 << 24
-"""So many elements are in fp32 at a time: 64 MiB a state."""
+"""Number of elements that are in fp32 at a time: 64 MiB per state."""
 
 
 @final
@@ -30,7 +30,7 @@ class BF16Policy(OptimizerPolicy):
 
 @final
 class BF16States(OptimizerStates):
-    """States of another kind, rounded."""
+    """``inner`` states, rounded."""
 
     dtype = torch.bfloat16
 
@@ -42,7 +42,7 @@ class BF16States(OptimizerStates):
         return self.inner.room(parameter).to(self.dtype)
 
     def update(self, parts: Sequence[StatePart]) -> None:
-        """Update in fp32, bucket by bucket, and round what comes out."""
+        """Update in fp32, bucket by bucket, and round the new states."""
         for bucket in buckets(parts, self.elements):
             wide = [replace(part, states={key: state.float() for key, state in part.states.items()}) for part in bucket]
             self.inner.update(wide)

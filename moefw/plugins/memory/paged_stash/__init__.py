@@ -1,4 +1,4 @@
-"""``paged-stash``: of rows of a static number, only the valid ones wait for backward, in pages of a pool."""
+"""``paged-stash``: of a static number of rows, saves only the valid ones for backward, in pages of a pool."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _power_of_two(plugin: Any, attribute: Attribute[int], value: int) -> None:
 
 @frozen
 class PagedStash(MemoryPlugin):
-    """Saves the valid rows that experts compute on, where a budget makes their number static.
+    """Saves only the valid rows that experts compute on, where a budget makes the number of rows static.
 
-    For each tensor that is saved, a pool has room for ``factor`` times the rows of a rank whose load is balanced, in
-    pages of ``page_rows``. Layers share it: one may take more where another takes less. Rows without a page: the step
-    is run again, dropless. ``spill`` host: they go to host memory instead, page-locked for a GPU, with room for all.
+    For each saved tensor, a pool has room for ``factor`` times the rows of a rank under balanced load, in pages of
+    ``page_rows``. Layers share it: one may take more where another takes less. Where rows find no page, the step is run
+    again, dropless. ``spill`` host: they go to host memory instead, page-locked for a GPU, with room for all.
     """
 
     name: ClassVar[str] = "paged-stash"
@@ -40,7 +40,7 @@ class PagedStash(MemoryPlugin):
     spill: Literal["host"] | None = None
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Ask for the regions, and for a budget of rows that a second run lifts."""
+        """Return the needs: the regions, and a budget of rows that a second run lifts."""
         whole = "only a GEMM that computes on all rows of a budget at once saves them as one tensor"
         fix = "Use a GEMM that offers it (gemm.use), or leave the region out."
         regions = [
@@ -56,7 +56,7 @@ class PagedStash(MemoryPlugin):
         return [*regions, budget]
 
     def placements(self, saved: Sequence[Tensor], shape: RankShape) -> Sequence[Placement]:
-        """Of rows, so many pages as their pool has for them; everything else stays."""
+        """Return the placements: rows in the pages that their pool has for them; everything else stays."""
         share = min(1.0, self.factor / shape.capacity)
         rows = num_pages(share * shape.rows, self.page_rows) * self.page_rows
         return [

@@ -1,4 +1,4 @@
-"""How many pages rows take."""
+"""Number of pages that rows take."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from typing import Final
 
 ROUNDING: Final = 1e-6
-"""So much of a page is no reason for a further one."""
+"""Fraction of a page that does not require another page."""
 
 
 def num_pages(rows: float, page_rows: int) -> int:
-    """Return the pages of ``page_rows`` for so many rows, which may be a share of a number."""
+    """Return the number of pages of ``page_rows`` for ``rows``, which may be fractional."""
     return math.ceil(rows / page_rows - ROUNDING)

@@ -1,7 +1,7 @@
-"""Paged stash by hooks on saved tensors: rows of the static number go to pages, everything else stays.
+"""Paged stash by hooks on saved tensors: tensors with the static number of rows go to pages, everything else stays.
 
-Hooks do not stack: of nested regions, the innermost treats what is saved in it. Hooks are there whenever a graph is
-made, so that a region that is run again, around or inside, saves as many tensors as before.
+Hooks do not stack: of nested regions, the innermost treats the tensors saved in it. Hooks are set whenever a graph is
+built, so that a recomputed region, around or inside, saves the same number of tensors as before.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @final
 class StashPolicy(MemoryPolicy):
-    """Stashes rows. ``share``: for so much of the static number there are pages on the device."""
+    """Stashes rows. ``share``: fraction of the static number of rows that has pages on the device."""
 
     def __init__(self, stash: Stash, *, share: float) -> None:
         self.stash, self.share = stash, share
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with the valid rows that it saves in pages, if it computes on static rows.
+        """Return ``function``, which saves valid rows in pages if it computes on static rows.
 
-        Raises RunError where host memory for rows that spill cannot be had.
+        Raises RunError where host memory for rows that spill cannot be allocated.
         """
         self.stash.num_layers[region] += 1
 
@@ -54,14 +54,14 @@ class StashPolicy(MemoryPolicy):
 
 @final
 class _Call:
-    """One call of a region, and how many of the rows that it saves found no page."""
+    """One call of a region, and the number of its saved rows that found no page."""
 
     def __init__(self, policy: StashPolicy, region: str, rows: StaticRows) -> None:
         self.policy, self.region, self.rows, self.num_valid = policy, region, rows, rows.num_valid
         self.unsaved = torch.zeros((), device=self.num_valid.device)
 
     def pack(self, tensor: Tensor) -> Tensor | StandIn | _Packed:
-        """Return what stands for a saved tensor until backward."""
+        """Return the replacement of a saved tensor until backward."""
         again = stand_in(tensor)
         if again is not None:
             return again

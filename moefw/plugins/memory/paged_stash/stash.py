@@ -1,4 +1,4 @@
-"""The pools of a process, and what waits in their pages. The device alone knows which pages are free."""
+"""The pools of a process, and the rows in their pages. Only the device knows which pages are free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
 
 @frozen
 class Kind:
-    """What layers save alike: rows of ``width`` integers, in a region."""
+    """Kind of tensor that layers save: rows of ``width`` integers, in a region."""
 
     region: str
     width: int
@@ -28,13 +28,13 @@ class Kind:
 
 @final
 class Pool:
-    """Pages for ``num_tensors`` tensors of one kind and of up to ``num_rows`` static rows; ``num_held`` wait in it."""
+    """Pages for ``num_tensors`` tensors of one kind and of up to ``num_rows`` static rows; it holds ``num_held``."""
 
     def __init__(self, pages: Pages, *, num_tensors: int, num_rows: int) -> None:
         self.pages, self.num_tensors, self.num_rows, self.num_held = pages, num_tensors, num_rows, 0
 
     def takes(self, num_rows: int) -> bool:
-        """Whether one more tensor of so many static rows may wait here."""
+        """Return whether the pool has room for one more tensor of ``num_rows`` static rows."""
         return self.num_held < self.num_tensors and num_rows <= self.num_rows
 
 
@@ -47,22 +47,22 @@ class Held:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensor was."""
+        """The device of the tensor."""
         return self._table.device
 
     def load(self, into: Tensor) -> None:
-        """Copy the rows back into the first ones of ``into``."""
+        """Copy the rows back into the first rows of ``into``."""
         self._stash.settle()
         load(self._pool.pages, self._table, self._num_valid, into=into)
 
 
 @final
 class Stash:
-    """Pools by kind, each for as many tensors as there are layers. One serves all micro-batches of a process.
+    """Pools by kind, each with room for one tensor per layer. One stash serves all micro-batches of a process.
 
-    Pages come back when a graph lets go of them. That may be anywhere, in the garbage collector too, so the device is
-    not told then, but before it is next asked for pages or rows. Where more wait at a time, of a layer or of
-    micro-batches in flight, a further pool is made. ``num_layers``: how many layers have a region.
+    Pages are released when a graph is freed. That may be anywhere, also in the garbage collector, so the device frees
+    them not then but before the next request for pages or rows. Where more tensors are held at a time, of a layer or of
+    micro-batches in flight, another pool is opened. ``num_layers``: number of layers that have a region.
     """
 
     def __init__(self, order: Order, *, page_rows: int, spill: bool, pinned: bool) -> None:
@@ -77,9 +77,9 @@ class Stash:
         return sum(pool.pages.near.nbytes for pools in self.pools.values() for pool in pools)
 
     def hold(self, kind: Kind, bits_RC: Tensor, num_valid: Tensor, *, share: float) -> tuple[Held, Tensor]:
-        """Return the first ``num_valid`` rows in pages, and how many of them found none, fp32 of shape ().
+        """Return the first ``num_valid`` rows in pages, and the number of them that found none, fp32 of shape ().
 
-        A pool that is made for it has pages on the device for ``share`` of the rows. Raises RunError without memory.
+        A pool that is opened for it has pages on the device for ``share`` of the rows. Raises RunError without memory.
         """
         self.settle()
         num_rows = len(bits_RC)
@@ -95,7 +95,7 @@ class Stash:
         return held, unsaved
 
     def settle(self) -> None:
-        """Give back the pages of what has died; everything behind it on the current stream may take them."""
+        """Free the pages of released tensors. Later work on the current stream may take them."""
         self._order.enter()
         while self._let_go:
             pool, table = self._let_go.popleft()
@@ -104,7 +104,7 @@ class Stash:
             pool.num_held -= 1
 
     def close(self) -> None:
-        """Free the pools; may be called twice. What still waits in one keeps it until then."""
+        """Free the pools; may be called twice. A pool that still holds tensors is freed with the last of them."""
         self.pools.clear()
         self._let_go.clear()
 

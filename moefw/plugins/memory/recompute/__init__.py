@@ -12,7 +12,7 @@ from moefw.core.plugin import MemoryPlugin
 
 @frozen
 class Recompute(MemoryPlugin):
-    """Runs the regions again in backward, as far as something they saved is wanted."""
+    """Runs the regions again in backward, up to the last saved tensor that is needed."""
 
     name: ClassVar[str] = "recompute"
     mechanism: ClassVar[str] = "recompute"

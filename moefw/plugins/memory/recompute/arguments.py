@@ -1,4 +1,4 @@
-"""What a region was given: tensors are saved where it was called, so that the policy around it treats them."""
+"""Arguments of a region. Tensors are saved where it was called, so that the policy around it treats them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefw.runtime.memory.dropped import output_of
 
 @final
 class Arguments:
-    """Positions and keywords, tensors in structures included."""
+    """Positional and keyword arguments, including tensors in nested structures."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         leaves, self._structure = tree_flatten((tuple(args), dict(kwargs)))
@@ -26,7 +26,7 @@ class Arguments:
         self._saving: Tensor = _Save.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return them, without the graph that they came from. What could be computed again then, can be now."""
+        """Return the arguments, detached from their graph. Those that could be recomputed in forward still can be."""
         leaves = list(self._others)
         saved: Sequence[Tensor] = self._saving.grad_fn.saved_tensors  # type: ignore[union-attr]
         for at, tensor, wanted, output in zip(self._places, saved, self._differentiable, self._outputs, strict=True):
@@ -38,7 +38,7 @@ class Arguments:
 
 
 class _Save(torch.autograd.Function):
-    """A node beside the graph; it has no backward, so what it saves is there as long as its result is."""
+    """A node outside the graph. It has no backward, so its saved tensors live as long as its result."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One call of a region that can be made again: for what it saved, and for what it returned."""
+"""One call of a region that can be repeated, for its saved tensors and for its outputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moefw.runtime.memory.dropped import Output, current, inside, stay
 
 
 class Call(ABC):
-    """What a call returned is computed again when it is first asked for, and held until the call's own backward."""
+    """A call whose outputs are recomputed when one is first requested, and held until the call's own backward."""
 
     _returned: Sequence[Tensor] | None = None
 
     def returned(self, result: Any) -> Any:
-        """Return ``result`` as it is; nobody need save the tensors in it whose gradients are wanted."""
+        """Return ``result`` unchanged. Tensors in it that require gradients then need not be saved by others."""
         leaves, structure = tree_flatten(result)
         self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if self.places:
@@ -32,32 +32,32 @@ class Call(ABC):
         return tree_unflatten(leaves, structure)
 
     def want(self) -> None:
-        """Be told that somebody will ask for an output."""
+        """Note that an output will be requested."""
 
     def output(self, index: int) -> Tensor:
-        """Return what the call returned as number ``index``."""
+        """Return output ``index`` of the call."""
         if self._returned is None:
             self.hold(self.again())
         assert self._returned is not None
         return self._returned[index]
 
     def hold(self, result: Any) -> None:
-        """Keep what was returned once more, for everybody who will ask."""
+        """Hold the recomputed outputs for later requests."""
         leaves = tree_leaves(result)
         self._returned = [leaves[at].detach() for at in self.places]
 
     def forget(self) -> None:
-        """Let go of what was returned: everybody who saved it has had it."""
+        """Drop the outputs: every node that saved one has run."""
         self._returned = None
 
     @abstractmethod
     def again(self) -> Any:
-        """Return the call's result once more."""
+        """Repeat the call and return its result."""
 
 
 @final
 class Run(Call):
-    """A function that is run again, no further than to the last tensor that is wanted."""
+    """A function that is run again, up to the last tensor that is needed."""
 
     def __init__(self, region: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._region, self._function, self._arguments = region, function, Arguments(args, kwargs)
@@ -73,11 +73,11 @@ class Run(Call):
         return self.returned(result)
 
     def want(self) -> None:
-        """Be told that the function must be run to its end."""
+        """Note that the function must be run to its end."""
         self._wanted = True
 
     def again(self) -> Any:
-        """Run the function to its end, and hold what it saves."""
+        """Run the function again, to its end if an output is needed, and hold the tensors that it saves."""
         args, kwargs = self._arguments.again()
         found: list[Tensor] = []
 
@@ -117,14 +117,14 @@ class Movement(Call):
         self._again, self._handle, self._arguments = again, handle, Arguments(args, {})
 
     def again(self) -> Any:
-        """Return what the movement brings."""
+        """Repeat the movement and return its result."""
         args, _ = self._arguments.again()
         with torch.no_grad():
             return self._again(self._handle, *args)
 
 
 class _EnoughError(Exception):
-    """Everything that is wanted has been found."""
+    """All tensors that are needed have been found."""
 
 
 def _never(packed: None) -> Never:
@@ -132,9 +132,9 @@ def _never(packed: None) -> Never:
 
 
 class _Return(torch.autograd.Function):
-    """Passes on what a call returns. Its backward comes after that of everybody who saved any of it.
+    """Passes on the outputs of a call. Its backward runs after that of every node that saved one of them.
 
-    The call is let go of then: what it was given must not wait for the whole graph to die.
+    It then releases the call, so that the call's arguments are freed before the whole graph is.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Recompute: of a region, its inputs are kept. What it saves and what it returns is computed again when wanted."""
+"""Recompute: keeps the inputs of a region. Its saved tensors and outputs are computed again when needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RecomputePolicy(MemoryPolicy):
     drops_outputs: ClassVar[bool] = True
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``, to be run once more. Nothing in a region draws random numbers by call order."""
+        """Return ``function``, which backward runs again. Nothing in a region draws random numbers by call order."""
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -28,7 +28,7 @@ class RecomputePolicy(MemoryPolicy):
         return recomputed
 
     def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``finish``. Nothing it saves is dropped, and ``again`` brings what it returns."""
+        """Return ``finish``. Its saved tensors are kept, and ``again`` recomputes its outputs."""
 
         def repeated(pending: Any, *args: Any) -> Any:
             brought, handle = finish(pending, *args)

@@ -1,4 +1,4 @@
-"""``coupled``: experts in attention's groups, as before meshes were folded; what ``folded`` is compared with."""
+"""``coupled``: experts use attention's groups, without folded meshes; the baseline for ``folded``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moefw.plugins.parallel.options import Sharing, fit_world, shards_validator,
 
 @frozen(kw_only=True)
 class Coupled(LayoutPlugin):
-    """One mesh (pp, dp, cp, tp) whose groups the experts share: ep lies inside dp, and etp is tp.
+    """One mesh (pp, dp, cp, tp) whose groups the experts share: ep is inside dp, and etp is tp.
 
-    ``dp`` null: whatever the world leaves; ``ep`` divides it. An expert has dp / ep x cp copies, its edp.
-    ``shard`` and ``expert_shard``: over how many ranks each parameter of attention and of the experts is sharded
-    (FSDP), a divisor of its copies: of dp x cp, of edp. 1: each copy is whole; all: one copy in all.
+    ``dp`` null: the size that the world leaves; ``ep`` divides it. An expert has dp / ep x cp copies, its edp.
+    ``shard`` and ``expert_shard``: the number of ranks that shard each parameter of attention and of the experts
+    (FSDP). It divides the number of copies: dp x cp, or edp. 1: each copy is whole; all: one copy in total.
     """
 
     name: ClassVar[str] = "coupled"
@@ -34,11 +34,11 @@ class Coupled(LayoutPlugin):
     expert_shard: int | Literal["all"] = field(default=1, validator=shards_validator)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """A model that can be split along the axes that are used."""
+        """Return the needs: a model that can be split along the axes in use."""
         return split_needs({"pp": self.pp, "cp": self.cp, "tp": self.tp})
 
     def plan(self, world: int | None) -> moefw.MeshPlan:
-        """Arrange ``world`` ranks, or the smallest world that fits: pp * ep*cp*tp, and copies to share."""
+        """Arrange ``world`` ranks, or the smallest world that fits: pp * ep*cp*tp, and enough copies to shard."""
         pp, cp, tp, ep = self.pp, self.cp, self.tp, self.ep
         if self.dp and self.dp % ep:
             near = max(1, round(self.dp / ep)) * ep

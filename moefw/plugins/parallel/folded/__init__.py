@@ -32,7 +32,7 @@ def _etp_inside_ep(_: object, option: Any, order: tuple[str, ...]) -> None:
 
 @frozen(kw_only=True)
 class DenseMesh:
-    """How attention, embedding and loss are split. ``dp`` null: whatever the world leaves."""
+    """Split of attention, embedding and loss. ``dp`` null: the size that the world leaves."""
 
     dp: int | None = field(default=None, validator=optional(ge(1)))
     cp: int = field(default=1, validator=ge(1))
@@ -43,7 +43,7 @@ class DenseMesh:
 
 @frozen(kw_only=True)
 class ExpertMesh:
-    """How experts are split; what the world leaves over is ``edp``."""
+    """Split of experts. ``edp`` is the size that the world leaves."""
 
     ep: int = field(default=1, validator=ge(1))
     etp: int = field(default=1, validator=ge(1))
@@ -58,8 +58,8 @@ class Folded(LayoutPlugin):
     """Two meshes over the same ranks: dense (pp, dp, cp, tp) and experts (pp, edp, ep, etp).
 
     ``order``: the axes of a mesh in a pipeline stage, outermost first; the last one joins neighbouring ranks.
-    ``shard``: over how many ranks each parameter of a mesh is sharded (FSDP), a divisor of its copies: of dp x cp,
-    of edp. 1: each copy is whole; all: one copy in all.
+    ``shard``: the number of ranks that shard each parameter of a mesh (FSDP). It divides the number of copies: dp x cp,
+    or edp. 1: each copy is whole; all: one copy in total.
     """
 
     name: ClassVar[str] = "folded"
@@ -69,11 +69,11 @@ class Folded(LayoutPlugin):
     experts: ExpertMesh = ExpertMesh()
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """A model that can be split along the axes that are used."""
+        """Return the needs: a model that can be split along the axes in use."""
         return split_needs({"pp": self.pp, "dense.cp": self.dense.cp, "dense.tp": self.dense.tp})
 
     def plan(self, world: int | None) -> moefw.MeshPlan:
-        """Arrange ``world`` ranks, or the smallest world that fits: pp * lcm(dp*cp*tp, ep*etp), and copies to share."""
+        """Arrange ``world`` ranks, or the smallest world that fits: pp * lcm(dp*cp*tp, ep*etp), and copies to shard."""
         dense, experts = self.dense, self.experts
         fixed, spread = (dense.dp or 1) * dense.cp * dense.tp, experts.ep * experts.etp
         stage = math.lcm(fixed, spread)

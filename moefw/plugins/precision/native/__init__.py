@@ -15,7 +15,7 @@ from moefw.ledger.parts import BF16_FORMATS, Formats
 @frozen
 class _Native(PrecisionPlugin):
     def offers(self, site: Site) -> moefw.Offers:
-        """Operands are plain tensors of the dtype; rows travel as they are."""
+        """Return the offers: operands are plain tensors of the dtype; rows travel unpacked."""
         return moefw.offers(operand=(self.name,), wire=(self.name,))
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
@@ -25,11 +25,11 @@ class _Native(PrecisionPlugin):
         return FP32Recipe() if self.name == "fp32" else BF16Recipe()
 
     def formats(self) -> Formats:
-        """Four bytes, or two."""
+        """Return formats of four bytes, or of two."""
         return Formats(stream=4) if self.name == "fp32" else BF16_FORMATS
 
     def fallback_formats(self) -> Formats:
-        """Nothing is kept in high precision."""
+        """Return the recipe's own formats: nothing is kept in high precision."""
         return self.formats()
 
 

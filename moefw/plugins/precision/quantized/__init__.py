@@ -1,4 +1,4 @@
-"""``fp8-blockwise``, ``mxfp8``, ``fp8-tensor`` and ``nvfp4``: GEMMs on small operands, everything else in bf16."""
+"""``fp8-blockwise``, ``mxfp8``, ``fp8-tensor`` and ``nvfp4``: GEMMs on quantized operands, everything else in bf16."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MXFP8(QuantizedPlugin):
     te_gpus: ClassVar[Gpus] = MX_BLOCKS
 
     def operands(self, site: Site) -> Operands:
-        """E8M0 scales of 32."""
+        """Return operands with E8M0 scales of 32 values."""
         from moefw.plugins.precision.quantized.encoders import MX
         from moefw.plugins.precision.quantized.operands import Operands
         from moefw.plugins.precision.quantized.swizzled_products import MXProducts

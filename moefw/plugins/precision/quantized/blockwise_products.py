@@ -1,15 +1,16 @@
-"""What ``torch.nn.functional.scaled_mm`` demands of FP8 in blocks of 128, and how codes and scales get there.
+"""Products of FP8 in blocks of 128, in the layout that ``torch.nn.functional.scaled_mm`` requires.
 
-On Hopper alone (compute capability 9.0) with cuBLASLt 12.9 or later: ``_scaled_block1x128_block128x128`` and
+Only on Hopper (compute capability 9.0) with cuBLASLt 12.9 or later: ``_scaled_block1x128_block128x128`` and
 ``_scaled_block1x128_block1x128`` in ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` of torch (read at 0174dfa). ``a``
-(M, K) lies in rows and ``b`` (K, N) in columns; K and N are multiples of 16. Scales are fp32 (pytorch/pytorch#166752):
+(M, K) is row-major and ``b`` (K, N) column-major; K and N are multiples of 16. Scales are fp32
+(pytorch/pytorch#166752):
 
 | blocks | of ``a`` | of ``b`` |
 |---|---|---|
 | 1x128 | ``[M, K / 128]``, strides ``[1, M]`` | ``[N, K / 128]``, strides ``[1, N]`` |
 | 128x128 | | ``[L, N / 128]``, strides ``[1, L]``, L being K / 128 rounded up to a multiple of 4 |
 
-Results are bf16 or fp32. Fast accumulation is refused for these blocks. In groups, the kernel of ours multiplies.
+Results are bf16 or fp32. torch refuses fast accumulation for these blocks. Our own kernel multiplies groups.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class BlockwiseProducts(Products):
     multiple: ClassVar[int] = BLOCK
 
     def mm(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """As ``Products.mm``."""
+        """See ``Products.mm``."""
         return F.scaled_mm(a.codes, b.codes, *_in_rows(a), *_in_rows(b.mT), output_dtype=out_dtype)
 
     def grouped_mm(self, a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """As ``Products.grouped_mm``."""
+        """See ``Products.grouped_mm``."""
         return blockwise_grouped_mm(a, b, ends_e, out_dtype=out_dtype)
 
 
 def _in_rows(operand: Quantized) -> tuple[Tensor, ScalingType]:
-    """Return the scales of an operand whose last axis is summed over, as torch wants them, and how to name them."""
+    """Return the scales, in torch's layout, and the scaling type of an operand whose last axis is summed over."""
     assert operand.block is not None
     scales, scaling = operand.scales, _SCALING[operand.block]
     if scaling is ScalingType.BlockWise1x128:

@@ -1,4 +1,4 @@
-"""What the declarations of quantized recipes have in common: what stays high, and what a GEMM must do for them."""
+"""Common declarations of quantized recipes: modules kept in high precision, and needs of GEMMs."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ MODULES = ("attention", "mlp", "moe.experts", "moe.shared_expert")
 
 @frozen(kw_only=True)
 class LowPrecisionPlugin(PrecisionPlugin):
-    """Operands of the GEMMs of attention, MLPs and experts are quantized for each of their three products.
+    """Quantizes the operands of the GEMMs of attention, MLPs and experts for each of their three products.
 
-    Router, norms, embedding, head and softmax are those of bf16; parameters, gradients and optimizer are fp32.
-    ``backend`` emulate quantizes, dequantizes and multiplies in fp32: the codes and scales of the format, on any
-    machine; torch multiplies these as they are, on GPUs that can; te has Transformer Engine quantize and multiply.
-    ``keep_bf16``: patterns of modules that are left out, such as ``layers.0.*``, ``layers.-1.*`` for the last layer, or
+    Router, norms, embedding, head and softmax compute as in bf16; parameters, gradients and optimizer are fp32.
+    ``backend`` emulate quantizes to the codes and scales of the format, dequantizes them and multiplies in fp32, on any
+    machine; torch multiplies the codes directly, on GPUs that can; te quantizes and multiplies with Transformer Engine.
+    ``keep_bf16``: patterns of modules that stay in bf16, such as ``layers.0.*``, ``layers.-1.*`` for the last layer, or
     ``*.attention``.
     """
 
     rows: ClassVar[int]
-    """Rows of a block in the product that sums over rows: a block must not reach over two experts."""
+    """Rows of a block in the product that sums over rows. A block must not span two experts."""
 
     wire: ClassVar[tuple[str, ...]] = ("bf16",)
-    """As what rows may travel to the experts."""
+    """Formats in which rows may travel to the experts."""
 
     codes: ClassVar[str] = "fp8"
-    """What operands are that are multiplied as they are."""
+    """Format of operands whose codes are multiplied directly."""
 
     gpus: ClassVar[Gpus]
-    """Those on which torch multiplies these."""
+    """GPUs on which torch multiplies the codes."""
 
     backend: Literal["emulate", "torch", "te"]
     keep_bf16: tuple[str, ...] = ()
@@ -53,15 +53,15 @@ class LowPrecisionPlugin(PrecisionPlugin):
     @property
     @abstractmethod
     def te_gpus(self) -> Gpus:
-        """Those on which Transformer Engine does."""
+        """GPUs on which Transformer Engine multiplies the codes."""
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Operands are codes and scales, or dequantized to fp32."""
+        """Return the offers: operands are codes and scales, or dequantized to fp32."""
         operand = "fp32" if self.backend == "emulate" else self.codes
         return moefw.offers(operand=(operand,), wire=self.wire)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Whole blocks of rows, GEMMs that quantize for each pass, and the GPU that multiplies codes."""
+        """Return the needs: whole blocks of rows, GEMMs that quantize for each pass, a GPU that multiplies codes."""
         blocks = f"the weight gradient takes rows in blocks of {self.rows}, each of one expert"
         passes = "backward multiplies operands that are quantized along other axes than those of forward"
         return [
@@ -72,7 +72,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
         ]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """A pattern of ``keep_bf16`` that names no module is a mistake."""
+        """Return a problem for each pattern of ``keep_bf16`` that names no module."""
         layers = range(-site.num_layers, site.num_layers)
         modules = [f"layers.{layer}.{module}" for layer in layers for module in MODULES]
         return [
@@ -87,7 +87,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
 
     @abstractmethod
     def operands(self, site: Site) -> Operands:
-        """Return what makes the operands of a layer."""
+        """Return the components that make and multiply the operands of a layer."""
 
     def fallback(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return bf16."""
@@ -96,28 +96,28 @@ class LowPrecisionPlugin(PrecisionPlugin):
         return BF16Recipe()
 
     def fallback_formats(self) -> Formats:
-        """Those of bf16."""
+        """Return the formats of bf16."""
         return BF16_FORMATS
 
     def keeps_high_precision(self, module: str) -> bool:
-        """Whether a pattern of ``keep_bf16`` names the module."""
+        """Return whether a pattern of ``keep_bf16`` names the module."""
         return any(fnmatchcase(module, pattern) for pattern in self.keep_bf16)
 
 
 @frozen(kw_only=True)
 class QuantizedPlugin(LowPrecisionPlugin):
-    """One with eight bits, which are enough for ``saved_activations`` too: the experts' pre-activation as codes.
+    """An eight-bit recipe, which can also save the experts' pre-activation as codes: ``saved_activations``.
 
-    fp8: those of the recipe; int8: integers in blocks of 128, which backward reads twice as exactly.
+    fp8: codes of the recipe; int8: integers in blocks of 128, which backward reads with twice the accuracy.
     """
 
     scale_bytes: ClassVar[int] = FP32
-    """Of the scale of a block of ``rows``."""
+    """Bytes of the scale of a block of ``rows``."""
 
     saved_activations: Literal["bf16", "fp8", "int8"] = "bf16"
 
     def formats(self) -> Formats | None:
-        """Inputs are saved as codes, weights as they are. None of Transformer Engine's."""
+        """Return formats with inputs saved as codes and weights unchanged; None with Transformer Engine."""
         if self.backend == "te":
             return None
         inputs, along = self.saved_codes()
@@ -126,14 +126,14 @@ class QuantizedPlugin(LowPrecisionPlugin):
         return Formats(stream=2, inputs=inputs, activations=activations, packed=packed, passing_counted=False)
 
     def saved_codes(self) -> tuple[Codes, Codes]:
-        """Return what is saved of inputs, in blocks of rows, and of activations, in blocks along them."""
+        """Return the codes saved for inputs, in blocks over rows, and for activations, in blocks along each row."""
         down, along = (
             Codes(value_bits=8, block=block, scale_bytes=self.scale_bytes) for block in ((self.rows, 1), (1, self.rows))
         )
         return down, along
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Also a GEMM that has its activations saved by the recipe."""
+        """Return also the need of a GEMM that lets the recipe save its activations."""
         needs = list(super().needs(site))
         if self.saved_activations != "bf16":
             reason = f"saved_activations is {self.saved_activations}"

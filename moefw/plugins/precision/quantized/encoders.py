@@ -1,4 +1,4 @@
-"""Which blocks the operand of each product has: codes and scales, along the axis that the product sums over."""
+"""Encoders of operands: codes and scales in blocks along the axis that a product sums over."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moefw_kernels.quantize import Quantized, Scales, quantize_fp8, quantize_mxf
 
 
 class Encoder(ABC):
-    """Makes codes and scales of an operand. ``draws``: rounding is random, from the keys of rows. ``shares_inputs``: as
-    that of a precision.
+    """Makes codes and scales of an operand.
 
-    ``row_scales``: an input in fprop is ``quantize_rows`` with these, which a kernel does while it computes the input;
-    None where it is not, as a scale for a whole tensor takes a pass of its own.
+    ``draws``: rounding is random, from the keys of rows. ``shares_inputs``: as in ``Precision``. ``row_scales``: an
+    input in fprop is ``quantize_rows`` with these scales, which a kernel can fuse with computing the input. None where
+    it is not: a scale for a whole tensor needs a separate pass.
     """
 
     draws: bool = False
@@ -36,15 +36,15 @@ class Encoder(ABC):
         """Return the operand of ``x`` (..., R, C) in a product."""
 
     def codec(self, dim: int) -> Codec | None:
-        """Return what packs rows on their way to experts, as ``Precision.codec`` does."""
+        """Return the codec of rows sent to experts, as ``Precision.codec`` does."""
         return None
 
     def weight_codec(self) -> WeightCodec | None:
-        """Return as what weights are gathered, as ``Precision.weight_codec`` does."""
+        """Return the codec of gathered weights, as ``Precision.weight_codec`` does."""
         return None
 
     def encode_activation(self, x: Tensor, rows: RowGroups) -> Quantized:
-        """Return the codes of rows ``x`` (R, C) that are saved for backward and are no operand."""
+        """Return the codes of rows ``x`` (R, C) that are saved for backward and are not an operand."""
         return self.encode(x, "input", "fprop", rows)
 
 
@@ -55,18 +55,18 @@ def summed_axis(role: Role, during: Pass) -> int:
 
 @final
 class Blockwise(Encoder):
-    """E4M3 in blocks of 128 along the axis, 128x128 for weights. Blocks know no groups: rows are aligned to them."""
+    """E4M3 in blocks of 128 along the summed axis, 128x128 for weights. Groups of rows are aligned to blocks."""
 
     def __init__(self, *, power_of_two: bool, primary: SquareBlocks | None = None) -> None:
         self._power_of_two, self._primary = power_of_two, primary
         self.row_scales: Scales = "power_of_two" if power_of_two else "fp32"
 
     def weight_codec(self) -> WeightCodec | None:
-        """Return what quantizes shards of weights."""
+        """Return the codec of shards of weights; None if weights are not gathered as codes."""
         return self._primary
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return the operand: of a weight that was gathered as codes, those."""
+        """Return the operand. A weight that was gathered as codes keeps them."""
         if isinstance(x, GatheredWeight):
             return quantized_weight(x)
         along = (1, 128) if summed_axis(role, during) == -1 else (128, 1)
@@ -74,13 +74,13 @@ class Blockwise(Encoder):
         return quantize_fp8(x, block=block, power_of_two=self._power_of_two)
 
     def codec(self, dim: int) -> Codec:
-        """Return what packs rows with an fp32 scale for 128 values."""
+        """Return the codec with an fp32 scale per 128 values."""
         return PackedRows(self.row_scales, dim=dim)
 
 
 @final
 class MX(Encoder):
-    """E4M3 in blocks of 32 along the axis with E8M0 scales."""
+    """E4M3 in blocks of 32 along the summed axis with E8M0 scales."""
 
     row_scales: Scales = "e8m0"
 
@@ -89,5 +89,5 @@ class MX(Encoder):
         return quantize_mxfp8(x, block=(1, 32) if summed_axis(role, during) == -1 else (32, 1))
 
     def codec(self, dim: int) -> Codec:
-        """Return what packs rows with an E8M0 scale for 32 values."""
+        """Return the codec with an E8M0 scale per 32 values."""
         return PackedRows(self.row_scales, dim=dim)

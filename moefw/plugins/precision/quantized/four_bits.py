@@ -1,4 +1,4 @@
-"""NVFP4 operands: which blocks, which are rounded at random from which keys, and what is turned before."""
+"""NVFP4 operands: blocks, keys of random rounding, and the Hadamard transform before quantizing."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from moefw_kernels.random import mix
 
 @final
 class FourBits(Encoder):
-    """E2M1 in blocks of 16 along what a product sums over, weights in 16x16 if ``square_weights``.
+    """E2M1 in blocks of 16 along the summed axis, weights in 16x16 if ``square_weights``.
 
-    ``draws``: gradients are rounded at random, by keys of their own for each ``place`` (``layers.3.attention.q_proj``)
-    and pass. ``turns``: the operands of wgrad are transformed along their rows.
+    ``draws``: gradients are rounded at random, with separate keys for each ``place`` (``layers.3.attention.q_proj``)
+    and pass. ``turns``: the operands of wgrad are Hadamard-transformed along their rows.
     """
 
     def __init__(self, place: str, *, draws: bool, turns: bool, square_weights: bool) -> None:
         self._place, self.draws, self._turns, self._square_weights = place, draws, turns, square_weights
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
-        """Return the encoder of a place inside."""
+        """Return the encoder of a module or a GEMM inside."""
         place = f"{self._place}.{name}"
         return FourBits(place, draws=self.draws, turns=self._turns, square_weights=self._square_weights)
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return the operand. One of wgrad that is turned has its rows filled up with zeros to a multiple of 16."""
+        """Return the operand. The rows of a transformed operand are padded with zeros to a multiple of 16."""
         block = (1, SIZE) if summed_axis(role, during) == -1 else (SIZE, 1)
         if role == "weight":
             block = (SIZE, SIZE) if self._square_weights else block
@@ -48,11 +48,11 @@ class FourBits(Encoder):
 
 
 def turned(keys_R: Tensor) -> Tensor:
-    """Return keys of rows that mix 16 rows each, from the key of the first of these: it is never one of padding."""
+    """Return keys of rows that mix 16 rows each, from the key of the first of these, which is never padding."""
     places = mix(torch.arange(1, SIZE + 1, device=keys_R.device))
     return mix(keys_R[::SIZE].unsqueeze(1) ^ places).flatten()
 
 
 def salt(place: str) -> int:
-    """Return 64 bits that no other place has."""
+    """Return 64 bits that are unique to a place."""
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little", signed=True)

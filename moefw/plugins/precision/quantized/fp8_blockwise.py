@@ -1,4 +1,4 @@
-"""``fp8-blockwise``: a scale for 128 values of activations and gradients, and for 128x128 of weights."""
+"""``fp8-blockwise``: one scale per 128 values of activations and gradients, and per 128x128 of weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class FP8Blockwise(QuantizedPlugin):
-    """E4M3; a scale for 1x128 values of activations and gradients, for 128x128 of weights.
+    """E4M3 with one scale per 1x128 values of activations and gradients, and per 128x128 of weights.
 
-    ``scales``: power_of_two as Transformer Engine does by default (rounded down), or exact fp32. ``primary_weights``:
-    as what weights are gathered that the layout shards; fp8: each rank quantizes its shard of the fp32 masters.
+    ``scales``: power_of_two, rounded down as in Transformer Engine's default, or exact fp32. ``primary_weights``: the
+    format in which sharded weights are gathered; fp8: each rank quantizes its shard of the fp32 masters.
     """
 
     name: ClassVar[str] = "fp8-blockwise"
@@ -41,11 +41,11 @@ class FP8Blockwise(QuantizedPlugin):
         return BLOCKS if self.scales == "power_of_two" else EXACT_BLOCKS
 
     def formats(self) -> Formats | None:
-        """Nothing is known yet of weights that are gathered as codes, whose gradients are fp32."""
+        """Return the formats; None, not yet known, for weights gathered as codes, whose gradients are fp32."""
         return super().formats() if self.primary_weights == "fp32" else None
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Codes are gathered for Transformer Engine by nobody, and by nobody where each rank has all the weights."""
+        """Return also a problem if fp8 primary weights meet Transformer Engine, or a layout that shards none."""
         problems = [*super().check(site)]
         if self.primary_weights == "fp32":
             return problems
@@ -60,7 +60,7 @@ class FP8Blockwise(QuantizedPlugin):
         return problems
 
     def operands(self, site: Site) -> Operands:
-        """Scales of blocks of 128; primary weights in squares."""
+        """Return operands in blocks of 128, and primary weights in square blocks."""
         from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProducts
         from moefw.plugins.precision.quantized.encoders import Blockwise
         from moefw.plugins.precision.quantized.operands import Operands

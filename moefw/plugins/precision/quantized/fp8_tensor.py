@@ -1,4 +1,4 @@
-"""``fp8-tensor``: a scale for a whole tensor, from the tensor itself or from earlier steps."""
+"""``fp8-tensor``: one scale per tensor, from the tensor itself or from earlier steps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from moefw.plugins.precision.quantized.operands import Operands
 
 DELAYED: Final[Mapping[str, Any]] = {"history": 16, "margin": 0, "algorithm": "max"}
-"""The options of delayed scaling, and what they are when left out."""
+"""The options of delayed scaling, with their defaults."""
 
 
 @frozen(kw_only=True)
 class FP8Tensor(QuantizedPlugin):
-    """E4M3, gradients E5M2; an fp32 scale for a tensor, which is, for experts, the rows or the matrix of one of them.
+    """E4M3, gradients E5M2, with one fp32 scale per tensor; for experts, per expert's rows or weight matrix.
 
-    ``scaling`` current: from the tensor's own largest magnitude. ``delayed``: from the largest ones (``algorithm`` max)
-    of the last ``history`` steps, or from that of the last step (most_recent); the scale leaves 2^``margin`` of room.
+    ``scaling`` current: from the tensor's own largest magnitude. ``delayed``: from the largest magnitude of the last
+    ``history`` steps (``algorithm`` max) or of the last step (most_recent), with a headroom of 2^``margin``.
     """
 
     name: ClassVar[str] = "fp8-tensor"
@@ -41,14 +41,14 @@ class FP8Tensor(QuantizedPlugin):
     algorithm: Literal["max", "most_recent"] | None = None
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Options of delayed scaling mean nothing under the other one."""
+        """Return also a problem for each option of delayed scaling that is set under current scaling."""
         given = [name for name in DELAYED if self.scaling == "current" and getattr(self, name) is not None]
         fix = "Leave it out, or use scaling: delayed."
         wrong = [moefw.Problem(f"{name} is no option of scaling: current.", fix, name) for name in given]
         return [*super().check(site), *wrong]
 
     def formats(self) -> Formats | None:
-        """Delayed scaling keeps of each operand the scale, the largest magnitude and the history."""
+        """Return the formats. Delayed scaling keeps scale, largest magnitude and history of each operand."""
         formats = super().formats()
         if formats is None or self.scaling == "current":
             return formats
@@ -64,7 +64,7 @@ class FP8Tensor(QuantizedPlugin):
         return {name: DELAYED[name] if value is None else value for name, value in given.items()}
 
     def operands(self, site: Site) -> Operands:
-        """A scale for a tensor, of this step or of those before."""
+        """Return operands with one scale per tensor, of this step or of earlier steps."""
         from moefw.plugins.precision.quantized.operands import Operands
         from moefw.plugins.precision.quantized.te.quantizers import CurrentTensors, DelayedTensors
         from moefw.plugins.precision.quantized.tensorwise import CurrentScales, DelayedScales

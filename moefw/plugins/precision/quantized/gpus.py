@@ -1,4 +1,4 @@
-"""The GPUs that multiply codes as they are: asked for in a spec, and of the GPU itself when a model is built."""
+"""The GPUs that multiply codes directly, checked in a spec and again on the GPU when a model is built."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FIX: Final = "Use backend: emulate."
 @final
 @frozen(kw_only=True)
 class Gpus:
-    """What a backend of a recipe needs: one of these compute capabilities, and a torch built for this CUDA.
+    """Requirements of a recipe's backend: one of these compute capabilities, and a torch built for this CUDA or later.
 
-    ``multiplies`` is what the ``library`` and the kernels multiply there, as an error says it.
+    ``multiplies`` names the operands that the ``library`` and the kernels multiply there, for error messages.
     """
 
     multiplies: str
@@ -29,14 +29,14 @@ class Gpus:
     library: str = "torch"
 
     def needs(self) -> list[moefw.Need]:
-        """Return what is asked of the machine."""
+        """Return the needs on the machine."""
         where = f"of compute capability {' or '.join(self.capabilities)} alone"
         reason = f"{self.library} multiplies {self.multiplies} on GPUs {where}"
         wanted = {"device": ("cuda",), "capability": self.capabilities}
         return [moefw.need(fact, values, reason=reason, fix=FIX, option="backend") for fact, values in wanted.items()]
 
     def require(self, device: torch.device) -> None:
-        """Raise PlanError unless the library multiplies this on the device."""
+        """Raise PlanError unless the library multiplies these operands on the device."""
         import torch
 
         wants = f"backend: {self.backend} needs compute capability {' or '.join(self.capabilities)}"
@@ -57,6 +57,6 @@ BLOCKS_OF_128: Final = Gpus(multiplies="FP8 in blocks of 128", capabilities=("9.
 TENSORS: Final = Gpus(multiplies="FP8", capabilities=("8.9", "9.0", "10.0", "10.3"), cuda=(12, 4))
 """From Ada on: ``scaled_mm_arch_allowed`` of torch. The grouped kernel in Triton runs there, too."""
 MXFP8: Final = Gpus(multiplies="MXFP8 in groups", capabilities=("10.0", "10.3"), cuda=(12, 8))
-"""Blackwell of data centers: the kernels of MSLK behind ``scaled_grouped_mm`` are built for it alone."""
+"""Data-center Blackwell: the MSLK kernels behind ``scaled_grouped_mm`` are built only for it."""
 NVFP4: Final = Gpus(multiplies="NVFP4 in groups", capabilities=("10.0", "10.3"), cuda=(12, 8))
 """As for MXFP8."""

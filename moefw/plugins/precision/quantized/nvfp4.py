@@ -1,4 +1,4 @@
-"""``nvfp4``: four-bit operands whose gradients are rounded at random, the first and the last layer in bf16."""
+"""``nvfp4``: four-bit operands, gradients rounded at random, the first and the last layer in bf16."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class NVFP4(LowPrecisionPlugin):
-    """E2M1 in blocks of 16 with E4M3 scales, and an fp32 scale for an expert's rows or matrix above (arXiv 2509.25149).
+    """E2M1 in blocks of 16 with E4M3 scales, and an fp32 scale per expert's rows or weight matrix (arXiv 2509.25149).
 
-    ``stochastic_rounding``: gradients have no bias. ``hadamard`` turns every 16 rows of both operands of the weight
-    gradient, so that no token is rounded away beside a larger one, and leaves their product. ``square_weights``: blocks
-    of 16x16, so that forward and backward multiply the same numbers; false: 1x16 along what a product sums over.
+    ``stochastic_rounding``: gradients are rounded without bias. ``hadamard`` transforms every 16 rows of both operands
+    of the weight gradient, so that no token is rounded away by a larger one; their product stays the same.
+    ``square_weights``: blocks of 16x16, so that forward and backward multiply the same numbers; false: 1x16 along the
+    summed axis.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -40,7 +41,7 @@ class NVFP4(LowPrecisionPlugin):
     square_weights: bool = True
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Also the keys of rows, from which random rounding draws, and rows that torch's grouped GEMM takes."""
+        """Return also the needs of row keys for random rounding and of row alignments for grouped GEMMs."""
         needs = list(super().needs(site))
         if self.backend == "torch":
             reason = "torch's grouped GEMM sums over rows in steps of 32 codes, 16 bytes"
@@ -55,14 +56,14 @@ class NVFP4(LowPrecisionPlugin):
         return needs
 
     def formats(self) -> Formats | None:
-        """Inputs are saved as codes, weights as they are. None of Transformer Engine's."""
+        """Return formats with inputs saved as codes and weights unchanged; None with Transformer Engine."""
         if self.backend == "te":
             return None
         inputs = Codes(value_bits=4, block=(self.rows, 1), scale_bytes=1, matrix_scale_bytes=FP32)
         return Formats(stream=2, inputs=inputs, keyed=self.stochastic_rounding, passing_counted=False)
 
     def operands(self, site: Site) -> Operands:
-        """Two scales; Transformer Engine draws for itself."""
+        """Return operands with two levels of scales. Transformer Engine draws its own random numbers."""
         from moefw.plugins.precision.quantized.four_bits import FourBits
         from moefw.plugins.precision.quantized.operands import Operands
         from moefw.plugins.precision.quantized.swizzled_products import NVFP4Products

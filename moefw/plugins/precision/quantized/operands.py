@@ -1,4 +1,4 @@
-"""What a declaration makes operands with, and the recipe of each backend over it."""
+"""Components that make and multiply operands, and the recipe of each backend over them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Operands:
-    """``encoder`` makes codes, which torch multiplies by ``products``; Transformer Engine makes its own.
+    """``encoder`` makes codes, which torch multiplies through ``products``; Transformer Engine uses ``quantizers``.
 
-    ``activations``: as what the experts' pre-activation is saved.
+    ``activations``: the format in which the experts' pre-activation is saved.
     """
 
     encoder: Encoder

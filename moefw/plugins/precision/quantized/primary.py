@@ -1,7 +1,7 @@
-"""FP8 primary weights: shards of fp32 masters as E4M3 codes in blocks of 128x128, and an operand of what was gathered.
+"""FP8 primary weights: shards of fp32 masters as E4M3 codes in blocks of 128x128, and operands of the gathered codes.
 
-A block of a shard is a block of the whole weight, so codes and scales are those of the gathered fp32 weight, bit for
-bit. Square blocks make them the operand of fprop and, turned, of dgrad.
+A block of a shard is a block of the whole weight, so codes and scales equal those of the gathered fp32 weight bit for
+bit. With square blocks they are the operand of fprop and, transposed, of dgrad.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIX: Final = "Shard over fewer ranks, leave the module out with keep_bf16, or u
 
 @final
 class SquareBlocks(WeightCodec):
-    """E4M3 with an fp32 scale for 128x128 values."""
+    """E4M3 with an fp32 scale per 128x128 values."""
 
     rows = BLOCK[0]
 
@@ -30,7 +30,7 @@ class SquareBlocks(WeightCodec):
         self._power_of_two = power_of_two
 
     def require(self, weight: str, shape: Sequence[int], shards: int) -> None:
-        """Raise PlanError unless each shard of the weight, or of a stack of them, is made of whole blocks."""
+        """Raise PlanError unless each shard of the weight, or of a stack of them, consists of whole blocks."""
         *stacked, rows, columns = shape
         name = f"primary_weights: fp8: {weight} is {'x'.join(map(str, shape))}"
         if stacked and stacked[0] % shards:
@@ -48,6 +48,6 @@ class SquareBlocks(WeightCodec):
 
 
 def quantized_weight(weight: GatheredWeight) -> Quantized:
-    """Return the weight as it was gathered."""
+    """Return the gathered codes and scales as an operand."""
     codes, scales = weight.parts
     return Quantized(codes, scales, E4M3, BLOCK, -1, tuple(weight.shape))

@@ -1,4 +1,4 @@
-"""How codes are multiplied as they are: what a format has to say about it."""
+"""Interface of products of codes, one implementation per format."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moefw_kernels.quantize import Quantized
 
 
 class Products(ABC):
-    """The two products of a format. Codes lie along the axis that is summed over, sizes are multiples of ``multiple``.
+    """The two products of a format. Codes are contiguous along the summed axis, sizes are multiples of ``multiple``.
 
-    Sums are fp32 and are returned in ``out_dtype``, rounded before to bf16 where torch has nothing else.
+    Sums are fp32 and are returned in ``out_dtype``. Where torch returns only bf16, they are rounded to it first.
     """
 
     gpus: ClassVar[Gpus]
@@ -23,11 +23,11 @@ class Products(ABC):
 
     @abstractmethod
     def mm(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """Return the product of two matrices that are not empty."""
+        """Return the product of two nonempty matrices."""
 
     @abstractmethod
     def grouped_mm(self, a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """Return the products of groups, as ``torch.nn.functional.grouped_mm`` defines them; neither is empty.
+        """Return the products of groups, as ``torch.nn.functional.grouped_mm`` defines them, of nonempty operands.
 
-        Zero for a group without rows, where rows are summed over; otherwise, rows past the last end are undefined.
+        Where rows are summed over, a group without rows gives zero. Otherwise, rows past the last end are undefined.
         """

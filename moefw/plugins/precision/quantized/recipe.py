@@ -1,4 +1,4 @@
-"""What quantized recipes save for backward, and the one that multiplies in fp32: exact on any machine."""
+"""Quantized recipes: the tensors they save for backward, and the recipe that multiplies in fp32 on any machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NO_ROWS = RowGroups()
 
 
 class LowPrecisionRecipe(nn.Module, Precision):
-    """Quantizes what no GEMM takes: rows on the wire, and the experts' pre-activation as ``activations`` says.
+    """Quantizes tensors that are not operands: rows on the wire, and the experts' pre-activation by ``activations``.
 
-    Backward then reads the latter rounded. A module, as ``encoder`` may keep state.
+    Backward then reads the rounded pre-activation. A module, because ``encoder`` may keep state.
     """
 
     residual_dtype: ClassVar[Any] = torch.bfloat16
@@ -35,15 +35,15 @@ class LowPrecisionRecipe(nn.Module, Precision):
         self.draws, self.shares_inputs = encoder.draws, encoder.shares_inputs
 
     def codec(self, dim: int) -> Codec | None:
-        """Return what packs rows in the blocks of fprop, if the format can."""
+        """Return the codec that packs rows in the blocks of fprop; None if the format has none."""
         return self.encoder.codec(dim)
 
     def weight_codec(self) -> WeightCodec | None:
-        """Return what quantizes shards of weights before they are gathered, if that is asked for."""
+        """Return the codec that quantizes shards of weights before they are gathered; None if none does."""
         return self.encoder.weight_codec()
 
     def keep_activation(self, x: Tensor, rows: RowGroups | None = None) -> SavedOperand:
-        """Return the codes of ``x`` in blocks along its last axis, if they are to be saved."""
+        """Return what to save of ``x``: codes in blocks along its last axis, or ``x`` itself."""
         if self._activations == "bf16":
             return super().keep_activation(x, rows)
         dtype = x.dtype
@@ -53,7 +53,7 @@ class LowPrecisionRecipe(nn.Module, Precision):
 
 
 class QuantizedRecipe(LowPrecisionRecipe):
-    """What wgrad needs of an input is saved as codes and scales; a weight is there in backward, and quantized again."""
+    """Saves inputs as codes and scales for wgrad. Weights are quantized again in backward."""
 
     @abstractmethod
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
@@ -61,10 +61,10 @@ class QuantizedRecipe(LowPrecisionRecipe):
 
     @abstractmethod
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Any]:
-        """Return what makes an operand of the codes of ``x``, to which it does not hold on."""
+        """Return a function that makes an operand of the codes of ``x``. It keeps no reference to ``x``."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
-        """Return the recipe with the encoder of that place."""
+        """Return the recipe with the encoder of ``name``."""
         return type(self)(self.encoder.at(name, groups=groups), activations=self._activations)
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
@@ -72,7 +72,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
         return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
 
     def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: RowGroups | None = None) -> Any | None:
-        """Return the operand, where blocks lie along rows and nothing is filled up."""
+        """Return the operand if ``h_RH`` is bf16 without gradients, blocks run along rows and no zeros are added."""
         scales, like_a_RF = self.encoder.row_scales, h_RH.chunk(2, dim=-1)[0]
         wanted = h_RH.dtype is torch.bfloat16 and not (torch.is_grad_enabled() and h_RH.requires_grad)
         if scales is None or not wanted or self.fills_up(like_a_RF, rows or _NO_ROWS):
@@ -92,14 +92,14 @@ class QuantizedRecipe(LowPrecisionRecipe):
 
 @final
 class EmulatedRecipe(QuantizedRecipe):
-    """Operands are fp32 tensors whose values the format holds."""
+    """Operands are fp32 tensors with values that the format can represent."""
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return codes and scales."""
         return self.encoder.encode(x, role, during, rows)
 
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Tensor]:
-        """Return what dequantizes."""
+        """Return the function that dequantizes."""
         return Quantized.dequantize
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
@@ -110,7 +110,7 @@ class EmulatedRecipe(QuantizedRecipe):
 
 
 def _kept(encoded: Quantized, operand: Callable[[Quantized], Any]) -> SavedOperand:
-    """Return codes and scales; what makes the operand holds on to neither, nor to what they stand for."""
+    """Return codes and scales to save. The function that makes the operand keeps no reference to them."""
     names = [name for name in ("codes", "scales", "global_scale") if getattr(encoded, name) is not None]
     empty = encoded.codes.new_empty(0)
 

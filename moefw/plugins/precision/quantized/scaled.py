@@ -1,4 +1,4 @@
-"""A recipe whose operands stay codes and scales, which torch and the kernels multiply as they are."""
+"""A recipe whose operands stay codes and scales, which torch and the kernels multiply directly."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from moefw_kernels.quantize import Quantized
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaled:
-    """An operand of ``shape`` as codes in whole blocks, what is beyond the shape being zero.
+    """An operand of ``shape`` as codes in whole blocks. Values beyond the shape are zero.
 
-    ``dtype``: that of products, which are summed in fp32.
+    ``dtype``: dtype of the products, which are summed in fp32.
     """
 
     codes: Quantized
@@ -61,9 +61,9 @@ class Scaled:
 
 @final
 class ScaledRecipe(QuantizedRecipe):
-    """Products are bf16 in fprop and dgrad, fp32 in wgrad. Sizes that are no multiples are filled up with zeros.
+    """Products are bf16 in fprop and dgrad, fp32 in wgrad. Sizes are padded with zeros to multiples.
 
-    The rows of groups are not: dispatchers align them.
+    Rows of groups are not padded: dispatchers align them.
     """
 
     def __init__(self, encoder: Encoder, products: Products, *, activations: Activations) -> None:
@@ -71,11 +71,11 @@ class ScaledRecipe(QuantizedRecipe):
         self._products = products
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
-        """Return the recipe with the encoder of that place."""
+        """Return the recipe with the encoder of ``name``."""
         return ScaledRecipe(self.encoder.at(name, groups=groups), self._products, activations=self._activations)
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return codes and scales, laid along the axis that is summed over."""
+        """Return codes and scales, contiguous along the summed axis."""
         axis = summed_axis(role, during)
         more_rows, more_columns = self._missing(x, axis, rows)
         if more_rows or more_columns:
@@ -86,7 +86,7 @@ class ScaledRecipe(QuantizedRecipe):
         return encoded if encoded.axis == axis else encoded.along(axis)
 
     def fills_up(self, x: Tensor, rows: RowGroups) -> bool:
-        """Return whether sizes are no multiples."""
+        """Return whether a size is not a multiple."""
         return self._missing(x, -1, rows) != (0, 0)
 
     def _missing(self, x: Tensor, axis: int, rows: RowGroups) -> tuple[int, int]:
@@ -95,6 +95,6 @@ class ScaledRecipe(QuantizedRecipe):
         return (0 if rows.ends_e is not None and axis == -1 else more_rows), more_columns
 
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Scaled]:
-        """Return what names shape and dtype."""
+        """Return a function that adds shape and dtype to codes."""
         dtype = torch.float32 if during == "wgrad" else torch.bfloat16
         return partial(Scaled, shape=tuple(x.shape), dtype=dtype, products=self._products)

@@ -1,12 +1,12 @@
-"""MXFP8 and NVFP4 as torch multiplies them on Blackwell: scales in tiles of 128x4, for groups in tiles of their own.
+"""MXFP8 and NVFP4 products of torch on Blackwell: scales in tiles of 128x4, with separate tiles for each group.
 
 ``_scaled_mxfp8_mxfp8`` and ``_scaled_nvfp4_nvfp4`` in ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` of torch (read at
 0174dfa), ``_scaled_grouped_mm_cuda_v2`` in ``GroupedBlas.cpp`` (00d4eaf), where kernels of FBGEMM, later of MSLK,
-multiply. ``a`` (M, K) lies in rows and ``b`` (K, N) in columns. A row of codes takes multiples of 16 bytes, 32 numbers
-of NVFP4, also of each group where K is divided into groups; a block of MXFP8 has 32.
+multiply. ``a`` (M, K) is row-major and ``b`` (K, N) column-major. A row of codes is a multiple of 16 bytes, which hold
+32 values of NVFP4. The same holds for each group where K is divided into groups. A block of MXFP8 has 32 values.
 
-In groups results are bf16, also where fp32 is wanted, and nothing is written for a group without rows. A group of NVFP4
-has one scale above those of blocks: the product of that of its rows and that of its weights.
+Results of groups are bf16, even where fp32 is wanted, and nothing is written for a group without rows. A group of NVFP4
+has one scale above those of blocks: the product of the scales of its rows and of its weights.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from moefw_kernels.swizzle import swizzle
 
 
 class SwizzledProducts(Products):
-    """Blocks of 1 x ``block`` along what is summed over."""
+    """Blocks of 1 x ``block`` along the summed axis."""
 
     multiple: ClassVar[int] = 32
     block: ClassVar[int]
 
     @abstractmethod
     def codes_of(self, operand: Quantized) -> Tensor:
-        """Return codes as torch takes them."""
+        """Return codes in the form that torch takes."""
 
     @abstractmethod
     def scaling(self, tiles: Tensor, operand: Quantized, ends_e: Tensor | None) -> dict[str, Any]:
-        """Return what torch is told of the scales: ``scale``, ``scale_recipe`` and ``swizzle``.
+        """Return torch's arguments for the scales: ``scale``, ``scale_recipe`` and ``swizzle``.
 
-        ``ends_e``: where the operand's groups end; None where it has none.
+        ``ends_e``: ends of the operand's groups; None without groups.
         """
 
     def mm(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """As ``Products.mm``."""
+        """See ``Products.mm``."""
         tiles = swizzle(_scales(a)), swizzle(_scales(b.mT))
         told = self._told(a, b, tiles, (None, None))
         return F.scaled_mm(self.codes_of(a), self.codes_of(b), **told, output_dtype=out_dtype)
 
     def grouped_mm(self, a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """As ``Products.grouped_mm``."""
+        """See ``Products.grouped_mm``."""
         if len(b.shape) == 3:
             tiles, groups = (swizzle(_scales(a), ends=ends_e), swizzle(_scales(b.mT))), (ends_e, None)
             return self._grouped(a, b, ends_e, self._told(a, b, tiles, groups)).to(out_dtype)
@@ -83,27 +83,27 @@ class MXProducts(SwizzledProducts):
     block: ClassVar[int] = 32
 
     def codes_of(self, operand: Quantized) -> Tensor:
-        """As ``SwizzledProducts.codes_of``."""
+        """See ``SwizzledProducts.codes_of``."""
         return operand.codes
 
     def scaling(self, tiles: Tensor, operand: Quantized, ends_e: Tensor | None) -> dict[str, Any]:
-        """As ``SwizzledProducts.scaling``."""
+        """See ``SwizzledProducts.scaling``."""
         return {"scale": tiles, "scale_recipe": ScalingType.BlockWise1x32, "swizzle": SwizzleType.SWIZZLE_32_4_4}
 
 
 @final
 class NVFP4Products(SwizzledProducts):
-    """E2M1 in blocks of 16, two codes in a byte, E4M3 scales and an fp32 scale above."""
+    """E2M1 in blocks of 16, two codes per byte, E4M3 scales and a second-level fp32 scale."""
 
     gpus: ClassVar[Gpus] = NVFP4
     block: ClassVar[int] = 16
 
     def codes_of(self, operand: Quantized) -> Tensor:
-        """As ``SwizzledProducts.codes_of``."""
+        """See ``SwizzledProducts.codes_of``."""
         return operand.codes.view(torch.float4_e2m1fn_x2)
 
     def scaling(self, tiles: Tensor, operand: Quantized, ends_e: Tensor | None) -> dict[str, Any]:
-        """As ``SwizzledProducts.scaling``."""
+        """See ``SwizzledProducts.scaling``."""
         level = operand.global_scale
         assert level is not None
         return {
@@ -114,7 +114,7 @@ class NVFP4Products(SwizzledProducts):
 
 
 def _scales(operand: Quantized) -> Tensor:
-    """Return the scales of an operand whose last axis is summed over, one for each row: square blocks repeat theirs."""
+    """Return the scales of an operand whose last axis is summed over, one per row. Square blocks repeat theirs."""
     assert operand.block is not None
     rows = operand.block[0]
     if rows == 1:
@@ -124,7 +124,7 @@ def _scales(operand: Quantized) -> Tensor:
 
 
 def _of_groups(level: Tensor, operand: Quantized, ends_e: Tensor) -> Tensor:
-    """Return the scale of each group, of those that all blocks of its rows have; any for a group without rows."""
+    """Return the scale of each group, taken from its first block of rows; any scale for a group without rows."""
     assert operand.block is not None
     step = operand.block[1] if level.shape[-1] > 1 else operand.block[0]
     starts_e = F.pad(ends_e, (1, 0))[:-1] // step

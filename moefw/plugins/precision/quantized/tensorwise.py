@@ -1,9 +1,9 @@
-"""One scale for a tensor: the rows of one expert, or its weight matrix. It serves sums along either axis.
+"""One scale per tensor: the rows of one expert, or its weight matrix. It serves sums along either axis.
 
-Either from the tensor itself, or delayed: from the largest magnitudes of earlier steps, one history for each GEMM,
-operand and group of rows. Source of the latter: ``DelayedScaling`` of Transformer Engine, which advances with each
-micro-batch; here a step is one of the optimizer, and magnitudes are the largest over the global batch, so that neither
-its split nor a layout changes them.
+The scale comes from the tensor itself or, delayed, from the largest magnitudes of earlier steps, with one history for
+each GEMM, operand and group of rows. Source of delayed scaling: ``DelayedScaling`` of Transformer Engine, which
+advances with each micro-batch. Here it advances with each optimizer step, and magnitudes are the largest over the
+global batch, so that neither its split nor a layout changes them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from moefw_kernels.quantize import (
 )
 
 FORMATS: Final[Mapping[Role, Format]] = {"input": E4M3, "weight": E4M3, "grad": E5M2}
-"""Precision where values are alike, range where they are not (arXiv 2209.05433); ``HYBRID`` of Transformer Engine."""
+"""Precision where magnitudes are similar, range for gradients (arXiv 2209.05433); Transformer Engine's ``HYBRID``."""
 
 
 @final
 class CurrentScales(Encoder):
-    """The scale that brings a tensor's own largest magnitude to the format's largest number."""
+    """The scale that maps a tensor's own largest magnitude to the format's largest number."""
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand."""
@@ -47,7 +47,7 @@ Algorithm = Literal["max", "most_recent"]
 
 @final
 class DelayedScales(Encoder):
-    """Gives each GEMM scales of its own. ``history``: how many steps are remembered."""
+    """Gives each GEMM its own scales. ``history``: number of steps that are remembered."""
 
     shares_inputs = False
 
@@ -59,7 +59,7 @@ class DelayedScales(Encoder):
         return self if groups is None else GemmScales(name, groups, self._history, self._margin, self._algorithm)
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Refuse: nobody would remember the magnitude. Raises ContractError."""
+        """Raise ContractError: without a named GEMM, no history would record the magnitude."""
         what = "a GEMM without a name multiplies under delayed scaling: nothing would remember its magnitudes."
         raise ContractError(
             what, "Assign Precision.at(name, groups=...) to the GEMM's module, or use scaling: current."
@@ -87,12 +87,12 @@ class GemmScales(nn.Module, Encoder, Meter):
         self.register_buffer("largest", torch.zeros(shape), persistent=False)
 
     def state_spec(self) -> Sequence[State]:
-        """The scales, the history that the next ones come from, and the magnitudes of a step in flight."""
+        """Return the scales, the history from which the next ones come, and the magnitudes of the current step."""
         scale, history, largest = (tuple(tensor.shape) for tensor in (self.scale, self.history, self.largest))
         return State("scale", scale), State("history", history), State("largest", largest, saved=False)
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return the operand; in training, its magnitude is one of this step. Not finite: all of the group is NaN."""
+        """Return the operand; in training, record its magnitude. If that is not finite, the whole group is NaN."""
         operand = [*FORMATS].index(role)
         amax = matrix_amax(x) if rows.ends_e is None else group_amax(x, rows.ends_e)
         if self.training:
@@ -102,11 +102,11 @@ class GemmScales(nn.Module, Encoder, Meter):
         return quantize_tensor(x, fmt=FORMATS[role], scale=scale, ends_e=rows.ends_e)
 
     def encode_activation(self, x: Tensor, rows: RowGroups) -> Quantized:
-        """Return the codes of what no GEMM takes, by its own magnitude."""
+        """Return the codes of a tensor that is not an operand, scaled by its own magnitude."""
         return quantize_tensor(x, ends_e=rows.ends_e)
 
     def update(self, reduced: Mapping[str, Tensor]) -> None:
-        """Put the step's magnitudes first in the history and take the next scales from it."""
+        """Put the step's magnitudes first in the history and compute the next scales from it."""
         self.history.copy_(torch.cat([reduced["largest"].unsqueeze(-1), self.history[..., :-1]], -1))
         for operand, fmt in enumerate(FORMATS.values()):
             scale = self.scale[:, operand]

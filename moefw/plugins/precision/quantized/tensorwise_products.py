@@ -1,9 +1,10 @@
-"""FP8 with one scale for a tensor, as torch multiplies it from compute capability 8.9 on.
+"""FP8 products with one scale per tensor, which torch supports from compute capability 8.9 on.
 
 ``_scaled_tensorwise_tensorwise`` in ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` of torch (read at 0174dfa): ``a``
-(M, K) in rows and ``b`` (K, N) in columns, K and N multiples of 16, each with an fp32 scale of one element, at most one
-of them in E5M2: gradients are, and meet weights and inputs alone. In groups, ``scaled_grouped_mm`` takes E4M3 alone
-(``_f8_f8_bf16_rowwise_grouped_mm_cuda`` in ``GroupedBlas.cpp``), so the kernel of ours multiplies.
+(M, K) is row-major and ``b`` (K, N) column-major, K and N are multiples of 16. Each has an fp32 scale of one element.
+At most one is E5M2: only gradients are, and they are multiplied only with weights and inputs. Grouped,
+``scaled_grouped_mm`` takes only E4M3 (``_f8_f8_bf16_rowwise_grouped_mm_cuda`` in ``GroupedBlas.cpp``), so our own
+kernel multiplies.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class TensorwiseProducts(Products):
     multiple: ClassVar[int] = BLOCK
 
     def mm(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """As ``Products.mm``."""
+        """See ``Products.mm``."""
         kind = ScalingType.TensorWise
         return F.scaled_mm(a.codes, b.codes, a.scales, kind, b.scales, kind, output_dtype=out_dtype)
 
     def grouped_mm(self, a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """As ``Products.grouped_mm``."""
+        """See ``Products.grouped_mm``."""
         return tensorwise_grouped_mm(a, b, ends_e, out_dtype=out_dtype)

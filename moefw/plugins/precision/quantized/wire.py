@@ -30,7 +30,7 @@ class PackedRows:
         return F.pad(torch.cat(parts, 1), (0, self.row_bytes - self._end)).view(torch.bfloat16)
 
     def pack_permuted(self, x_TD: Tensor, rows: Permutation) -> Tensor:
-        """Return the rows of tokens packed, in one pass where scales lie at multiples of their size."""
+        """Return the packed rows of tokens, in one pass where scales are aligned to their size."""
         if not isinstance(rows, RowMap) or self._dim % self._scale_dtype.itemsize:
             return self.pack(rows.gather(x_TD))
         packed = torch.empty(len(rows.token_R), self.row_bytes, dtype=torch.uint8, device=x_TD.device)

@@ -1,4 +1,4 @@
-"""``forced``: a perfectly even load whatever the scores say, for benchmarks."""
+"""``forced``: a perfectly even load, independent of the scores, for benchmarks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moefw.ledger.parts import FP32, INT64, PartMemory, RankShape, Region, Tenso
 class Forced(RouterPlugin):
     """Sends token t's choice k to expert ``(t*K + k) mod E``: for measuring speed, not for learning.
 
-    Weights are the softmax over the chosen logits, so that gradients flow. ``known_counts`` says that all ranks bring
-    the same number of tokens in training, as the trainer does: counts are then known beforehand and not exchanged.
+    Weights are the softmax over the chosen logits, so that gradients flow. ``known_counts``: all ranks have the
+    same number of tokens in training, as under the trainer. Counts are then known beforehand and not exchanged.
     """
 
     name: ClassVar[str] = "forced"
@@ -26,11 +26,11 @@ class Forced(RouterPlugin):
     known_counts: bool = True
 
     def offers(self, site: Site) -> moefw.Offers:
-        """A token's experts depend on its place in the micro-batch."""
+        """Return the partition: a token's experts depend on its position in the micro-batch."""
         return moefw.offers(partition=("micro_batch",))
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """K different experts must exist."""
+        """Return a problem unless K different experts exist."""
         k, experts = site.dims.top_k, site.dims.num_experts
         if 1 <= k <= experts:
             return ()
@@ -38,7 +38,7 @@ class Forced(RouterPlugin):
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
 
     def memory(self, shape: RankShape) -> PartMemory:
-        """The weight; the logits, the choices in turn, and their softmax."""
+        """Return the memory of the weight, the logits, the choices and their softmax."""
         dims, x = shape.dims, shape.tokens_given()
         logits = Tensor(name="logits", nbytes=shape.tokens * dims.num_experts * FP32)
         weights = Tensor(name="softmax of chosen", nbytes=shape.choices * FP32)

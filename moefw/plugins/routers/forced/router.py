@@ -16,7 +16,7 @@ from moefw_kernels.routing import count_choices
 
 @final
 class ForcedRouter(nn.Module, Router):
-    """Weight ``(E, D)``, which only gives weights their gradients; no state."""
+    """Weight ``(E, D)``, which affects routing weights but not choices; no state."""
 
     def __init__(self, site: Site, *, known_counts: bool) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class ForcedRouter(nn.Module, Router):
         self._known_counts = known_counts
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Return the routing of the tokens; masked tokens go nowhere, and their turns are lost."""
+        """Return the routing of the tokens; masked tokens are not routed, and no other token takes their turns."""
         logits_TE = wide_linear(x_TD, self.weight, torch.float32)
         choices = len(x_TD) * self._top_k
         recorded_TK = batch.route(self._layer, len(x_TD), self._top_k)

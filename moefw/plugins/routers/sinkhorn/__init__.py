@@ -1,4 +1,4 @@
-"""``sinkhorn``: choices from a plan that gives every token and every expert the same share."""
+"""``sinkhorn``: choices from a transport plan that gives every token and every expert the same share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moefw.ledger.parts import FP32, FP64, INT64, PartMemory, RankShape, Region,
 class Sinkhorn(RouterPlugin):
     """Scales the scores of a micro-batch until experts share its tokens evenly, and chooses by the result.
 
-    Weights come from the scores themselves: the sigmoid (top_k 1), or the softmax over all experts at the chosen.
-    Sinkhorn balances by itself: there is no auxiliary loss. ``z_loss`` is the coefficient of one on the logits.
-    Scaling stops when it has settled, which the host asks once a round, or after ``max_rounds``.
+    Weights come from the unscaled scores: the sigmoid (top_k 1), or the softmax over all experts at the chosen ones.
+    Sinkhorn balances without an auxiliary loss. ``z_loss`` is the coefficient of a z-loss on the logits.
+    Scaling stops when it has converged, which the host checks once per round, or after ``max_rounds``.
     """
 
     name: ClassVar[str] = "sinkhorn"
@@ -30,11 +30,11 @@ class Sinkhorn(RouterPlugin):
     dtype: Literal["fp32", "fp64"] = "fp32"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """All tokens of a micro-batch are looked at together."""
+        """Return the partition: routing looks at all tokens of a micro-batch together."""
         return moefw.offers(partition=("micro_batch",))
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """K experts must exist."""
+        """Return a problem unless K experts exist."""
         k, experts = site.dims.top_k, site.dims.num_experts
         if 1 <= k <= experts:
             return ()
@@ -42,7 +42,7 @@ class Sinkhorn(RouterPlugin):
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
 
     def memory(self, shape: RankShape) -> PartMemory:
-        """The weight; all scores, which the gradient of a chosen one reaches; the choices; what the z-loss saves."""
+        """Return the memory of weight, choices, all scores (a chosen score's gradient reaches all) and z-loss."""
         dims, x, size = shape.dims, shape.tokens_given(), {"fp32": FP32, "fp64": FP64}[self.dtype]
         scores, each = shape.tokens * dims.num_experts * size, shape.tokens * size
         wide = 0 if x.nbytes == shape.tokens * dims.model_dim * size else shape.tokens * dims.model_dim * size

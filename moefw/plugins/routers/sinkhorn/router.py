@@ -15,15 +15,15 @@ from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.routing import count_choices, z_loss
 
 SETTLED: Final = 1e-4
-"""Mean change of the experts' scales in one round at which they have settled."""
+"""Mean change of the experts' scales in one round below which they have converged."""
 NOT_ZERO: Final = 1e-8
 
 
 @final
 class SinkhornRouter(nn.Module, Router):
-    """Weight ``(E, D)``; no state. Balances in training; otherwise a token's experts are those of its best scores.
+    """Weight ``(E, D)``; no state. Balances in training. In evaluation, a token's experts are those of its best scores.
 
-    A plan looks at all tokens of a micro-batch, those that come later too: no evaluation may rest on it.
+    A plan depends on all tokens of a micro-batch, including later ones, so evaluation must not use it.
     """
 
     def __init__(self, site: Site, *, max_rounds: int, z_loss: float, dtype: str) -> None:
@@ -35,7 +35,7 @@ class SinkhornRouter(nn.Module, Router):
         self._dtype = {"fp32": torch.float32, "fp64": torch.float64}[dtype]
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Return the routing of the tokens; masked tokens go nowhere, count nowhere, and scale nothing."""
+        """Return the routing of the tokens; masked tokens are not routed, not counted, and do not affect scaling."""
         mask_T = batch.mask_T
         logits_TE = wide_linear(x_TD, self.weight, self._dtype)
         scores_TE = logits_TE.sigmoid() if self._top_k == 1 else logits_TE.softmax(-1)
@@ -64,11 +64,11 @@ class SinkhornRouter(nn.Module, Router):
 
 @torch.no_grad()
 def balanced(logits_TE: Tensor, mask_T: Tensor | None, max_rounds: int) -> Tensor:
-    """Return the transport plan ``d0 * exp(logits) * d1`` (T, E), by which to choose.
+    """Return the transport plan ``d0 * exp(logits) * d1`` (T, E), by which experts are chosen.
 
     From ``d1 = 1``: ``d0_i = 1 / (N (sum_j d1_j c_ij + 1e-8))`` over N valid tokens, ``d1_j = 1 / (E (sum_i d0_i c_ij
-    + 1e-8))``, until d1 changes by less than 1e-4 in the mean. Rows of c are exp(l - max l): exp cannot overflow, and a
-    row's factor is taken up by its d0.
+    + 1e-8))``, until d1 changes by less than 1e-4 in the mean. Rows of c are exp(l - max l): exp cannot overflow, and
+    d0 absorbs a row's factor.
     """
     num_tokens, num_experts = logits_TE.shape
     cost_TE = (logits_TE - logits_TE.amax(-1, keepdim=True)).exp()

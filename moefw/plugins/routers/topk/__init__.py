@@ -22,21 +22,21 @@ from moefw.plugins.routers.topk.options import (
 
 @frozen(kw_only=True)
 class TopK(Options, RouterPlugin):
-    """Scores every expert, takes the K best.
+    """Scores every expert and chooses the K best.
 
     ``score`` softmax: experts compete by logits and weights are the softmax over the chosen ones; with
     ``pre_softmax`` the softmax is over all experts, before the choice, and not renormalised. ``score`` sigmoid or
-    sqrtsoftplus (the root of softplus): weights are the chosen scores, divided by their sum if ``renormalise`` (as
-    usual above top_k 1). ``scale`` multiplies the weights. ``groups`` limits a token to the experts of its best groups.
-    ``balance`` lists what keeps experts equally busy, ``capacity`` what an expert takes at most. ``jitter`` eps
-    multiplies what the router reads with numbers drawn from 1-eps to 1+eps, in training. ``dtype`` is that of the
-    gating GEMM and of all scores.
+    sqrtsoftplus (the root of softplus): weights are the chosen scores, divided by their sum if ``renormalise`` (the
+    default above top_k 1). ``scale`` multiplies the weights. ``groups`` limits a token to the experts of its best
+    groups. ``balance`` lists rules that balance the load of experts, ``capacity`` limits the choices of an expert.
+    ``jitter`` eps multiplies the router's input by random numbers from 1-eps to 1+eps, in training. ``dtype`` is the
+    dtype of the gating GEMM and of all scores.
     """
 
     name: ClassVar[str] = "topk"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Which tokens are looked at together; what comes from past global batches looks at one token at a time."""
+        """Return the partition that routing looks at. State of past global batches does not widen it."""
         levels = {rule.level for rule in self.balance}
         partition = "token"
         if "aux_loss over sequence" in levels:
@@ -46,7 +46,7 @@ class TopK(Options, RouterPlugin):
         return moefw.offers(partition=(partition,))
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Rows padded to the capacity, if that is asked for."""
+        """Return the need of padded rows if ``capacity.pad`` is set."""
         if self.capacity is None or not self.capacity.pad:
             return ()
         reason = "capacity.pad gives every expert the same number of rows"
@@ -54,7 +54,7 @@ class TopK(Options, RouterPlugin):
         return [moefw.need("rows", ("padded",), reason=reason, fix=fix, option="capacity.pad")]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """K experts must exist, options must mean something for the score, and rules must go together."""
+        """Return the problems of top_k, of options that do not fit the score, and of conflicting rules."""
         return [*self._check_score(site.dims), *self._check_parts(site.dims)]
 
     def _check_score(self, dims: Dims) -> Iterator[moefw.Problem]:
@@ -85,7 +85,7 @@ class TopK(Options, RouterPlugin):
             yield from check_capacity(self.balance)
 
     def memory(self, shape: RankShape) -> PartMemory | None:
-        """The weight; scores, weights and losses. Nothing is known of a capacity that drops from even routing."""
+        """Return the memory of weight, scores and losses; None for a capacity that drops choices of even routing."""
         from moefw.plugins.routers.topk.memory import memory
 
         return memory(self, shape)

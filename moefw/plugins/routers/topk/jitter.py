@@ -1,4 +1,4 @@
-"""Jitter: what the router reads, times numbers near one."""
+"""Jitter: the router's input times random numbers near one."""
 
 from __future__ import annotations
 

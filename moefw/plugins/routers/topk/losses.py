@@ -1,4 +1,4 @@
-"""The auxiliary losses of a balance: sums over valid tokens, so any split of the global batch adds up to the same."""
+"""Auxiliary losses of balance rules: sums over valid tokens, so any split of the global batch gives the same total."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from moefw_kernels.routing import count_choices, load_loss, switch_loss, z_loss
 LOAD = "global_load"
 """State (E): each expert's plain top-k choices in the last whole global batch, 1 = fair."""
 CHOICES = "global_choices"
-"""The statistic that it comes from."""
+"""The statistic from which the load is computed."""
 NAMES = {"micro_batch": "aux_loss", "sequence": "sequence_aux_loss", "global_batch": "global_aux_loss"}
 
 
 class View(NamedTuple):
-    """What balance losses look at: probabilities over experts, their plain top-k, which tokens count."""
+    """Inputs of balance losses: probabilities over experts, their plain top-k, and the valid tokens."""
 
     shares_TE: Tensor
     ids_TK: Tensor
@@ -68,9 +68,9 @@ LEVELS: dict[str, Callable[[View], Tensor]] = {
 
 @final
 class Losses:
-    """All losses of one router: the functions are chosen once.
+    """All losses of one router. The functions are chosen once.
 
-    ``group`` is that of the ranks that split a micro-batch's tokens, whose counts are added up.
+    ``group``: the ranks that split a micro-batch's tokens. Their counts are added up.
     """
 
     def __init__(
@@ -105,5 +105,5 @@ class Losses:
 
 
 def _shares(scores_TE: Tensor) -> Tensor:
-    """Return scores that sum to 1. No epsilon that a router could hide its scores behind: only 0 / 0 is kept away."""
+    """Return scores that sum to 1. The clamp avoids only 0 / 0: under a larger one, small scores evade the loss."""
     return scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)

@@ -1,4 +1,4 @@
-"""What a user may set beside ``use: topk``, part by part, and what is wrong with it. No torch."""
+"""Options of ``use: topk`` and their checks. No torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "z_loss": {"coeff": 1e-2},
     "quantile": {"ema": 0.9},
 }
-"""The options of each kind of balance rule, and what they are when left out."""
+"""The options of each kind of balance rule, with their defaults."""
 
 
 @frozen(kw_only=True)
 class Balance:
-    """One way to keep experts equally busy. Each kind has options of its own.
+    """One rule that balances the load of experts. Each kind has its own options.
 
-    ``expert_bias`` {rate}: a bias on the scores that moves once a step, without gradient (DeepSeek-V3, arXiv
+    ``expert_bias`` {rate}: a bias on the scores that is updated once per step, without gradient (DeepSeek-V3, arXiv
     2412.19437 section 2.1.2). ``aux_loss`` {coeff, over}: the Switch loss (arXiv 2101.03961) over the tokens of a
     micro-batch, of each sequence, or against the load of the last whole global batch: one step late on
     purpose, so that nothing is exchanged in forward and no split of the batch changes it. ``z_loss`` {coeff}
-    (arXiv 2202.08906). ``quantile`` {ema}: a bias set once a step to where each expert would have had its fair share.
+    (arXiv 2202.08906). ``quantile`` {ema}: a bias that would have given each expert its fair share, set once per step.
     """
 
     kind: Literal["expert_bias", "aux_loss", "z_loss", "quantile"]
@@ -38,13 +38,13 @@ class Balance:
     ema: float | None = field(default=None, validator=optional(and_(ge(0.0), lt(1.0))))
 
     def option(self, name: str) -> Any:
-        """Return an option of this rule's kind: as set, else as usual."""
+        """Return an option of this rule's kind: as set, else its default."""
         value = getattr(self, name)
         return OWN[self.kind][name] if value is None else value
 
     @property
     def level(self) -> str:
-        """The rule in words: of two with the same words one is too many."""
+        """The rule in words. No two rules may have the same words."""
         return f"{self.kind} over {self.option('over')}" if self.kind == "aux_loss" else self.kind
 
 
@@ -58,10 +58,10 @@ class Groups:
 
 @frozen(kw_only=True)
 class Capacity:
-    """How many choices of one rank an expert takes: ``ceil(T * K / E * factor)`` of the T tokens of a micro-batch.
+    """The most choices of one rank that an expert takes: ``ceil(T * K / E * factor)`` for T tokens of a micro-batch.
 
-    ``drop`` probs keeps those with the largest weights, position the first tokens; the others are dropped and the
-    weights that are left stay as they are. ``pad``: every expert gets exactly so many rows from each rank.
+    ``drop`` probs keeps those with the largest weights, position those of the first tokens. The others are dropped; the
+    remaining weights do not change. ``pad``: every expert gets exactly this number of rows from each rank.
     """
 
     factor: float = field(validator=gt(0.0))
@@ -71,7 +71,7 @@ class Capacity:
 
 @frozen(kw_only=True)
 class Options:
-    """What the router and its memory depend on: see :class:`moefw.plugins.routers.topk.TopK`."""
+    """The options that the router and its memory depend on: see :class:`moefw.plugins.routers.topk.TopK`."""
 
     score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     pre_softmax: bool | None = None
@@ -84,12 +84,12 @@ class Options:
     dtype: Literal["fp32", "fp64"] = "fp32"
 
     def renormalised(self, top_k: int) -> bool:
-        """Whether chosen scores that are no softmax are divided by their sum."""
+        """Return whether chosen scores other than softmax are divided by their sum."""
         return top_k > 1 if self.renormalise is None else self.renormalise
 
 
 def check_rules(score: str, rules: Sequence[Balance]) -> Iterator[Problem]:
-    """Each rule knows its own options, counts once, and goes with the score and with the other rules."""
+    """Yield the problems of rules: foreign options, duplicates, conflicts with the score or with other rules."""
     for index, rule in enumerate(rules):
         for name in ("rate", "coeff", "over", "ema"):
             value = getattr(rule, name)
@@ -110,7 +110,7 @@ def check_rules(score: str, rules: Sequence[Balance]) -> Iterator[Problem]:
 
 
 def check_quantile(dims: Dims, groups: Groups | None) -> Iterator[Problem]:
-    """The threshold of a token is its best score that is not chosen, among all experts."""
+    """Yield problems of quantile, whose threshold is a token's best score not chosen, among all experts."""
     if dims.top_k >= dims.num_experts:
         what = f"balance kind quantile needs an expert that is not chosen; top_k is {dims.top_k} of {dims.num_experts}."
         yield Problem(what, "Use a smaller model.top_k, or leave quantile out.", "balance")
@@ -120,7 +120,7 @@ def check_quantile(dims: Dims, groups: Groups | None) -> Iterator[Problem]:
 
 
 def check_groups(dims: Dims, groups: Groups) -> Iterator[Problem]:
-    """Groups are equal, and the kept ones hold enough experts to choose and to score a group by."""
+    """Yield problems of groups that are unequal, or too small to choose from and to score a group by."""
     experts, k, count, keep = dims.num_experts, dims.top_k, groups.count, groups.keep
     if experts % count:
         what = f"{experts} experts do not divide into {count} groups."
@@ -139,7 +139,7 @@ def check_groups(dims: Dims, groups: Groups) -> Iterator[Problem]:
 
 
 def check_capacity(rules: Sequence[Balance]) -> Iterator[Problem]:
-    """Dropping goes with balance by losses: a bias would chase a load that the capacity has cut."""
+    """Yield a problem for each rule that sets a bias: it would chase a load that the capacity has cut."""
     for kind in sorted({rule.kind for rule in rules} & {"expert_bias", "quantile"}):
         what = f"capacity drops choices, and balance kind {kind} counts on every choice being served."
         yield Problem(what, f"Leave capacity or {kind} out; aux_loss goes with capacity.", "capacity")

@@ -1,4 +1,4 @@
-"""The top-k router: what it does is decided when it is built, from small parts.
+"""The top-k router, composed of small parts when it is built.
 
 ``x_TD -> jitter -> logits -> scores -> choice (or replay) -> weights -> mask -> capacity -> losses -> Routing``
 """
@@ -41,7 +41,7 @@ BIAS, BETA = "expert_bias", "quantile_beta"
 class TopKRouter(nn.Module, Router):
     """Weight ``(E, D)``; state (E) for each rule that has one: ``expert_bias``, ``quantile_beta``, ``global_load``.
 
-    ``stats["tokens_per_expert"]`` counts choices before a capacity drops any: that is what balance must see.
+    ``stats["tokens_per_expert"]`` counts choices before a capacity drops any, as balance requires.
     """
 
     def __init__(self, site: Site, options: Options, group: ProcessGroup | None = None) -> None:
@@ -81,11 +81,11 @@ class TopKRouter(nn.Module, Router):
             self.register_buffer(LOAD, torch.ones(experts), persistent=False)
 
     def state_spec(self) -> Sequence[State]:
-        """The bias that moves choices and the load that a loss looks at, if there are any."""
+        """Return the bias of choices and the load that a loss reads, if there are any."""
         return self._states
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Return the routing of the tokens; masked tokens go nowhere and count nowhere."""
+        """Return the routing of the tokens; masked tokens are not routed and not counted."""
         mask_T = batch.mask_T
         if self._jitter and self.training:
             x_TD = jittered(x_TD.to(self._dtype), batch, self._jitter, self._layer)
@@ -130,7 +130,7 @@ class TopKRouter(nn.Module, Router):
     def _replay(
         self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return recorded ids, today's weights over what they hold, and which choices are absent."""
+        """Return recorded ids, current weights over these experts, and which choices are absent."""
         found_TK = batch.route(self._layer, len(ids_TK), self._top_k)
         if found_TK is None:
             return ids_TK, self._weigh(logits_TE, scores_TE, ids_TK), absent_TK
@@ -140,7 +140,7 @@ class TopKRouter(nn.Module, Router):
         return ids_TK, weights_TK, dropped_TK if absent_TK is None else dropped_TK | absent_TK
 
     def _drop(self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats) -> tuple[Tensor, Tensor, int | None]:
-        """Return ids and weights of what experts keep, and the size to pad groups to."""
+        """Return ids and weights of the kept choices, and the size to pad groups to."""
         limit = self._limit
         assert limit is not None
         kept_TK = limit.kept(ids_TK, weights_TK)
@@ -155,8 +155,8 @@ class TopKRouter(nn.Module, Router):
     def update(self, reduced: Mapping[str, Tensor]) -> None:
         """Advance each rule's state from the sums over the global batch.
 
-        ``bias += rate * sign(mean load - load)`` (DeepSeek-V3, arXiv 2412.19437 section 2.1.2); the quantile's beta
-        see :func:`next_quantile`; the load is the share of plain top-k choices, 1 = fair, kept where there were none.
+        ``bias += rate * sign(mean load - load)`` (DeepSeek-V3, arXiv 2412.19437 section 2.1.2); for the quantile's
+        beta see :func:`next_quantile`. The load is the share of plain top-k choices, 1 = fair, kept if there were none.
         """
         if "expert_bias" in self.rules:
             load_E = reduced["tokens_per_expert"]

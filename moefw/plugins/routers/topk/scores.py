@@ -1,8 +1,8 @@
 """From logits to scores, and from the logits of the chosen experts to weights.
 
-``logits_TE`` and ``scores_TE`` are in the router's dtype; scores are non-negative and lie between 0 and 1 but for
-sqrtsoftplus. Weights start from the logits of the chosen where each score is of its own logit alone, so that nothing as
-wide as all experts waits for backward.
+``logits_TE`` and ``scores_TE`` are in the router's dtype; scores are non-negative and, except for sqrtsoftplus, at
+most 1. Where each score depends on its own logit alone, weights are computed from the logits of the chosen experts, so
+that no tensor as wide as all experts is saved for backward.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.nn import functional as F
 from moefw_kernels.routing import chosen
 
 LINEAR_ABOVE: Final = 40.0
-"""Where softplus is taken to be its argument: log1p(exp(-40)) is below the last bit, in fp64 too."""
+"""Above this value softplus returns its argument: log1p(exp(-40)) is below the last bit, also in fp64."""
 
 
 class Weigh(Protocol):
-    """Gives the weights of chosen experts."""
+    """Computes the weights of chosen experts."""
 
     def __call__(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None) -> Tensor:
         """Return ``(T, K)``, not scaled. Choices that are ``absent`` have some valid id and get no share.
 
-        What an absent choice gets is for the caller to replace: the softmax over none is NaN.
+        The caller replaces the weights of absent choices: the softmax over none is NaN.
         """
 
 
@@ -38,7 +38,7 @@ def softmax(logits_TE: Tensor) -> Tensor:
 def sqrtsoftplus(logits_TE: Tensor) -> Tensor:
     """Return ``sqrt(log(1 + e^l))``.
 
-    Far below zero softplus underflows, and the slope of a root at zero is infinite: it stops at the smallest number.
+    Far below zero softplus underflows, and the slope of a root at zero is infinite: softplus is clamped there.
     """
     return F.softplus(logits_TE, threshold=LINEAR_ABOVE).clamp_min(torch.finfo(logits_TE.dtype).tiny).sqrt()
 
@@ -68,14 +68,14 @@ def chosen_scores(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_T
 def scores_of_chosen(
     score: Score, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None
 ) -> Tensor:
-    """Return the scores of the chosen, each of its own logit alone."""
+    """Return the scores of the chosen experts, each from its own logit alone."""
     return score(chosen(logits_TE, ids_TK))
 
 
 def share_of_chosen(
     score: Score, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None = None
 ) -> Tensor:
-    """Return the scores of the chosen divided by their sum."""
+    """Return the scores of the chosen experts divided by their sum."""
     weights_TK = score(chosen(logits_TE, ids_TK))
     if absent_TK is not None:
         weights_TK = weights_TK.masked_fill(absent_TK, 0.0)

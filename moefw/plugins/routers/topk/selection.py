@@ -1,4 +1,4 @@
-"""Which experts a token takes: the K best, of its best groups if these are limited, by a ranking that may be biased."""
+"""Choice of a token's experts: the K best by a ranking that may be biased, of its best groups if these are limited."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Best:
 def in_best_groups(ranking_TE: Tensor, count: int, keep: int, *, k: int) -> Tensor:
     """Return the ranking with -inf outside each token's ``keep`` best groups of ``count``.
 
-    A group is as good as the sum of its ``k // keep`` best (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
+    A group's score is the sum of its ``k // keep`` best (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
     """
     grouped_TGe: Tensor = ranking_TE.unflatten(1, (count, -1))
     worth_TG = grouped_TGe.topk(k // keep).values.sum(-1)
@@ -48,9 +48,9 @@ def in_best_groups(ranking_TE: Tensor, count: int, keep: int, *, k: int) -> Tens
 
 @final
 class BelowQuantile:
-    """The K best by ``ranking - beta``, and what beta would have given every expert its fair share here.
+    """The K best by ``ranking - beta``, and the beta that would have given every expert its fair share here.
 
-    A token has expert e if ``l_e - beta_e`` is above alpha, its best value that is not chosen; so e is chosen by
+    A token chooses expert e if ``l_e - beta_e`` is above alpha, its best value that is not chosen. So e is chosen by
     ``N K / E`` of N valid tokens if beta_e is the ``floor(N K / E) + 1``-th largest ``l_e - alpha``
     (Megatron Core's ``quantile_balancing``, notes 1.1).
     """
@@ -59,7 +59,7 @@ class BelowQuantile:
         self.k, self.num_experts = k, num_experts
 
     def __call__(self, ranking_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None) -> tuple[Tensor, Stats]:
-        """Choose; ``quantile_sum`` (E) is the beta wanted here times ``quantile_tokens`` (1), the valid tokens."""
+        """Choose. ``quantile_sum`` (E) is the beta wanted here times ``quantile_tokens`` (1), the valid tokens."""
         assert bias_E is not None
         with torch.no_grad():
             best = (ranking_TE - bias_E).topk(self.k + 1)

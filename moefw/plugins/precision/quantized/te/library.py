@@ -1,4 +1,4 @@
-"""What of Transformer Engine is called; its only import. Signatures: ``tests/snapshots/transformer_engine-*.json``."""
+"""The only import of Transformer Engine. Signatures: ``tests/snapshots/transformer_engine-*.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import moefw
 from moefw.plugins.precision.quantized.te.machine import INSTALL
 
 OLDEST: Final = (2, 18)
-"""The first release with these signatures that was read."""
+"""The oldest release whose signatures were checked."""
 QUANTIZERS: Final = (
     "Float8BlockQuantizer",
     "MXFP8Quantizer",
@@ -27,7 +27,7 @@ QUANTIZERS: Final = (
 @final
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Quantizers by name, the names of dtypes, both GEMMs, and what quantizes groups of rows in one call."""
+    """Quantizers by name, dtypes, both GEMMs, and the function that quantizes groups of rows in one call."""
 
     dtypes: Any
     quantizers: dict[str, Callable[..., Any]]
@@ -39,7 +39,8 @@ class Library:
 def load() -> Library:
     """Import Transformer Engine.
 
-    Raises PlanError where it is too old or too new, has no compiled part, or lacks what is called, with its own words.
+    Raises PlanError where it is too old or too new, has no compiled part, or lacks a function. The error includes the
+    library's message.
     """
     _check_version()
     try:

@@ -1,4 +1,4 @@
-"""What ``backend: te`` asks of a machine and of the dispatcher, and the GPUs on which it multiplies each format."""
+"""Needs of ``backend: te`` on the machine and the dispatcher, and the GPUs on which it multiplies each format."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import moefw
 from moefw.plugins.precision.quantized.gpus import Gpus
 
 PACKAGE: Final = "transformer_engine.transformer_engine_torch"
-"""Its compiled part: the Python part alone is installed with this package and computes nothing."""
+"""The compiled part. moefw itself installs only the Python part, which computes nothing."""
 INSTALL: Final = "Run: pip install --no-build-isolation 'moefw[te]', or use backend: emulate."
 
 _gpus = partial(Gpus, backend="te", library="Transformer Engine")
 BLOCKS: Final = _gpus(multiplies="FP8 in blocks of 128", capabilities=("9.0", "10.0", "10.3"), cuda=(12, 9))
-"""On Blackwell as MXFP8: a scale that is a power of two is one for four blocks of 32."""
+"""On Blackwell as MXFP8: a power-of-two scale serves four blocks of 32."""
 EXACT_BLOCKS: Final = _gpus(multiplies="FP8 in blocks of 128 with scales: fp32", capabilities=("9.0",), cuda=(12, 9))
 MX_BLOCKS: Final = _gpus(multiplies="MXFP8", capabilities=("10.0", "10.3"), cuda=(12, 8))
 FP4: Final = _gpus(multiplies="NVFP4", capabilities=("10.0", "10.3"), cuda=(12, 8))
 WHOLE_TENSORS: Final = _gpus(multiplies="FP8", capabilities=("8.9", "9.0", "10.0", "10.3", "12.0"), cuda=(12, 1))
-"""``_compute_*_support`` in ``transformer_engine/pytorch/quantization.py`` of 2.20.2 says what runs where."""
+"""``_compute_*_support`` in ``transformer_engine/pytorch/quantization.py`` of 2.20.2 is the source of these GPUs."""
 RECIPES: Final[Mapping[str, Gpus]] = {
     "fp8-blockwise": BLOCKS,
     "mxfp8": MX_BLOCKS,
@@ -30,7 +30,7 @@ RECIPES: Final[Mapping[str, Gpus]] = {
 
 
 def te_needs(gpus: Gpus) -> list[moefw.Need]:
-    """Return what is asked of the machine and of the dispatcher."""
+    """Return the needs on the machine and the dispatcher."""
     sizes = "Transformer Engine's grouped GEMM takes the sizes of the groups from the host"
     return [
         moefw.need("package", PACKAGE, reason="backend: te calls it", fix=INSTALL, option="backend"),

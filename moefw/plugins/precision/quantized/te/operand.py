@@ -1,7 +1,7 @@
-"""An operand that Transformer Engine quantized and multiplies.
+"""Operand that Transformer Engine quantizes and multiplies.
 
 Its GEMMs return ``B A^T`` for layout TN, ``B A`` for NN and ``B^T A`` for NT: the products of fprop, dgrad and wgrad,
-``A`` being the operand on the right here. A letter says whether that operand is turned.
+where ``A`` is the right operand here. A letter says whether its operand is transposed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from moefw.plugins.precision.quantized.te.library import Library
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """What is known of an operand beside its codes.
+    """Metadata of an operand.
 
-    ``shape``, which zeros fill up to multiples of ``multiple``. ``sizes``: of its groups of rows, which are not filled
-    up; None: it has none. Products are of ``dtype``; ``splits_sums``: partial sums are added in fp32.
+    Zeros pad ``shape`` to multiples of ``multiple``. ``sizes``: sizes of its groups of rows, which are not padded;
+    None: it has none. Products are of ``dtype``; ``splits_sums``: partial sums are added in fp32.
     """
 
     te: Library
@@ -37,13 +37,13 @@ class Form:
 
     @property
     def filled(self) -> tuple[int, int]:
-        """The sizes of a matrix with what fills them up."""
+        """The padded sizes of a matrix."""
         rows, columns = (size + -size % self.multiple for size in self.shape[-2:])
         return rows, columns
 
     @property
     def letter(self) -> str:
-        """How a layout names it."""
+        """The letter of the operand in a GEMM layout."""
         return "T" if self.turned else "N"
 
 
@@ -81,7 +81,7 @@ class TEOperand:
     def grouped_mm(self, other: TEOperand, ends_e: Tensor) -> Tensor:
         """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it.
 
-        Rows that are of no group are zero. Without any rows the library is not asked: its products may hang then.
+        Rows outside all groups are zero. Without any rows the library is not called, because its products may hang.
         """
         mine, theirs = self.form, other.form
         assert mine.sizes is not None
@@ -107,7 +107,7 @@ class TEOperand:
         return out[..., :rows, :columns].contiguous()
 
     def kept(self) -> SavedOperand:
-        """Return what to save of it; what makes it again holds on to no codes."""
+        """Return the tensors to save. The function that makes the operand again keeps no reference to codes."""
         taken = [_taken_apart(matrix) for matrix in self.matrices]
         forms, form = [(kind, names, others) for kind, names, others, _ in taken], self.form
 
@@ -121,7 +121,7 @@ class TEOperand:
 
 
 def _taken_apart(matrix: Any) -> tuple[type, list[str], dict[str, Any], list[Tensor]]:
-    """Return the class of a storage, which of its fields are tensors, the other fields, and the tensors."""
+    """Return the class of a storage, the names of its tensor fields, the other fields, and the tensors."""
     fields: dict[str, Any] = matrix.get_metadata()
     names = [name for name, value in fields.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in fields.items() if name not in names}

@@ -34,26 +34,26 @@ class Usage:
 
     @classmethod
     def of(cls, role: Role, during: Pass, *, alone: bool) -> Usage:
-        """Return that of an operand in a pass. ``alone``: whether rows can be quantized columnwise alone."""
+        """Return the usage of an operand in a pass. ``alone``: whether rows can be quantized only columnwise."""
         columnwise = summed_axis(role, during) == -2
         return cls(rowwise=not columnwise or role == "weight" or not alone, columnwise=columnwise)
 
 
 class Quantizers(ABC):
-    """Makes the quantizers of one format. ``multiple``: sizes of operands are filled up to multiples of it."""
+    """Makes the quantizers of one format. ``multiple``: sizes of operands are padded to multiples of it."""
 
     multiple: ClassVar[int]
     columns_alone: ClassVar[bool] = True
-    """Whether columnwise codes of rows are made without rowwise ones; never those of weights."""
+    """Whether columnwise codes of rows are made without rowwise ones. Those of weights never are."""
     splits_sums: ClassVar[bool] = False
-    """Whether partial sums are added in fp32 in fprop, too."""
+    """Whether fprop, too, adds partial sums in fp32."""
 
     def at(self, encoder: Encoder) -> Quantizers:
-        """Return those of the GEMM whose encoder this is."""
+        """Return the quantizers of the GEMM with this encoder."""
         return self
 
     def takes(self, x: Tensor, role: Role) -> Tensor:
-        """Return ``x`` in a dtype that is quantized."""
+        """Return ``x`` in a dtype that the quantizers take."""
         return x
 
     @abstractmethod
@@ -101,13 +101,13 @@ class MXBlocks(Quantizers):
 @final
 @dataclass(frozen=True)
 class CurrentTensors(Quantizers):
-    """A scale for a tensor, from its own largest magnitude. Its cast to columns writes rows, too."""
+    """One scale per tensor, from its own largest magnitude. The columnwise cast also writes rowwise codes."""
 
     multiple: ClassVar[int] = 16
     columns_alone: ClassVar[bool] = False
 
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
-        """Return quantizers to E4M3, of gradients to E5M2."""
+        """Return quantizers to E4M3, for gradients to E5M2."""
         quantizer = te.quantizers["Float8CurrentScalingQuantizer"](
             _dtype(te, role),
             device=torch.device("cuda"),
@@ -122,18 +122,18 @@ class CurrentTensors(Quantizers):
 @final
 @dataclass(frozen=True)
 class DelayedTensors(Quantizers):
-    """A scale for a tensor from earlier steps: our scales and histories, which its kernels read and raise."""
+    """One scale per tensor from earlier steps: the kernels read our scales and raise our largest magnitudes."""
 
     scales: GemmScales | None = None
     multiple: ClassVar[int] = 16
     columns_alone: ClassVar[bool] = False
 
     def at(self, encoder: Encoder) -> Quantizers:
-        """Return those that use the scales of one GEMM, if it is named."""
+        """Return the quantizers that use the scales of one GEMM, if it is named."""
         return DelayedTensors(encoder) if isinstance(encoder, GemmScales) else self
 
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
-        """Return quantizers to E4M3, of gradients to E5M2, whose largest magnitudes are the GEMM's in training."""
+        """Return quantizers to E4M3, for gradients to E5M2. In training they raise the GEMM's largest magnitudes."""
         if self.scales is None:
             what = "a GEMM without a name multiplies under delayed scaling: nothing would remember its magnitudes."
             raise ContractError(
@@ -157,7 +157,7 @@ class DelayedTensors(Quantizers):
 @final
 @dataclass(frozen=True)
 class FP4Blocks(Quantizers):
-    """Blocks of 16, weights in 16x16 if ``square_weights``; random draws are those of its own generator."""
+    """Blocks of 16, weights in 16x16 if ``square_weights``; Transformer Engine's generator makes random draws."""
 
     draws: bool
     turns: bool
@@ -165,11 +165,11 @@ class FP4Blocks(Quantizers):
     multiple: ClassVar[int] = 32
 
     def takes(self, x: Tensor, role: Role) -> Tensor:
-        """Return rows in bf16, which alone it transforms."""
+        """Return rows in bf16, the only dtype that is transformed."""
         return x.bfloat16() if self.turns and role != "weight" else x
 
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
-        """Return quantizers to E2M1; what is transformed is the columnwise codes, those of wgrad."""
+        """Return quantizers to E2M1. Only columnwise codes, those of wgrad, are transformed."""
         turns = self.turns and role != "weight"
         quantizer = te.quantizers["NVFP4Quantizer"](
             te.dtypes.kFloat4E2M1,
@@ -188,7 +188,7 @@ def _dtype(te: Library, role: Role) -> Any:
 
 
 def _for_gemm(quantizer: Any, role: Role) -> Any:
-    """Have it make storage that only GEMMs read; scales of rows are laid as a GEMM wants them."""
+    """Return the quantizer, set to make storage that only GEMMs read, with scales of rows in the GEMM's layout."""
     quantizer.internal = True
     quantizer.optimize_for_gemm = role != "weight"
     return quantizer

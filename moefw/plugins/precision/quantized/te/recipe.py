@@ -20,9 +20,9 @@ from moefw.plugins.precision.quantized.te.quantizers import Quantizers, Usage
 
 @final
 class TERecipe(LowPrecisionRecipe):
-    """Products are bf16 in fprop and dgrad, fp32 in wgrad. Sizes are filled up with zeros; dispatchers align groups.
+    """Products are bf16 in fprop and dgrad, fp32 in wgrad. Sizes are padded with zeros; dispatchers align groups.
 
-    ``encoder``: of what no GEMM takes, rows on the wire and saved activations, and of delayed scales.
+    ``encoder`` quantizes rows on the wire and saved activations, and holds delayed scales.
     """
 
     def __init__(self, te: Library, quantizers: Quantizers, encoder: Encoder, *, activations: Activations) -> None:
@@ -30,7 +30,7 @@ class TERecipe(LowPrecisionRecipe):
         self._te, self._quantizers = te, quantizers.at(encoder)
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
-        """Return the recipe with the encoder of that place."""
+        """Return the recipe with the encoder of ``name``."""
         encoder = self.encoder.at(name, groups=groups)
         return TERecipe(self._te, self._quantizers, encoder, activations=self._activations)
 
