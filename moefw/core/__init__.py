@@ -1,1 +1,1 @@
-"""The small core: hook points, the spec, facts, resolve and build. It knows no plugin by name."""
+"""The core that plugin authors read: hook points, contracts, facts and records. It knows no plugin by name."""

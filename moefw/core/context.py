@@ -1,4 +1,4 @@
-"""What parts get to build themselves: their place in the model, the facts, the groups, the regions.
+"""Contexts in which parts and models build: a place in the model, facts, process groups, regions.
 
 Shapes follow the legend of :mod:`moefw.core.stages`.
 """
@@ -23,9 +23,9 @@ M = TypeVar("M", bound=nn.Module)
 
 @frozen(kw_only=True, eq=False)
 class ExpertGroup:
-    """Ranks of the axes ep x etp, etp innermost: rank ``r`` holds share ``r // etp`` of the experts, part ``r % etp``.
+    """Ranks of the axes ep x etp, etp innermost: rank ``r`` holds part ``r % etp`` of the experts in set ``r // etp``.
 
-    ``group`` is None where this rank is alone. ``nodes`` is the node of each rank.
+    ``group`` is None if this rank is alone. ``nodes`` is the node of each rank.
     """
 
     group: ProcessGroup | None
@@ -60,9 +60,9 @@ class ExpertGroup:
         return owner.masked_fill((share_TK < 0).unsqueeze(-1), -1).flatten(1)
 
     def parts(self, expert_ids_TK: Tensor) -> Tensor:
-        """Return the choices with each part of an expert numbered as an expert of its rank, ``(T, K * etp)`` int64.
+        """Return the choices, with each part of an expert numbered as an expert: ``(T, K * etp)`` int64.
 
-        Rank ``r`` holds the parts ``r * local_experts`` and on; -1 stands for a dropped choice.
+        The parts of rank ``r`` are numbered from ``r * local_experts``; -1 for a dropped choice.
         """
         owner = self.owners(expert_ids_TK)
         within = expert_ids_TK.remainder(self.local_experts).repeat_interleave(self.etp, 1)
@@ -70,9 +70,9 @@ class ExpertGroup:
 
 
 class BuildContext(Protocol):
-    """One layer, as a part sees it that builds itself there. Nothing of it changes.
+    """One layer, as ``build`` of its parts sees it. It never changes.
 
-    A recipe and a memory policy are built before there are recipes and regions to ask for.
+    Recipes and memory policies are built first. Their contexts have no recipes and regions yet.
     """
 
     @property
@@ -81,58 +81,58 @@ class BuildContext(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the parts of the layer agreed on: ``facts["row_alignment"]``."""
+        """The facts that the parts of the layer agreed on: ``facts["row_alignment"]``."""
 
     @property
     def layout(self) -> Layout:
-        """This rank's place, and its groups."""
+        """This rank's position and process groups."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors live."""
+        """The device of tensors."""
 
     @property
     def local_experts(self) -> range:
         """The numbers of the experts that this rank holds."""
 
     def expert_shard(self, dim: int) -> Shard | None:
-        """Return which part of each expert this rank holds if it is split along ``dim``; None: all of it."""
+        """Return the part of each expert that this rank holds if experts are split along ``dim``; None: all of it."""
 
     def expert_group(self) -> ExpertGroup:
         """Return the ranks that split the experts."""
 
     def keeps_high_precision(self, module: str) -> bool:
-        """Whether the recipe keeps a module of this layer in high precision (``moe.experts``)."""
+        """Return whether the recipe keeps a module of this layer in high precision (``moe.experts``)."""
 
     def recipe(self, module: str) -> Precision:
-        """Return what a module of this layer (``moe.experts``) computes in: the recipe or its fallback."""
+        """Return the recipe of a module of this layer (``moe.experts``): the chosen recipe or its fallback."""
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
-        """Return ``module``, a unit of weights of GEMMs: where the layout shards them, a call gathers them.
+        """Return ``module``, a unit of GEMM weights. Where the layout shards them, each call gathers them.
 
-        They come in the recipe's ``weight_dtype``: a copy in another dtype would stay until backward. Or as its
-        ``weight_codec`` says; raises PlanError where the codec cannot tell the shards of a weight.
+        They are gathered in the recipe's ``weight_dtype``, since a later cast would leave a copy until backward, or
+        with its ``weight_codec``. Raises PlanError if the codec cannot encode the shards of a weight.
         """
 
     def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` under the memory policy of the region ``name``, bound once and for all."""
+        """Return ``function`` under the memory policy of the region ``name``. Call this once, in ``build``."""
 
     def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``finish`` under the policy of the region ``name``: see :meth:`MemoryPolicy.wrap_movement`."""
 
     def layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a whole layer, which holds its other regions, under the policy of ``layer``."""
+        """Return the forward of a whole layer, which contains its other regions, under the policy of ``layer``."""
 
     def shared(self, key: Any, factory: Callable[[], T]) -> T:
-        """Return what exists once a process under ``key``; it is closed with the model."""
+        """Return the object of this process under ``key``, made at first use by ``factory``. Closed with the model."""
 
 
 class ModelContext(Protocol):
-    """What a model gets to build itself: a :class:`BuildContext` for each layer, and the MoE layers."""
+    """Context in which a model builds: a :class:`BuildContext` for each layer, and the MoE layers."""
 
     @property
     def layout(self) -> Layout:
-        """This rank's place, and its groups."""
+        """This rank's position and process groups."""
 
     @property
     def precision(self) -> Precision:
@@ -140,10 +140,10 @@ class ModelContext(Protocol):
 
     @property
     def fallback(self) -> Precision:
-        """What the head and the modules that the recipe keeps in high precision compute in."""
+        """The recipe of the head, and of modules that ``precision`` keeps in high precision."""
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
-        """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shards them."""
+        """Return ``module``. Where the layout shards its parameters, each call gathers them in ``dtype``."""
 
     def at(self, layer: int) -> BuildContext:
         """Return the context of one layer, dense or MoE."""

@@ -1,4 +1,4 @@
-"""The abstract runtime parts: what a plugin's ``build`` returns. They touch tensors; declarations do not.
+"""Abstract runtime parts, which a plugin's ``build`` returns. They compute with tensors; declarations do not.
 
 Shapes follow the legend of :mod:`moefw.core.stages`.
 """
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class Stateful:
-    """A module that may keep tensors from step to step; only ``update`` changes what is saved of them."""
+    """Module that may keep tensors between steps. Only ``update`` changes the state that checkpoints save."""
 
     def state_spec(self) -> Sequence[State]:
-        """Return the declared state; everything else about a part is constant."""
+        """Return the declared state. Everything else in the part is constant."""
         return ()
 
     def update(self, reduced: Mapping[str, Tensor]) -> None:
-        """Advance the state once a step, from what the part reports, reduced over the global batch."""
+        """Advance the state once per step, from the part's statistics, reduced over the global batch."""
 
 
 class Router(Stateful, ABC):
-    """Chooses K experts for each token. A module; forward reads state and never writes it.
+    """Module that chooses K experts for each token. Its forward reads state and never writes it.
 
-    ``update`` gets ``Routing.stats``, summed over micro-batches and dp*cp*tp.
+    ``update`` gets ``Routing.stats``, summed over micro-batches and over the ranks of dp, cp and tp.
     """
 
     @abstractmethod
@@ -43,35 +43,35 @@ class Router(Stateful, ABC):
 
 
 class Meter(Stateful, ABC):
-    """What a recipe remembers of one GEMM. A module, inside the one that owns the GEMM.
+    """State of a recipe for one GEMM. A module, inside the module that owns the GEMM.
 
-    Every tensor of its state begins with an axis of the GEMM's groups: experts, or a single one. ``update`` gets
-    ``largest``, the largest over all ranks with a copy or a part of the GEMM's weights.
+    The first axis of each state tensor is the GEMM's groups: one per expert, or a single one. ``update`` gets
+    ``largest``, the maximum over all ranks that hold a copy or a part of the GEMM's weights.
     """
 
     gemm: str
-    """As the GEMM is named in ``Precision.at``."""
+    """Name of the GEMM, as given to ``Precision.at``."""
     largest: Tensor
-    """State that is not saved: the largest values of a step, which quantizing may raise in training; 0 at its start."""
+    """Unsaved state: the largest values of a step. 0 at its start; quantizing may raise it in training."""
 
     @abstractmethod
     def state_spec(self) -> Sequence[State]:
-        """Return the declared state, ``largest`` among it."""
+        """Return the declared state, including ``largest``."""
 
     @abstractmethod
     def update(self, reduced: Mapping[str, Tensor]) -> None:
-        """Advance the state once a step."""
+        """Advance the state once per step."""
 
 
 class Dispatcher(ABC):
-    """Moves rows to the ranks of their experts and back. Keeps nothing between calls.
+    """Moves rows to the ranks of their experts and back. Keeps no state between calls.
 
-    Each movement is a start and a finish, two autograd nodes: the backward of finish starts the dual movement,
-    the backward of start waits for it. Work placed between them overlaps with it, both ways.
+    Each movement is two autograd nodes, start and finish. The backward of finish starts the dual movement, and the
+    backward of start waits for it. Work placed between the two overlaps with the movement in forward and backward.
     """
 
     key_columns: int = 8
-    """So many columns of bf16, a multiple of 4, have the rows in which keys are redispatched, bit for bit."""
+    """Width, in bf16 columns, of rows that carry random keys bit for bit. A multiple of 4."""
 
     @abstractmethod
     def plan(
@@ -79,53 +79,53 @@ class Dispatcher(ABC):
     ) -> DispatchPlan:
         """Return the metadata of a movement.
 
-        ``counts[rank][expert]`` given, the exchange of counts is saved. ``dropless``: no budget of rows holds.
+        With ``counts[rank][expert]``, no counts are exchanged. With ``dropless``, no row budget applies.
         """
 
     @abstractmethod
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
-        """Send each token to the ranks of its experts."""
+        """Start sending each token to the ranks of its experts."""
 
     @abstractmethod
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
-        """Wait, and return this rank's rows grouped by expert, and what the way back needs."""
+        """Wait, and return this rank's rows grouped by expert, and the handle for combine and redispatch."""
 
     @abstractmethod
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
-        """Send rows back to the ranks of their tokens."""
+        """Start sending rows back to the ranks of their tokens."""
 
     @abstractmethod
     def finish_combine(self, pending: Pending) -> Tensor:
-        """Wait, and return ``out_TD``: the plain sum of each token's rows (zero where a token has none)."""
+        """Wait, and return ``out_TD``: the unweighted sum of each token's rows, zero for a token without rows."""
 
     @abstractmethod
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Repeat the dispatch of ``handle`` with other values, without exchanging metadata."""
+        """Start repeating the dispatch of ``handle`` with other values. No metadata is exchanged."""
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> tuple[ExpertBatch, DispatchHandle]:
-        """Start and finish in one go."""
+        """Start and finish a dispatch."""
         return self.finish_dispatch(self.start_dispatch(x_TD, weights_TK, plan))
 
     def redispatch(
         self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[ExpertBatch, DispatchHandle]:
-        """Start and finish in one go."""
+        """Start and finish a repeated dispatch."""
         return self.finish_dispatch(self.start_redispatch(x_TD, weights_TK, handle))
 
     def combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Tensor:
-        """Start and finish in one go."""
+        """Start and finish a combine."""
         return self.finish_combine(self.start_combine(rows_RD, handle))
 
     @abstractmethod
     def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Return the bytes that this rank sends in the movement of ``handle``, rows of ``row_bytes`` each."""
+        """Return the bytes that this rank sends in the movements of ``handle``, for rows of ``row_bytes`` bytes."""
 
     def close(self) -> None:
-        """Free what the dispatcher holds; may be called twice."""
+        """Free the dispatcher's resources. May be called twice."""
 
 
 class Named(ABC):
-    """A module that names its own parameters, because they are stacked or parts of larger ones."""
+    """Module that names its own parameters, because they are stacked, or parts of larger ones."""
 
     @abstractmethod
     def canonical(self) -> Iterator[Canonical]:
@@ -133,38 +133,38 @@ class Named(ABC):
 
 
 class ExpertGemm(Named):
-    """The experts of one layer on this rank. A module that owns their parameters."""
+    """Module that owns the parameters of one layer's experts on this rank."""
 
     @abstractmethod
     def __call__(self, batch: ExpertBatch) -> Tensor:
-        """Return ``rows_RD``: ``w * W2 (silu(W1 x) * (W3 x))`` per row, w its routing weight; padding gives zero."""
+        """Return ``rows_RD``: ``w * W2 (silu(W1 x) * (W3 x))`` per row, w its routing weight. Padding rows are zero."""
 
     @abstractmethod
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``{e}.gate_proj.weight``, ``{e}.up_proj.weight`` (F, D) and ``{e}.down_proj.weight`` (D, F).
 
-        ``e`` is the expert's number in the whole layer.
+        ``e`` is the expert's number among all experts of the layer.
         """
 
 
 class Codec(Protocol):
-    """How rows of some width travel: in fewer bytes than they have. What was packed once packs to the same values."""
+    """Packs rows of one width into fewer bytes for the wire. Packing unpacked rows again keeps their values."""
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a packed row, an even number."""
+        """Bytes of a packed row, an even number."""
 
     def pack(self, rows_ND: Tensor) -> Tensor:
-        """Return ``(N, row_bytes / 2)`` bf16, which hold bytes and no numbers."""
+        """Return the packed rows ``(N, row_bytes / 2)``: raw bytes in a bf16 tensor."""
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows ``(N, D)``."""
+        """Return the rows ``(N, D)`` in ``dtype``."""
 
 
 class WeightCodec(ABC):
-    """What ranks that shard the fp32 master of a weight gather instead of its values: codes and scales.
+    """Encodes shards of a weight's fp32 master as codes and scales, which ranks gather instead of its values.
 
-    Those of whole blocks of ``rows`` do not depend on what else there is of the weight.
+    The codes and scales of a whole block of ``rows`` rows do not depend on the rest of the weight.
     """
 
     rows: int
@@ -175,102 +175,102 @@ class WeightCodec(ABC):
 
     @abstractmethod
     def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes ``(..., r, C)`` and scales ``(..., r / rows, ...)`` of a shard ``(..., r, C)``, contiguous."""
+        """Return contiguous codes ``(..., r, C)`` and scales ``(..., r / rows, ...)`` of a shard ``(..., r, C)``."""
 
 
 class Precision(ABC):
-    """In which format a GEMM ``y = x W^T`` gets its operands.
+    """Precision recipe: the formats of the operands of a GEMM ``y = x W^T``.
 
-    Its three products sum over different axes: fprop over the inputs (the last axis of x and of W), dgrad over the
-    outputs (the last axis of grad y, the first but one of W), wgrad over the rows (the first but one of both).
+    Its three products sum over different axes. fprop: inputs (the last axis of x and of W). dgrad: outputs (the last
+    axis of grad y, the second-to-last of W). wgrad: rows (the second-to-last axis of grad y and of x).
     """
 
     residual_dtype: ClassVar[Any]
-    """The dtype of the residual stream, and of what flows between modules."""
+    """Dtype of the residual stream, and of activations between modules."""
     weight_dtype: ClassVar[Any] = None
-    """The dtype in which weights may be gathered where they are sharded; None: as they are stored."""
+    """Dtype in which sharded weights are gathered. None: the dtype in which they are stored."""
     by_pass: ClassVar[bool] = False
-    """Whether backward needs operands of its own. If not, operands are tensors, and autograd takes those of forward."""
+    """Whether backward needs its own operands. If not, operands are tensors, and autograd reuses those of forward."""
     draws: bool = False
-    """Whether gradients are rounded at random where ``RowGroups.keys_R`` are given."""
+    """Whether gradients are rounded stochastically where ``RowGroups.keys_R`` is given."""
     shares_inputs: bool = False
-    """Whether recipes that ``at`` gives out make the same of an input, and of what is kept of it."""
+    """Whether all recipes from ``at`` make the same operand and the same saved operand of an input."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
-        """Return the recipe for a module or a GEMM inside: what it draws or remembers there is its own.
+        """Return the recipe for a module, or for a GEMM inside it, with random draws and state of its own.
 
-        ``groups``: of a GEMM, how many groups of rows, or stacked weights, it has on this rank. An owner that assigns
-        the result to itself also owns its state.
+        ``groups``: the number of row groups, or of stacked weights, of a GEMM on this rank; None for a module. A module
+        that assigns the result to an attribute also owns its state.
         """
         return self
 
     @abstractmethod
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
-        """Return the operand that takes the part of ``x`` in a GEMM.
+        """Return the operand that replaces ``x`` in a GEMM.
 
-        It is a tensor, or has ``mT``, ``@`` and ``grouped_mm(other, ends_e)``, which multiply as torch's do.
+        It is a tensor, or an object with ``mT``, ``@`` and ``grouped_mm(other, ends_e)``, which multiply as torch's do.
 
-        Where it is a tensor, gradients flow straight through to ``x``. Leading axes, of stacked weights, are apart;
-        ``rows`` tells about those of an input or a gradient. With ``by_pass``, the operands of wgrad count as a pair:
-        both may have their rows turned by one orthogonal matrix, after zero rows are added to both.
+        Gradients of a tensor operand pass straight through to ``x``. Stacked weights (leading axes) are quantized
+        independently. ``rows`` describes the rows of an input or a gradient. With ``by_pass``, wgrad takes its operands
+        as a pair: the recipe may append zero rows to both, then mix the rows of both with one orthogonal matrix.
         """
 
     def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: RowGroups | None = None) -> Any | None:
-        """Return the input in fprop of ``weights_R * silu(gate) * up`` (R, F), made in the same pass as its values.
+        """Return the fprop operand of the input ``weights_R * silu(gate) * up`` (R, F), quantized as it is computed.
 
-        ``h_RH`` is gate, then up. The operand is that of ``quantize``, bit for bit, but not differentiable; None: the
-        recipe does not fuse the two, and the caller does one after the other.
+        ``h_RH`` is gate, then up. The operand equals that of ``quantize`` bit for bit, but is not differentiable. None:
+        the recipe does not fuse the two steps, and the caller runs them in order.
         """
         return None
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
-        """Return what to save of ``x`` for its operand in a pass of backward; ``used`` is the one of forward."""
+        """Return the saved operand of ``x`` for ``during``, a pass of backward. ``used`` is its operand of fprop."""
         return SavedOperand((used,), lambda saved: saved[0])
 
     def weight_codec(self) -> WeightCodec | None:
-        """Return as what weights are gathered where they are sharded; None: in ``weight_dtype``.
+        """Return the codec with which sharded weights are gathered. None: they are gathered in ``weight_dtype``.
 
-        ``quantize`` and ``keep`` then get a :class:`moefw.runtime.parallel.primary_weights.GatheredWeight`.
+        With a codec, ``quantize`` and ``keep`` get :class:`moefw.runtime.parallel.primary_weights.GatheredWeight`.
         """
         return None
 
     def codec(self, dim: int) -> Codec | None:
-        """Return what packs rows of ``dim`` values on their way to experts; None: they travel as they are.
+        """Return the codec that packs rows of ``dim`` values on their way to experts. None: they travel unpacked.
 
-        Needed where the plugin offers a ``wire`` beside that of the residual stream.
+        Required if the plugin offers a ``wire`` other than that of the residual stream.
         """
         return None
 
     def keep_activation(self, x: Tensor, rows: RowGroups | None = None) -> SavedOperand:
-        """Return what to save of the rows ``x``, which backward reads as they are."""
+        """Return the saved form of rows ``x`` whose values backward reads, rather than an operand made of them."""
         return SavedOperand((x,), lambda saved: saved[0])
 
 
 class MemoryPolicy(ABC):
-    """What happens to what a region saves for backward.
+    """Treats the tensors that regions save for backward.
 
-    Hooks on saved tensors do not stack: those of a policy ask :func:`moefw.runtime.memory.dropped.stand_in` first.
+    Saved-tensor hooks do not stack: a policy's hooks must call :func:`moefw.runtime.memory.dropped.stand_in` first.
     """
 
     drops_outputs: ClassVar[bool] = False
-    """Whether others need not save what a region returns: the policy computes it again."""
+    """Whether the policy recomputes the outputs of a region, so that nothing else needs to save them."""
 
     @abstractmethod
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with its saved tensors treated; values and gradients are the same bits."""
+        """Return ``function`` with its saved tensors under the policy. Values and gradients stay bitwise equal."""
 
     def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``finish``, the second half of a movement, which cannot be run twice.
+        """Return ``finish``, the second half of a movement, under the policy. It cannot run twice.
 
-        ``finish(pending, *args)`` returns what was brought, and a handle; ``again(handle, *args)`` brings the same.
-        Raises PlanError where the policy cannot treat one.
+        ``finish(pending, *args)`` returns the received batch and a handle. ``again(handle, *args)`` repeats the
+        movement and returns the batch. Raises PlanError if the policy does not support movements.
         """
         what = f"region {region!r} is a movement of rows, which {type(self).__name__} cannot treat."
         raise PlanError(what, "Name other regions, or a policy that knows how to repeat a movement.")
 
 
 class LayoutPlan(ABC):
-    """Ranks arranged into meshes: pure arithmetic, no process group."""
+    """Arrangement of ranks in meshes: pure arithmetic, no process groups."""
 
     world: int
 
@@ -287,39 +287,39 @@ class LayoutPlan(ABC):
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only on ``axes``, which are axes of one mesh, in ascending order.
 
-        Within a group over ep and etp, the ranks of one position on ep are neighbours: dispatchers count on it.
+        In a group over ep and etp, ranks with the same position on ep are adjacent. Dispatchers rely on this.
         """
 
     @abstractmethod
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks with this rank's parameters, attention's or the experts', in rows of equal length.
+        """Return the ranks that hold the same parameters of mesh ``side`` as ``rank``, in rows of equal length.
 
-        The ranks of a row shard each parameter (FSDP); rows of one hold all of it. Ranks ascend along a row, and
-        from row to row in one place.
+        The ranks of a row shard each parameter (FSDP); a row of one rank holds all of it. Ranks ascend along each row
+        and along each column.
         """
 
 
 class Layout(ABC):
-    """An opened plan: this rank's place and its process groups."""
+    """An opened layout plan: this rank's position and its process groups."""
 
     plan: LayoutPlan
     rank: int
     device: str
     ranks_per_node: int
-    """How many consecutive ranks a fast link joins: a machine, or a larger NVLink domain."""
+    """Number of consecutive ranks joined by a fast link: those of a machine, or of a larger NVLink domain."""
 
     @abstractmethod
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Return the process group of ``ranks``, of which this is one, or None where it is this rank alone.
+        """Return the process group of ``ranks``, which include this rank; None if it is this rank alone.
 
-        Collective over ``ranks``; the same ranks get the same group.
+        Collective over ``ranks``. Equal ``ranks`` get the same group.
         """
 
     @abstractmethod
     def host_group(self) -> ProcessGroup | None:
-        """Return a group of all ranks in which hosts wait for each other's files, for hours if need be.
+        """Return a group of all ranks for host tensors, with a timeout that allows hours of waiting for files.
 
-        None in a world of one. Collective at its first call.
+        None in a world of one rank. The first call is collective.
         """
 
     def group(self, *axes: str) -> ProcessGroup | None:
@@ -327,7 +327,7 @@ class Layout(ABC):
         return self.open(self.plan.group(self.rank, axes))
 
     def size(self, *axes: str) -> int:
-        """Return how many ranks ``group(*axes)`` has."""
+        """Return the number of ranks in ``group(*axes)``."""
         return len(self.plan.group(self.rank, axes))
 
     def index(self, *axes: str) -> int:

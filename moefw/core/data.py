@@ -1,4 +1,4 @@
-"""What a plugin of prepared data returns: streams of token ids, and the tokenizer that made them."""
+"""Prepared data, which data-source plugins return: streams of token ids, and the tokenizer that made them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TokenStream(ABC):
-    """One long sequence of token ids with document ends in it. ``name`` is what an error calls it: its file."""
+    """One long sequence of token ids, with document ends. ``name`` identifies it in errors: its file."""
 
     name: str = ""
 
@@ -28,9 +28,9 @@ class TokenStream(ABC):
 class DataSource(ABC):
     """Prepared data: tokens to train on, tokens held out, and the tokenizer between text and ids.
 
-    ``fingerprint`` is equal where equal ids stand for equal text; a checkpoint goes with it. ``digest`` is equal where
-    both streams hold the same ids at the same positions, and stand for the same text: what ranks agree on. Of either,
-    empty: nobody knows.
+    Sources with one ``fingerprint`` map equal ids to equal text; a checkpoint belongs to a fingerprint. Sources with
+    one ``digest`` have the same ids at the same positions in both streams, and the same text; ranks must agree on it.
+    Either is empty if unknown.
     """
 
     train: TokenStream
@@ -42,7 +42,7 @@ class DataSource(ABC):
 
     @property
     def num_heldout_bytes(self) -> int:
-        """How many bytes of text are held out; a source that knows without reading them says so here."""
+        """Number of bytes of held-out text. Override this if the number is known without reading the text."""
         return len(self.heldout_bytes)
 
     @abstractmethod
@@ -51,7 +51,7 @@ class DataSource(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; bytes that are no text become the replacement character."""
+        """Return the text of token ids. Bytes that are not text become the replacement character."""
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write what reads and writes these ids, where it is a file, for those who have the model but not the data."""
+        """Write the tokenizer, if it is a file, to ``folder``, for use of the model without the data."""

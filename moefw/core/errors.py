@@ -1,4 +1,4 @@
-"""One exception tree. Every error carries problems: where, what and why, what to do."""
+"""Exceptions. Every error carries problems, each with a place, a reason and a fix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from attrs import frozen
 
 @frozen
 class Problem:
-    """One thing that is wrong, said so that the user can mend it.
+    """One problem, worded so that the user can fix it.
 
-    ``where`` is ``file:line:column key.path`` when the problem has a place, else empty; ``what``
-    names the value and the reason; ``fix`` says what to do and may be empty.
+    ``where`` is ``file:line:column key.path``, or empty if the problem has no place. ``what`` names the value and the
+    reason. ``fix`` says what to do and may be empty.
     """
 
     what: str
@@ -28,8 +28,8 @@ class Problem:
 class MoefwError(Exception):
     """Base of all errors that moefw raises on purpose.
 
-    ``exit_code`` is what the command line returns: 2 where the user's input is wrong, 1 where a run failed, 75 where a
-    signal stopped it and ``--resume`` continues it.
+    ``exit_code`` is that of the command line: 2 for wrong input, 1 for a failed run, 75 for a run that a signal stopped
+    and ``--resume`` continues.
     """
 
     exit_code = 2
@@ -60,7 +60,7 @@ class DataError(MoefwError):
 
 
 class DamagedDataError(DataError):
-    """Prepared data is damaged; the rank that reads it finds that, maybe alone, in the middle of a run."""
+    """Prepared data is damaged. A rank may find this alone, in the middle of a run."""
 
     exit_code = 1
 
@@ -82,12 +82,12 @@ class RunError(MoefwError):
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that ``name`` is a likely slip of, or None."""
+    """Return the known name of which ``name`` is a likely misspelling, or None."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``Did you mean 'x'?``, or the known names when nothing is near, for the end of an error."""
+    """Return ``Did you mean 'x'?``, or the known names if none is close, for the end of an error."""
     choices = sorted(known)
     close = closest(name, choices)
     if close is not None:

@@ -1,4 +1,4 @@
-"""What a part promises (offers), what it asks for (needs), and the facts that both are about."""
+"""Facts, and the offers and needs with which parts agree on them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ ANY: Final = "any"
 """An offer that meets every need for a fact, for example every row alignment."""
 
 NONE: Final = "none"
-"""Where a number is offered: that there is none."""
+"""Offered in place of a number: there is none."""
 
 Offers = Mapping[str, Any]
 Rule = Literal["multiple", "one of", "some", "some at least", "some dividing", "given", "all"]
-"""How a fact settles: see :mod:`moefw.compose.fitting`."""
+"""How offers and needs settle a fact: see :mod:`moefw.compose.fitting`."""
 
 
 @frozen
 class Fact:
-    """A word that parts agree on.
+    """A property that parts agree on.
 
-    ``asks`` is how an error says a need, ``rule`` how offers meet needs. ``offered_by`` names the sections of a spec
-    that may offer the fact, the machine apart. An offer that is ``itemised`` lists items, each about its first word.
-    ``silence`` is what a part of these sections says that says nothing; None: it has no say.
+    ``asks`` is the wording of a need in an error, ``rule`` how offers meet needs. ``offered_by`` names the sections of
+    a spec that may offer the fact; the machine needs no entry. With ``itemised``, an offer lists items, each identified
+    by its first element. ``silence`` is the offer of a part in these sections that states none; None: no offer.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Fact:
 
 @frozen
 class Need:
-    """What a part asks of the others: a fact, the value that is needed, and the reason that an error prints.
+    """A need of one part for the others: a fact, the needed value, and the reason that an error prints.
 
-    ``option`` is the key of the asking part that the user may change, for the error's place.
+    ``option`` is the option of the asking part that the user may change. The error points to it.
     """
 
     fact: str
@@ -55,14 +55,14 @@ class Need:
 
 
 def offers(**facts: Any) -> Offers:
-    """Return a checked set of promises. Raises PluginError for an unknown fact."""
+    """Return checked offers. Raises PluginError for an unknown fact, or a string where a tuple is due."""
     for name, value in facts.items():
         _look_at(name, value)
     return facts
 
 
 def need(fact: str, value: Any, *, reason: str, fix: str = "", option: str = "") -> Need:
-    """Return a need. Raises PluginError for an unknown fact."""
+    """Return a need. Raises PluginError for an unknown fact, or a string where a tuple is due."""
     return Need(fact, value, reason, fix, option)
 
 
@@ -73,31 +73,31 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("row_alignment", "rows aligned to {}", "multiple", ("dispatch",)),
         # ragged: groups end to end; padded: groups of equal size; static: size known beforehand
         Fact("rows", "{} rows", "one of", ("dispatch",)),
-        # static rows as a multiple of a balanced rank's: a step that overflows them is run again without the budget
+        # static number of rows, as a multiple of a balanced rank's; a step that overflows runs again without a budget
         Fact("budget", "a budget of rows that a second run lifts", "given", ("dispatch",), silence=(NONE,)),
-        # the format in which a GEMM gets its operands, and in which rows travel
+        # the formats of GEMM operands, and of rows on the wire
         Fact("operand", "{} operands", "one of", ("precision",)),
         Fact("wire", "{} rows on the wire", "one of", ("precision",)),
         # where the numbers of rows per expert are known: host, device
         Fact("counts", "counts on the {}", "one of", ("dispatch",)),
-        # axes of the layout: that exist, and (axis, size) whose size divides a number
+        # axes of the layout, and pairs (axis, size) whose size divides a number
         Fact("axis", "axis {}", "some", ("parallel",), itemised=True),
         Fact("axis_divides", "a size of axis {} that divides {}", "some dividing", ("parallel",), itemised=True),
         # axes along which a model can be split
         Fact("split", "a model that is split along {}", "some", ("model",), itemised=True),
-        # how many different token ids a model takes
+        # number of different token ids that a model accepts
         Fact("token_ids", "{} token ids", "some at least", ("model",), silence=ANY),
-        # the set of tokens that routing looks at: token, sequence, micro_batch, global_batch
+        # the set of tokens that a routing decision depends on: token, sequence, micro_batch, global_batch
         Fact("partition", "routing that looks at one {}", "one of", ("routing",)),
         # (region, mechanism) pairs that memory policies may use
         Fact("region", "region {} to allow {}", "some", ("model", "gemm", "optimizer"), itemised=True),
-        # products go through moefw.linear, or quantize for each pass of backward themselves
+        # GEMMs go through moefw.linear, or quantize for each pass of backward themselves
         Fact("by_pass", "operands quantized for each pass", "all", ("model", "gemm"), silence=False),
-        # what backward reads of activations is saved through Precision.keep_activation
+        # activations that backward reads are saved through Precision.keep_activation
         Fact("activations_kept", "activations that a recipe may save as codes", "all", ("gemm",), silence=False),
-        # a key of its token comes with every row that an expert or a linear layer gets, if the recipe draws
+        # if the recipe draws, each row that an expert or a linear layer gets comes with the key of its token
         Fact("row_keys", "a key with each row", "all", ("model", "dispatch", "gemm"), silence=False),
-        # what the machine has
+        # properties of the machine
         Fact("device", "device {}", "one of"),
         Fact("capability", "compute capability {}", "one of"),
         Fact("package", "package {}", "some", itemised=True),
@@ -110,4 +110,4 @@ def _look_at(name: str, value: Any) -> None:
         raise PluginError(f"{name!r} is not a fact that parts agree on.", nearest(name, FACTS))
     if FACTS[name].rule == "one of" and isinstance(value, str) and value != ANY:
         raise PluginError(f"fact {name} takes a tuple of alternatives, not {value!r}.", f"Write ({value!r},).")
-    str(value)  # one that rests on an option that could not be read fails here, inside the part that says it
+    str(value)  # a value that depends on an unreadable option fails here, inside the part that states it

@@ -1,9 +1,9 @@
-"""Every hook point, on one page.
+"""All hook points.
 
-A plugin is a module that implements some of these with ``@moefw.hookimpl``. Hooks that declare are called
-once a process, when a spec names the plugin; observers are called once a step. A module that only checks and observes
-is named in ``run.observers``. None is called inside ``forward``. No hook is ``firstresult``: every answer counts, and
-two plugins of one name are an error.
+A plugin is a module that implements some of them with ``@moefw.hookimpl``. Declaring hooks are called once per process,
+when a spec names the plugin. Observers are called once per step. A module that only checks and observes is named in
+``run.observers``. No hook is called inside ``forward``. No hook is ``firstresult``: all results count, and two plugins
+with one name are an error.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from moefw.core.site import Site
 
 API_VERSION = "2.0"
-"""The version of this page. A plugin's ``moefw_api = ">=2,<3"`` is held against it before the plugin is used."""
+"""Version of the hook interface. A plugin's ``moefw_api = ">=2,<3"`` is checked against it before use."""
 
 hookspec = pluggy.HookspecMarker("moefw")
 hookimpl = pluggy.HookimplMarker("moefw")
 
 
 class Assembly(Protocol):
-    """Parts that fit: ``spec`` by section, ``parts`` the plugins that it names, ``site`` of the first layer."""
+    """Parts that fit: the spec by section, the plugins that it names, the site of the first layer."""
 
     spec: Any
     parts: Any
@@ -35,68 +35,68 @@ class Assembly(Protocol):
 
 @hookspec
 def moefw_models() -> Sequence[type[plugin.ModelPlugin]]:  # type: ignore[empty-body]
-    """Once a process: transformers around the MoE layers (``model:``)."""
+    """Return the transformers around the MoE layers (``model:``)."""
 
 
 @hookspec
 def moefw_routers() -> Sequence[type[plugin.RouterPlugin]]:  # type: ignore[empty-body]
-    """Once a process: routers (``routing:``)."""
+    """Return the routers (``routing:``)."""
 
 
 @hookspec
 def moefw_dispatchers() -> Sequence[type[plugin.DispatcherPlugin]]:  # type: ignore[empty-body]
-    """Once a process: dispatchers (``dispatch:``)."""
+    """Return the dispatchers (``dispatch:``)."""
 
 
 @hookspec
 def moefw_gemms() -> Sequence[type[plugin.GemmPlugin]]:  # type: ignore[empty-body]
-    """Once a process: expert computations (``gemm:``)."""
+    """Return the expert computations (``gemm:``)."""
 
 
 @hookspec
 def moefw_precisions() -> Sequence[type[plugin.PrecisionPlugin]]:  # type: ignore[empty-body]
-    """Once a process: precision recipes (``precision:``)."""
+    """Return the precision recipes (``precision:``)."""
 
 
 @hookspec
 def moefw_memory_policies() -> Sequence[type[plugin.MemoryPlugin]]:  # type: ignore[empty-body]
-    """Once a process: memory policies (``memory:``, a list)."""
+    """Return the memory policies (``memory:``, a list)."""
 
 
 @hookspec
 def moefw_layouts() -> Sequence[type[plugin.LayoutPlugin]]:  # type: ignore[empty-body]
-    """Once a process: parallel layouts (``parallel:``)."""
+    """Return the parallel layouts (``parallel:``)."""
 
 
 @hookspec
 def moefw_data_sources() -> Sequence[type[plugin.DataSourcePlugin]]:  # type: ignore[empty-body]
-    """Once a process: data sources (``data:``)."""
+    """Return the data sources (``data:``)."""
 
 
 @hookspec
 def moefw_optimizers() -> Sequence[type[plugin.OptimizerPlugin]]:  # type: ignore[empty-body]
-    """Once a process: optimizers (``train.optimizer:``)."""
+    """Return the optimizers (``train.optimizer:``)."""
 
 
 @hookspec
 def moefw_schedules() -> Sequence[type[plugin.SchedulePlugin]]:  # type: ignore[empty-body]
-    """Once a process: learning-rate schedules (``train.schedule:``)."""
+    """Return the learning-rate schedules (``train.schedule:``)."""
 
 
 @hookspec
 def moefw_check(assembly: Assembly) -> Sequence[Problem]:  # type: ignore[empty-body]
-    """Once a resolve: what is wrong with the whole assembly, beyond what needs and offers can say."""
+    """Return problems of the whole assembly that needs and offers cannot express. Called once per resolve."""
 
 
 @hookspec
 def moefw_before_step(step: int) -> None:
-    """On every rank before a training step, counted from 0.
+    """Run on every rank before a training step, counted from 0.
 
-    An observer that raises, or that leaves another default dtype, random state or the like, is named and not called
-    again.
+    An observer that raises, or changes process state such as the default dtype or a random state, is reported and not
+    called again.
     """
 
 
 @hookspec
 def moefw_after_step(step: int, metrics: Mapping[str, float]) -> None:
-    """On every rank after a training step, with a copy of what ``metrics.jsonl`` gets (the same on every rank)."""
+    """Run on every rank after a training step, with a copy of its line in ``metrics.jsonl`` (equal on all ranks)."""

@@ -1,4 +1,4 @@
-"""What a plugin declares. Importing this imports no torch: runtime parts come in ``build``."""
+"""Plugin declarations. Importing this imports no torch: ``build`` constructs the runtime parts."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from moefw.core.data import DataSource
 
 OPTIMIZER: Final = "optimizer"
-"""The region of an optimizer's states."""
+"""Name of the region that holds the optimizer states."""
 
 
 @frozen
 class Plugin:
-    """Base of all declarations: an attrs class whose fields are the options a user may set beside ``use:``."""
+    """Base of all declarations: an attrs class whose fields are the options that a spec may set next to ``use:``."""
 
     name: ClassVar[str]
     hook: ClassVar[str]
 
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:
-        """Return named sets of options that ``preset:`` may choose; options beside it win."""
+        """Return named sets of options for ``preset:``. Options next to ``preset:`` override it."""
         return {}
 
     def offers(self, site: Site) -> Offers:
-        """Return what the part promises at ``site``: a pure function of the options and of the site."""
+        """Return the facts that the part offers at ``site``. A pure function of the options and the site."""
         return offers()
 
     def needs(self, site: Site) -> Sequence[Need]:
-        """Return what the part asks of the other parts at ``site``."""
+        """Return the facts that the part needs from other parts at ``site``."""
         return ()
 
     def check(self, site: Site) -> Sequence[Problem]:
-        """Return what is wrong with the options at ``site``, the first layer; ``Problem.where`` is an option's name."""
+        """Return the problems of the options at ``site``, the first layer. ``Problem.where`` is an option's name."""
         return ()
 
 
@@ -85,7 +85,7 @@ class GemmPlugin(Plugin):
     hook: ClassVar[str] = "moefw_gemms"
 
     def build(self, context: BuildContext) -> ExpertGemm:
-        """Return the experts of one layer on this rank, parameters included."""
+        """Return the experts of one layer on this rank, with their parameters."""
         raise NotImplementedError
 
 
@@ -100,36 +100,36 @@ class PrecisionPlugin(Plugin):
         raise NotImplementedError
 
     def fallback(self, context: BuildContext) -> Precision:
-        """Return what the head and the modules in high precision compute in."""
+        """Return the recipe of the head and of the modules that are kept in high precision."""
         return self.build(context)
 
     def keeps_high_precision(self, module: str) -> bool:
-        """Whether a module stays in high precision: ``layers.3.moe.experts``, or ``layers.-1.moe.experts`` of the last.
+        """Return whether a module, such as ``layers.3.moe.experts``, stays in high precision.
 
-        A module is kept so if one of its two names is.
+        It is also asked for with its layer counted from the end (``layers.-1.moe.experts``). One name suffices.
         """
         return False
 
 
 @frozen
 class MemoryPlugin(Plugin):
-    """Declares what happens to the activations of named regions between forward and backward."""
+    """Declares a policy for the activations that named regions save between forward and backward."""
 
     hook: ClassVar[str] = "moefw_memory_policies"
     mechanism: ClassVar[str]
     joins: ClassVar[bool] = False
-    """Whether policies of other mechanisms may treat the same regions beside it."""
+    """Whether policies with other mechanisms may treat the same regions, too."""
 
     runs_again: ClassVar[bool] = False
-    """Whether backward runs the regions again: what they save and return is dropped, and their inputs are kept."""
+    """Whether backward recomputes the regions: their saved tensors and outputs are dropped, their inputs are kept."""
 
     passive: ClassVar[bool] = False
-    """Whether the policy does nothing, so that the one of a region around it treats the region."""
+    """Whether the policy does nothing, so that the policy of an enclosing region applies."""
 
     regions: tuple[str, ...]
 
     def needs(self, site: Site) -> Sequence[Need]:
-        """Ask for each named region with this policy's mechanism."""
+        """Return the need for each named region to allow this policy's mechanism."""
         reason = "a policy can only treat a region that is there and allows it"
         return [Need("region", (region, self.mechanism), reason, option="regions") for region in self.regions]
 
@@ -140,9 +140,10 @@ class MemoryPlugin(Plugin):
 
 @frozen
 class OptimizerMemoryPlugin(MemoryPlugin):
-    """Declares what happens to the states of the optimizer between steps: its region is ``optimizer``, always.
+    """Declares a policy for the optimizer states between steps. Its region is always ``optimizer``.
 
-    ``build`` returns a :class:`moefw.OptimizerPolicy`, maybe more than once: what is costly is ``context.shared``.
+    ``build`` returns a :class:`moefw.OptimizerPolicy`. It may run more than once: make costly objects with
+    ``context.shared``.
     """
 
     joins: ClassVar[bool] = True
@@ -150,7 +151,7 @@ class OptimizerMemoryPlugin(MemoryPlugin):
     regions: tuple[str, ...] = field(default=(OPTIMIZER,), init=False)
 
     def needs(self, site: Site) -> Sequence[Need]:
-        """Ask the optimizer to allow the mechanism for its states."""
+        """Return the need for the optimizer to allow the mechanism for its states."""
         reason = "the states belong to the optimizer, which says how they may be treated"
         fix = "Use an optimizer that offers it, or take the policy out."
         return [Need("region", (OPTIMIZER, self.mechanism), reason, fix=fix)]
@@ -163,14 +164,14 @@ class LayoutPlugin(Plugin):
     hook: ClassVar[str] = "moefw_layouts"
 
     ranks_per_node: int | None = field(default=None, validator=optional(ge(1)), kw_only=True)
-    """So many neighbouring ranks share a fast link; null: those of one machine, as the launcher says."""
+    """Number of neighbouring ranks that share a fast link. null: those of one machine, as the launcher sets it."""
 
     def plan(self, world: int | None) -> LayoutPlan:
-        """Arrange ``world`` ranks, or the smallest world that fits. Pure; raises PlanError if none fits."""
+        """Return a plan for ``world`` ranks, or the smallest world that fits. Pure; raises PlanError if none fits."""
         raise NotImplementedError
 
     def build(self, plan: LayoutPlan, device: str) -> Layout | None:
-        """Return ``plan`` on this rank of an initialised world; None: its groups are opened as they are asked for."""
+        """Return ``plan``, opened on this rank of an initialised world. None: moefw opens each group at first use."""
         return None
 
 
@@ -185,26 +186,26 @@ class ModelPlugin(Plugin):
         raise NotImplementedError
 
     def moe_layers(self) -> Sequence[int]:
-        """Return the numbers of the layers that are MoE layers; may be empty."""
+        """Return the numbers of the MoE layers. May be empty."""
         raise NotImplementedError
 
     def build(self, context: ModelContext) -> Any:
-        """Return the model, a ``torch.nn.Module``; ``context.moe_layer(i)`` gives layer i's MoE layer."""
+        """Return the model, a ``torch.nn.Module``. ``context.moe_layer(i)`` returns the MoE layer of layer ``i``."""
         raise NotImplementedError
 
 
 @frozen
 class DataSourcePlugin(Plugin):
-    """Declares where text and tokens come from."""
+    """Declares a source of text and tokens."""
 
     hook: ClassVar[str] = "moefw_data_sources"
 
     def prepare(self, cache_dir: Path) -> DataSource:
-        """Tokenize once into files of which a run reads what it needs; reuse them the next time. Raises DataError."""
+        """Tokenize once into files, and reuse them in later runs. A run reads only what it needs. Raises DataError."""
         raise NotImplementedError
 
     def anchored(self) -> DataSourcePlugin:
-        """Return the same source for whoever stands in another folder: paths in it are absolute."""
+        """Return the same source with absolute paths, so that it works from any folder."""
         return self
 
 
@@ -212,17 +213,17 @@ class DataSourcePlugin(Plugin):
 class OptimizerPlugin(Plugin):
     """Declares an optimizer.
 
-    One whose states memory policies may treat offers pairs ``("optimizer", mechanism)`` as ``region``, in the order in
-    which they apply, from the update outwards, and names its states. Its update goes element by element, so that
-    any rows of a parameter may be updated alone, as plain tensors, on any device.
+    An optimizer whose states memory policies may treat names its states, and offers pairs ``("optimizer", mechanism)``
+    as ``region``, in the order in which they apply, from the update outwards. Its update is elementwise, so that any
+    rows of a parameter can be updated alone, as plain tensors, on any device.
     """
 
     hook: ClassVar[str] = "moefw_optimizers"
 
     def states(self) -> Sequence[str]:
-        """Return the keys of the states that are shaped like a parameter, fp32, zero at first and updated in place.
+        """Return the keys of the states with a parameter's shape: fp32, initially zero, updated in place.
 
-        Beside them there may be ``step``, a scalar that counts the updates.
+        There may also be ``step``, a scalar that counts the updates.
         """
         return ()
 
@@ -233,12 +234,12 @@ class OptimizerPlugin(Plugin):
 
 @frozen
 class SchedulePlugin(Plugin):
-    """Declares the learning rate over the steps."""
+    """Declares a learning-rate schedule."""
 
     hook: ClassVar[str] = "moefw_schedules"
 
     def factor(self, step: int, steps: int) -> float:
-        """Return what the learning rate is multiplied with in ``step`` (from 0) of ``steps``."""
+        """Return the factor of the learning rate in ``step`` (from 0) of ``steps``."""
         raise NotImplementedError
 
 

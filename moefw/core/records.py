@@ -1,4 +1,4 @@
-"""What parts tell each other of tensors: plain records. Importing this imports no torch.
+"""Plain records with which parts describe tensors to each other. Importing this imports no torch.
 
 Shapes follow the legend of :mod:`moefw.core.stages`.
 """
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 Role = Literal["input", "weight", "grad"]
 Pass = Literal["fprop", "dgrad", "wgrad"]
 Side = Literal["dense", "experts"]
-"""One of the two meshes: that of attention, embedding and loss, or that of the routed experts."""
+"""One of the two meshes: ``dense`` for attention, embedding and loss, ``experts`` for the routed experts."""
 Movement = Literal["plan", "dispatch", "combine", "combine_backward", "dispatch_backward"]
 
 
 @frozen
 class State:
-    """A tensor that a part keeps between steps: an fp32 buffer of that name on the part's module."""
+    """A tensor kept between steps: the fp32 buffer ``name`` of the part's module. ``saved``: held by checkpoints."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,19 +44,19 @@ class Shard:
         return whole.chunk(self.count, self.dim)[self.index]
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a part of a tensor of the shape ``whole``."""
+        """Return the shape of one part of a tensor with the shape ``whole``."""
         return tuple(size // self.count if dim == self.dim else size for dim, size in enumerate(whole))
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor, of which ``shape`` is a part's."""
+        """Return the shape of the whole tensor, given the ``shape`` of one part."""
         return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(shape))
 
 
 @frozen(eq=False)
 class Canonical:
-    """A parameter, or the piece ``parameter[index]`` of one, under a name that no layout changes.
+    """A parameter, or its piece ``parameter[index]``, under a name that is the same in every layout.
 
-    ``shard`` says which part of the named tensor this rank holds; None: all of it.
+    ``shard`` is the part of the named tensor that this rank holds; None: all of it.
     """
 
     name: str
@@ -65,27 +65,27 @@ class Canonical:
     shard: Shard | None = None
 
     def of(self, like: Tensor) -> Tensor:
-        """Return this piece of a tensor shaped like the parameter: itself, its gradient, its moments."""
+        """Return this piece of a tensor with the parameter's shape: the parameter, its gradient or its moments."""
         return like[self.index] if self.index else like
 
 
 @frozen(eq=False)
 class RowGroups:
-    """What a recipe may know of the rows of an input or a gradient, beside their values."""
+    """Data about the rows of an input or a gradient that a recipe may use in addition to their values."""
 
     ends_e: Tensor | None = None
-    """int32 on the device: where each group of rows ends, an expert's. None: one group."""
+    """int32 on the device: the end of each expert's group of rows. None: one group."""
     keys_R: Tensor | None = None
-    """int64: from which the random draws for a row start, whatever rank it is on. None: nothing is drawn."""
+    """int64: the key from which the random draws for a row start, on any rank. None: nothing is drawn."""
     sizes: tuple[int, ...] | None = None
-    """How many rows each group has, where the host knows it: the differences of ``ends_e``."""
+    """Number of rows in each group: the differences of ``ends_e``. None: unknown to the host."""
 
 
 @frozen(eq=False)
 class SavedOperand:
-    """What stands for a tensor between forward and backward: tensors to save, and how to make its operand of them.
+    """Saved form of a tensor between forward and backward: tensors to save, and a function that makes its operand.
 
-    ``operand`` holds on to no tensor itself: what a memory policy drops must be free.
+    ``operand`` holds no reference to a tensor, so that memory policies can free the tensors that they drop.
     """
 
     tensors: tuple[Tensor, ...]
@@ -94,22 +94,22 @@ class SavedOperand:
 
 @frozen
 class Sent:
-    """Bytes from one rank to another: rows, and everything else (counts, expert ids, routing weights)."""
+    """Bytes from one rank to another: rows (payload), and counts, expert ids and routing weights (metadata)."""
 
     payload: int = 0
     metadata: int = 0
 
     def __add__(self, other: Sent) -> Sent:
-        """Add both kinds."""
+        """Return the sums of payload and metadata."""
         return Sent(self.payload + other.payload, self.metadata + other.metadata)
 
 
 @frozen
 class Traffic:
-    """What one rank sends in one layer: for each movement, ``sent[movement][peer]``; nothing to itself.
+    """Bytes that one rank sends in one layer: ``sent[movement][peer]``, zero to itself.
 
-    Peers are positions in the dispatcher's group. A collective counts as what must leave each rank whatever the
-    algorithm: an all-gather sends the rank's own part to each peer, a reduce-scatter each peer's part of its own.
+    Peers are positions in the dispatcher's group. A collective counts the bytes that must leave a rank, independent of
+    the algorithm: an all-gather sends the rank's own part to each peer, a reduce-scatter sends each peer its part.
     """
 
     rank: int

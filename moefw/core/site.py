@@ -1,4 +1,4 @@
-"""Where a part will stand: sizes, layout and machine. What offers and needs are functions of."""
+"""Sites: the sizes, layout and machine that a part's offers and needs depend on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Dims:
 
 @frozen(kw_only=True)
 class Machine:
-    """What this machine has. ``device`` is where tensors will live.
+    """Hardware of this machine. ``device`` is the device type of tensors.
 
-    ``capability``: of its GPUs, the lowest if they differ, such as 9.0; None where there is no GPU, or none tells.
+    ``capability``: the lowest compute capability of its GPUs, such as 9.0. None without a GPU, or if it is unknown.
     """
 
     device: str = "cpu"
@@ -36,7 +36,7 @@ class Machine:
     def has_package(self, name: str) -> bool:
         """Return whether ``name`` is installed (not whether it works: ``moefw doctor`` imports it).
 
-        Of ``package.part``: whether a file ``part.*`` lies somewhere in the folder of ``package``. Nothing is imported.
+        For ``package.part``: whether the folder of ``package`` holds a file ``part.*`` at any depth. Imports nothing.
         """
         package, _, part = name.partition(".")
         try:
@@ -49,9 +49,9 @@ class Machine:
 
 @frozen(kw_only=True)
 class Site:
-    """One place in the model: the layer's sizes and its number, how ranks are arranged, the machine.
+    """One place in the model: the layer's sizes and number, the layout of ranks, the machine.
 
-    ``num_layers`` counts dense layers, too. ``ranks_per_node``: None where only the launcher knows.
+    ``num_layers`` includes dense layers. ``ranks_per_node`` is None if only the launcher knows it.
     """
 
     dims: Dims

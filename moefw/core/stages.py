@@ -1,6 +1,6 @@
-"""The tensors that stages hand to each other.
+"""Tensors that the stages of a layer pass to each other.
 
-Legend, in the suffix of a name; capitals are logical axes, lower case is this rank's share:
+Legend of shapes, the suffix of a name. Upper case is a logical axis, lower case this rank's part of it:
 ``B`` sequences, ``S`` positions, ``T`` local tokens (``B*S``), ``D`` model dim, ``F`` expert hidden dim, ``E`` experts,
 ``e`` local experts, ``K`` top-k, ``R`` rows received.
 """
@@ -23,7 +23,7 @@ T_ = TypeVar("T_")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,))
 def _stage(cls: type[T_]) -> type[T_]:
-    """A frozen dataclass that FSDP2 and ``torch.compile`` can look into."""
+    """Make ``cls`` a frozen dataclass, registered so that FSDP2 and ``torch.compile`` find its tensors."""
     made = dataclass(frozen=True, slots=True, kw_only=True, eq=False)(cls)
     register_dataclass(made)
     return made
@@ -33,38 +33,38 @@ def _stage(cls: type[T_]) -> type[T_]:
 class Batch:
     """A micro-batch.
 
-    ``loss_scale`` is 1 / (valid tokens of the global batch), an fp32 scalar: losses are sums over tokens times it,
-    so gradients are plain sums over micro-batches and ranks.
+    ``loss_scale`` is 1 / (valid tokens of the global batch), an fp32 scalar. Losses are sums over tokens times
+    ``loss_scale``, so gradients are plain sums over micro-batches and ranks.
     """
 
     ids_BS: Tensor
     labels_BS: Tensor
     mask_BS: Tensor | None = None
-    """bool, False where a token is padding: it is not routed and bears no loss. None: all are valid."""
+    """bool, False for padding tokens, which are not routed and have no loss. None: all tokens are valid."""
     loss_scale: Tensor | None = None
     """None outside training: auxiliary losses are not attached."""
     seeds_B: Tensor | None = None
-    """int64: a number that no other sequence of the run has. Random draws for a token depend on it and on the
+    """int64: a seed that is unique to a sequence within the run. Random draws for a token depend on the seed and the
     token's position, never on rank or call order. None outside training: nothing is drawn."""
     keys_T: Tensor | None = None
-    """int64: from which the draws of a recipe that rounds at random start, for each flattened token; made of
-    ``seeds_B`` by a model that computes in such a recipe. None: nothing is drawn."""
+    """int64: for each flattened token, the key from which stochastic rounding draws. A model makes keys of ``seeds_B``
+    if its recipe draws. None: nothing is drawn."""
     routes: Mapping[int, Tensor] | None = None
-    """``expert_ids_TK`` by layer, from an earlier forward of the same tokens: routers replay them."""
+    """``expert_ids_TK`` by layer, from an earlier forward of the same tokens, for routers to replay."""
     dropless: bool = False
-    """The step is run again because rows overflowed a static budget, or a memory policy had no room: budgets do not
-    hold."""
+    """Whether the step runs again because rows overflowed a static budget, or a memory policy had no room. Row budgets
+    do not apply then."""
     part: Shard | None = None
-    """Which part of the flattened tokens this rank has between attention and attention (sequence parallelism): what
-    MoE layers see. None: all of them."""
+    """The part of the flattened tokens that this rank holds between attention modules (sequence parallelism), and that
+    its MoE layers see. None: all tokens."""
 
     def own(self, whole_T: Tensor) -> Tensor:
-        """Return, of values for all flattened tokens, those of this rank's tokens."""
+        """Return the values of this rank's tokens, from those of all flattened tokens."""
         return whole_T if self.part is None else self.part.of(whole_T)
 
     @property
     def rows(self) -> RowGroups | None:
-        """What a recipe may know of the flattened tokens."""
+        """The row groups of the flattened tokens, for a recipe. None: nothing is drawn."""
         return None if self.keys_T is None else RowGroups(keys_R=self.keys_T)
 
     @property
@@ -74,12 +74,12 @@ class Batch:
 
     @property
     def sequence_T(self) -> Tensor:
-        """The number of the sequence, in this micro-batch, of each of this rank's tokens, int64."""
+        """int64: for each of this rank's tokens, the number of its sequence in this micro-batch."""
         sequences, positions = self.ids_BS.shape
         return self.own(torch.arange(sequences, device=self.ids_BS.device).repeat_interleave(positions))
 
     def route(self, layer: int, num_tokens: int, top_k: int) -> Tensor | None:
-        """Return the recorded ``expert_ids_TK`` of a layer; None if there are none. Raises ContractError."""
+        """Return the recorded ``expert_ids_TK`` of a layer, or None. Raises ContractError on a wrong shape or dtype."""
         ids_TK = None if self.routes is None else self.routes.get(layer)
         if ids_TK is None or (ids_TK.shape == (num_tokens, top_k) and ids_TK.dtype == torch.int64):
             return ids_TK
@@ -90,25 +90,25 @@ class Batch:
 
 @_stage
 class Routing:
-    """Where each token goes."""
+    """The experts of each token, with weights, losses and statistics."""
 
     expert_ids_TK: Tensor
     """int64; -1 where a choice is dropped."""
     weights_TK: Tensor
-    """fp32; 0 where a choice is dropped. Auxiliary losses hang on its gradient."""
+    """fp32; 0 where a choice is dropped. Auxiliary losses are attached to its gradient."""
     scores_TE: Tensor | None = None
-    """To look at: gradients reach the router by ``weights_TK``."""
+    """For inspection only: gradients reach the router through ``weights_TK``."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
-    """To be summed over the global batch: at least ``tokens_per_expert`` (E), fp32. Scalars become metrics."""
+    """Summed over the global batch by the engine: at least ``tokens_per_expert`` (E), fp32. Scalars become metrics."""
     aux_losses: Mapping[str, Tensor] = field(default_factory=dict)
-    """Detached, for metrics; sums over tokens, to be divided by the valid tokens of the global batch."""
+    """Detached, for metrics: sums over tokens, which the engine divides by the valid tokens of the global batch."""
     choices_TK: Tensor | None = None
-    """int64: the choices before a capacity dropped some. None: they are ``expert_ids_TK``."""
+    """int64: the choices before a capacity dropped some. None: equal to ``expert_ids_TK``."""
     capacity: int | None = None
-    """Each expert's group is padded to this many rows for this rank, which never sends more. None: no padding."""
+    """Rows that this rank adds to the padded size of each expert's group. It never sends more. None: no padding."""
     counts_host: tuple[int, ...] | None = None
-    """How often each expert (E) is chosen here, where the host knows it and knows that all ranks of the
-    expert group have the same: nothing is exchanged then."""
+    """Number of choices of each expert (E) on this rank, if the host knows it, and knows that it is the same on all
+    ranks of the expert group. No counts are exchanged then."""
 
 
 @_stage
@@ -119,7 +119,7 @@ class DispatchPlan:
 
 
 class Grouping(Protocol):
-    """How rows lie in groups by expert: see :class:`ExpertBatch`."""
+    """Grouping of rows by expert: see :class:`ExpertBatch`."""
 
     @property
     def sizes(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -142,17 +142,17 @@ class ExpertBatch:
     counts_e: Tensor
     """int32 on the device: valid rows of each expert."""
     offsets_e: Tensor
-    """int32 on the device: where each expert's group ends, padding included."""
+    """int32 on the device: the end of each expert's group, padding included."""
     counts_host: tuple[int, ...] | None = None
-    """The sizes of the groups, padding included, where the host knows them."""
+    """Sizes of the groups, padding included. None: unknown to the host."""
     keys_R: Tensor | None = None
-    """int64: from which the random draws for a row start; 0 for padding. None: nothing is drawn."""
+    """int64: the key from which the random draws for a row start; 0 for padding. None: nothing is drawn."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
-    """To be summed over the global batch, scalars. ``overflow``: rows beyond a static budget; the step is run again."""
+    """Scalars, summed over the global batch. ``overflow``: rows beyond a static budget; the step runs again."""
 
     @classmethod
     def of(cls, rows: tuple[Tensor, Tensor], groups: Grouping, stats: Mapping[str, Tensor] | None = None) -> Self:
-        """Return rows and their weights as a batch, grouped as ``groups`` says."""
+        """Return a batch of rows and their weights, grouped by ``groups``."""
         return cls(
             rows_RD=rows[0],
             row_weights_R=rows[1],
@@ -165,7 +165,7 @@ class ExpertBatch:
 
 @_stage
 class DispatchHandle:
-    """What the way back needs; only the dispatcher that made it reads ``detail``."""
+    """Record of a dispatch, for combine and redispatch. Only the dispatcher that made it reads ``detail``."""
 
     plan: DispatchPlan
     detail: Any = None
@@ -173,7 +173,7 @@ class DispatchHandle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A movement under way: buffers to be read once ``flight`` has finished it. ``detail`` is its maker's."""
+    """A movement in flight: ``buffers`` are valid once ``flight`` has finished. Only its maker reads ``detail``."""
 
     buffers: tuple[Tensor, ...]
     flight: Any = None
@@ -182,21 +182,21 @@ class Pending:
 
 @_stage
 class LayerStats:
-    """What one MoE layer reports of one forward: to be accumulated by the engine, never stored by the layer."""
+    """Statistics of one forward of an MoE layer. The engine accumulates them; the layer does not store them."""
 
     stats: Mapping[str, Tensor]
     aux_losses: Mapping[str, Tensor]
     expert_ids_TK: Tensor
-    """What ``Batch.routes`` takes to replay this forward's routing: choices before a capacity, which drops the same."""
+    """For ``Batch.routes``, to replay this routing. Choices before a capacity, which drops the same ones again."""
 
 
 @_stage
 class Output:
-    """What a model's forward returns: this rank's part of a micro-batch."""
+    """Result of a model's forward, for this rank's part of a micro-batch."""
 
     loss_sum: Tensor
     """fp32, summed over this rank's valid tokens."""
     num_tokens: Tensor
-    """How many these are."""
+    """Number of these tokens."""
     layers: Mapping[int, LayerStats]
-    """What each MoE layer reports, by number."""
+    """Statistics of each MoE layer, by layer number."""
