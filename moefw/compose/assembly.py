@@ -1,4 +1,4 @@
-"""The assembly: what resolve found to fit, and build constructs."""
+"""The assembly: parts that resolve found to fit, and that build constructs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class ChosenPlugins:
-    """The plugins that a spec names, with their options, one of a kind but for memory policies."""
+    """The plugins that a spec names, with their options: one per hook point, and any number of memory policies."""
 
     model: ModelPlugin
     routing: RouterPlugin
@@ -48,7 +48,7 @@ class ChosenPlugins:
 
 @frozen(kw_only=True)
 class LayerAssembly:
-    """One MoE layer: where it stands and the facts that its parts agreed on (``facts["row_alignment"]``)."""
+    """One MoE layer: its site, and the facts that its parts agreed on (``facts["row_alignment"]``)."""
 
     site: Site
     facts: Mapping[str, Any]
@@ -56,7 +56,7 @@ class LayerAssembly:
 
 @frozen(kw_only=True)
 class Assembly:
-    """Parts that fit, laid out over a world. ``layers`` holds the MoE layers by number; ``site`` is the first layer."""
+    """Parts that fit, laid out over a world. ``layers``: MoE layers by number. ``site``: that of the first layer."""
 
     spec: Spec
     parts: ChosenPlugins
@@ -67,11 +67,11 @@ class Assembly:
 
     @property
     def layout(self) -> LayoutPlan:
-        """How the ranks are arranged."""
+        """The arrangement of the ranks."""
         return self.site.layout
 
     def resolved(self) -> dict[str, Any]:
-        """Return the spec with every option spelled out, as plain data that loads again."""
+        """Return the spec with every option spelled out, as plain data that can be loaded again."""
         data: dict[str, Any] = plain(self.spec)
         for section in ("model", "routing", "dispatch", "gemm", "precision", "parallel", "data"):
             data[section] = _spelled(getattr(self.parts, section))

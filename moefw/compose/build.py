@@ -1,4 +1,4 @@
-"""Assembly -> modules: the only place that constructs runtime parts."""
+"""Builds modules from an assembly. The only place that constructs runtime parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Shared:
-    """What must exist once a process: built at first use, counted, closed in reverse order."""
+    """Objects that exist once per process: built at first use, closed in reverse order."""
 
     def __init__(self) -> None:
         self._held: dict[Any, Any] = {}
@@ -42,9 +42,9 @@ class Shared:
         return held
 
     def close(self, *, together: bool = True) -> None:
-        """Close everything that has a ``close``, whichever fails; may be called twice.
+        """Close every object that has a ``close``, even if some fail. May be called twice.
 
-        ``together``: all ranks do. If not, what has ``closes_together`` is let go of without its ``close``.
+        ``together``: all ranks close. If not, objects with ``closes_together`` are dropped without calling ``close``.
         """
         held, self._held = self._held, {}
         with ExitStack() as stack:
@@ -55,7 +55,7 @@ class Shared:
 
 @frozen(kw_only=True, eq=False)
 class LayerContext(BuildContext):
-    """A layer as its parts see it. ``recipes``: the precision recipe, and that of modules kept in high precision."""
+    """Context of one layer's parts. ``recipes``: the precision recipe and its fallback."""
 
     site: Site
     facts: Mapping[str, Any]
@@ -75,7 +75,7 @@ class LayerContext(BuildContext):
         return range(first, first + each)
 
     def expert_shard(self, dim: int) -> Shard | None:
-        """Return which part of each expert this rank holds if it is split along ``dim``; None: all of it."""
+        """Return the part of each expert that this rank holds if experts are split along ``dim``; None: all of it."""
         count = self.layout.size("etp")
         return Shard(dim, self.layout.index("etp"), count, "etp") if count > 1 else None
 
@@ -93,18 +93,18 @@ class LayerContext(BuildContext):
         )
 
     def keeps_high_precision(self, module: str) -> bool:
-        """Whether the recipe keeps a module in high precision, by the layer's number from the front or from the end."""
+        """Return whether the recipe keeps a module in high precision, its layer counted from the front or the end."""
         numbers = (self.site.layer, self.site.layer - self.site.num_layers)
         return any(self.in_high_precision(f"layers.{number}.{module}") for number in numbers)
 
     def recipe(self, module: str) -> Precision:
-        """Return what a module computes in: the recipe or its fallback."""
+        """Return the recipe of a module: the chosen recipe or its fallback."""
         assert self.recipes is not None, "recipes are built before there are any to ask for"
         precision, fallback = self.recipes
         return (fallback if self.keeps_high_precision(module) else precision).at(module)
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
-        """Return ``module``, whose weights a call gathers where the layout shards them. Raises PlanError."""
+        """Return ``module``. Where the layout shards its weights, each call gathers them. Raises PlanError."""
         if self.sharding is None:
             return module
         name = f"layers.{self.site.layer}: {type(module).__name__}"
@@ -127,14 +127,14 @@ class LayerContext(BuildContext):
         return drops(function) if any(policy.drops_outputs for policy in self.policies.values()) else function
 
     def shared(self, key: Any, factory: Callable[[], T]) -> T:
-        """Return what exists once a process under ``key``."""
+        """Return the object of this process under ``key``, made at first use by ``factory``."""
         return self.held.get(key, factory)
 
 
 def bare_context(
     assembly: Assembly, layout: Layout, device: torch.device, shared: Shared, layer: int = 0
 ) -> LayerContext:
-    """Return the context of a layer in which recipes and policies are built: there are none yet."""
+    """Return the context of a layer without recipes and policies, in which these are built."""
     placed = assembly.layers.get(layer)
     return LayerContext(
         site=assembly.site.at(layer),
@@ -156,7 +156,7 @@ class ModelParts(ModelContext):
 
     @property
     def layout(self) -> Layout:
-        """This rank's place, and its groups."""
+        """This rank's position and process groups."""
         return self._layout
 
     @property
@@ -166,7 +166,7 @@ class ModelParts(ModelContext):
 
     @property
     def fallback(self) -> Precision:
-        """What modules in high precision compute in, and the head."""
+        """The recipe of the head, and of modules kept in high precision."""
         return self._recipes()[1]
 
     def _recipes(self) -> tuple[Precision, Precision]:
@@ -175,11 +175,11 @@ class ModelParts(ModelContext):
         return recipes
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
-        """Return ``module``, whose parameters a call gathers in ``dtype`` where the layout shards them."""
+        """Return ``module``. Where the layout shards its parameters, each call gathers them in ``dtype``."""
         return module if self._sharding is None else self._sharding.unit(module, "dense", dtype=dtype)
 
     def whole(self, model: M) -> M:
-        """Return ``model``, with what is in no unit as one of its own, but for experts."""
+        """Return ``model``, with all parameters outside units, except those of experts, as one more unit."""
         return model if self._sharding is None else self._sharding.root(model, apart=expert_parameters(model))
 
     def at(self, layer: int) -> LayerContext:
@@ -204,7 +204,7 @@ class ModelParts(ModelContext):
         return self.assembly.registry.calling(part, "build()")
 
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
-        """Build the MoE layer of layer ``layer``; dispatchers of equal layers are one object."""
+        """Return the MoE layer of layer ``layer``. Equal layers share one dispatcher."""
         context, parts = self.at(layer), self.assembly.parts
         recipe = context.recipe("moe.experts")
         key = (
@@ -242,7 +242,7 @@ def open_layout(assembly: Assembly, device: str) -> Layout:
 
 
 def build_model(assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> nn.Module:
-    """Construct the model of an assembly on ``device``; parameters are not initialised yet."""
+    """Construct the model of an assembly on ``device``. Its parameters are not initialised."""
     context = ModelParts(assembly, layout, device, shared)
     with torch.device(device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)

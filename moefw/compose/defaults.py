@@ -1,4 +1,4 @@
-"""What a spec may leave out: ``defaults.yaml``, read once."""
+"""Defaults of a spec: ``defaults.yaml``, read once."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ DEFAULTS = Path(__file__).with_suffix(".yaml")
 
 @cache
 def defaults() -> Tree:
-    """Return the defaults as plain data, which nobody may change."""
+    """Return the defaults as plain data, which callers must not change."""
     return read_yaml(DEFAULTS.read_text(encoding="utf-8"), Marks(DEFAULTS.name), [])

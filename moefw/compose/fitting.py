@@ -1,4 +1,4 @@
-"""Whether what parts offer meets what they need, and the sentence that says why not. Pure functions."""
+"""Matches the offers and needs of parts, and words the reason of each misfit. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moefw.core.errors import Problem, nearest
 from moefw.core.facts import ANY, FACTS, NONE, Fact, Need, Offers, Rule
 
 Settled = tuple[Any, list[int]]
-"""What a fact settles on (None if it cannot), and the positions of the needs that stay unmet."""
+"""The value that a fact settles on (None if it cannot), and the positions of the needs that stay unmet."""
 
 Asker = TypeVar("Asker")
 
 
 @frozen
 class Misfit(Generic[Asker]):
-    """A need that is unmet: nothing offers it, or what is offered went to other needs (``rivals``)."""
+    """An unmet need: no offer meets it, or the offers settle on a value for other needs (``rivals``)."""
 
     asker: Asker
     need: Need
@@ -28,7 +28,7 @@ class Misfit(Generic[Asker]):
     rivals: tuple[tuple[Asker, Need], ...]
 
     def problem(self) -> Problem:
-        """Return the sentence that names both parts and the reason, and what to do."""
+        """Return the problem, which names the parts, the reason and a fix."""
         need, fact = self.need, FACTS[self.need.fact]
         relevant = [(part, _about(fact, offer, need.value)) for part, offer in self.offers]
         relevant = [(part, offer) for part, offer in relevant if offer != ()]
@@ -44,7 +44,7 @@ class Misfit(Generic[Asker]):
 
 
 def silence(section: str) -> Offers:
-    """Return what a part of a section is taken to say of the facts that it does not speak of."""
+    """Return the default offers of a part of a section, for facts that it does not state."""
     return {
         name: fact.silence for name, fact in FACTS.items() if section in fact.offered_by and fact.silence is not None
     }
@@ -53,7 +53,10 @@ def silence(section: str) -> Offers:
 def match(
     promises: Iterable[tuple[object, Offers]], demands: Iterable[tuple[Asker, Need]]
 ) -> tuple[dict[str, Any], list[Misfit[Asker]]]:
-    """Settle every fact that is offered. The first item of each pair stands for the part; errors print it."""
+    """Settle every fact that is offered, and return the values and misfits.
+
+    The first item of each pair identifies the part. Errors print it.
+    """
     promised = list(promises)
     demanded = list(demands)
     settled: dict[str, Any] = {}
@@ -76,27 +79,27 @@ def match(
 def _choose(
     candidates: Iterable[Any], needed: Sequence[Any], meets: Callable[[Any, Any], bool], cost: Callable[[Any], Any]
 ) -> Settled:
-    """The candidate that meets the most needs; among equals the cheapest."""
+    """Return the candidate that meets the most needs; among equals, the cheapest."""
     best = min(candidates, key=lambda one: (sum(not meets(one, wanted) for wanted in needed), cost(one)), default=None)
     unmet = [index for index, wanted in enumerate(needed) if best is None or not meets(best, wanted)]
     return None if unmet else best, unmet
 
 
 def _in_common(offered: Sequence[Any]) -> list[Any] | None:
-    """What every offer lists; None if every offer is ANY."""
+    """Return the items that every offer lists; None if every offer is ANY."""
     lists = [offer for offer in offered if offer != ANY]
     return [item for item in lists[0] if all(item in other for other in lists)] if lists else None
 
 
 def _multiple(offered: Sequence[Any], needed: Sequence[int]) -> Settled:
-    """The smallest number in every offer that is a multiple of every need."""
+    """Return the smallest number in every offer that is a multiple of every need."""
     common = _in_common(offered)
     candidates = [math.lcm(1, *needed)] if common is None else common
     return _choose(candidates, needed, lambda number, wanted: number % wanted == 0, lambda number: number)
 
 
 def _one_of(offered: Sequence[Any], needed: Sequence[Sequence[Any]]) -> Settled:
-    """The alternative in every offer and every need that stands nearest to the front of the needs, then the offers."""
+    """Return the alternative in every offer and every need that ranks first in the needs, then in the offers."""
     common = _in_common(offered)
     candidates = [item for wanted in needed for item in wanted] if common is None else common
 
@@ -110,7 +113,7 @@ def _one_of(offered: Sequence[Any], needed: Sequence[Sequence[Any]]) -> Settled:
 
 
 def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequence[Any]], Settled]:
-    """Each need is met by some item of some offer."""
+    """Return a rule under which a need is met by any item of any offer."""
 
     def settle(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
         items = tuple(item for offer in offered if offer != ANY for item in offer)
@@ -121,7 +124,7 @@ def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequenc
 
 
 def _given(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
-    """The number that every offer names; a need asks that there be one."""
+    """Return the number that every offer names. A need requires that there is one."""
     numbers = [item for item in _in_common(offered) or () if item != NONE]
     return numbers[0] if numbers else None, [] if numbers else list(range(len(needed)))
 
@@ -131,7 +134,7 @@ def _divides(axis: tuple[str, int], wanted: tuple[str, int]) -> bool:
 
 
 def _all_true(offered: Sequence[bool], needed: Sequence[bool]) -> Settled:
-    """True only if every offer is true."""
+    """Return True only if every offer is true."""
     value = all(offered)
     return value, [index for index, wanted in enumerate(needed) if wanted and not value]
 
@@ -145,16 +148,16 @@ RULES: Final[Mapping[Rule, Callable[[Sequence[Any], Sequence[Any]], Settled]]] =
     "given": _given,
     "all": _all_true,
 }
-"""By rule: gets what each part offers and what each part needs, in any order."""
+"""By rule: a function of the values that parts offer and of those that parts need, each in any order."""
 
 
 def _asked(fact: Fact, value: Any) -> str:
-    """Return a need as an error says it."""
+    """Return the wording of a need in an error."""
     return fact.asks.format(*(value if fact.itemised and isinstance(value, tuple) else [_words(value)]))
 
 
 def _about(fact: Fact, offer: Any, value: Any) -> Any:
-    """Return the part of an offer that speaks of a needed value."""
+    """Return the items of an offer that concern a needed value."""
     if not fact.itemised or offer == ANY:
         return offer
     return tuple(item for item in offer if _subject(item) == _subject(value))

@@ -1,6 +1,6 @@
-"""What all code of a process shares, and code of others is to leave as it was: default dtype, random states and such.
+"""Process state that all code shares and plugins must not change: default dtype, random states and more.
 
-Nothing is imported for it: what is not loaded has no state yet.
+Imports none of the modules that have such state: a module that is not loaded has no state yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from attrs import frozen
 
 @frozen(eq=False)
 class _Shared:
-    """A state of a module. ``key`` makes what ``read`` returns comparable; ``fresh`` is it right after the import."""
+    """One state of a module. ``key`` makes its value comparable. ``fresh`` gives the value right after the import.
+
+    ``drawn``: drawing random numbers changes it.
+    """
 
     name: str
     module: str
@@ -107,9 +110,9 @@ _SHARED = (
 
 @contextmanager
 def kept(blame: Callable[[str], Exception], *, draws: bool = False) -> Iterator[None]:
-    """Put back what is changed inside, and raise ``blame("it changes ..., which is put back.")``.
+    """Restore state that changes inside the context, and raise ``blame("it changes ..., which is put back.")``.
 
-    ``draws``: random numbers may be drawn, as modules do when they are built; no part of a run depends on them.
+    ``draws``: random numbers may be drawn, as modules do when they are built. No part of a run depends on them.
     """
     before = {
         each: each.read(sys.modules[each.module])

@@ -1,4 +1,4 @@
-"""Finds, loads and remembers plugins. Only what a spec names is imported, in the spec's order."""
+"""Plugin registry: finds, loads and caches plugins. Imports only the plugins that a spec names, in its order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from moefw.core.errors import MoefwError, PluginError, Problem, nearest
 from moefw.core.plugin import FAMILIES, Plugin
 
 GROUP = "moefw"
-"""The entry-point group. An entry point's name is the name of the part that it brings."""
+"""The entry-point group. The name of an entry point is the name of the part that it declares."""
 
 OURS = "moefw"
-"""The distribution that brings the built-in plugins."""
+"""The distribution of the built-in plugins."""
 
 ALLOWED = "MOEFW_ALLOWED_DISTRIBUTIONS"
-"""The environment variable with the distributions whose plugins may be loaded, beside ours; unset: all.
+"""Environment variable that lists the distributions whose plugins may be loaded in addition to ours. Unset: all.
 
-It is none of the spec, which may be a stranger's.
+It is not an option of the spec, because a spec may come from an untrusted source.
 """
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @frozen
 class RegisteredPlugin:
-    """A declared plugin and where it comes from."""
+    """A declared plugin and its distribution."""
 
     hook: str
     name: str
@@ -49,7 +49,7 @@ class RegisteredPlugin:
 
 @frozen
 class Offer:
-    """An installed entry point, not imported yet. Its name is that of a part, or of an observer."""
+    """An installed entry point, not imported yet. Its name is the name of a part or of an observer."""
 
     entry: EntryPoint
     distribution: str
@@ -57,7 +57,7 @@ class Offer:
 
 
 class Registry:
-    """The plugins of one process. ``extra`` adds modules that no distribution announces, for tests and notebooks."""
+    """The plugins of one process. ``extra`` adds modules that have no entry point, for tests and notebooks."""
 
     def __init__(self, extra: Iterable[Any] = ()) -> None:
         self._manager = pluggy.PluginManager(GROUP)
@@ -85,12 +85,12 @@ class Registry:
 
     @property
     def barred(self) -> list[Offer]:
-        """What is installed and not allowed, by name."""
+        """The installed entry points that are not allowed, by name."""
         return [offer for _, offer in sorted(self._barred.items())]
 
     @property
     def observers(self) -> list[Offer]:
-        """What is loaded and declares no part, but observes or checks, by name."""
+        """The loaded entry points that declare no part, but observe or check, by name."""
         return [offer for _, offer in sorted(self._observers.items())]
 
     @property
@@ -99,7 +99,7 @@ class Registry:
         return tuple(sorted({*self._offers, *(name for _, name in self._parts)}))
 
     def load(self, name: str) -> None:
-        """Import and register the plugin called ``name``. Raises PluginError; other plugins stay as they are."""
+        """Import and register the plugin called ``name``. Raises PluginError, which leaves other plugins intact."""
         if name in self._loaded:
             return
         found = self._offers.get(name, [])
@@ -133,9 +133,9 @@ class Registry:
     def register(self, module: Any, distribution: str, version: str, *, promised: str | None = None) -> None:
         """Check and register one plugin module.
 
-        Where ``promised`` is given, it must declare a part of that name, or no part at all and observe or check.
+        With ``promised``, it must declare a part of that name, or declare no part and observe or check.
 
-        Raises PluginError and leaves nothing behind if it is not sound.
+        Raises PluginError for an invalid module, and leaves the registry unchanged.
         """
         if id(module) in self._owners:
             if not self._only_observes(module):
@@ -186,7 +186,7 @@ class Registry:
                     yield RegisteredPlugin(hook, name, declaration, distribution, version)
 
     def _only_observes(self, module: Any) -> bool:
-        """Whether a module has hooks, and none that declares."""
+        """Return whether a module implements hooks, and no declaring one."""
         callers = self._manager.get_hookcallers(module) or []
         return bool(callers) and not any(caller.name in self._families for caller in callers)
 
@@ -196,7 +196,7 @@ class Registry:
                 yield implementation.function
 
     def get(self, hook: str, name: str) -> RegisteredPlugin:
-        """Return a part, loading its plugin if need be. Raises PluginError with the nearest known name."""
+        """Return a part, and load its plugin if needed. Raises PluginError with the nearest known name."""
         self.load(name)
         part = self._parts.get((hook, name))
         if part is None and name in self._observers:
@@ -211,17 +211,17 @@ class Registry:
         return part
 
     def origin(self, plugin: Plugin) -> RegisteredPlugin:
-        """Return the part of which ``plugin`` is an instance."""
+        """Return the registered plugin of which ``plugin`` is an instance."""
         return next(part for part in self._parts.values() if part.declaration is type(plugin))
 
     def calling(self, plugin: Plugin, method: str) -> AbstractContextManager[None]:
-        """Be in a call of a plugin before training. Raises PluginError if it changes what the process shares."""
+        """Enter a call of a plugin before training. Raises PluginError if the call changes shared process state."""
         part = self.origin(plugin)
         who = f"plugin {part.name!r} (distribution {part.distribution} {part.version}) breaks its contract in {method}"
         return _as_it_was(part.distribution, who)
 
     def load_all(self) -> list[Problem]:
-        """Load every installed plugin and return what is wrong with those that fail."""
+        """Load every installed plugin and return the problems of those that fail."""
         problems: list[Problem] = []
         for name in sorted(self._offers):
             try:
@@ -254,8 +254,8 @@ class Registry:
     ) -> None:
         """Call an observer hook inside ``around()``, each observer with a copy of the arguments.
 
-        One that raises, or in which ``around()`` does, is named once, with ``place``, and not called again; the run
-        goes on.
+        An observer that raises, or for which ``around()`` raises, is logged once, with ``place``, and not called again.
+        The run continues.
         """
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             if id(implementation.plugin) in self._silenced:
@@ -272,14 +272,14 @@ class Registry:
 
 
 def _as_it_was(distribution: str, who: str) -> AbstractContextManager[None]:
-    """Be in code of a distribution. Raises PluginError, which begins with ``who``, if it changes what all share."""
+    """Enter code of a distribution. Raises PluginError, starting with ``who``, if it changes shared process state."""
     if distribution == OURS:
         return nullcontext()
     return kept(lambda what: PluginError(f"{who}: {what}", f"Mend or uninstall {distribution}."), draws=True)
 
 
 def _allowed(environment: Mapping[str, str]) -> Callable[[str], bool]:
-    """Return which distributions may be loaded, however their names are spelled (PEP 503)."""
+    """Return a predicate: whether a distribution may be loaded. Names are normalized (PEP 503)."""
     told = environment.get(ALLOWED)
     if told is None:
         return lambda distribution: True
@@ -288,7 +288,7 @@ def _allowed(environment: Mapping[str, str]) -> Callable[[str], bool]:
 
 
 def _way_out(name: str, distributions: Sequence[str]) -> str:
-    """Return what to do about two plugins of one name; a built-in one stays."""
+    """Return the fix for two plugins with one name. A built-in plugin stays."""
     if OURS not in distributions:
         return "Uninstall one of them."
     others = " and ".join(each for each in distributions if each != OURS)
@@ -306,7 +306,7 @@ def _keep_promise(promised: str | None, declared: Iterable[RegisteredPlugin], di
 
 
 def _checked_name(declaration: type[Plugin], label: str) -> str:
-    """Return the name of a declaration whose options can be read. Raises PluginError."""
+    """Return the name of a declaration. Raises PluginError if it has none, or its options cannot be read."""
     name = getattr(declaration, "name", None)
     if not isinstance(name, str):
         raise PluginError(f"plugin {label}: {declaration.__name__} has no name.", 'Write name: ClassVar[str] = "...".')

@@ -1,4 +1,4 @@
-"""Spec x registry x world -> Assembly, or every misfit with its reason. Pure Python."""
+"""Resolves a spec, registry and world to an assembly, or to every misfit with its reason. Pure Python."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def assemble_tree(
     world: int | None = None,
     machine: Machine | None = None,
 ) -> Assembly:
-    """Resolve a spec given as plain data, of which ``problems`` are known already; see :func:`assemble`."""
+    """Resolve a spec given as plain data, whose ``problems`` so far are given; see :func:`assemble`."""
     work = _Resolution(registry or Registry(), marks, problems)
     spec = structure(Spec, with_defaults(tree, defaults), (), marks, work.problems[SpecError])
     assert spec is not None, "every section is a choice or has a default"
@@ -76,14 +76,14 @@ def assemble_tree(
 
 @attrs.frozen(eq=False)
 class _Placed:
-    """A part, and where in the spec it is chosen. It prints as the part's name."""
+    """A part, and its path in the spec. It prints as the part's name."""
 
     path: KeyPath
     part: Any
 
     @property
     def section(self) -> str:
-        """The section of the part; all memory policies are of one."""
+        """The section of the part. All memory policies have the same one."""
         return next(key for key in reversed(self.path) if isinstance(key, str))
 
     def __str__(self) -> str:
@@ -94,10 +94,10 @@ Statements = tuple[list[tuple[object, Offers]], list[tuple[_Placed, Need]]]
 
 
 class _Resolution:
-    """Goes as far as it can and collects what is wrong, each mistake once.
+    """Resolves as much as possible and collects the problems, each once.
 
-    What rests on a value that could not be read (it is ``UNREAD``, and fails when looked at) or on a part that is
-    missing (``silent`` names its section) is left out.
+    Problems that follow from an unreadable value (``UNREAD``, which raises when used) or from a missing part (its
+    section is in ``silent``) are left out.
     """
 
     def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem]) -> None:
@@ -112,19 +112,22 @@ class _Resolution:
         self.cause: Exception | None = None
 
     def tell(self, path: KeyPath, problem: Problem, kind: type[MoefwError] = PlanError) -> None:
-        """Report a problem at ``path``; one that repeats, over layers for example, is told once."""
+        """Report a problem at ``path``. A repeated one, for example over layers, is reported once."""
         placed = attrs.evolve(problem, where=self.marks.where(path))
         if placed not in self.problems[kind]:
             self.problems[kind].append(placed)
 
     def raise_problems(self) -> None:
-        """Raise everything that was told, as the first kind of error that there is."""
+        """Raise all reported problems, as the first kind of error among them."""
         for kind, found in self.problems.items():
             if found:
                 raise kind([problem for told in self.problems.values() for problem in told]) from self.cause
 
     def ask(self, path: KeyPath, question: Callable[..., A], /, *args: Any, **kwargs: Any) -> A | None:
-        """Return an answer, or None where there is none: why is told, unless it may come from an earlier problem."""
+        """Return the result of ``question``, or None if it raises.
+
+        The error is reported, unless an earlier problem may have caused it.
+        """
         try:
             return question(*args, **kwargs)
         except MoefwError as error:
@@ -177,7 +180,7 @@ class _Resolution:
         return next((placed.part for placed in self.placed if placed.section == section), None)
 
     def check_regions(self) -> None:
-        """Report a region that is named twice: one policy treats it, or one by each mechanism where policies join."""
+        """Report regions named twice. One policy may treat a region, or one per mechanism if the policies join."""
         owners: dict[tuple[str, str], tuple[_Placed, int]] = {}
         for placed in self.placed:
             named = placed.part.regions if placed.section == "memory" else ()
@@ -191,7 +194,7 @@ class _Resolution:
                     self.tell((*placed.path, "regions", index), Problem(what, "Name it once."))
 
     def lay_out(self, world: int | None) -> LayoutPlan | None:
-        """Arrange the world, or report why none fits."""
+        """Return the layout plan of the world, or report why there is none."""
         part = self._find("parallel")
         layout: LayoutPlan | None = self.ask(("parallel",), part.plan, world) if part else None
         if layout is None:
@@ -199,7 +202,7 @@ class _Resolution:
         return layout
 
     def fit(self, layout: LayoutPlan | None, machine: Machine) -> tuple[Site, dict[int, LayerAssembly]]:
-        """Have the parts check themselves, and match offers and needs at every MoE layer, or once where there are none.
+        """Run the checks of the parts, and match offers and needs at every MoE layer, or once if there is none.
 
         Equal layers share their facts.
         """
@@ -232,7 +235,7 @@ class _Resolution:
             self.tell((*placed.path, *key_path(problem.where)), problem)
 
     def _state(self, here: Site, layout: LayoutPlan | None) -> Statements:
-        """Return what everybody offers and needs at ``here``."""
+        """Return the offers and needs of all parts at ``here``, and the offers of the layout and the machine."""
         promises: list[tuple[object, Offers]] = []
         demands: list[tuple[_Placed, Need]] = []
         for placed in self.placed:
@@ -276,7 +279,7 @@ def _moe_layers(model: ModelPlugin) -> list[int]:
 
 
 def _check_batch(train: TrainSpec, layout: LayoutPlan) -> None:
-    """The global batch divides into micro-batches over the data-parallel ranks, and these into parts over tp."""
+    """Raise PlanError unless the global batch divides into micro-batches over dp, and these into parts over tp."""
     dp, tp = layout.sizes.get("dp", 1), layout.sizes.get("tp", 1)
     if train.micro_batch * train.seq_len % tp:
         what = f"micro_batch {train.micro_batch} x seq_len {train.seq_len} tokens do not divide into {tp} parts, one a "

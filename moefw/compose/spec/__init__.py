@@ -1,1 +1,1 @@
-"""Reading a spec: plain data with the place of each key, its shape, and the sections that every spec has."""
+"""Reading of specs: plain data with the place of each key, its conversion to classes, and the sections of a spec."""

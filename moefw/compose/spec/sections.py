@@ -1,4 +1,4 @@
-"""The spec: what the user writes. Options of a part live with its plugin, not here."""
+"""Sections of a spec. The options of a part are declared by its plugin, not here."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RESERVED = ("use", "preset")
 
 @frozen
 class Choice:
-    """A plugin by name, and the options written beside ``use:`` (a ``preset:`` names a set of them)."""
+    """A plugin by name, and the options next to ``use:`` (``preset:`` names a set of options)."""
 
     use: str
     options: Mapping[str, Any] = Factory(dict)
 
     @classmethod
     def from_data(cls, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Choice | None:
-        """Read ``{use: name, option: value, ...}``; None where no plugin is named."""
+        """Return the choice of ``{use: name, option: value, ...}``, or None if it names no plugin."""
         if not isinstance(data, Mapping):
             example = data if isinstance(data, str) and data.isprintable() else "name, option: value"
             fix = f"Write {{use: {example}}}."
@@ -40,23 +40,23 @@ class Choice:
         return None
 
     def to_data(self) -> dict[str, object]:
-        """Return the mapping as it stands in a file."""
+        """Return the mapping as it is written in a file."""
         return {"use": self.use, **self.options}
 
 
 def chosen(hook: str, **kwargs: Any) -> Any:
-    """Declare a spec field that holds a :class:`Choice` among the plugins of ``hook``."""
+    """Return a spec field that holds a :class:`Choice` among the plugins of ``hook``."""
     return field(metadata={"hook": hook}, **kwargs)
 
 
 @frozen(kw_only=True)
 class TrainSpec:
-    """How long and how fast to train. Token counts are global, ``micro_batch`` is sequences a rank.
+    """Length and hyperparameters of training. Token counts are global; ``micro_batch`` is in sequences per rank.
 
-    ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues and says so.
-    ``on_bad_step``: what is done about a step whose loss or gradient is not finite; ``loss_spike``: warn of a loss that
-    exceeds so many times the mean of recent ones (null: never). In the metrics, ``skipped_steps``, ``rerun_steps`` and
-    ``loss_spikes`` are 1 where it happened, and absent elsewhere.
+    ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues with a warning.
+    ``on_bad_step``: the reaction to a step whose loss or gradient is not finite. ``loss_spike``: warn if a loss exceeds
+    this multiple of the mean of recent losses (null: never). In the metrics, ``skipped_steps``, ``rerun_steps`` and
+    ``loss_spikes`` are 1 in steps where this happened, and absent elsewhere.
     """
 
     steps: int = field(default=300, validator=ge(1))
@@ -83,9 +83,9 @@ def _names_a_folder(_: object, attribute: Attribute[str], value: str) -> None:
 
 @frozen(kw_only=True)
 class RunSpec:
-    """Where a run writes, its seed, the device, the observers that watch it.
+    """Folder, seed, device, observers and timeout of a run.
 
-    ``timeout_s``: how long a rank may go without progress (a batch, a shard, a piece of text) until the run ends.
+    ``timeout_s``: seconds that a rank may go without progress (a batch, a shard, a piece of text) until the run ends.
     """
 
     dir: str = field(default="runs/default", validator=_names_a_folder)
@@ -97,7 +97,7 @@ class RunSpec:
 
 @frozen(kw_only=True)
 class Spec:
-    """A whole spec file. Sections without a default are filled from the defaults file when left out."""
+    """A whole spec file. Missing sections without a default here are filled from the defaults file."""
 
     model: Choice = chosen("moefw_models")
     routing: Choice = chosen("moefw_routers")
@@ -112,7 +112,7 @@ class Spec:
 
 
 def plugin_fields(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Any]]:
-    """Yield path, hook and choice of every place of a spec at which a plugin is named."""
+    """Yield the path, hook and choice of every plugin that a spec names."""
     for place in attrs.fields(type(section)):
         value, here, hook = getattr(section, place.name), (*path, place.name), place.metadata.get("hook")
         if hook and isinstance(value, tuple):
@@ -124,9 +124,9 @@ def plugin_fields(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, s
 
 
 def with_defaults(tree: Tree, defaults: Tree) -> Tree:
-    """Return ``tree`` with the keys of ``defaults`` that it leaves out, section by section.
+    """Return ``tree`` with its missing keys filled from ``defaults``, section by section.
 
-    The options of a default choice are dropped when the user chose another plugin for that place.
+    The options of a default choice are dropped if the user chose another plugin.
     """
     filled = dict(tree)
     for key, default in defaults.items():

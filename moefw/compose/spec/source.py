@@ -1,4 +1,4 @@
-"""Reads a YAML spec into plain data and remembers where each key stood."""
+"""Reads a YAML spec into plain data and records the place of each key."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Tree = dict[str, object]
 
 
 class Unread:
-    """Stands where a value could not be read: who looks at it fails, so that nothing is concluded from it."""
+    """Placeholder of a value that could not be read. Any use of it raises, so that no result depends on it."""
 
     def __getattr__(self, name: str) -> Unread:
-        """Return itself: what is inside could not be read either."""
+        """Return itself: attributes of an unreadable value are unreadable, too."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -55,19 +55,19 @@ class Marks:
     places: dict[KeyPath, str] = Factory(dict)
 
     def where(self, path: KeyPath) -> str:
-        """Return ``file:line:column a.b[0]`` for ``path``, or for its nearest parent that has a place."""
+        """Return ``file:line:column a.b[0]`` for ``path``, with the place of its nearest parent if it has none."""
         parents = (path[:end] for end in range(len(path), -1, -1))
         place = next((self.places[parent] for parent in parents if parent in self.places), self.name)
         return f"{place} {dotted(path)}".rstrip()
 
     def forget(self, path: KeyPath) -> None:
-        """Drop the places of ``path`` and of everything below."""
+        """Drop the places of ``path`` and of all keys below it."""
         for known in [known for known in self.places if known[: len(path)] == path]:
             del self.places[known]
 
 
 def dotted(path: KeyPath) -> str:
-    """Return ``memory[0].use`` for ``("memory", 0, "use")``; keys that are no words come in quotes."""
+    """Return ``memory[0].use`` for ``("memory", 0, "use")``. Keys that are not words are quoted."""
     words = (f"[{key}]" if isinstance(key, int) else f".{key if _WORD.fullmatch(key) else show(key)}" for key in path)
     return "".join(words).removeprefix(".")
 
@@ -78,9 +78,9 @@ def key_path(text: str) -> KeyPath:
 
 
 def read_spec_file(path: Path, overrides: Sequence[str], problems: list[Problem]) -> tuple[Tree, Marks]:
-    """Read ``path`` and lay the overrides (``a.b=c``, the value read as YAML) over it.
+    """Read ``path`` and apply the overrides (``a.b=c``, with the value read as YAML).
 
-    Raises SpecError where nothing could be read; what is wrong inside goes to ``problems``.
+    Raises SpecError if nothing could be read. Other problems are appended to ``problems``.
     """
     name = str(path)
     try:
@@ -105,9 +105,9 @@ def read_spec_file(path: Path, overrides: Sequence[str], problems: list[Problem]
 
 
 def read_yaml(text: str, marks: Marks, problems: list[Problem]) -> Tree:
-    """Return the mapping in ``text`` as plain data and fill ``marks``; a value that we refuse is ``UNREAD``.
+    """Return the mapping in ``text`` as plain data, and fill ``marks``. Refused values are ``UNREAD``.
 
-    Raises SpecError where the text is not YAML or holds no mapping.
+    Raises SpecError if the text is not YAML or not a mapping.
     """
 
     def place(mark: Any) -> str:
@@ -122,14 +122,14 @@ def read_yaml(text: str, marks: Marks, problems: list[Problem]) -> Tree:
 
 
 class _Reader:
-    """Builds plain data from the parser's events: bounded depth, no tags, anchors, aliases or doubtful keys."""
+    """Builds plain data from the parser's events: bounded depth; no tags, anchors, aliases or keys other than text."""
 
     def __init__(self, text: str, marks: Marks, problems: list[Problem], place: Callable[[Any], str]) -> None:
         self.marks, self.problems, self.place = marks, problems, place
         self.events = self._parse(text)
 
     def document(self, path: KeyPath) -> object:
-        """Return what the text holds, as the value of ``path``."""
+        """Return the value of the text, which belongs at ``path``."""
         next(self.events)
         if isinstance(next(self.events), StreamEndEvent):
             return None
@@ -145,7 +145,7 @@ class _Reader:
     def _parse(self, text: str) -> Iterator[Any]:
         try:
             yield from YAML(typ="safe", pure=True).parse(text)
-        except Exception as error:  # on junk, ruamel raises more than its own errors
+        except Exception as error:  # on invalid input, ruamel also raises errors that are not its own
             mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
             what = " ".join((getattr(error, "problem", None) or str(error)).split())
             raise SpecError(Problem(f"this is not YAML: {what}.", "Mend the syntax.", self.place(mark))) from error
@@ -155,7 +155,7 @@ class _Reader:
             yield event
 
     def _node(self, event: Any, path: KeyPath) -> object:
-        """Read the node that begins with ``event``, to its end."""
+        """Return the value of the node that begins with ``event``, and read to its end."""
         if len(path) > MAX_DEPTH:
             what = f"this is nested deeper than {MAX_DEPTH} levels."
             raise SpecError(self._problem(event, path[:1], what, "Flatten it."))
@@ -222,9 +222,9 @@ _CORE_SCHEMA: Final[tuple[tuple[re.Pattern[str], Callable[[str], object]], ...]]
 
 
 def scalar(text: str, *, plain: bool = True) -> object:
-    """Return what a scalar is in the core schema of YAML 1.2 (section 10.3.2); one that is not plain is text.
+    """Return the value of a scalar in the core schema of YAML 1.2 (section 10.3.2). Unless ``plain``, it is text.
 
-    Raises ValueError for what no machine number or file holds.
+    Raises ValueError for a number beyond 64 bits, or text that a file cannot hold.
     """
     for pattern, read in _CORE_SCHEMA if plain else ():
         if pattern.fullmatch(text):
@@ -235,7 +235,7 @@ def scalar(text: str, *, plain: bool = True) -> object:
 
 
 def _override(override: str, tree: Tree, marks: Marks, problems: list[Problem]) -> None:
-    """Lay ``a.b[0].c=d`` over ``tree``, making sections that are missing. Raises SpecError if it leads nowhere."""
+    """Apply ``a.b[0].c=d`` to ``tree``, and create missing sections. Raises SpecError if the path does not exist."""
     name, equals, text = override.partition("=")
     place = f"command line, {show(override, limit=200)}"
     *parents, last = re.sub(r"\[([0-9]+)\]", r".\1", name).split(".")
@@ -259,7 +259,7 @@ def _override(override: str, tree: Tree, marks: Marks, problems: list[Problem]) 
 
 
 def _step(holder: object, key: str, path: KeyPath, place: str) -> str | int:
-    """Return what ``key`` means in a section (itself) or in a list (a number)."""
+    """Return ``key`` as a key of a section (itself) or of a list (an index). Raises SpecError."""
     if isinstance(holder, dict):
         return key
     if not isinstance(holder, list):
@@ -272,10 +272,10 @@ def _step(holder: object, key: str, path: KeyPath, place: str) -> str | int:
 
 
 def show(value: object, *, limit: int = 60) -> str:
-    """Return a value as an error says it: as YAML writes it, cut where it gets long."""
+    """Return a value as errors print it: in YAML notation, cut to ``limit`` characters."""
     try:
         text = repr(value)
-    except Exception:  # what could not be read has no words, nor have some foreign objects
+    except Exception:  # repr raises for UNREAD and for some objects of plugins
         text = f"a {type(value).__name__}"
     text = {"None": "null", "True": "true", "False": "false"}.get(text, text)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,4 +1,4 @@
-"""Turns plain data into attrs classes, reporting every wrong key and value instead of the first."""
+"""Turns plain data into attrs classes, and reports every wrong key and value, not only the first."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ def structure(
     *,
     also: Collection[str] = (),
 ) -> T | None:
-    """Build the attrs class ``cls`` from the mapping ``data``; None where that cannot be.
+    """Return an instance of the attrs class ``cls`` built from the mapping ``data``, or None if that is impossible.
 
-    A field that is wrong, or that a misspelt key was meant for, is ``UNREAD``, so that later checks of the others
-    still run. ``also`` names keys that are known although they are no fields. Raises PluginError for a field whose
-    type no spec can hold.
+    A field with a wrong value, or whose key is misspelled, is ``UNREAD``, so that later checks of other fields still
+    run. ``also`` names known keys that are not fields. Raises PluginError for a field whose type a spec cannot hold.
     """
     if data is None:
         data = {}
@@ -78,7 +77,7 @@ def _field(field: attrs.Attribute[Any], data: object, path: KeyPath, marks: Mark
     try:
         field.validator(None, field, value)
     except AttributeError:
-        return value  # a validator that looks at other fields: it runs when the class is built
+        return value  # a validator that reads other fields runs when the class is built
     except (ValueError, TypeError) as error:
         problems.append(Problem(_sentence(error), where=marks.where(path)))
         return UNREAD
@@ -86,7 +85,7 @@ def _field(field: attrs.Attribute[Any], data: object, path: KeyPath, marks: Mark
 
 
 def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
-    """Return ``data`` as a ``kind``; where it is none, report it and return UNREAD."""
+    """Return ``data`` as type ``kind``; if it does not fit, report it and return UNREAD."""
     origin, args = get_origin(kind), get_args(kind)
     if data is UNREAD or kind is Any or (kind is types.NoneType and data is None):
         return data
@@ -114,7 +113,7 @@ def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[
 
 
 def _either(kinds: tuple[Any, ...], data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
-    """Return ``data`` as the first kind that takes it. With one kind beside None, the report is that of the kind."""
+    """Return ``data`` as the first kind that accepts it. With a single kind besides None, its problems are reported."""
     if data is None and types.NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
@@ -176,7 +175,7 @@ def _sentence(error: Exception) -> str:
 
 
 def plain(value: object) -> Any:
-    """Return attrs objects as dicts of what may be given and tuples as lists, for YAML and JSON."""
+    """Return attrs objects as dicts of their init fields, and tuples as lists, for YAML and JSON."""
     kind: Any = type(value)
     if hasattr(kind, "to_data"):
         return kind.to_data(value)
