@@ -1,4 +1,4 @@
-"""Mixture-of-Experts training in which every system technique is a plugin: the public names, nothing else."""
+"""Mixture-of-Experts training in which every system technique is a plugin. This module has only the public names."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names that need torch when they are first asked for."""
+    """Return a public name that needs torch, imported at first use."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'moefw' has no attribute {name!r}")
     return getattr(importlib.import_module(f"moefw.{_NEED_TORCH[name]}"), name)

@@ -1,4 +1,4 @@
-"""The commands. Nothing heavy is imported before a command needs it."""
+"""The command line. Heavy modules are imported only by the commands that need them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from moefw.core.errors import MoefwError
 from moefw.training.errors import StoppedError
 
 PATIENCE_S = 5.0
-"""So long a rank that says nothing stays: torchrun stops the others when one ends, also the one that would say why."""
+"""Seconds that a rank waits before it prints and exits. torchrun stops all ranks when one exits, even the one that would
+report the cause."""
 
 COMMANDS = {
     "train": "Train as SPEC says; starts local ranks by itself, or joins torchrun or Slurm.",
@@ -33,14 +34,14 @@ COMMANDS = {
 
 
 class _Lazy(click.Group):
-    """A group whose commands are imported when they are called; their summaries are known beforehand."""
+    """Command group that imports a command when it is called. The summaries are in ``COMMANDS``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the commands in the order in which a user meets them."""
+        """Return the commands in the order in which a user needs them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command."""
+        """Import and return a command."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"moefw.commands.{cmd_name}")
@@ -63,7 +64,7 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and exit with its code; errors of ours print as messages, never as tracebacks."""
+    """Run a command and exit with its code. Errors of moefw print as messages, not as tracebacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -84,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _say(error: MoefwError) -> None:
-    """Print an error: on the first rank of a machine at once, elsewhere unless the first one does before."""
+    """Print an error. Unless a run failed, ranks other than the first of a machine first wait for it to print."""
     rank, local_rank = _told("RANK", "SLURM_PROCID"), _told("LOCAL_RANK", "SLURM_LOCALID")
     if "0" not in (rank, local_rank) and error.exit_code != 1:
         time.sleep(PATIENCE_S)
@@ -95,14 +96,14 @@ def _say(error: MoefwError) -> None:
 
 
 def _told(torchruns: str, slurms: str) -> str:
-    """Return what torchrun, or else Slurm, says of this process; outside of both it is the first one."""
+    """Return the value that torchrun, or else Slurm, sets for this process; "0" without both."""
     return os.environ.get(torchruns) or os.environ.get(slurms, "0")
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit; a rank without finalizing the interpreter.
+    """Exit with ``code``. A rank does not finalize the interpreter.
 
-    A thread of gloo may still hold the last tensor, and freeing it then aborts the process (pytorch#179291).
+    A gloo thread may still hold the last tensor. Freeing it in finalization aborts the process (pytorch#179291).
     """
     if {"RANK", "SLURM_PROCID"} & os.environ.keys():
         sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""What runs in a step: the layer, movements of rows, products, what is dropped, who holds what."""
+"""Code that runs in a step: the MoE layer, communication, compute, memory and parallel layouts."""

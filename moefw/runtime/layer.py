@@ -22,7 +22,7 @@ Phase = Callable[..., Any]
 
 @dataclass(slots=True, eq=False)
 class Carry:
-    """What one phase leaves to the next. ``x`` is ``(T, D)`` inside the layer; a block may keep more beside it."""
+    """State that phases pass on. ``x`` is ``(T, D)`` inside the layer. ``residual`` and ``rope`` are for the block."""
 
     x: Tensor
     batch: Batch
@@ -34,7 +34,7 @@ class Carry:
     rope: Any = None
 
     def layer_stats(self) -> LayerStats:
-        """Return what the layer reports, once it has routed."""
+        """Return the statistics of the layer, once it has routed."""
         assert self.routing is not None
         routing = self.routing
         stats = {**routing.stats, **self.arrival} if self.arrival else routing.stats
@@ -43,11 +43,11 @@ class Carry:
 
 
 class MoELayer(nn.Module):
-    """Routed experts, and a shared expert that runs while rows travel: those of layer ``number``.
+    """Routed experts of layer ``number``, and a shared expert that runs while rows travel.
 
-    ``phases`` run in a row in :meth:`forward`; a scheduler may run them one by one. ``first_expert`` is the number of
-    this rank's first where the experts' recipe draws for rows, so that keys must reach them; None: it does not.
-    ``budgeted``: rows are of a static number, in steps that are not dropless.
+    :meth:`forward` runs the ``phases`` in order; a scheduler may run them one by one. ``first_expert`` is the number of
+    this rank's first expert if the experts' recipe draws, so that rows need keys; None: it does not draw.
+    ``budgeted``: the number of rows is static, except in dropless steps.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class MoELayer(nn.Module):
         return carry.x, carry.layer_stats()
 
     def route_and_send(self, carry: Carry) -> None:
-        """Choose experts and start the rows on their way."""
+        """Choose experts and start the dispatch."""
         routing = self._route(carry.x, carry.batch)
         plan = self.dispatcher.plan(routing, dropless=carry.batch.dropless)
         carry.routing = routing
         carry.pending = self.dispatcher.start_dispatch(carry.x, routing.weights_TK, plan)
 
     def compute_and_return(self, carry: Carry) -> None:
-        """Run the shared expert while rows travel, then the routed experts, and start the rows on their way back."""
+        """Run the shared expert while rows travel, then the routed experts, and start the combine."""
         assert carry.pending is not None
         assert carry.routing is not None
         if self._shared is not None:

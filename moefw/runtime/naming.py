@@ -1,4 +1,4 @@
-"""Canonical names: every parameter, expert by expert, under a name that no layout changes."""
+"""Canonical names: every parameter, expert by expert, under a name that is the same in every layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
 
 
 def by_parameter(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Canonical]]]:
-    """Yield every parameter with the canonical pieces that it holds."""
+    """Yield every parameter with its canonical pieces."""
     pieces: dict[nn.Parameter, list[Canonical]] = {}
     for piece in canonical_parameters(model):
         pieces.setdefault(piece.parameter, []).append(piece)
@@ -38,12 +38,12 @@ def by_parameter(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Canonica
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that belong to routed experts: they live on the expert mesh."""
+    """Return the parameters of routed experts, which are on the expert mesh."""
     return {p for module in model.modules() if isinstance(module, ExpertGemm) for p in module.parameters()}
 
 
 def by_side(model: nn.Module) -> dict[Side, dict[str, Stateful]]:
-    """Return the parts that keep state by name, in the order of the layers, those inside routed experts apart."""
+    """Return the stateful parts by mesh and name, in the order of the layers."""
     experts = {part for gemm in _experts(model).values() for part in gemm.modules()}
     parts = {name: part for name, part in model.named_modules() if isinstance(part, Stateful)}
     return {
@@ -53,7 +53,7 @@ def by_side(model: nn.Module) -> dict[Side, dict[str, Stateful]]:
 
 
 def states(model: nn.Module) -> dict[Side, dict[str, Tensor]]:
-    """Return the declared state that is saved, by canonical name; that of routed experts, one by one, apart."""
+    """Return the saved state by mesh and canonical name. State of routed experts is split by expert."""
     dense = by_side(model)["dense"].items()
     experts = _experts(model).items()
     return {
@@ -63,7 +63,7 @@ def states(model: nn.Module) -> dict[Side, dict[str, Tensor]]:
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the declared state that is saved, by canonical name."""
+    """Return the saved state by canonical name."""
     return {name: tensor for side in states(model).values() for name, tensor in side.items()}
 
 
@@ -76,7 +76,7 @@ def _saved(part: Stateful) -> Iterator[tuple[str, Tensor]]:
 
 
 def _by_expert(experts: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of what meters save as ``{e}.gate_up.scale``, in whatever way a GEMM stacks its experts."""
+    """Yield views of the meters' saved state as ``{e}.gate_up.scale``, independent of how a GEMM stacks its experts."""
     numbers = dict.fromkeys(piece.name.split(".", 1)[0] for piece in experts.canonical())
     found: dict[str, list[Tensor]] = {}
     for meter in experts.modules():
@@ -88,7 +88,7 @@ def _by_expert(experts: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def joined(part: Tensor, shard: Shard, group: ProcessGroup | None) -> Tensor:
-    """Return the whole of a tensor of which every rank of ``group`` holds a part; a scalar is whole. Collective."""
+    """Return the whole tensor of which each rank of ``group`` holds a part. A scalar is whole. Collective."""
     if not part.dim():
         return part
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(shard.count)]
@@ -98,9 +98,9 @@ def joined(part: Tensor, shard: Shard, group: ProcessGroup | None) -> Tensor:
 
 @torch.no_grad()
 def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None]) -> None:
-    """Fill every parameter from a generator keyed by seed and canonical name, so no layout changes a bit.
+    """Fill every parameter from a generator keyed by seed and canonical name, so that all layouts give the same bits.
 
-    ``std(name)`` is the standard deviation of a normal distribution cut at three of them; None means ones.
+    ``std(name)`` is the standard deviation of a normal distribution cut at three deviations; None means ones.
     """
     for parameter, pieces in by_parameter(model):
         with all_of(parameter) as values:
@@ -119,7 +119,7 @@ def _draw(piece: Canonical, target: Tensor, seed: int, deviation: float | None) 
 
 
 def _cut_normal(shape: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
-    """Draw, and draw again what lies beyond three deviations: the same in every PyTorch, unlike ``trunc_normal_``."""
+    """Draw, and redraw values beyond three deviations. Equal in every PyTorch version, unlike ``trunc_normal_``."""
     drawn = torch.empty(shape).normal_(0.0, deviation, generator=generator)
     while (beyond := drawn.abs() > 3 * deviation).any():
         drawn = torch.where(beyond, torch.empty(shape).normal_(0.0, deviation, generator=generator), drawn)

@@ -1,1 +1,1 @@
-"""Rows and metadata between ranks: movements with their duals, the bytes they take, and what dispatchers share."""
+"""Communication of rows and metadata between ranks: movements with their duals, collectives, bytes sent."""

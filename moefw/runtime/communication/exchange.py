@@ -1,4 +1,4 @@
-"""All-to-all over a group: metadata at once, rows as a movement whose dual is the exchange the other way."""
+"""All-to-all over a group: blocking for metadata, a movement for rows, whose dual is the reverse all-to-all."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def exchange(
     rows: Permutation | None = None,
     detail: object = None,
 ) -> Pending:
-    """Start sending ``sent[rank]`` rows of each tensor, which lie in order of rank, to each rank. Differentiable.
+    """Start sending ``sent[rank]`` rows of each tensor, stored in order of rank, to each rank. Differentiable.
 
-    ``codec`` packs the first tensor for the way. With ``rows`` that tensor is tokens, of which those rows are sent.
+    ``codec`` packs the first tensor. With ``rows``, that tensor is tokens, from which the rows are gathered.
     """
     if group is None:
         return stay(tensors, codec=codec, rows=rows, detail=detail)
@@ -37,7 +37,7 @@ def exchange(
 
 
 def exchange_now(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup | None) -> Tensor:
-    """Return the rows that the ranks sent here. Not differentiable: for metadata."""
+    """Return the rows that the ranks sent to this rank. Not differentiable: for metadata."""
     if group is None:
         return rows
     (buffer,), (work,) = _all_to_all(sent, received, group)([rows])

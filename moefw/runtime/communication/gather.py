@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of rows over a group: movements that are each other's dual."""
+"""All-gather and reduce-scatter of rows over a group: movements that are dual to each other."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def gather(
     tensors: Sequence[Tensor], group: ProcessGroup | None, *, codec: Codec | None = None, detail: object = None
 ) -> Pending:
-    """Start bringing the rows of every rank, in order of rank, to all. Ranks have equally many. Differentiable.
+    """Start an all-gather of the rows of every rank, in order of rank. All have the same number. Differentiable.
 
-    ``codec`` packs the first tensor for the way.
+    ``codec`` packs the first tensor.
     """
     if group is None:
         return stay(tensors, codec=codec, detail=detail)
@@ -30,7 +30,7 @@ def gather(
 
 
 def reduce(tensors: Sequence[Tensor], group: ProcessGroup | None, *, detail: object = None) -> Pending:
-    """Start adding up the tensors of all ranks; each gets its part of the rows. Differentiable."""
+    """Start a reduce-scatter of the tensors of all ranks: each gets its part of the summed rows. Differentiable."""
     if group is None:
         return stay(tensors, detail=detail)
     return start(tensors, forward=_reduce(group), dual=_gather(group), detail=detail)

@@ -1,8 +1,7 @@
 """A movement of tensors between ranks as two autograd nodes, so that work placed between them overlaps with it.
 
-``start`` launches, ``finish`` waits. In backward, finish launches the dual movement and start waits for it: what
-runs between them in forward also runs between them in backward. A codec packs rows for the way out; gradients come back
-as they are.
+``start`` launches, ``finish`` waits. In backward, finish launches the dual movement and start waits for it, so work
+between them in forward also runs between them in backward. A codec packs rows in forward; gradients are not packed.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from moefw.core.stages import Pending
 
 
 class Work(Protocol):
-    """What an asynchronous collective returns."""
+    """Handle of an asynchronous collective."""
 
     def wait(self) -> Any:
-        """Block, or make the current stream wait, until the result is there."""
+        """Block, or make the current stream wait, until the result is available."""
 
 
 class Permutation(Protocol):
-    """How rows ``(N, D)`` come from tokens ``(T, D)``."""
+    """Mapping of tokens ``(T, D)`` to rows ``(N, D)``."""
 
     def gather(self, x_TD: Tensor) -> Tensor:
         """Return the rows. Differentiable."""
@@ -47,9 +46,9 @@ Launch = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Work]]]
 
 
 class _Flight:
-    """One movement: its two launches, and what is under way between a start and its finish.
+    """One movement: its two launches, and the tensors in flight between a start and its finish.
 
-    ``codec`` packs the first tensor, rows in ``dtype``, or with ``rows`` the tokens of which they are rows.
+    ``codec`` packs the first tensor: rows in ``dtype`` or, with ``rows``, the tokens from which they are gathered.
     """
 
     def __init__(
@@ -111,11 +110,11 @@ class _Finish(torch.autograd.Function):
         ctx.flight.launch(ctx.flight.dual, grads)
         if ctx.flight.codec is not None:
             grads = (torch.zeros((), dtype=torch.bfloat16, device=grads[0].device).expand(ctx.packed), *grads[1:])
-        return (None, *grads)  # placeholders of the right shape: start's backward returns what the dual brings
+        return (None, *grads)  # placeholders of the right shape: start's backward returns the received gradients
 
 
 class _Rounded(torch.autograd.Function):
-    """What rows are that a codec has packed and unpacked; gradients pass."""
+    """Packs and unpacks rows with a codec. Gradients pass unchanged."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, codec: Codec) -> Tensor:
@@ -129,7 +128,7 @@ class _Rounded(torch.autograd.Function):
 def stay(
     tensors: Sequence[Tensor], *, codec: Codec | None = None, rows: Permutation | None = None, detail: Any = None
 ) -> Pending:
-    """Return the movement that goes nowhere: of a rank that is alone in its group. A codec rounds all the same."""
+    """Return the movement of a rank that is alone in its group. It sends nothing, but a codec still rounds."""
     tensors, rows = _gathered(tensors, codec, rows)
     if codec is not None:
         tensors = (_Rounded.apply(tensors[0], codec), *tensors[1:])  # type: ignore[no-untyped-call]
@@ -149,8 +148,8 @@ def start(
 ) -> Pending:
     """Launch a movement of ``sent``; ``dual`` moves gradients of the received buffers back to those of ``sent``.
 
-    ``codec`` packs the first tensor, rows ``(N, D)``, on the way out. With ``rows`` it is tokens ``(T, D)`` instead,
-    of which those rows are sent.
+    ``codec`` packs the first tensor, rows ``(N, D)``, in forward. With ``rows``, the first tensor is tokens ``(T, D)``
+    instead, from which the rows are gathered.
     """
     sent, rows = _gathered(sent, codec, rows)
     flight = _Flight(forward, dual, codec, rows, sent[0].dtype)
@@ -160,14 +159,14 @@ def start(
 def _gathered(
     tensors: Sequence[Tensor], codec: Codec | None, rows: Permutation | None
 ) -> tuple[Sequence[Tensor], Permutation | None]:
-    """Return the tensors with rows in the place of tokens, unless the codec packs these."""
+    """Return the tensors with tokens replaced by rows, unless the codec packs tokens."""
     if rows is None or (codec is not None and isinstance(codec, PermutingCodec)):
         return tensors, rows
     return [rows.gather(tensors[0]), *tensors[1:]], None
 
 
 def finish(pending: Pending) -> tuple[Tensor, ...]:
-    """Wait for a movement and return what it brought."""
+    """Wait for a movement and return the received tensors."""
     if pending.flight is None:
         return pending.buffers
     received: tuple[Tensor, ...] = _Finish.apply(pending.flight, *pending.buffers)  # type: ignore[no-untyped-call]

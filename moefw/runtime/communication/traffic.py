@@ -1,4 +1,4 @@
-"""Bytes on the wire: what a rank sends to each other rank, payload and metadata apart."""
+"""Bytes that a rank sends to each other rank, divided into payload and metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Link = Literal["node", "network"]
 
 
 def by_link(traffic: Traffic, ranks_per_node: int) -> dict[Movement, dict[Link, Sent]]:
-    """Add up by link class; the group's ranks lie ``ranks_per_node`` to a node."""
+    """Return the bytes summed by link. Each node has ``ranks_per_node`` consecutive ranks of the group."""
     totals: dict[Movement, dict[Link, Sent]] = {}
     for movement, peers in traffic.sent.items():
         links: dict[Link, Sent] = {"node": Sent(), "network": Sent()}
@@ -35,8 +35,8 @@ def traffic_of(
 ) -> Traffic:
     """Return the traffic of rows that travel along ``hops``, each the rows sent to and received from every rank.
 
-    A row carries ``weight_bytes`` of routing weights on the way out, and their gradients back; ``told[peer]`` bytes
-    were exchanged to plan it. ``codec`` packs rows on the way out.
+    A row carries ``weight_bytes`` bytes of routing weights in dispatch, and of their gradients in its backward.
+    ``told[peer]`` is the number of bytes that the plan sent. ``codec`` packs rows in dispatch.
     """
     out, back = ([sum(rows) for rows in zip(*side, strict=True)] for side in zip(*hops, strict=True))
 

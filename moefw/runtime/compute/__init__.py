@@ -1,1 +1,1 @@
-"""What is computed around a GEMM: products under a recipe, casts, keys of random draws, auxiliary losses."""
+"""Computation around GEMMs: products under a recipe, casts, keys of random draws, auxiliary losses."""

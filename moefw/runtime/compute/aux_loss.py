@@ -1,4 +1,4 @@
-"""Auxiliary losses are attached where they arise, so they work on every pipeline stage and under recompute."""
+"""Auxiliary losses, attached where they are computed, so that they work on every pipeline stage and under recompute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def attach(weights_TK: Tensor, loss: Tensor) -> Tensor:
-    """Return ``weights_TK``; when backward passes by, ``loss`` gets a gradient of 1."""
+    """Return ``weights_TK`` with ``loss`` attached: in backward, ``loss`` gets a gradient of 1."""
     attached: Tensor = _Attach.apply(weights_TK, loss)  # type: ignore[no-untyped-call]
     return attached
 

@@ -1,4 +1,4 @@
-"""Recipes that cast: operands in a dtype that torch multiplies, the same in all passes."""
+"""Recipes that cast operands to a dtype that torch multiplies, the same in all passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Cast(Precision):
 
 @final
 class FP32Recipe(_Cast):
-    """fp32 in, fp32 out."""
+    """fp32 operands and residual stream."""
 
     operand_dtype: ClassVar[torch.dtype] = torch.float32
     residual_dtype: ClassVar[Any] = torch.float32

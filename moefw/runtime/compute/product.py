@@ -1,4 +1,4 @@
-"""``y = x W^T`` under a recipe: forward and both products of backward, each with operands of its own."""
+"""``y = x W^T`` under a recipe: forward and both products of backward, each with its own operands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moefw.runtime.memory.dropped import output_of
 
 
 class SharedInput:
-    """What the first of several GEMMs has made of the input ``x`` they all read: quantized once, saved once."""
+    """Input ``x`` that several GEMMs read. The first one quantizes and saves it; the others reuse its operands."""
 
     __slots__ = ("_made", "x")
 
@@ -27,7 +27,7 @@ class SharedInput:
         self._made: tuple[Any, SavedOperand] | None = None
 
     def made_of(self, x: Tensor, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand]:
-        """Return the operand of fprop, and what to save for wgrad."""
+        """Return the operand of fprop, and the saved operand for wgrad."""
         if self._made is not None:
             return self._made
         operand = precision.quantize(x, role="input", during="fprop", rows=rows)
@@ -45,10 +45,10 @@ def linear(
     *,
     shared: SharedInput | None = None,
 ) -> Tensor:
-    """Return ``x W^T`` in the dtype of ``x``; x ``(..., I)``, weight ``(O, I)``, ``rows`` about the flattened ones.
+    """Return ``x W^T`` in the dtype of ``x``; x ``(..., I)``, weight ``(O, I)``. ``rows`` describes the flattened rows.
 
-    GEMMs of one ``Precision.at`` that read the same ``x`` may be given one ``shared``. Raises ContractError if that is
-    of another tensor.
+    GEMMs that read the same ``x``, with recipes from one ``Precision.at``, may get one ``shared``. Raises ContractError
+    if ``shared`` is of another tensor.
     """
     if not precision.by_pass:
         operand = precision.quantize(x, role="input", during="fprop")
@@ -91,12 +91,12 @@ def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
 
 @cache
 def _leaves_empty_sums_unwritten(device: torch.device) -> bool:
-    """Whether a grouped product writes what it finds where it sums over no rows: Blackwell's (pytorch#172439)."""
+    """Return whether grouped products leave sums over no rows unwritten, as on Blackwell (pytorch#172439)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def keep_input(x: Tensor, used: Any, precision: Precision, rows: RowGroups) -> SavedOperand:
-    """Return what to save of an input for wgrad: ``x`` itself where it will be computed again, and need not be kept."""
+    """Return the saved operand of an input for wgrad: ``x`` itself if it will be recomputed and need not be kept."""
     if output_of(x) is None:
         return precision.keep(x, used, role="input", during="wgrad", rows=rows)
     about = {name: tensor for name, tensor in (("ends_e", rows.ends_e), ("keys_R", rows.keys_R)) if tensor is not None}
@@ -104,7 +104,7 @@ def keep_input(x: Tensor, used: Any, precision: Precision, rows: RowGroups) -> S
 
 
 def keep_activation(x: Tensor, precision: Precision, rows: RowGroups) -> SavedOperand:
-    """Return what to save of rows that backward reads as they are: themselves where they will be computed again."""
+    """Return the saved form of rows whose values backward reads: the rows themselves if they will be recomputed."""
     return SavedOperand((x,), lambda saved: saved[0]) if output_of(x) else precision.keep_activation(x, rows)
 
 
@@ -117,7 +117,7 @@ def _quantize_again(
 
 
 class _Linear(torch.autograd.Function):
-    """Saves ``x`` as wgrad will need it, and the weight."""
+    """Saves the weight, and ``x`` in the form that wgrad needs."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Where the random draws for a row of an expert start: the key of its token, which follows the row to the expert.
+"""Keys of experts' rows, from which random draws start. The key of a token follows its rows to the experts.
 
 A token's key is a hash of (seed of the sequence, position), so every layout, dispatcher and recompute draws the same
-numbers for a row. No two sequences of a run have one seed, so each step draws anew.
+numbers for a row. All sequences of a run have different seeds, so each step draws new numbers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from moefw.core.contracts import Dispatcher
 
 PER_KEY: Final = 4
-"""A key fills so many columns of bf16."""
+"""Number of bf16 columns that a key fills."""
 APART: Final = 0x1E3779B97F4A7C15
-"""An odd number: its multiples, by an expert's number, keep the keys of a token's rows apart until they are hashed."""
+"""An odd number. Its multiples by the expert's number make the keys of a token's rows differ before they are hashed."""
 
 
 @torch.no_grad()
@@ -34,9 +34,10 @@ def with_keys(
     *,
     first_expert: int,
 ) -> ExpertBatch:
-    """Return the rows that arrived along ``handle`` with their keys, 0 for padding. Collective, as a redispatch is.
+    """Return ``arrived``, the batch of ``handle``, with the keys of its rows, 0 for padding. Collective.
 
-    The bits of ``keys_T`` travel as rows of ``dispatcher.key_columns`` bf16; ``first_expert`` is this rank's.
+    A redispatch moves the bits of ``keys_T`` as rows of ``dispatcher.key_columns`` bf16 columns. ``first_expert`` is
+    the number of this rank's first expert.
     """
     bits_TD = F.pad(keys_T.unsqueeze(1), (0, dispatcher.key_columns // PER_KEY - 1)).view(torch.bfloat16)
     batch, _ = dispatcher.redispatch(bits_TD, weights_TK.detach(), handle)

@@ -1,1 +1,1 @@
-"""What waits for backward and for the next step: the ledger's words, what is dropped, optimizer states."""
+"""Memory between forward and backward and between steps: dropped tensors, static rows, optimizer states."""

@@ -1,8 +1,8 @@
-"""Tensors that need not be kept between forward and backward, because what made them can compute them again.
+"""Tensors that need not be kept between forward and backward, because their source can compute them again.
 
-In the forward of a layer, a policy that runs a region again says so of what the region returns (:class:`Output`).
-Whoever saves such a tensor in that layer holds a :class:`StandIn`: in the hooks of a policy, which asks
-:func:`stand_in` first, or in those around the layer.
+In the forward of a layer, a policy that reruns a region registers the region's outputs (:class:`Output`). Autograd
+nodes in that layer that save such a tensor hold a :class:`StandIn` instead. It comes from the saved-tensor hooks of a
+policy, which call :func:`stand_in` first, or from those around the layer.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from moefw.core.errors import ContractError
 
 
 class Source(Protocol):
-    """What can compute the tensors again that it returned."""
+    """Source of tensors that can compute them again."""
 
     def want(self) -> None:
-        """Be told that somebody will ask."""
+        """Note that an output will be requested."""
 
     def output(self, index: int) -> Tensor:
-        """Return a tensor again, the same bits in memory that is laid out alike."""
+        """Return an output again: the same bits in the same memory layout."""
 
 
 @final
 class Output:
     """The memory of the tensor that ``source`` returned as number ``index``.
 
-    In force as long as it is held. Nobody writes to it: PyTorch refuses that to what a function of autograd passes on.
+    Registered as long as this object is referenced. The memory is never written: PyTorch refuses in-place writes to
+    tensors that an autograd function passes on.
     """
 
     def __init__(self, tensor: Tensor, source: Source, index: int) -> None:
@@ -46,24 +47,24 @@ class Output:
         self.lies_in(tensor)
 
     def lies_in(self, tensor: Tensor) -> None:
-        """Note that the values are in the memory of ``tensor`` now."""
+        """Register the memory of ``tensor``, which holds the values now."""
         if self.scope is not None:
             self.scope[StorageWeakRef(tensor.untyped_storage())] = self
 
 
 Scope = WeakValueDictionary[StorageWeakRef, Output]
-"""What can be computed again in one call of a layer. What the layer itself returns is kept by the next one."""
+"""Outputs that can be computed again in one call of a layer. The outputs of the layer are kept by the next layer."""
 _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
 
 
 def current() -> Scope | None:
-    """Return the scope of the layer that runs; None: outside one, nothing is dropped."""
+    """Return the scope of the running layer. None: outside a layer, where nothing is dropped."""
     return _scope.get()
 
 
 @contextmanager
 def inside(scope: Scope | None) -> Iterator[None]:
-    """Be in the scope of a layer, for the first time or again."""
+    """Enter the scope of a layer, for its first run or a rerun."""
     before = _scope.set(scope)
     try:
         yield
@@ -72,7 +73,7 @@ def inside(scope: Scope | None) -> Iterator[None]:
 
 
 def drops(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a whole layer, in which whatever can be computed again is not saved."""
+    """Return the forward of a whole layer, in which tensors that can be computed again are not saved."""
 
     @wraps(layer)
     def dropping(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +84,7 @@ def drops(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Packed(Protocol):
-    """What stands for a saved tensor between forward and backward."""
+    """Replacement of a saved tensor between forward and backward."""
 
     def tensor(self) -> Tensor:
         """Return the tensor."""
@@ -100,7 +101,7 @@ class StandIn(Packed):
     start: int
 
     def tensor(self) -> Tensor:
-        """Return the tensor. Raises ContractError where a region does not return the same again."""
+        """Return the tensor. Raises ContractError if the region returns memory of another size when it is rerun."""
         again = self.output.source.output(self.output.index)
         self.output.lies_in(again)
         if again.untyped_storage().nbytes() != self.output.nbytes:
@@ -111,7 +112,7 @@ class StandIn(Packed):
 
 
 def stand_in(tensor: Tensor) -> StandIn | None:
-    """Return what to hold in the place of a tensor that is saved; None: it cannot be computed again."""
+    """Return the replacement of a tensor that is saved; None: it cannot be computed again."""
     output = output_of(tensor)
     if output is None:
         return None
@@ -126,7 +127,7 @@ def output_of(tensor: Tensor) -> Output | None:
 
 
 def stay(tensor: Tensor) -> Tensor:
-    """Return a saved tensor for the graph to hold: a result that held on to its own graph would never be freed."""
+    """Return a saved tensor without its graph: a result that referenced its own graph would never be freed."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -136,7 +137,7 @@ def unpack(packed: Tensor | Packed) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Whether this forward runs again for a region around it: nobody goes backward through it."""
+    """Return whether this forward is a rerun for an enclosing region, so that no backward goes through it."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer's states rest in between steps, and what its update is given, rows by rows of parameters."""
+"""Storage of optimizer states between steps, and their update, in groups of rows of parameters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from moefw.core.records import Canonical
 from moefw.runtime.parallel.pieces import local, stored
 
 CUT_ELEMENTS = 64
-"""Rows are cut where so many elements are full: kernels on CPUs round what fills no vector another way."""
+"""Rows are cut at multiples of this number of elements: CPU kernels round differently where a vector is not full."""
 
 
 @frozen(eq=False)
 class Origin:
-    """A box of what a rank stores of a parameter, and where it lies in the tensor that has one name in every layout.
+    """A box of the piece of a parameter that a rank stores, and its place in the tensor with the canonical ``name``.
 
-    Element ``i`` of the box is element ``first + sum(i * strides)`` of the named tensor, counted row by row.
+    Element ``i`` of the box is element ``first + sum(i * strides)`` of the named tensor, in row-major order.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Origin:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class StatePart:
-    """Rows of what this rank stores of a parameter, and what their update takes: plain tensors of one shape, fp32.
+    """Rows of a parameter that this rank stores, with the inputs of their update: plain tensors of one shape, fp32.
 
-    ``states`` are by key, as they rest or as a policy hands them on; an update changes them and ``parameter`` in place.
-    ``group`` is the number of the parameter's group, ``step`` that of updates before this one, ``seed`` the run's.
+    ``states`` are by key, as stored or as a policy passes them on. An update changes them and ``parameter`` in place.
+    ``group`` is the number of the parameter's group, ``step`` the number of earlier updates, ``seed`` that of the run.
     """
 
     group: int
@@ -52,25 +52,25 @@ class StatePart:
 
 
 class OptimizerStates(ABC):
-    """How the states of an optimizer rest between steps, and how they are updated. Memory policies wrap each other."""
+    """Storage of an optimizer's states between steps, and their update. Memory policies wrap each other."""
 
     dtype: torch.dtype
-    """In which the states rest."""
+    """Dtype in which the states are stored."""
 
     @abstractmethod
     def room(self, parameter: Tensor) -> Tensor:
-        """Return zeros for a state of what this rank stores of a parameter: as it rests, of the same shape."""
+        """Return zeros for a state of ``parameter``, this rank's piece: in storage form, with the same shape."""
 
     @abstractmethod
     def update(self, parts: Sequence[StatePart]) -> None:
-        """Update parameters and states, given as they rest. They are all in their places when it returns.
+        """Update parameters and states, given as stored. All of them are back in their storage on return.
 
-        A copy that is still on its way to a parameter is one that the current stream waits for.
+        If a copy to a parameter is still in flight, the current stream waits for it.
         """
 
 
 class OptimizerPolicy(MemoryPolicy):
-    """What happens to the states of the optimizer between steps."""
+    """Memory policy for the states of the optimizer between steps."""
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` as it is: the region holds no activations."""
@@ -78,11 +78,11 @@ class OptimizerPolicy(MemoryPolicy):
 
     @abstractmethod
     def treat(self, states: OptimizerStates) -> OptimizerStates:
-        """Return ``states`` as they rest and are updated under this policy. Called once, before the first step."""
+        """Return ``states``, stored and updated under this policy. Called once, before the first step."""
 
 
 def numbers(origin: Origin, device: torch.device) -> Tensor:
-    """Return the number of each element of the box in the named tensor, int64, shaped like the box."""
+    """Return the index in the named tensor of each element of the box: int64, with the shape of the box."""
     numbers = torch.full((1,) * len(origin.box), origin.first, device=device)
     for dim, (part, stride) in enumerate(zip(origin.box, origin.strides, strict=True)):
         steps = torch.arange(part.stop - part.start, device=device) * stride
@@ -91,7 +91,7 @@ def numbers(origin: Origin, device: torch.device) -> Tensor:
 
 
 def origins(pieces: Sequence[Canonical]) -> tuple[Origin, ...]:
-    """Return where the elements come from that this rank stores of a parameter, whose pieces these are."""
+    """Return the origins of the elements that this rank stores of the parameter with these pieces."""
     parameter = pieces[0].parameter
     shape, held = tuple(parameter.shape), stored(parameter, torch.empty(parameter.shape, device="meta"))
     place, corner = held.storage_offset(), []
@@ -103,7 +103,7 @@ def origins(pieces: Sequence[Canonical]) -> tuple[Origin, ...]:
 
 
 def _origin(piece: Canonical, shape: Sequence[int], corner: Sequence[int], held: Sequence[int]) -> Origin | None:
-    """Return where the elements of ``piece`` come from in the box ``held`` at ``corner`` of a parameter."""
+    """Return the origin of the elements of ``piece`` in the box of shape ``held`` at ``corner``; None without any."""
     ranges = [_range(piece, dim, size) for dim, size in enumerate(shape)]
     kept = [dim for dim in range(len(shape)) if not (dim < len(piece.index) and isinstance(piece.index[dim], int))]
     sizes = [len(ranges[dim]) for dim in kept]
@@ -137,7 +137,7 @@ def _row_by_row(shape: Sequence[int]) -> list[int]:
 
 
 def rows_of(part: StatePart, start: int, stop: int) -> StatePart:
-    """Return some of the rows."""
+    """Return the rows from ``start`` to ``stop``."""
     if (start, stop) == (0, len(part.parameter)):
         return part
     cut = (_rows_of_box(origin, start, stop) for origin in part.origins)
@@ -151,7 +151,7 @@ def rows_of(part: StatePart, start: int, stop: int) -> StatePart:
 
 
 def _rows_of_box(origin: Origin, start: int, stop: int) -> Origin | None:
-    """Return the part of the box in some rows of what is stored; None where it has none of them."""
+    """Return the part of the box in the stored rows from ``start`` to ``stop``; None if it has none of them."""
     own = origin.box[0]
     begin, end = max(own.start, start), min(own.stop, stop)
     if begin >= end:
@@ -161,7 +161,7 @@ def _rows_of_box(origin: Origin, start: int, stop: int) -> Origin | None:
 
 
 def buckets(parts: Sequence[StatePart], elements: int) -> Iterator[list[StatePart]]:
-    """Yield the parts in order, cut between rows into buckets of at most so many elements, but for the least cut."""
+    """Yield the parts in order, cut between rows into buckets of at most ``elements``, or one smallest cut."""
     bucket: list[StatePart] = []
     left = elements
     for part in parts:
@@ -182,6 +182,6 @@ def buckets(parts: Sequence[StatePart], elements: int) -> Iterator[list[StatePar
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """Return what this rank stores of a tensor, detached; a scalar is one row."""
+    """Return the piece of a tensor that this rank stores, detached. A scalar is one row."""
     rows: Tensor = torch.atleast_1d(local(tensor.detach()))
     return rows

@@ -1,7 +1,7 @@
-"""Rows of a static number, of which only the first ones are valid: what the experts of a layer compute on.
+"""A static number of rows, on which the experts of a layer compute, and of which only the first ones are valid.
 
-In the forward of experts under a budget, a memory policy may ask for :func:`current`, to save the valid rows alone.
-What it reports there becomes statistics of the layer.
+In the forward of experts under a budget, a memory policy may call :func:`current`, to save only the valid rows.
+Values that it reports there become statistics of the layer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from moefw.core.stages import ExpertBatch
 
 UNSAVED: Final = "unsaved_rows"
-"""The statistic of rows that a memory policy had no room for, fp32 of shape (): the step is run again, dropless."""
+"""Statistic: the rows for which a memory policy had no room, fp32 of shape (). The step runs again, dropless."""
 
 
 @final
 class StaticRows:
-    """The rows of one call of the experts. ``stats`` are those of the batch, and what policies report."""
+    """The rows of one call of the experts. ``stats`` are those of the batch, and those that policies report."""
 
     def __init__(self, batch: ExpertBatch) -> None:
         self.num_rows, self._ends_e = len(batch.rows_RD), batch.offsets_e
@@ -30,9 +30,9 @@ class StaticRows:
 
     @property
     def num_valid(self) -> Tensor:
-        """How many rows, the first ones, are valid, padding of groups included: int32 of shape () on the device.
+        """Number of valid rows, which come first, padding of groups included: int32 of shape () on the device.
 
-        Never more than there are, though groups may end beyond them where a budget overflows.
+        At most ``num_rows``, although groups may end beyond it if a budget overflows.
         """
         return self._ends_e[-1].clamp_max(self.num_rows)
 
@@ -45,13 +45,13 @@ _current: ContextVar[StaticRows | None] = ContextVar("static_rows", default=None
 
 
 def current() -> StaticRows | None:
-    """Return the rows that experts compute on now; None outside of them, and where no budget holds."""
+    """Return the rows of the running call of experts; None outside of one, or without a budget."""
     return _current.get()
 
 
 @contextmanager
 def computing_on(rows: StaticRows | None) -> Iterator[None]:
-    """Be in a call of the experts."""
+    """Enter a call of the experts on ``rows``."""
     before = _current.set(rows)
     try:
         yield

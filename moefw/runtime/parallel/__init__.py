@@ -1,1 +1,1 @@
-"""Who holds what: mesh arithmetic, opened groups, experts and parameters that are sharded."""
+"""Parallel layouts: mesh arithmetic, opened process groups, sharded parameters."""

@@ -20,9 +20,9 @@ COPIES: Final[Mapping[Side, tuple[str, ...]]] = {"dense": ("dp", "cp"), "experts
 @final
 @frozen
 class Mesh:
-    """Axes and their sizes, outermost first: the last one joins neighbouring ranks.
+    """Axes and their sizes, outermost first. Neighbouring ranks differ on the last axis.
 
-    An axis may stand in several places; its position is read from them outermost first.
+    An axis may occur in several places. Its position is read from them, outermost first.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -33,7 +33,7 @@ class Mesh:
         return frozenset(axis for axis, _ in self.places)
 
     def size(self, *axes: str) -> int:
-        """Return the product of the sizes of axes; of all without names."""
+        """Return the product of the sizes of ``axes``, or of all axes if none is given."""
         return math.prod(size for axis, size in self.places if not axes or axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -60,7 +60,7 @@ class Mesh:
 class MeshPlan(LayoutPlan):
     """A dense mesh and an expert mesh over the same ranks.
 
-    ``shards``: over how many ranks a parameter of each mesh is sharded; 1: each holds all of it.
+    ``shards``: the number of ranks over which a parameter of each mesh is sharded; 1: each rank holds all of it.
     """
 
     dense: Mesh
@@ -103,7 +103,7 @@ class MeshPlan(LayoutPlan):
         raise ValueError(f"axes {tuple(axes)} are not axes of one mesh: {DENSE} or {EXPERT}")
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks with this rank's parameters of a mesh, a row for each set that shards them."""
+        """Return the ranks that hold the same parameters of a mesh as ``rank``, a row for each set that shards them."""
         ranks, each = self.group(rank, COPIES[side]), self.shards[side]
         return tuple(ranks[first : first + each] for first in range(0, len(ranks), each))
 

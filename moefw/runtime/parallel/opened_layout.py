@@ -1,4 +1,4 @@
-"""An opened layout: the process groups of a plan, in a world that somebody else has initialised."""
+"""An opened layout: the process groups of a plan, in a world that the caller has initialised."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moefw.core.contracts import Layout, LayoutPlan
 from moefw.core.plugin import LayoutPlugin
 
 TIMEOUT: Final = timedelta(days=1)
-"""Of collectives, which name nobody: a rank that hangs is named by who watches it, long before."""
+"""Timeout of collectives. It is long, because its error names no rank; the watchdog names a rank that hangs earlier."""
 
 
 @final
 class OpenedLayout(Layout):
-    """Groups are opened when first asked for, once for the same ranks; without a world, there is one rank."""
+    """Layout that opens a process group at first use, once for equal ranks. Without a world, there is one rank."""
 
     def __init__(self, plan: LayoutPlan, device: str, ranks_per_node: int | None = None) -> None:
         self.plan, self.device = plan, device
@@ -28,7 +28,7 @@ class OpenedLayout(Layout):
         self._host: ProcessGroup | None = None
 
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Return the process group of ``ranks``, or None where it is this rank alone. Collective over ``ranks``."""
+        """Return the process group of ``ranks``, or None if it is this rank alone. Collective over ``ranks``."""
         if len(ranks) == 1:
             return None
         if ranks not in self._opened:
@@ -41,13 +41,13 @@ class OpenedLayout(Layout):
         return self._opened[ranks]
 
     def host_group(self) -> ProcessGroup | None:
-        """Return a group of all ranks over gloo, whatever the devices talk over."""
+        """Return a gloo group of all ranks, independent of the backend of the devices."""
         if self._host is None and self.plan.world > 1:
             self._host = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return self._host
 
 
 def open_by(plugin: LayoutPlugin, plan: LayoutPlan, device: str) -> Layout:
-    """Return ``plan`` on this rank of an initialised world, as its plugin opens it."""
+    """Return ``plan``, opened by its plugin on this rank of an initialised world."""
     layout = plugin.build(plan, device)
     return OpenedLayout(plan, device, plugin.ranks_per_node) if layout is None else layout

@@ -1,4 +1,4 @@
-"""What a rank stores of a tensor that may be sharded, and all of it."""
+"""The piece that a rank stores of a tensor that may be sharded, and the whole tensor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def is_shared_out(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether this rank stores only a piece of a tensor."""
+    """Return whether ``tensor`` is sharded, so that this rank may store only a piece."""
     return hasattr(tensor, "placements")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank stores of a tensor that may be sharded."""
+    """Return the piece that this rank stores of a tensor that may be sharded."""
     if not is_shared_out(tensor):
         return tensor
     own = tensor.to_local()
@@ -30,13 +30,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that may be sharded. Collective over its ranks."""
+    """Return the whole of a tensor that may be sharded. Collective over its ranks."""
     return tensor.full_tensor() if is_shared_out(tensor) else tensor
 
 
 @contextmanager
 def all_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield room for all of a tensor that may be sharded; what is written there is stored, without any exchange."""
+    """Yield a buffer for the whole of a tensor that may be sharded. Its values are stored at exit, without exchange."""
     if not is_shared_out(tensor):
         yield tensor
         return
@@ -46,11 +46,11 @@ def all_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def stored(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return the part of ``values``, shaped like all of a tensor, that this rank stores of the tensor."""
+    """Return the piece of ``values``, which have the shape of the whole tensor, that this rank stores."""
     if not is_shared_out(tensor):
         return values
     for dim, placement in enumerate(tensor.placements):
-        axis = getattr(placement, "dim", None)  # a copy has none
+        axis = getattr(placement, "dim", None)  # a replicate placement has none
         if axis is not None:
             index = tensor.device_mesh.get_local_rank(dim)
             pieces = values.chunk(tensor.device_mesh.size(dim), axis)
@@ -59,9 +59,9 @@ def stored(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return ``values``, of what this rank stores of a tensor, as a tensor that is sharded as that one is.
+    """Return ``values``, for the piece of ``tensor`` that this rank stores, as a tensor with the same sharding.
 
-    They stay where they are, also if that is another device.
+    The values are not copied, and may be on another device.
     """
     if not is_shared_out(tensor):
         return values

@@ -1,7 +1,7 @@
 """fp32 masters that ranks shard and gather as codes and scales: FSDP2's extension for tensor subclasses.
 
-:class:`Master` is what a rank stores, and says what it sends; :class:`GatheredWeight` is what a module's parameter is
-while it is gathered. Optimizer, gradients and checkpoints see fp32 values alone.
+:class:`Master` is the tensor that a rank stores, and defines the tensors that it sends. :class:`GatheredWeight` is the
+parameter of a module while it is gathered. Optimizer, gradients and checkpoints see only fp32 values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _aten = torch.ops.aten
 
 @final
 class Master(Tensor):
-    """A weight, or this rank's shard of it, ``stored`` in fp32 and gathered as ``codec`` says.
+    """A weight, or this rank's shard of it, ``stored`` in fp32 and gathered with ``codec``.
 
-    Shards and views are masters, too; everything else that is computed of one is a plain tensor.
+    Shards and views are masters, too. The results of all other operations are plain tensors.
     """
 
     stored: Tensor
@@ -33,7 +33,7 @@ class Master(Tensor):
 
     @staticmethod
     def __new__(cls, stored: Tensor, codec: WeightCodec) -> Master:
-        """Wrap what is ``stored``, which is written through."""
+        """Wrap ``stored``, to which all writes go."""
         made: Master = _wrapper(cls, stored.shape, stored.stride(), stored)
         made.stored, made.codec = stored, codec
         return made
@@ -45,7 +45,7 @@ class Master(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute with what is stored."""
+        """Compute with the stored tensors."""
         given, named = tree_map_only(Master, lambda one: one.stored, (args, kwargs or {}))
         result = func(*given, **named)
         if func in _SHARDED:
@@ -55,7 +55,7 @@ class Master(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], WeightCodec]:
-        """Return what this rank sends: the codes and scales of its shard, which are quantized now."""
+        """Return the tensors that this rank sends: codes and scales of its shard, quantized now."""
         return self.codec.encode(self.stored), self.codec
 
     def fsdp_post_all_gather(
@@ -66,7 +66,7 @@ class Master(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the weight, which lies in what came from all ranks; in ``out``, from the second time on, it does."""
+        """Return the weight, which views the gathered tensors. None from the second time on: ``out`` views them."""
         if out is not None:
             return None
         return GatheredWeight(all_gather_outputs, metadata.rows), ()
@@ -74,9 +74,9 @@ class Master(Tensor):
 
 @final
 class GatheredWeight(Tensor):
-    """A weight ``(..., R, C)`` of which there are only codes ``(..., R, C)`` and scales ``(..., R / rows, ...)``.
+    """A weight ``(..., R, C)`` that exists only as codes ``(..., R, C)`` and scales ``(..., R / rows, ...)``.
 
-    To autograd it is fp32, so its gradients are. Matrices may be cut and joined between whole blocks of ``rows``.
+    To autograd it is fp32, and so are its gradients. Matrices may be cut and joined between whole blocks of ``rows``.
     """
 
     parts: tuple[Tensor, ...]
@@ -86,7 +86,7 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(cls, parts: tuple[Tensor, ...], rows: int) -> GatheredWeight:
-        """Stand for a weight; ``parts`` are codes and scales, and stay where they are."""
+        """Wrap ``parts``, the codes and scales of a weight, without copying them."""
         codes = parts[0]
         made: GatheredWeight = _wrapper(cls, codes.shape, codes.stride(), codes)
         made.parts, made.rows = parts, rows
@@ -99,7 +99,7 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Cut, join or pass on. Raises ContractError for whatever takes values."""
+        """Cut, join or pass on. Raises ContractError for any operation that needs values."""
         treat = _TREATED.get(func)
         found = treat(*args, **(kwargs or {})) if treat is not None else None
         if found is None:
@@ -110,7 +110,7 @@ class GatheredWeight(Tensor):
 
 
 def _wrapper(cls: type[Any], shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Any:
-    """Return an fp32 tensor of a subclass, without memory of its own."""
+    """Return an fp32 tensor of a subclass that has no memory of its own."""
     return Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, dtype=torch.float32, device=like.device, requires_grad=False
     )
@@ -121,17 +121,17 @@ def _again(weight: GatheredWeight) -> GatheredWeight:
 
 
 def _strided(weight: GatheredWeight, size: Sequence[int], stride: Sequence[int], start: int | None = None) -> Any:
-    """Return the weight, if these are its own strides, for which FSDP2 asks."""
+    """Return the weight if ``size`` and ``stride`` are its own, as FSDP2 requests them; else None."""
     return None if start or (tuple(size), tuple(stride)) != (weight.shape, weight.stride()) else _again(weight)
 
 
 def _zeros(weight: GatheredWeight, **given: Any) -> Tensor:
-    """Return the gradient of a weight that had no part in the loss."""
+    """Return the zero gradient of a weight that does not affect the loss."""
     return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 def _cut(weight: GatheredWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    """Return some rows of a matrix; None: they are no whole blocks."""
+    """Return a range of rows of a matrix; None if they are not whole blocks."""
     begin, stop, _ = slice(start, end).indices(weight.shape[0])
     if weight.ndim != 2 or dim or step != 1 or begin % weight.rows or stop % weight.rows:
         return None
@@ -141,7 +141,7 @@ def _cut(weight: GatheredWeight, dim: int = 0, start: int | None = None, end: in
 
 
 def _join(weights: Sequence[Any], dim: int = 0) -> Any:
-    """Return matrices below each other; None: they are no whole blocks."""
+    """Return the concatenation of matrices along rows; None if they are not whole blocks."""
     rows = {weight.rows for weight in weights if isinstance(weight, GatheredWeight)}
     whole = all(isinstance(one, GatheredWeight) and one.ndim == 2 and len(one) % one.rows == 0 for one in weights)
     if not whole or dim or len(rows) != 1:
@@ -158,7 +158,7 @@ _SHARDED: Final = {
     _aten.split.Tensor,
     _aten.view.default,
 }
-"""What a layout makes of a master: its shards, and views of them."""
+"""Operations that return masters: shards, and views of them."""
 _TREATED: Final[Mapping[Any, Callable[..., Any]]] = {
     _aten.alias.default: _again,
     _aten.as_strided.default: _strided,

@@ -1,6 +1,6 @@
-"""Parameters sharded over the ranks that would hold copies: FSDP2, unit by unit, as the model is built.
+"""Shards parameters over the ranks that would hold copies, with FSDP2, unit by unit, while the model is built.
 
-Importing this takes a second: only a layout that shards anything does.
+Importing this takes a second, so only layouts that shard parameters import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @final
 class Sharding:
-    """Shares out parameters as the layout says. Gradients arrive summed over all copies: never divided."""
+    """Shards parameters as the layout says. Gradients are summed over all copies and never divided."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -40,10 +40,10 @@ class Sharding:
         name: str = "",
         apart: Set[nn.Parameter] = frozenset(),
     ) -> M:
-        """Gather the module's parameters in ``dtype`` whenever it runs, and only then; return the module.
+        """Shard the module's parameters, gather them in ``dtype`` only while it runs, and return the module.
 
-        Units inside keep to themselves, and parameters ``apart`` stay as they are. Gradients are added up in fp32.
-        With ``codec``, matrices are gathered as it says. Raises PlanError where it cannot, naming the unit ``name``.
+        Units inside, and the parameters ``apart``, are not included. Gradients are reduced in fp32. With ``codec``,
+        matrices are gathered as codes and scales. Raises PlanError, with the unit's ``name``, if the codec cannot.
         """
         mesh = self._mesh(side)
         if mesh is None:
@@ -67,7 +67,7 @@ class Sharding:
         return module
 
     def root(self, model: M, apart: Set[nn.Parameter]) -> M:
-        """Return ``model`` with what is in no unit as one of its own, also for ``model.logits``."""
+        """Return ``model`` with all parameters outside units as one more unit, also gathered for ``model.logits``."""
         self.unit(model, "dense", apart=apart)
         if isinstance(model, FSDPModule):
             register_fsdp_forward_method(model, "logits")
@@ -76,8 +76,8 @@ class Sharding:
     def _open(self, side: Side) -> DeviceMesh | None:
         """Return the mesh (copies, shard), whose dimensions are named after their groups.
 
-        torch takes meshes of equal ranks and names for equal, and what it remembers of one for true of the other,
-        also when a world has ended and another one began.
+        torch treats meshes with equal ranks and names as equal, and reuses cached data of one for the other, even if
+        its world has ended and another one has begun.
         """
         layout = self.layout
         rows = layout.plan.copies(layout.rank, side)
@@ -95,7 +95,7 @@ class Sharding:
 
 
 def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int) -> None:
-    """Have the matrices of a unit, alone or stacked, gathered as ``codec`` says; vectors stay as they are."""
+    """Replace the matrices of a unit, single or stacked, by masters with ``codec``. Vectors stay as they are."""
     for path, module in unit.named_modules():
         for key, parameter in [*module.named_parameters(recurse=False)]:
             if parameter.ndim > 1:
@@ -104,5 +104,5 @@ def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int)
 
 
 def _even_dim(parameter: Tensor, count: int) -> int:
-    """Return the first dimension that ``count`` divides, so that no rank gets less; 0 if there is none."""
+    """Return the first dimension that ``count`` divides, so that all shards are equal; 0 if there is none."""
     return next((dim for dim, size in enumerate(parameter.shape) if size % count == 0), 0)
