@@ -16,8 +16,8 @@ from moefw.core.errors import MoefwError
 from moefw.training.errors import StoppedError
 
 PATIENCE_S = 5.0
-"""Seconds that a rank waits before it prints and exits. torchrun stops all ranks when one exits, even the one that would
-report the cause."""
+"""Seconds that a rank waits before it prints and exits. When one rank exits, torchrun stops all others, even one that
+still has to report the cause."""
 
 COMMANDS = {
     "train": "Train as SPEC says; starts local ranks by itself, or joins torchrun or Slurm.",

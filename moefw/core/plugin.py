@@ -118,7 +118,7 @@ class MemoryPlugin(Plugin):
     hook: ClassVar[str] = "moefw_memory_policies"
     mechanism: ClassVar[str]
     joins: ClassVar[bool] = False
-    """Whether policies with other mechanisms may treat the same regions, too."""
+    """Whether policies with other mechanisms may also treat the same regions."""
 
     runs_again: ClassVar[bool] = False
     """Whether backward recomputes the regions: their saved tensors and outputs are dropped, their inputs are kept."""
@@ -213,9 +213,9 @@ class DataSourcePlugin(Plugin):
 class OptimizerPlugin(Plugin):
     """Declares an optimizer.
 
-    An optimizer whose states memory policies may treat names its states, and offers pairs ``("optimizer", mechanism)``
-    as ``region``, in the order in which they apply, from the update outwards. Its update is elementwise, so that any
-    rows of a parameter can be updated alone, as plain tensors, on any device.
+    To allow memory policies on its states, an optimizer names them in ``states``, and offers pairs
+    ``("optimizer", mechanism)`` as ``region``, in the order in which they apply, from the update outwards. Its update
+    is elementwise, so that any rows of a parameter can be updated alone, as plain tensors, on any device.
     """
 
     hook: ClassVar[str] = "moefw_optimizers"

@@ -64,7 +64,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        if self._spread is not None:  # queries of a rank share keys unevenly: each gets its own copy
+        if self._spread is not None:  # queries of a rank share keys unevenly, so each gets a copy
             k, v = k[:, :, self._spread], v[:, :, self._spread]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 

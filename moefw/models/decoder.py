@@ -36,9 +36,9 @@ class Decoder(Sizes, ModelPlugin):
         return Dims(model_dim=self.dim, expert_dim=self.expert_dim, num_experts=self.num_experts, top_k=self.top_k)
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Regions outside the expert GEMMs, as far as the model has them; all may be kept, recomputed or offloaded.
+        """Offer the model's regions outside the expert GEMMs. All may be kept, recomputed or offloaded.
 
-        The rows that a dispatch brings are saved by the experts; the dispatch itself may be repeated.
+        ``dispatch`` may only be kept or recomputed (repeated), because the experts save the rows that it returns.
         """
         regions = ["layer", "attn_norm", "attention", "qkv", "core_attn", "attn_proj", "mlp_norm"]
         regions += ["router", "experts"] if self.moe_layers() else []
@@ -55,7 +55,7 @@ class Decoder(Sizes, ModelPlugin):
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """What tp splits divides by it."""
+        """Return the need that tp divides each size that it splits."""
         split = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
         if len(self.moe_layers()) < self.num_layers:
             split["dense_dim"] = self.dense_dim
@@ -75,7 +75,7 @@ class Decoder(Sizes, ModelPlugin):
         ]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Heads group evenly, RoPE turns pairs, and dense layers leave room."""
+        """Check that heads group evenly, RoPE has pairs to rotate, and dense layers are at most all layers."""
         problems = []
         if self.num_heads % self.num_kv_heads:
             what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly."
@@ -89,7 +89,7 @@ class Decoder(Sizes, ModelPlugin):
         return problems
 
     def memory(self, shape: RankShape, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory:
-        """What the transformer takes on each rank."""
+        """Return the memory of the transformer on each rank."""
         from moefw.models.memory import model_memory
 
         return model_memory(self, shape, moe)

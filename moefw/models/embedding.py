@@ -1,4 +1,4 @@
-"""The vocabulary, split over the ranks of tp: embedding at the entrance, cross entropy at the exit."""
+"""Embedding and cross entropy, with the vocabulary split over the ranks of tp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moefw.models.tensor_parallel import TensorParallel
 from moefw.runtime.communication.gather import all_gather
 
 IGNORED = -100
-"""The label of a token without loss."""
+"""The label of tokens without loss."""
 
 
 @final
@@ -29,7 +29,7 @@ class Embedding(nn.Module, Named):
         self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, dim))
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        """Return ``(t, D)`` for this rank's part of the tokens, of which all are given."""
+        """Return ``(t, D)`` for this rank's part of the tokens; ``ids_T`` are those of all tokens."""
         if self.tp.size == 1:
             return F.embedding(ids_T, self.weight)
         own_T = ids_T - self.tp.index * len(self.weight)
@@ -45,7 +45,7 @@ class Embedding(nn.Module, Named):
 def cross_entropy(logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Tensor:
     """Return the loss of this rank's part of the tokens, summed in fp32.
 
-    ``logits`` of all tokens over this rank's part of the vocabulary; ``labels`` -100 where there is no loss.
+    ``logits_Tv``: all tokens, this rank's part of the vocabulary. ``labels_T``: -100 for tokens without loss.
     """
     if tp.group is None:
         return F.cross_entropy(logits_Tv.float(), labels_T, reduction="sum", ignore_index=IGNORED)
@@ -54,7 +54,7 @@ def cross_entropy(logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Te
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """``log sum exp(z - max) - (z_label - max)`` with max, sums and the label's logit exchanged over tp."""
+    """``log sum exp(z - max) - (z_label - max)``, with max, sums and the label's logit all-reduced over tp."""
 
     @staticmethod
     def forward(ctx: Any, logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Tensor:

@@ -21,7 +21,7 @@ from moefw_kernels.rmsnorm import rms_norm
 class Linear(nn.Module, Named):
     """``y = x W^T``; weight ``(out_dim, in_dim)`` in fp32, operands from the precision recipe.
 
-    ``shard``: this rank holds that part of the weight. ``rows``: only these outputs are computed.
+    ``shard``: the part of the weight that this rank holds. ``rows``: the only outputs that are computed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Linear(nn.Module, Named):
         self.weight = nn.Parameter(torch.empty(shard.shape(shape) if shard else shape))
 
     def forward(self, x: Tensor, rows: RowGroups | None = None, shared: SharedInput | None = None) -> Tensor:
-        """Return ``(..., out_dim)``, or this rank's part of it; with ``in_dim`` in parts, a partial sum."""
+        """Return ``(..., out_dim)``, or this rank's part of it; a partial sum if ``in_dim`` is split."""
         weight = self.weight if self.rows is None else self.weight[self.rows]
         return linear(x, weight, self.precision, rows, shared=shared)
 
@@ -90,7 +90,7 @@ def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device) 
 
 
 def apply_rope(x_BSHd: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + head_dim/2) by its position's angle."""
+    """Rotate each pair (i, i + head_dim/2) by the angle of its position."""
     cos, sin = (part.to(x_BSHd.dtype).unsqueeze(1) for part in table)
     first, second = x_BSHd.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

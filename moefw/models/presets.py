@@ -1,4 +1,4 @@
-"""Named sizes for ``model: {preset: ...}``; any option beside a preset wins."""
+"""Named sizes for ``model: {preset: ...}``. Options next to a preset override it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sizes of the transformer: what its modules and their memory depend on."""
+"""The sizes of the transformer, on which its modules and their memory depend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attrs import field, frozen
 from attrs.validators import and_, ge, gt, le
 
 WIDEST, MOST = 2**22, 2**14
-"""Of the columns of a matrix, and of heads and experts: more is a slip of the pen."""
+"""Upper limits of a matrix's columns, and of heads and experts. Larger values are mistakes."""
 
 
 @frozen(kw_only=True)
@@ -36,5 +36,5 @@ class Sizes:
     zero_init: bool = False
 
     def moe_layers(self) -> Sequence[int]:
-        """Return the layers behind the dense ones."""
+        """Return the numbers of the layers after the dense ones."""
         return range(self.num_dense_layers, self.num_layers)

@@ -1,6 +1,6 @@
-"""Tensor parallelism with sequence parallelism: who holds which part of a matrix, and which tokens.
+"""Tensor parallelism with sequence parallelism: the part of each matrix and of the tokens that a rank holds.
 
-Attention, MLPs, embedding and head are split over the ranks of tp (Megatron-LM, arXiv 1909.08053); between them each
+Attention, MLPs, embedding and head are split over the ranks of tp (Megatron-LM, arXiv 1909.08053). Between them, each
 rank has its own part of the tokens (arXiv 2205.05198), so norms, routers and MoE layers see every token once.
 """
 
@@ -18,13 +18,13 @@ from moefw.runtime.communication.movement import finish
 
 @final
 class TensorParallel:
-    """This rank among those that split the dense matrices. With one rank everything is the identity."""
+    """This rank's position among the ranks that split the dense matrices. With one rank, nothing is split or sent."""
 
     def __init__(self, layout: Layout) -> None:
         self.size, self.index, self.group = layout.size("tp"), layout.index("tp"), layout.group("tp")
 
     def shard(self, dim: int) -> Shard | None:
-        """Return which part of a tensor this rank holds if it is split along ``dim``; None: all of it."""
+        """Return the part of a tensor that this rank holds if it is split along ``dim``; None: all of it."""
         return Shard(dim, self.index, self.size, "tp") if self.size > 1 else None
 
     def gather(self, x_tD: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ Rope = tuple[Tensor, Tensor]
 
 @final
 class DenseBlock(nn.Module):
-    """Attention and a plain MLP, each behind a norm and around a residual."""
+    """Attention and a plain MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class DenseBlock(nn.Module):
 
 @final
 class MoEBlock(nn.Module):
-    """Attention and an MoE layer. ``phases`` run in a row, or one by one under a scheduler."""
+    """Attention and an MoE layer. ``phases`` run in order, or one by one under a scheduler."""
 
     def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, moe: MoELayer) -> None:
         super().__init__()
@@ -77,17 +77,17 @@ class MoEBlock(nn.Module):
         return carry.x, carry.layer_stats()
 
     def attend(self, carry: Carry) -> None:
-        """Attention around the residual."""
+        """Add attention to the residual."""
         carry.x = carry.x + self._attention(self._attention_norm(carry.x), carry.rope, carry.batch)
 
     def send(self, carry: Carry) -> None:
-        """Normalise, route, and start the rows on their way."""
+        """Normalise, route, and start the dispatch."""
         carry.residual = carry.x
         carry.x = self._mlp_norm(carry.x)
         self.moe.route_and_send(carry)
 
     def collect(self, carry: Carry) -> None:
-        """Add what the experts returned to the residual."""
+        """Add the output of the experts to the residual."""
         self.moe.collect(carry)
         assert carry.residual is not None
         carry.x = carry.residual + carry.x
@@ -95,7 +95,7 @@ class MoEBlock(nn.Module):
 
 @final
 class Transformer(nn.Module):
-    """A decoder-only language model. Between attention and attention, each rank of tp has its part of the tokens."""
+    """A decoder-only language model. Between attention modules, each rank of tp has its own part of the tokens."""
 
     def __init__(self, options: Sizes, context: ModelContext) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         return Output(loss_sum=cross_entropy(logits_Tv, labels_T, self.tp), num_tokens=num_tokens, layers=layers)
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[int, LayerStats]]:
-        """Return ``(B, S, vocabulary)`` logits, and statistics by layer. Any S will do."""
+        """Return ``(B, S, vocabulary)`` logits, and statistics by layer. S need not be a multiple of tp."""
         length = batch.ids_BS.shape[1]
         padding = -length % self.tp.size
         if padding:
@@ -157,7 +157,7 @@ class Transformer(nn.Module):
         return self.head(x_TD), layers
 
     def init_std(self, name: str) -> float | None:
-        """Return the deviation of a parameter's initial values by canonical name; None means ones (norms)."""
+        """Return the standard deviation of initial values by canonical name; None means ones (norms)."""
         options, kind = self.options, name.rsplit(".", 2)[-2]
         if kind.endswith("norm"):
             return None

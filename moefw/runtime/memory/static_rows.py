@@ -1,4 +1,4 @@
-"""A static number of rows, on which the experts of a layer compute, and of which only the first ones are valid.
+"""Rows of static number, on which the experts of a layer compute. Only the first ones are valid.
 
 In the forward of experts under a budget, a memory policy may call :func:`current`, to save only the valid rows.
 Values that it reports there become statistics of the layer.

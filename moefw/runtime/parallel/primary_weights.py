@@ -66,7 +66,7 @@ class Master(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the weight, which views the gathered tensors. None from the second time on: ``out`` views them."""
+        """Return the weight as a view of the gathered tensors; from the second time on, None: ``out`` is the view."""
         if out is not None:
             return None
         return GatheredWeight(all_gather_outputs, metadata.rows), ()

@@ -43,7 +43,7 @@ class Sharding:
         """Shard the module's parameters, gather them in ``dtype`` only while it runs, and return the module.
 
         Units inside, and the parameters ``apart``, are not included. Gradients are reduced in fp32. With ``codec``,
-        matrices are gathered as codes and scales. Raises PlanError, with the unit's ``name``, if the codec cannot.
+        matrices are gathered as codes and scales. Raises PlanError with the unit's ``name`` if it cannot encode one.
         """
         mesh = self._mesh(side)
         if mesh is None:
