@@ -20,6 +20,7 @@ from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.dropped import drops
 from moefw.runtime.naming import expert_parameters
 from moefw.runtime.parallel.opened_layout import open_by
+from moefw.runtime.phases import Phase, straight
 
 if TYPE_CHECKING:
     from moefw.runtime.parallel.sharding import Sharding
@@ -121,10 +122,12 @@ class LayerContext(BuildContext):
         policy = self.policies.get(name)
         return finish if policy is None else policy.wrap_movement(name, finish, again)
 
-    def layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a whole layer under the policy of ``layer``."""
-        function = self.region("layer", function)
-        return drops(function) if any(policy.drops_outputs for policy in self.policies.values()) else function
+    def layer(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+        """Return the phases of a layer under the policy of ``layer``, which turns them into one."""
+        if "layer" in self.policies:
+            phases = (straight(phases),)
+        phases = tuple(self.region("layer", phase) for phase in phases)
+        return drops(phases) if any(policy.drops_outputs for policy in self.policies.values()) else phases
 
     def shared(self, key: Any, factory: Callable[[], T]) -> T:
         """Return the object of this process under ``key``, made at first use by ``factory``."""

@@ -1,7 +1,4 @@
-"""Contexts in which parts and models build: a place in the model, facts, process groups, regions.
-
-Shapes follow the legend of :mod:`moefw.core.stages`.
-"""
+"""Contexts in which parts and models are built. Shapes: legend in :mod:`moefw.core.stages`."""
 
 from __future__ import annotations
 
@@ -120,8 +117,8 @@ class BuildContext(Protocol):
     def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``finish`` under the policy of the region ``name``: see :meth:`MemoryPolicy.wrap_movement`."""
 
-    def layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a whole layer, which contains its other regions, under the policy of ``layer``."""
+    def layer(self, phases: tuple[Callable[[Any], Any], ...]) -> tuple[Callable[[Any], Any], ...]:
+        """Return the phases of a layer under the policy of ``layer``, which turns them into one."""
 
     def shared(self, key: Any, factory: Callable[[], T]) -> T:
         """Return the object of this process under ``key``, made at first use by ``factory``. Closed with the model."""

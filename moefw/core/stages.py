@@ -22,14 +22,14 @@ T_ = TypeVar("T_")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,))
-def _stage(cls: type[T_]) -> type[T_]:
+def stage(cls: type[T_]) -> type[T_]:
     """Make ``cls`` a frozen dataclass, registered so that FSDP2 and ``torch.compile`` find its tensors."""
     made = dataclass(frozen=True, slots=True, kw_only=True, eq=False)(cls)
     register_dataclass(made)
     return made
 
 
-@_stage
+@stage
 class Batch:
     """A micro-batch.
 
@@ -88,7 +88,7 @@ class Batch:
         raise ContractError(f"{what} and not {wanted}.", "Hand over expert_ids_TK of the same tokens.")
 
 
-@_stage
+@stage
 class Routing:
     """The experts of each token, with weights, losses and statistics."""
 
@@ -111,7 +111,7 @@ class Routing:
     ranks of the expert group. No counts are exchanged then."""
 
 
-@_stage
+@stage
 class DispatchPlan:
     """The metadata of a movement; only the dispatcher that made it reads ``detail``."""
 
@@ -129,7 +129,7 @@ class Grouping(Protocol):
     def offsets_e(self) -> Tensor: ...  # noqa: D102
 
 
-@_stage
+@stage
 class ExpertBatch:
     """The rows of this rank's experts, grouped by expert, in order (expert, source rank, token).
 
@@ -163,7 +163,7 @@ class ExpertBatch:
         )
 
 
-@_stage
+@stage
 class DispatchHandle:
     """Record of a dispatch, for combine and redispatch. Only the dispatcher that made it reads ``detail``."""
 
@@ -171,16 +171,19 @@ class DispatchHandle:
     detail: Any = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@stage
 class Pending:
-    """A movement in flight: ``buffers`` are valid once ``flight`` has finished. Only its maker reads ``detail``."""
+    """A movement in flight, to be finished once. ``buffers`` are valid then; ``flight`` and ``detail`` are its maker's.
+
+    A tensor with a gradient is in ``buffers``, or in ``detail`` if it is a tuple: a scheduler cuts the graph there.
+    """
 
     buffers: tuple[Tensor, ...]
     flight: Any = None
     detail: Any = None
 
 
-@_stage
+@stage
 class LayerStats:
     """Statistics of one forward of an MoE layer. The engine accumulates them; the layer does not store them."""
 
@@ -190,7 +193,7 @@ class LayerStats:
     """For ``Batch.routes``, to replay this routing. Choices before a capacity, which drops the same ones again."""
 
 
-@_stage
+@stage
 class Output:
     """Result of a model's forward, for this rank's part of a micro-batch."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import field, replace
 from typing import final
 
 import torch
@@ -10,21 +11,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefw.core.context import BuildContext, ModelContext
-from moefw.core.stages import Batch, LayerStats, Output
+from moefw.core.stages import Batch, LayerStats, Output, stage
 from moefw.models.attention import Attention
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.modules import Linear, RMSNorm, SwiGLU, rope_table
 from moefw.models.row_keys import keyed
 from moefw.models.sizes import Sizes
 from moefw.models.tensor_parallel import TensorParallel
-from moefw.runtime.layer import Carry, MoELayer
+from moefw.runtime.layer import Collected, MoELayer, Routed
+from moefw.runtime.phases import Phase, straight
 
 Rope = tuple[Tensor, Tensor]
 
 
+@stage
+class Stream:
+    """The residual stream between two blocks, and the statistics of the MoE layers so far, by number."""
+
+    x_TD: Tensor
+    rope: Rope
+    batch: Batch
+    layers: Mapping[int, LayerStats] = field(default_factory=dict)
+
+
 @final
 class DenseBlock(nn.Module):
-    """Attention and a plain MLP, each with a norm before it and a residual connection."""
+    """Attention and a plain MLP, each with a norm before it and a residual connection: one phase."""
 
     def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel) -> None:
         super().__init__()
@@ -37,21 +49,17 @@ class DenseBlock(nn.Module):
         self._mlp = context.region("dense_mlp", self.mlp.__call__)
         self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
         self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
-        self._run = context.layer(self._run_phases)
+        self.phases = context.layer((self.transform,))
 
-    def forward(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats | None]:
-        """Return the residual stream; a dense block has no statistics."""
-        out: tuple[Tensor, None] = self._run(x_TD, rope, batch)
-        return out
-
-    def _run_phases(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, None]:
-        x_TD = x_TD + self._attention(self._attention_norm(x_TD), rope, batch)
-        return x_TD + self._mlp(self._mlp_norm(x_TD), batch), None
+    def transform(self, stream: Stream) -> Stream:
+        """Add attention and the MLP to the residual stream."""
+        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.rope, stream.batch)
+        return replace(stream, x_TD=x_TD + self._mlp(self._mlp_norm(x_TD), stream.batch))
 
 
 @final
 class MoEBlock(nn.Module):
-    """Attention and an MoE layer. ``phases`` run in order, or one by one under a scheduler."""
+    """Attention and an MoE layer, each with a norm before it and a residual connection."""
 
     def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, moe: MoELayer) -> None:
         super().__init__()
@@ -62,35 +70,18 @@ class MoEBlock(nn.Module):
         self._attention = context.region("attention", self.attention.__call__)
         self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
         self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
-        self._run = context.layer(self._run_phases)
-        self.phases = (self.attend, self.send, moe.compute_and_return, self.collect)
+        self.phases = context.layer((self.attend_and_route, *moe.phases, self.add))
 
-    def forward(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats]:
-        """Return the residual stream and the MoE layer's statistics."""
-        out: tuple[Tensor, LayerStats] = self._run(x_TD, rope, batch)
-        return out
+    def attend_and_route(self, stream: Stream) -> Routed:
+        """Add attention to the residual stream, and choose experts."""
+        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.rope, stream.batch)
+        return self.moe.route(self._mlp_norm(x_TD), stream.batch, beside=replace(stream, x_TD=x_TD))
 
-    def _run_phases(self, x_TD: Tensor, rope: Rope, batch: Batch) -> tuple[Tensor, LayerStats]:
-        carry = Carry(x_TD, batch, rope=rope)
-        for phase in self.phases:
-            phase(carry)
-        return carry.x, carry.layer_stats()
-
-    def attend(self, carry: Carry) -> None:
-        """Add attention to the residual."""
-        carry.x = carry.x + self._attention(self._attention_norm(carry.x), carry.rope, carry.batch)
-
-    def send(self, carry: Carry) -> None:
-        """Normalise, route, and start the dispatch."""
-        carry.residual = carry.x
-        carry.x = self._mlp_norm(carry.x)
-        self.moe.route_and_send(carry)
-
-    def collect(self, carry: Carry) -> None:
-        """Add the output of the experts to the residual."""
-        self.moe.collect(carry)
-        assert carry.residual is not None
-        carry.x = carry.residual + carry.x
+    def add(self, collected: Collected) -> Stream:
+        """Add the output of the experts to the residual stream."""
+        stream: Stream = collected.beside
+        layers = {**stream.layers, self.moe.number: collected.stats}
+        return replace(stream, x_TD=stream.x_TD + collected.out_TD, layers=layers)
 
 
 @final
@@ -103,7 +94,9 @@ class Transformer(nn.Module):
         precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
         self.embed = Embedding(options.vocab_size, options.dim, self.tp)
-        self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))
+        blocks = [self._block(layer, context) for layer in range(options.num_layers)]
+        self.layers = nn.ModuleList(blocks)
+        self.phases: tuple[Phase, ...] = (self.begin, *(phase for block in blocks for phase in block.phases), self.end)
         self.norm = RMSNorm(options.dim, options.norm_eps)
         self.head = None
         if not options.tie_embeddings:
@@ -111,7 +104,7 @@ class Transformer(nn.Module):
             head = Linear(options.dim, options.vocab_size, precision, shard=self.tp.shard(0))
             self.head = context.unit(head, precision.weight_dtype)
 
-    def _block(self, layer: int, context: ModelContext) -> nn.Module:
+    def _block(self, layer: int, context: ModelContext) -> DenseBlock | MoEBlock:
         here, options = context.at(layer), self.options
         if layer not in options.moe_layers():
             return DenseBlock(options, here, self.tp)
@@ -123,38 +116,42 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch) -> Output:
         """Return the summed next-token loss of a micro-batch, with the statistics of its MoE layers."""
+        output: Output = straight(self.phases)(batch)
+        return output
+
+    def begin(self, batch: Batch) -> Stream:
+        """Embed the tokens. Each rank of tp gets its part of them."""
         batch = replace(batch, part=self.tp.shard(0))
-        logits_Tv, layers = self._logits(batch)
+        batch = keyed(batch) if self.draws else batch
+        x_TD = self.embed(batch.ids_BS.flatten()).to(self.residual_dtype)
+        rope = rope_table(batch.ids_BS.shape[1], self.options.head_dim, self.options.rope_theta, x_TD.device)
+        return Stream(x_TD=x_TD, rope=rope, batch=batch)
+
+    def end(self, stream: Stream) -> Output:
+        """Return the loss of the tokens that are neither padding nor masked."""
+        batch = stream.batch
         labels_T = batch.labels_BS.flatten()
         if batch.mask_BS is not None:
             labels_T = labels_T.masked_fill(~batch.mask_BS.flatten(), IGNORED)
         num_tokens = (batch.own(labels_T) != IGNORED).sum()
-        return Output(loss_sum=cross_entropy(logits_Tv, labels_T, self.tp), num_tokens=num_tokens, layers=layers)
+        loss_sum = cross_entropy(self._head(stream.x_TD), labels_T, self.tp)
+        return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers)
 
-    def logits(self, batch: Batch) -> tuple[Tensor, dict[int, LayerStats]]:
+    def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """Return ``(B, S, vocabulary)`` logits, and statistics by layer. S need not be a multiple of tp."""
         length = batch.ids_BS.shape[1]
         padding = -length % self.tp.size
         if padding:
             mask_BS = torch.ones_like(batch.ids_BS, dtype=torch.bool) if batch.mask_BS is None else batch.mask_BS
             batch = replace(batch, ids_BS=F.pad(batch.ids_BS, (0, padding)), mask_BS=F.pad(mask_BS, (0, padding)))
-        logits_Tv, layers = self._logits(replace(batch, part=self.tp.shard(0)))
-        logits_VT = self.tp.gather(logits_Tv.t())
-        return logits_VT.t().unflatten(0, batch.ids_BS.shape)[:, :length], layers
+        stream: Stream = straight(self.phases[:-1])(batch)
+        logits_VT = self.tp.gather(self._head(stream.x_TD).t())
+        return logits_VT.t().unflatten(0, batch.ids_BS.shape)[:, :length], stream.layers
 
-    def _logits(self, batch: Batch) -> tuple[Tensor, dict[int, LayerStats]]:
-        batch = keyed(batch) if self.draws else batch
-        x_TD = self.embed(batch.ids_BS.flatten()).to(self.residual_dtype)
-        rope = rope_table(batch.ids_BS.shape[1], self.options.head_dim, self.options.rope_theta, x_TD.device)
-        layers = {}
-        for layer, block in enumerate(self.layers):
-            x_TD, stats = block(x_TD, rope, batch)
-            if stats is not None:
-                layers[layer] = stats
+    def _head(self, x_TD: Tensor) -> Tensor:
+        """Return the logits of all tokens for this rank's part of the vocabulary, ``(T, v)``."""
         x_TD = self.tp.gather(self.norm(x_TD))
-        if self.head is None:
-            return F.linear(x_TD, self.embed.weight.to(x_TD.dtype)), layers
-        return self.head(x_TD), layers
+        return F.linear(x_TD, self.embed.weight.to(x_TD.dtype)) if self.head is None else self.head(x_TD)
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of initial values by canonical name; None means ones (norms)."""

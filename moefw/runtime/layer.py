@@ -1,53 +1,97 @@
-"""The MoE layer: route -> dispatch -> experts -> combine, as a tuple of phases.
+"""The MoE layer: route, dispatch, experts, combine, as a tuple of phases.
 
-``x_TD -> router -> Routing -> plan -> DispatchPlan -> dispatch -> ExpertBatch + DispatchHandle
--> experts -> rows_RD -> combine -> out_TD``
+A phase is a function of one frozen pytree that returns the next. Its tensors are all that crosses to the next phase.
+
+``x_TD -> route -> Routed -> send -> Sent -> receive -> Received -> compute -> Computed -> send_back -> Returning
+-> collect -> Collected``
+
+The caller's own tensors, such as the residual, pass through all phases as ``beside``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from moefw.core.contracts import Dispatcher
-from moefw.core.stages import Batch, DispatchHandle, ExpertBatch, LayerStats, Pending, Routing
+from moefw.core.stages import Batch, DispatchHandle, ExpertBatch, LayerStats, Pending, Routing, stage
 from moefw.runtime.compute.row_keys import with_keys
 from moefw.runtime.memory.static_rows import StaticRows, computing_on
+from moefw.runtime.phases import Phase, straight
 
-Phase = Callable[..., Any]
 
+@stage
+class Routed:
+    """Tokens and their experts."""
 
-@dataclass(slots=True, eq=False)
-class Carry:
-    """State that phases pass on. ``x`` is ``(T, D)`` inside the layer. ``residual`` and ``rope`` are for the block."""
-
-    x: Tensor
+    x_TD: Tensor
+    routing: Routing
     batch: Batch
-    routing: Routing | None = None
-    pending: Pending | None = None
-    arrival: Mapping[str, Tensor] = field(default_factory=dict)
-    shared_TD: Tensor | None = None
-    residual: Tensor | None = None
-    rope: Any = None
+    beside: Any = None
 
-    def layer_stats(self) -> LayerStats:
-        """Return the statistics of the layer, once it has routed."""
-        assert self.routing is not None
-        routing = self.routing
-        stats = {**routing.stats, **self.arrival} if self.arrival else routing.stats
-        choices_TK = routing.expert_ids_TK if routing.choices_TK is None else routing.choices_TK
-        return LayerStats(stats=stats, aux_losses=routing.aux_losses, expert_ids_TK=choices_TK)
+
+@stage
+class Sent:
+    """The dispatch in flight."""
+
+    pending: Pending
+    x_TD: Tensor
+    routing: Routing
+    batch: Batch
+    beside: Any = None
+
+
+@stage
+class Received:
+    """The rows of this rank's experts, and the output of the shared expert."""
+
+    rows: ExpertBatch
+    handle: DispatchHandle
+    shared_TD: Tensor | None
+    routing: Routing
+    batch: Batch
+    beside: Any = None
+
+
+@stage
+class Computed:
+    """The output of the experts, by row."""
+
+    rows_RD: Tensor
+    handle: DispatchHandle
+    shared_TD: Tensor | None
+    stats: LayerStats
+    beside: Any = None
+
+
+@stage
+class Returning:
+    """The combine in flight."""
+
+    pending: Pending
+    shared_TD: Tensor | None
+    stats: LayerStats
+    beside: Any = None
+
+
+@stage
+class Collected:
+    """The output of the layer, by token."""
+
+    out_TD: Tensor
+    stats: LayerStats
+    beside: Any = None
 
 
 class MoELayer(nn.Module):
     """Routed experts of layer ``number``, and a shared expert that runs while rows travel.
 
-    :meth:`forward` runs the ``phases`` in order; a scheduler may run them one by one. ``first_expert`` is the number of
-    this rank's first expert if the experts' recipe draws, so that rows need keys; None: it does not draw.
-    ``budgeted``: the number of rows is static, except in dropless steps.
+    ``phases`` follow on :meth:`route`; a scheduler may run them one by one. ``first_expert`` is the number of this
+    rank's first where the experts' recipe draws for rows, so that keys must reach them; None: it does not.
+    ``budgeted``: rows are of a static number, in steps that are not dropless.
     """
 
     def __init__(
@@ -60,8 +104,8 @@ class MoELayer(nn.Module):
         shared_expert: nn.Module | None = None,
         first_expert: int | None = None,
         budgeted: bool = False,
-        region: Callable[[str, Phase], Phase] = lambda _, function: function,
-        movement: Callable[[str, Phase, Phase], Phase] = lambda _, finish, __: finish,
+        region: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, function: function,
+        movement: Callable[..., Callable[..., Any]] = lambda _, finish, __: finish,
     ) -> None:
         super().__init__()
         self.number, self.router, self.experts, self.shared_expert = number, router, experts, shared_expert
@@ -70,45 +114,90 @@ class MoELayer(nn.Module):
         self._experts = region("experts", experts.__call__)
         self._shared = None if shared_expert is None else region("shared_experts", shared_expert.__call__)
         self._arrive = movement("dispatch", self._finish_dispatch, self._dispatch_again)
-        self.phases = (self.route_and_send, self.compute_and_return, self.collect)
+        keys: tuple[Phase, ...] = () if first_expert is None else (self.give_keys,)
+        self.phases: tuple[Phase, ...] = (
+            self.send,
+            self.receive,
+            *keys,
+            self.compute,
+            self.send_back,
+            self.collect,
+        )
 
     def forward(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, LayerStats]:
         """Return ``out_TD`` and the layer's statistics. T may be 0."""
-        carry = Carry(x_TD, batch)
-        for phase in self.phases:
-            phase(carry)
-        return carry.x, carry.layer_stats()
+        collected: Collected = straight(self.phases)(self.route(x_TD, batch))
+        return collected.out_TD, collected.stats
 
-    def route_and_send(self, carry: Carry) -> None:
-        """Choose experts and start the dispatch."""
-        routing = self._route(carry.x, carry.batch)
-        plan = self.dispatcher.plan(routing, dropless=carry.batch.dropless)
-        carry.routing = routing
-        carry.pending = self.dispatcher.start_dispatch(carry.x, routing.weights_TK, plan)
+    def route(self, x_TD: Tensor, batch: Batch, beside: Any = None) -> Routed:
+        """Choose the experts of each token."""
+        return Routed(x_TD=x_TD, routing=self._route(x_TD, batch), batch=batch, beside=beside)
 
-    def compute_and_return(self, carry: Carry) -> None:
-        """Run the shared expert while rows travel, then the routed experts, and start the combine."""
-        assert carry.pending is not None
-        assert carry.routing is not None
-        if self._shared is not None:
-            carry.shared_TD = self._shared(carry.x, carry.batch)
-        batch, handle = self._arrive(carry.pending, carry.x, carry.routing.weights_TK)
-        if self.first_expert is not None and carry.batch.keys_T is not None:
-            keys_T, weights_TK = carry.batch.own(carry.batch.keys_T), carry.routing.weights_TK
-            batch = with_keys(batch, handle, keys_T, weights_TK, self.dispatcher, first_expert=self.first_expert)
-        rows = StaticRows(batch) if self.budgeted and not carry.batch.dropless else None
-        if rows is None:
-            rows_RD, carry.arrival = self._experts(batch), batch.stats
-        else:
-            with computing_on(rows):
-                rows_RD, carry.arrival = self._experts(batch), rows.stats
-        carry.pending = self.dispatcher.start_combine(rows_RD, handle)
+    def send(self, routed: Routed) -> Sent:
+        """Exchange metadata, and start the dispatch."""
+        x_TD, routing, batch = routed.x_TD, routed.routing, routed.batch
+        plan = self.dispatcher.plan(routing, dropless=batch.dropless)
+        pending = self.dispatcher.start_dispatch(x_TD, routing.weights_TK, plan)
+        return Sent(pending=pending, x_TD=x_TD, routing=routing, batch=batch, beside=routed.beside)
 
-    def collect(self, carry: Carry) -> None:
-        """Sum each token's rows, and add the shared expert."""
-        assert carry.pending is not None
-        out_TD = self.dispatcher.finish_combine(carry.pending)
-        carry.x = out_TD if carry.shared_TD is None else out_TD + carry.shared_TD
+    def receive(self, sent: Sent) -> Received:
+        """Run the shared expert while the dispatch is in flight, and finish the dispatch.
+
+        The shared expert reads its tokens through a graph node of its own. Its gradients are summed there before they
+        are added to those of other phases, so a cut between phases changes no bit.
+        """
+        shared_TD = None if self._shared is None else self._shared(sent.x_TD.view_as(sent.x_TD), sent.batch)
+        rows, handle = self._arrive(sent.pending, sent.x_TD, sent.routing.weights_TK)
+        return Received(
+            rows=rows, handle=handle, shared_TD=shared_TD, routing=sent.routing, batch=sent.batch, beside=sent.beside
+        )
+
+    def give_keys(self, received: Received) -> Received:
+        """Dispatch the keys of the tokens, if the recipe draws random numbers for rows."""
+        batch, weights_TK = received.batch, received.routing.weights_TK
+        if batch.keys_T is None:
+            return received
+        assert self.first_expert is not None
+        rows = with_keys(
+            received.rows,
+            received.handle,
+            batch.own(batch.keys_T),
+            weights_TK,
+            self.dispatcher,
+            first_expert=self.first_expert,
+        )
+        return replace(received, rows=rows)
+
+    def compute(self, received: Received) -> Computed:
+        """Run the routed experts."""
+        rows, routing = received.rows, received.routing
+        valid = StaticRows(rows) if self.budgeted and not received.batch.dropless else None
+        with computing_on(valid):
+            rows_RD = self._experts(rows)
+        stats = rows.stats if valid is None else valid.stats
+        return Computed(
+            rows_RD=rows_RD,
+            handle=received.handle,
+            shared_TD=received.shared_TD,
+            stats=LayerStats(
+                stats={**routing.stats, **stats} if stats else routing.stats,
+                aux_losses=routing.aux_losses,
+                expert_ids_TK=routing.expert_ids_TK if routing.choices_TK is None else routing.choices_TK,
+            ),
+            beside=received.beside,
+        )
+
+    def send_back(self, computed: Computed) -> Returning:
+        """Start the combine."""
+        pending = self.dispatcher.start_combine(computed.rows_RD, computed.handle)
+        return Returning(pending=pending, shared_TD=computed.shared_TD, stats=computed.stats, beside=computed.beside)
+
+    def collect(self, returning: Returning) -> Collected:
+        """Finish the combine, and add the output of the shared expert."""
+        out_TD = self.dispatcher.finish_combine(returning.pending)
+        if returning.shared_TD is not None:
+            out_TD = out_TD + returning.shared_TD
+        return Collected(out_TD=out_TD, stats=returning.stats, beside=returning.beside)
 
     def _finish_dispatch(
         self, pending: Pending, x_TD: Tensor, weights_TK: Tensor

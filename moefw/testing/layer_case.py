@@ -24,13 +24,14 @@ from moefw.core.contracts import Layout
 from moefw.core.plugin import Plugin
 from moefw.core.records import Canonical
 from moefw.core.site import Machine
-from moefw.core.stages import Batch, ExpertBatch, Routing
+from moefw.core.stages import Batch, ExpertBatch, LayerStats, Routing
 from moefw.models.modules import SwiGLU
 from moefw.models.row_keys import SALT
 from moefw.models.tensor_parallel import TensorParallel
-from moefw.runtime.layer import MoELayer
+from moefw.runtime.layer import Collected, MoELayer
 from moefw.runtime.naming import by_parameter, canonical_parameters, expert_parameters, initialise
 from moefw.runtime.parallel.pieces import is_shared_out, whole
+from moefw.runtime.phases import straight
 from moefw.testing.announce import with_plugins
 from moefw.testing.oracle import Rule, Truth, dense_moe
 from moefw.testing.poisoned import poisoned_memory
@@ -177,7 +178,13 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
     precision = context.at(0).recipe("moe.shared_expert")
     expert = SwiGLU(layer_case.dim, layer_case.expert_dim, precision, _not_split(layout)) if layer_case.shared else None
     layer = context.moe_layer(0, shared_expert=expert)
-    layer.forward = context.at(0).layer(layer.forward)  # type: ignore[method-assign]
+    run = straight(context.at(0).layer((lambda given: layer.route(*given), *layer.phases)))
+
+    def forward(x_TD: Tensor, batch: Batch) -> tuple[Tensor, LayerStats]:
+        collected: Collected = run((x_TD, batch))
+        return collected.out_TD, collected.stats
+
+    layer.forward = forward  # type: ignore[method-assign]
     std = min(0.3, 4.8 / math.sqrt(layer_case.dim))  # scores of wide rows must not saturate, which would make ties
     initialise(layer, seed=layer_case.seed, std=lambda _: std)
     _skew(layer.router, layer_case)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,7 @@ from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.faults.stamps import stamp
 from moefw.training.gradients import Gradients
 from moefw.training.meters import Meters
-
-
-class Clock(Protocol):
-    """Clock that measures named sections."""
-
-    def __call__(self, section: str) -> AbstractContextManager[None]:
-        """Measure the section that follows."""
+from moefw.training.micro_batches import Clock, Run, in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +57,10 @@ class Engine:
         *,
         clip_norm: float | None,
         on_bad_step: Policy = "stop",
+        run: Run | None = None,
     ) -> None:
         self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
+        self.run = run or in_order(model)
         self.gradients = Gradients(model, layout)
         self.meters = Meters(model, layout)
         self.routers: dict[int, Any] = {
@@ -115,16 +110,9 @@ class Engine:
 
     def _accumulate(self, batches: Sequence[Batch], clock: Clock) -> Tally:
         """Run all micro-batches forward and backward, and return their sums over all ranks."""
-        tally = Tally(batches[0].ids_BS.device)
         self.optimizer.zero_grad(set_to_none=True)
         self.meters.start()
-        for batch in batches:
-            with clock("forward"):
-                output = self.model(batch)
-            with clock("backward"):
-                (output.loss_sum * batch.loss_scale).backward()
-            tally.add(output.loss_sum, output.num_tokens, output.layers)
-            del output
+        tally = self.run(batches, clock)
         with clock("gradients"):
             tally.reduce(self.layout)
         return tally

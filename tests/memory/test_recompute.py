@@ -17,7 +17,7 @@ from moefw.core.contracts import MemoryPolicy
 from moefw.core.errors import ContractError, PlanError
 from moefw.plugins.memory.recompute.policy import RecomputePolicy
 from moefw.runtime.layer import MoELayer
-from moefw.runtime.memory.dropped import drops
+from moefw.runtime.memory import dropped
 from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
@@ -68,6 +68,12 @@ class Norm(nn.Module):
         out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
         self.memory = StorageWeakRef(out.untyped_storage())
         return out
+
+
+def drops(layer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a layer of one phase."""
+    (phase,) = dropped.drops((layer,))
+    return phase
 
 
 def under_the_policy(function: Callable[..., Any]) -> Callable[..., Any]:

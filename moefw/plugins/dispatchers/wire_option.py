@@ -47,8 +47,8 @@ class SendsRows(DispatcherPlugin):
     def movement(self, shape: RankShape, indices: Indices, *, arriving: int, returning: int) -> PartMemory:
         """Return the memory of a movement: ``dispatch`` sends rows to the experts, ``combine`` sends them back.
 
-        ``arriving`` rows (D), packed or not, fill a buffer that stays until combine is under way. ``returning`` rows
-        are sent back, and each is also received once. Backward of combine holds both, too.
+        ``arriving`` rows (D), packed or not, fill a buffer that is free once dispatch has finished. ``returning`` rows
+        are sent back, and each is also received once; rows sent back are copied into the order in which they arrived.
         """
         x, (rows, row_weights, _) = shape.tokens_given(), shape.rows_given()
         row, packed = x.nbytes // shape.tokens, self._packed(shape)
@@ -63,11 +63,10 @@ class SendsRows(DispatcherPlugin):
             moves_rows=True,
             forward_bytes=landed + (arriving * row if packed else 0),
             backward_bytes=rows.nbytes + arriving * row,
-            leaves_bytes=landed,
         )
         combine = Region(
             name="combine",
-            forward_bytes=rows.nbytes + landed + returning * row,
+            forward_bytes=rows.nbytes + (arriving + returning) * row,
             backward_bytes=rows.nbytes + returning * row,
         )
         return PartMemory(regions=(dispatch, combine))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.contracts import Codec
+from moefw.core.errors import ContractError
 from moefw.core.stages import Pending
 
 
@@ -46,7 +47,21 @@ Launch = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Work]]]
 
 
 class _Flight:
-    """One movement: its two launches, and the tensors in flight between a start and its finish.
+    """A launched movement."""
+
+    def __init__(self, launch: Launch, sent: Sequence[Tensor]) -> None:
+        self.sent = [tensor.contiguous() for tensor in sent]
+        self.buffers, self.works = launch(self.sent)
+
+    def wait(self) -> list[Tensor]:
+        """Wait, and return the buffers."""
+        for work in self.works:
+            work.wait()
+        return self.buffers
+
+
+class _Movement:
+    """A movement and its dual. ``out`` and ``back`` are their flights, from the launch to the wait.
 
     ``codec`` packs the first tensor: rows in ``dtype`` or, with ``rows``, the tokens from which they are gathered.
     """
@@ -55,7 +70,8 @@ class _Flight:
         self, forward: Launch, dual: Launch, codec: Codec | None, rows: Permutation | None, dtype: torch.dtype
     ) -> None:
         self.forward, self.dual, self.codec, self.rows, self.dtype = forward, dual, codec, rows, dtype
-        self.under_way: tuple[Sequence[Tensor], list[Tensor], list[Work]] | None = None
+        self.out: _Flight | None = None
+        self.back: _Flight | None = None
 
     def pack(self, first: Tensor) -> Tensor:
         if self.codec is None:
@@ -65,50 +81,49 @@ class _Flight:
         assert isinstance(self.codec, PermutingCodec)
         return self.codec.pack_permuted(first, self.rows)
 
-    def launch(self, launch: Launch, sent: Sequence[Tensor]) -> list[Tensor]:
-        sent = [tensor.contiguous() for tensor in sent]
-        buffers, works = launch(sent)
-        self.under_way = (sent, buffers, works)
-        return buffers
+    def arrived(self) -> list[Tensor]:
+        if self.out is None:
+            raise ContractError(
+                "a movement is finished twice.", "Start another one: a pending movement is for one use."
+            )
+        flight, self.out = self.out, None
+        return flight.wait()
 
-    def wait(self) -> list[Tensor]:
-        assert self.under_way is not None, "a movement is finished twice, or was never started"
-        _, buffers, works = self.under_way
-        for work in works:
-            work.wait()
-        self.under_way = None
-        return buffers
+    def returned(self) -> list[Tensor]:
+        assert self.back is not None, "the backward of finish comes before that of start"
+        flight, self.back = self.back, None
+        return flight.wait()
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, *sent: Tensor) -> tuple[Tensor, ...]:
-        ctx.flight = flight
-        return tuple(flight.launch(flight.forward, (flight.pack(sent[0]), *sent[1:])))
+    def forward(ctx: Any, movement: _Movement, *sent: Tensor) -> tuple[Tensor, ...]:
+        ctx.movement = movement
+        movement.out = _Flight(movement.forward, (movement.pack(sent[0]), *sent[1:]))
+        return tuple(movement.out.buffers)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        grads, rows = ctx.flight.wait(), ctx.flight.rows
+        grads, rows = ctx.movement.returned(), ctx.movement.rows
         return (None, *grads) if rows is None else (None, rows.gather_sum(grads[0]), *grads[1:])
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, *buffers: Tensor) -> tuple[Tensor, ...]:
-        ctx.flight = flight
-        flight.wait()
-        if flight.codec is None:
-            ctx.mark_dirty(*buffers)
-            return buffers
-        packed, *others = buffers
-        ctx.mark_dirty(*others)
-        ctx.packed = packed.shape
-        return (flight.codec.unpack(packed, flight.dtype), *others)
+    def forward(ctx: Any, movement: _Movement, *buffers: Tensor) -> tuple[Tensor, ...]:
+        ctx.movement = movement
+        movement.arrived()
+        first, *others = (buffer.detach() for buffer in buffers)
+        if movement.codec is not None:
+            ctx.packed = first.shape
+            first = movement.codec.unpack(first, movement.dtype)
+        return (first, *others)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ctx.flight.launch(ctx.flight.dual, grads)
-        if ctx.flight.codec is not None:
+        movement = ctx.movement
+        movement.back = _Flight(movement.dual, grads)
+        if movement.codec is not None:
             grads = (torch.zeros((), dtype=torch.bfloat16, device=grads[0].device).expand(ctx.packed), *grads[1:])
         return (None, *grads)  # placeholders of the right shape: start's backward returns the received gradients
 
@@ -134,7 +149,7 @@ def stay(
         tensors = (_Rounded.apply(tensors[0], codec), *tensors[1:])  # type: ignore[no-untyped-call]
     if rows is not None:
         tensors = (rows.gather(tensors[0]), *tensors[1:])
-    return Pending(tuple(tensors), None, detail)
+    return Pending(buffers=tuple(tensors), detail=detail)
 
 
 def start(
@@ -152,8 +167,8 @@ def start(
     instead, from which the rows are gathered.
     """
     sent, rows = _gathered(sent, codec, rows)
-    flight = _Flight(forward, dual, codec, rows, sent[0].dtype)
-    return Pending(_Start.apply(flight, *sent), flight, detail)  # type: ignore[no-untyped-call]
+    movement = _Movement(forward, dual, codec, rows, sent[0].dtype)
+    return Pending(buffers=_Start.apply(movement, *sent), flight=movement, detail=detail)  # type: ignore[no-untyped-call]
 
 
 def _gathered(
@@ -166,7 +181,10 @@ def _gathered(
 
 
 def finish(pending: Pending) -> tuple[Tensor, ...]:
-    """Wait for a movement and return the received tensors."""
+    """Wait for a movement and return the received tensors. Its buffers may be detached from the graph of the start.
+
+    Raises ContractError if it is finished twice.
+    """
     if pending.flight is None:
         return pending.buffers
     received: tuple[Tensor, ...] = _Finish.apply(pending.flight, *pending.buffers)  # type: ignore[no-untyped-call]

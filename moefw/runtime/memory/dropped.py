@@ -1,13 +1,13 @@
 """Tensors that need not be kept between forward and backward, because their source can compute them again.
 
-In the forward of a layer, a policy that reruns a region registers the region's outputs (:class:`Output`). Autograd
-nodes in that layer that save such a tensor hold a :class:`StandIn` instead. It comes from the saved-tensor hooks of a
-policy, which call :func:`stand_in` first, or from those around the layer.
+In the forward of a layer, whose phases share a scope, a policy that runs a region again says so of what the region
+returns (:class:`Output`). Whoever saves such a tensor in that layer holds a :class:`StandIn`: in the hooks of a policy,
+which asks :func:`stand_in` first, or in those around the phases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -21,6 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefw.core.errors import ContractError
+from moefw.core.stages import stage
+from moefw.runtime.phases import Phase
 
 
 class Source(Protocol):
@@ -72,15 +74,29 @@ def inside(scope: Scope | None) -> Iterator[None]:
         _scope.reset(before)
 
 
-def drops(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a whole layer, in which tensors that can be computed again are not saved."""
+@stage
+class _Scoped:
+    """The result of a phase, and the scope of its layer call."""
 
-    @wraps(layer)
-    def dropping(*args: Any, **kwargs: Any) -> Any:
-        with inside(WeakValueDictionary()), saved_tensors_hooks(_pack, unpack):
-            return layer(*args, **kwargs)
+    value: Any
+    scope: Scope
 
-    return dropping
+
+def drops(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+    """Return phases of a layer that do not save tensors which a recomputed region returns."""
+
+    def dropping(phase: Phase, *, first: bool, last: bool) -> Phase:
+        @wraps(phase)
+        def run(inputs: Any) -> Any:
+            value, scope = (inputs, WeakValueDictionary()) if first else (inputs.value, inputs.scope)
+            with inside(scope), saved_tensors_hooks(_pack, unpack):
+                outputs = phase(value)
+            return outputs if last else _Scoped(value=outputs, scope=scope)
+
+        return run
+
+    end = len(phases) - 1
+    return tuple(dropping(phase, first=at == 0, last=at == end) for at, phase in enumerate(phases))
 
 
 class Packed(Protocol):

@@ -5,7 +5,8 @@ Importing this takes a second, so only layouts that shard parameters import it.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar, final
 
@@ -92,6 +93,24 @@ class Sharding:
         assert copies is not None
         names = (copies.group_name, shared.group_name)
         return DeviceMesh.from_group([copies, shared], layout.device, mesh=rows, mesh_dim_names=names)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Keep the parameters of the root unit gathered while phases run one by one, outside the model's forward.
+
+    The model has run before: FSDP makes the first module that is called its root.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    model.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        model.set_reshard_after_backward(True, recurse=False)
+        model.reshard()
 
 
 def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int) -> None:

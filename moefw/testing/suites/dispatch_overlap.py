@@ -17,6 +17,7 @@ from torch import Tensor
 from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Dispatcher
 from moefw.core.stages import Routing
+from moefw.runtime.phases import PhaseCall
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_ranks import Moved, again, experts, opened, seen, settled_case, there_and_back
@@ -58,6 +59,28 @@ def two_at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, o
         for result, (x, w) in zip(results, inputs, strict=True):
             result.grad_x_TD, result.grad_weights_TK, result.wants = x.grad, w.grad, "xw"
         return results
+
+
+def in_phases(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
+    """Return a movement, and the same with a graph of its own for each start and finish."""
+    dropless = settled_case(assembly)
+    with opened(group, case, assembly) as moves:
+        whole = there_and_back(moves, case, rank, dropless=dropless)
+        plan = moves.plan(case.routing(rank), dropless=dropless)
+        calls = [PhaseCall() for _ in range(5)]
+        inputs = case.x(rank).requires_grad_(), case.weights(rank).requires_grad_()
+        pending = calls[0].run(lambda tokens: moves.start_dispatch(tokens[0], tokens[1], plan), inputs)
+        batch, handle = calls[1].run(moves.finish_dispatch, pending)
+        rows = calls[2].run(lambda arrived: (experts(arrived[0], case, rank), arrived[1]), (batch, handle))
+        pending = calls[3].run(lambda computed: moves.start_combine(*computed), rows)
+        out_TD = calls[4].run(moves.finish_combine, pending)
+        grads: Sequence[Tensor | None] = [case.probe(rank)] if out_TD.requires_grad else []
+        for call in reversed(calls):
+            grads = call.backward(grads)
+        result = seen(batch, out_TD)
+        result.grad_x_TD, result.grad_weights_TK = grads
+        result.wants = "xw"
+        return whole, result
 
 
 def handles(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:

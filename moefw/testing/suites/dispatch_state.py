@@ -88,6 +88,11 @@ class StateChecks(RowChecks):
 
         self.each(self.some(), look)
 
+    def test_a_scheduler_can_cut_the_graph_of_a_movement(self) -> None:
+        """Starts and finishes with separate graphs give the same gradients: ``Pending`` holds all tensors between."""
+        why = "with a graph of its own for each start and finish, as a scheduler runs them"
+        self.same(self.some(), overlap.in_phases, why)
+
     def test_a_handle_and_a_plan_can_be_used_again(self) -> None:
         """Combine and redispatch give the same result each time, also after later plans and movements."""
         self.same(self.some(), overlap.handles, "a handle or a plan cannot be used again")

@@ -89,7 +89,8 @@ def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.Search
 
 def computed(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
     """Return the experts' output and all gradients by name; missing ones are zero."""
-    out_RD: Tensor = drops(experts.__call__)(batch)
+    (phase,) = drops((experts.__call__,))
+    out_RD: Tensor = phase(batch)
     return {"out": out_RD.detach(), **backward(experts, batch, out_RD, probe_RD)}
 
 

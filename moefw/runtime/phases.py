@@ -1,0 +1,80 @@
+"""Phases of a model, run in order, or one by one with a separate backward for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+Phase = Callable[[Any], Any]
+"""A function from one frozen pytree to another. The tensors of these are all that a phase passes to the next."""
+
+
+def straight(phases: Sequence[Phase]) -> Phase:
+    """Return one phase that runs the given ones in order."""
+
+    def run(value: Any) -> Any:
+        for phase in phases:
+            value = phase(value)
+        return value
+
+    return run
+
+
+@final
+class PhaseCall:
+    """One call of a phase, with an autograd graph of its own.
+
+    It holds gradient edges and the tensors that autograd saves, but not the values of inputs and outputs. The result of
+    :meth:`run` is the input of the next phase's call, whose :meth:`backward` returns the gradients for this one's.
+    """
+
+    def __init__(self) -> None:
+        self._edges: list[Any] = []
+        self._grads: list[Tensor | None] = []
+
+    def run(self, phase: Phase, inputs: Any) -> Any:
+        """Return ``phase(inputs)``. Its graph ends at the inputs."""
+        leaves, structure = tree_flatten(inputs)
+        places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if places:
+            anchor = torch.empty(0, requires_grad=True)
+            self._grads = [None] * len(places)
+            cut = _Cut.apply(self._grads, anchor, *(leaves[at].detach() for at in places))  # type: ignore[no-untyped-call]
+            for at, tensor in zip(places, cut, strict=True):
+                leaves[at] = tensor
+        outputs = phase(tree_unflatten(leaves, structure))
+        self._edges = [
+            get_gradient_edge(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        return outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Run the phase's backward, once. Return the gradients of the inputs that require one, in pytree order.
+
+        ``grads``: the gradients of the outputs that require one, in pytree order; None stands for zero.
+        """
+        pairs = [(edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if grad is not None]
+        self._edges = []
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        return self._grads
+
+
+class _Cut(torch.autograd.Function):
+    """End of a graph. Unlike a leaf, it does not hold the values of its tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, found: list[Tensor | None], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.found = found
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.found[:] = grads
+        return (None, None, *(None for _ in grads))

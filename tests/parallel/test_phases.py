@@ -1,0 +1,104 @@
+"""A scheduler may cut a model at its phases, and run them back in another order: no bit changes, and no byte is held."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memory_cases import Allocations, offload, recompute
+from moefw.testing.layer_case import DISPATCHERS
+from moefw.testing.pool import RankPool
+from moefw.testing.suites.runs import global_batch, open_model, whole_model
+from moefw.testing.suites.watch import same_bits
+from pairwise import pairwise
+from phase_cases import MicroBatch, all_forward_first, in_one, interleaved, phase_by_phase, scheduled, trained
+
+SCHEDULES = (in_one, phase_by_phase, interleaved, all_forward_first)
+
+WORLDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "1 rank": (1, {}),
+    "2 ranks": (2, {"experts": {"ep": 2}}),
+    "4 ranks": (4, {"dense": {"dp": 2, "tp": 2}, "experts": {"ep": 4}}),
+    "4 ranks, sharded": (4, {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}),
+}
+SIZES = {"shared_expert_dim": 16, "vocab_size": 64}
+POLICIES: Mapping[str, list[dict[str, Any]]] = {
+    "nothing": [],
+    "recompute": [recompute("attn_norm", "mlp_norm", "dispatch", "expert_fc1")],
+    "recompute of layers": [recompute("layer")],
+    "offload": [offload("attention", "experts")],
+    "both": [recompute("mlp_norm", "router"), offload("qkv", "expert_fc1")],
+}
+
+
+@pytest.mark.parametrize(("dispatcher", "world", "policy"), pairwise(DISPATCHERS, WORLDS, POLICIES))
+def test_no_bit_depends_on_the_order_in_which_phases_run(
+    pool: RankPool, dispatcher: str, world: str, policy: str
+) -> None:
+    ranks, parallel = WORLDS[world]
+    parts = {"dispatch": DISPATCHERS[dispatcher], "parallel": parallel, "memory": POLICIES[policy]}
+    case = whole_model(ranks, parts=parts, plugins=(), sizes=SIZES)
+    for rank, (plain, *others) in enumerate(pool.run(scheduled, ranks, case, SCHEDULES)):
+        for schedule, found in zip(SCHEDULES[1:], others, strict=True):
+            assert found.keys() == plain.keys()
+            wrong = [name for name in plain if not same_bits(plain[name], found[name])]
+            assert not wrong, (schedule.__name__, rank)
+
+
+def test_a_schedule_takes_the_place_of_the_engines_loop(pool: RankPool) -> None:
+    """Loss scale, gradient norm, clipping, router updates and statistics are those of the engine, bit for bit."""
+    routing = {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias"}, {"kind": "aux_loss"}]}
+    case = whole_model(2, parts={"parallel": {"experts": {"ep": 2}}, "routing": routing}, plugins=(), sizes=SIZES)
+    assert pool.run(trained, 2, case, interleaved) == pool.run(trained, 2, case, None)
+
+
+def test_keys_of_rows_cross_a_cut(pool: RankPool) -> None:
+    """A recipe that rounds at random draws the same, however the phases are run."""
+    parts = {"precision": {"use": "nvfp4", "backend": "emulate"}, "parallel": {"experts": {"ep": 2}}}
+    case = whole_model(2, parts=parts, plugins=(), sizes=SIZES)
+    for plain, other in pool.run(scheduled, 2, case, (in_one, interleaved)):
+        assert [name for name in plain if not same_bits(plain[name], other[name])] == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_scheduler_holds_what_autograd_saves_and_no_byte_more(policy: str) -> None:
+    """Neither inputs nor outputs of a phase stay because the graph is cut there; the offloaded are on the host."""
+    case = whole_model(1, parts={"memory": POLICIES[policy]}, plugins=(), sizes=SIZES)
+    model, assembly, layout, shared = open_model(case)
+    batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
+    for _ in range(2):  # pools of policies are there after the first
+        with Allocations() as whole:
+            loss = model(batch).loss_sum
+        saved = whole.live_bytes()
+        loss.backward()
+    with Allocations() as in_phases:
+        flow = MicroBatch(model, batch)
+        for _ in model.phases:
+            flow.forward()
+    flow.output = flow.output.loss_sum  # without statistics
+    assert in_phases.live_bytes() == saved
+    for _ in model.phases:
+        flow.backward()
+    assert in_phases.live_bytes() < saved / 2
+    shared.close()
+
+
+def test_a_phase_whose_backward_never_runs_leaves_nothing() -> None:
+    model, assembly, layout, shared = open_model(whole_model(1, parts={}, plugins=(), sizes=SIZES))
+    batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
+    gc.disable()
+    try:
+        with Allocations() as made:
+            flow = MicroBatch(model, batch)
+            for _ in model.phases[:9]:
+                flow.forward()
+        del flow
+        assert made.live_bytes() == 0
+    finally:
+        gc.enable()
+    shared.close()
