@@ -172,9 +172,11 @@ class MoELayer(nn.Module):
         """Run the routed experts."""
         rows, routing = received.rows, received.routing
         valid = StaticRows(rows) if self.budgeted and not received.batch.dropless else None
-        with computing_on(valid):
-            rows_RD = self._experts(rows)
-        stats = rows.stats if valid is None else valid.stats
+        if valid is None:
+            rows_RD, stats = self._experts(rows), rows.stats
+        else:
+            with computing_on(valid):
+                rows_RD, stats = self._experts(rows), valid.stats
         return Computed(
             rows_RD=rows_RD,
             handle=received.handle,
