@@ -89,9 +89,9 @@ class Collected:
 class MoELayer(nn.Module):
     """Routed experts of layer ``number``, and a shared expert that runs while rows travel.
 
-    ``phases`` follow on :meth:`route`; a scheduler may run them one by one. ``first_expert`` is the number of this
-    rank's first where the experts' recipe draws for rows, so that keys must reach them; None: it does not.
-    ``budgeted``: rows are of a static number, in steps that are not dropless.
+    :meth:`forward` runs :meth:`route` and then ``phases`` in order; a scheduler may run them one by one.
+    ``first_expert`` is the number of this rank's first expert if the experts' recipe draws, so that rows need keys;
+    None: it does not draw. ``budgeted``: the number of rows is static, except in dropless steps.
     """
 
     def __init__(

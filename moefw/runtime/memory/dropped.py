@@ -1,8 +1,8 @@
 """Tensors that need not be kept between forward and backward, because their source can compute them again.
 
-In the forward of a layer, whose phases share a scope, a policy that runs a region again says so of what the region
-returns (:class:`Output`). Whoever saves such a tensor in that layer holds a :class:`StandIn`: in the hooks of a policy,
-which asks :func:`stand_in` first, or in those around the phases.
+In the forward of a layer, a policy that reruns a region registers the region's outputs (:class:`Output`). Autograd
+nodes in that layer that save such a tensor hold a :class:`StandIn` instead. It comes from the saved-tensor hooks of a
+policy, which call :func:`stand_in` first, or from those around the phases of the layer, which share a scope.
 """
 
 from __future__ import annotations
