@@ -173,7 +173,7 @@ def _best_groups(row: Tensor, rule: Rule) -> Tensor:
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """Return the transport plan of valid tokens (N, E): Megatron Core's scaling of exp(logits), notes 1.1."""
+    """Return the transport plan of valid tokens (N, E): Megatron Core's scaling of exp(logits)."""
     cost = logits.exp()
     tokens, num_experts = cost.shape
     d1 = torch.ones(num_experts, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Minimal numbers of rows to send: counted for given expert ids, and expected for two random routings.
 
-A *unit* is a rank or a node. Units hold equal numbers of consecutive experts. Closed forms: notes on performance,
-"Minimal volume"; ``R(P) = P * (1 - C(E - E/P, K) / C(E, K))``.
+A *unit* is a rank or a node. Units hold equal numbers of consecutive experts. The
+expected number of units that K of E experts touch is ``R(P) = P * (1 - C(E - E/P, K) / C(E, K))``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from moefw.testing.suites.dispatch_recording import UNEVEN, Event
 from moefw.testing.suites.dispatch_run import DispatcherRunner
 from moefw.testing.suites.dispatch_watch import on_the_wire, recorded, sent_again, under_way
 
-UNSEEN = "none of its collectives passes the process group of context.expert_group(), so they cannot be watched"
+UNSEEN = "none of its collectives is an operator of PyTorch, so they cannot be recorded"
 
 
 class WireChecks(DispatcherRunner):
