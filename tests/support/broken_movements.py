@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -140,19 +142,19 @@ class OverwritesWhatItSends(Wrapper):
 class Kept:
     """No pytree: what is in it is not seen."""
 
-    def __init__(self, pending, x_TD):
-        self.pending, self.x_TD = pending, x_TD
+    def __init__(self, detail, x_TD):
+        self.detail, self.x_TD = detail, x_TD
 
 
 @breaks("as a scheduler runs them", "a_scheduler_can_cut_the_graph_of_a_movement")
 class HidesATensorInItsDetail(Wrapper):
     def start_dispatch(self, x_TD, weights_TK, plan):
         pending = super().start_dispatch(x_TD, weights_TK, plan)
-        return changed(pending, detail=Kept(pending.detail, x_TD))
+        return replace(pending, detail=Kept(pending.detail, x_TD))
 
     def finish_dispatch(self, pending):
         hidden = pending.detail
-        batch, handle = super().finish_dispatch(changed(pending, detail=hidden.pending))
+        batch, handle = super().finish_dispatch(replace(pending, detail=hidden.detail))
         return changed(batch, rows_RD=batch.rows_RD + hidden.x_TD.sum()), handle
 
 

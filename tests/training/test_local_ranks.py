@@ -156,7 +156,8 @@ def test_a_rank_that_does_not_get_on_is_named_with_what_the_others_wait_in(run: 
 
 @pytest.mark.fault("a stopped rank", "named, and its stack is kept")
 def test_a_stopped_rank_is_named_and_leaves_its_stack(run: RunSpec) -> None:
-    said = complaint(run, "waits_for_others()", "hangs(lambda: os.kill(os.getpid(), signal.SIGSTOP))")
+    """Once continued, it writes its stack: from any thread, so its main thread may be some lines further by then."""
+    said = complaint(run, "waits_for_others()", "hangs(lambda: os.kill(os.getpid(), signal.SIGSTOP) or time.sleep(60))")
     assert said.startswith("rank 1 (")
     assert "step 7, data; its process is stopped; rank 0 waits" in said
     assert "in hangs" in Path(run.dir, "stacks", "rank-1.txt").read_text()
