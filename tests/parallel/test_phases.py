@@ -11,12 +11,23 @@ import pytest
 import torch
 
 from memory_cases import Allocations, offload, recompute
+from moefw.runtime.compute.wgrads import Wgrads
 from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.suites.watch import same_bits
 from pairwise import pairwise
-from phase_cases import MicroBatch, all_forward_first, in_one, interleaved, phase_by_phase, scheduled, trained
+from phase_cases import (
+    MicroBatch,
+    all_forward_first,
+    in_one,
+    interleaved,
+    phase_by_phase,
+    scheduled,
+    trained,
+    wgrads_after_each,
+    wgrads_at_the_end,
+)
 
 SCHEDULES = (in_one, phase_by_phase, interleaved, all_forward_first)
 
@@ -48,6 +59,34 @@ def test_no_bit_depends_on_the_order_in_which_phases_run(
             assert found.keys() == plain.keys()
             wrong = [name for name in plain if not same_bits(plain[name], found[name])]
             assert not wrong, (schedule.__name__, rank)
+
+
+SPLIT: Mapping[str, Mapping[str, Any]] = {
+    "grouped, fp32": {"gemm": {"use": "grouped"}, "precision": {"use": "fp32"}},
+    "grouped, bf16": {"gemm": {"use": "grouped"}, "precision": {"use": "bf16"}},
+    "loop, fp32": {"gemm": {"use": "loop"}, "precision": {"use": "fp32"}},
+    "loop, bf16": {"gemm": {"use": "loop"}, "precision": {"use": "bf16"}},
+    "grouped, nvfp4": {"gemm": {"use": "grouped"}, "precision": {"use": "nvfp4", "backend": "emulate"}},
+    "loop, fp8": {"gemm": {"use": "loop"}, "precision": {"use": "fp8-blockwise", "backend": "emulate"}},
+}
+
+
+@pytest.mark.parametrize("policy", ["nothing", "both"])
+@pytest.mark.parametrize("parts", SPLIT)
+def test_all_weight_gradients_may_be_computed_at_the_very_end(pool: RankPool, parts: str, policy: str) -> None:
+    given = {**SPLIT[parts], "parallel": {"experts": {"ep": 2}}, "memory": POLICIES[policy]}
+    case = whole_model(2, parts=given, plugins=(), sizes=SIZES)
+    for plain, later in pool.run(scheduled, 2, case, (in_one, wgrads_at_the_end)):
+        assert plain.keys() == later.keys()
+        assert [name for name in plain if not same_bits(plain[name], later[name])] == []
+
+
+def test_fsdp_reduces_weight_gradients_that_come_later(pool: RankPool) -> None:
+    parallel = {"dense": {"shard": "all"}, "experts": {"shard": "all"}}
+    case = whole_model(2, parts={"parallel": parallel}, plugins=(), sizes=SIZES)
+    for plain, later in pool.run(scheduled, 2, case, (in_one, wgrads_after_each)):
+        assert plain.keys() == later.keys()
+        assert [name for name in plain if not same_bits(plain[name], later[name])] == []
 
 
 def test_a_schedule_takes_the_place_of_the_engines_loop(pool: RankPool) -> None:
@@ -101,4 +140,20 @@ def test_a_phase_whose_backward_never_runs_leaves_nothing() -> None:
         assert made.live_bytes() == 0
     finally:
         gc.enable()
+    shared.close()
+
+
+@pytest.mark.parametrize("gemm", ["grouped", "loop"])
+def test_no_gemm_computes_its_weight_gradient_with_those_of_its_inputs(gemm: str) -> None:
+    case = whole_model(1, parts={"gemm": {"use": gemm}}, plugins=(), sizes=SIZES)
+    model, assembly, layout, shared = open_model(case)
+    batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
+    later = Wgrads()
+    with later.collected():
+        loss = model(batch).loss_sum
+    loss.backward()
+    matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() > 1}
+    assert [name for name, weight in matrices.items() if weight.grad is not None] == ["embed.weight"]
+    later.run()
+    assert [name for name, weight in matrices.items() if weight.grad is None] == []
     shared.close()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from moefw.core.stages import Batch, Output
+from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.parallel.pieces import local
-from moefw.runtime.parallel.sharding import gathered
+from moefw.runtime.parallel.sharding import gathered, reduce_late
 from moefw.runtime.phases import PhaseCall
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import global_batch, open_model
@@ -88,6 +89,26 @@ def all_forward_first(model: Any, batches: Sequence[Batch]) -> list[Output]:
                 for _ in model.phases:
                     step(flow)
     return [flow.output for flow in flows]
+
+
+def wgrads_at_the_end(model: Any, batches: Sequence[Batch]) -> list[Output]:
+    """All weight gradients come after the gradients of the inputs of all micro-batches."""
+    later = Wgrads()
+    with later.collected():
+        found = interleaved(model, batches)
+    later.run()
+    return found
+
+
+def wgrads_after_each(model: Any, batches: Sequence[Batch]) -> list[Output]:
+    """The weight gradients of a micro-batch come after its backward, and FSDP reduces them then."""
+    found, later = [], Wgrads()
+    for batch in batches:
+        with later.collected():
+            found += in_one(model, [batch])
+        later.run()
+        reduce_late(model)
+    return found
 
 
 def scheduled(case: LayerCase, schedules: Sequence[Callable[[Any, Sequence[Batch]], list[Output]]]) -> list[Found]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
 from moefw.core.records import RowGroups, SavedOperand
+from moefw.runtime.compute import wgrads
 from moefw.runtime.memory.dropped import output_of
 
 
@@ -52,7 +53,11 @@ def linear(
     """
     if not precision.by_pass:
         operand = precision.quantize(x, role="input", during="fprop")
-        return F.linear(operand, precision.quantize(weight, role="weight", during="fprop"))
+        made = precision.quantize(weight, role="weight", during="fprop")
+        if wgrads.current() is None:
+            return F.linear(operand, made)
+        split: Tensor = _SplitLinear.apply(operand, made)  # type: ignore[no-untyped-call]
+        return split
     about = RowGroups() if rows is None else rows
     shared = SharedInput(x) if shared is None else shared
     if shared.x is not x:
@@ -65,7 +70,7 @@ def linear(
 
 def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x W^T`` computed and returned in a wider ``dtype``; saves ``x`` (T, I) as it is, not its wider copy."""
-    if x.dtype == dtype:
+    if x.dtype == dtype and wgrads.current() is None:
         return F.linear(x, weight.to(dtype))
     out: Tensor = _WideLinear.apply(x, weight, dtype)  # type: ignore[no-untyped-call]
     return out
@@ -134,6 +139,7 @@ class _Linear(torch.autograd.Function):
         out: Tensor = operand @ precision.quantize(weight, role="weight", during="fprop").mT
         ctx.save_for_backward(weight, ends_e, keys_R, *kept.tensors)
         ctx.precision, ctx.operand, ctx.dtype, ctx.sizes = precision, kept.operand, x.dtype, sizes
+        ctx.later = wgrads.current()
         return out.to(x.dtype)
 
     @staticmethod
@@ -142,24 +148,58 @@ class _Linear(torch.autograd.Function):
         weight, ends_e, keys_R, *tensors = ctx.saved_tensors
         precision: Precision = ctx.precision
         rows, grad_x, grad_weight = RowGroups(ends_e, keys_R, ctx.sizes), None, None
-        if ctx.needs_input_grad[0]:
-            operand = precision.quantize(grad, role="grad", during="dgrad", rows=rows)
-            grad_x = (operand @ precision.quantize(weight, role="weight", during="dgrad")).to(ctx.dtype)
-        if ctx.needs_input_grad[1]:
+
+        def wgrad() -> Tensor:
             operand = precision.quantize(grad, role="grad", during="wgrad", rows=rows)
-            grad_weight = (operand.mT @ ctx.operand(tensors)).to(weight.dtype)
+            product: Tensor = operand.mT @ ctx.operand(tensors)
+            return product.to(weight.dtype)
+
+        if ctx.needs_input_grad[0]:
+            made = precision.quantize(weight, role="weight", during="dgrad")
+            grad_x = (precision.quantize(grad, role="grad", during="dgrad", rows=rows) @ made).to(ctx.dtype)
+            del made
+        if ctx.needs_input_grad[1]:
+            grad_weight = wgrads.now_or_later(ctx, ctx.later, 1, wgrad)
         return grad_x, grad_weight, None, None, None, None, None
+
+
+class _SplitLinear(torch.autograd.Function):
+    """``F.linear`` of two tensors, whose weight gradient can be left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.later = wgrads.current()
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+
+        def wgrad() -> Tensor:
+            product: Tensor = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+            return product
+
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        return grad_x, wgrads.now_or_later(ctx, ctx.later, 1, wgrad) if ctx.needs_input_grad[1] else None
 
 
 class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.later = wgrads.current()
         return F.linear(x.to(dtype), weight.to(dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_x, grad_weight = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+        def wgrad() -> Tensor:
+            product: Tensor = grad.t() @ x.to(grad.dtype)
+            return product.to(weight.dtype)
+
+        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        return grad_x, wgrads.now_or_later(ctx, ctx.later, 1, wgrad), None

@@ -113,6 +113,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
         model.reshard()
 
 
+def reduce_late(model: nn.Module) -> None:
+    """Reduce gradients of sharded parameters that were accumulated after the backward of their units. Collective."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int) -> None:
     """Replace the matrices of a unit, single or stacked, by masters with ``codec``. Vectors stay as they are."""
     for path, module in unit.named_modules():

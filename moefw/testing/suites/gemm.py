@@ -23,6 +23,7 @@ from moefw.testing.suites.gemm_case import (
     Results,
     backward,
     computed,
+    computed_late,
     computed_on_this_rank,
     diagnosis,
     differing,
@@ -193,6 +194,14 @@ class GemmSuite(Suite):
             together = {"out": out_RD.detach(), **backward(bench.experts, batch, out_RD, probe)}
             wrong = differing(one, together)
             assert not wrong, f"{self.plugin.name}: with two batches in flight, {wrong} changes."
+
+    def test_weight_gradients_may_be_left_for_later(self) -> None:
+        """A scheduler that computes them after the gradients of the inputs gets the same bits."""
+        self.must_repeat()
+        bench, case = self.bench(), GemmCase(counts=self._counts(4), seed=4)
+        batch, probe = bench.inputs(case, self.dims["dim"])
+        wrong = differing(self._compute(bench, case), computed_late(bench.experts, batch, probe))
+        assert not wrong, f"{self.plugin.name}: {wrong} change if weight gradients are computed later."
 
     def test_forward_and_backward_write_nothing(self) -> None:
         """Experts have no changing state except their parameters."""

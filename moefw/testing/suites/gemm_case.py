@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moefw.compose.assembly import Assembly
 from moefw.core.records import Canonical
 from moefw.core.stages import ExpertBatch
+from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.memory.dropped import drops, inside, output_of
 from moefw.runtime.naming import initialise
 from moefw.testing.layer_case import LayerCase
@@ -96,12 +97,32 @@ def computed(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
 
 def backward(experts: Any, batch: ExpertBatch, out_RD: Tensor, probe_RD: Tensor) -> Results:
     """Return all gradients by name; missing ones are zero."""
+    variables = _variables(experts, batch)
+    grads = torch.autograd.grad(out_RD, variables, probe_RD.to(out_RD.dtype), allow_unused=True)
+    return _by_name(experts, variables, grads)
+
+
+def computed_late(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
+    """Return the same as :func:`computed`, with weight gradients that come after those of the inputs."""
+    later, variables = Wgrads(), _variables(experts, batch)
+    with later.collected():
+        out_RD: Tensor = experts(batch)
+    torch.autograd.backward(out_RD, probe_RD.to(out_RD.dtype))
+    later.run()
+    results = {"out": out_RD.detach(), **_by_name(experts, variables, [variable.grad for variable in variables])}
+    for variable in variables:
+        variable.grad = None
+    return results
+
+
+def _variables(experts: Any, batch: ExpertBatch) -> list[Tensor]:
+    return [batch.rows_RD, batch.row_weights_R, *experts.parameters()]
+
+
+def _by_name(experts: Any, variables: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Results:
     pieces: list[Canonical] = list(experts.canonical())
-    variables = {"rows": batch.rows_RD, "row_weights": batch.row_weights_R}
-    variables |= {f"parameter {index}": p for index, p in enumerate(experts.parameters())}
-    grads = torch.autograd.grad(out_RD, list(variables.values()), probe_RD.to(out_RD.dtype), allow_unused=True)
-    filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables.values(), grads, strict=True)]
-    by_parameter = {id(variable): grad for variable, grad in zip(variables.values(), filled, strict=True)}
+    filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables, grads, strict=True)]
+    by_parameter = {id(variable): grad for variable, grad in zip(variables, filled, strict=True)}
     of_pieces = {piece.name: _whole(piece, piece.of(by_parameter[id(piece.parameter)])) for piece in pieces}
     return {"rows": filled[0], "row_weights": filled[1], **of_pieces}
 

@@ -14,6 +14,7 @@ from moefw.core.contracts import ExpertGemm, Precision
 from moefw.core.records import Canonical, RowGroups, SavedOperand
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.compute.product import grouped_mm, keep_activation, keep_input
+from moefw.runtime.compute.wgrads import current, now_or_later
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 if TYPE_CHECKING:
@@ -84,10 +85,13 @@ class _In(torch.autograd.Function):
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         (ends_e, keys_R), (x, w13) = _saved(ctx, 2)
         recipe, rows, (dtype, weight_dtype) = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), ctx.dtypes
-        grad = recipe.quantize(grad_RH, role="grad", during="dgrad", rows=rows)
-        grad_x = grouped_mm(grad, w13, ends_e).to(dtype)
-        grad = recipe.quantize(grad_RH, role="grad", during="wgrad", rows=rows)
-        return None, grad_x, None, None, None, grouped_mm(grad.mT, x, ends_e).to(weight_dtype)
+        grad_x = grouped_mm(recipe.quantize(grad_RH, role="grad", during="dgrad", rows=rows), w13, ends_e).to(dtype)
+
+        def wgrad() -> Tensor:
+            grad = recipe.quantize(grad_RH, role="grad", during="wgrad", rows=rows)
+            return grouped_mm(grad.mT, x, ends_e).to(weight_dtype)
+
+        return None, grad_x, None, None, None, now_or_later(ctx, ctx.later, -1, wgrad)
 
 
 class _Out(torch.autograd.Function):
@@ -119,12 +123,15 @@ class _Out(torch.autograd.Function):
         (weights_R, ends_e, keys_R), (h_RH, w2) = _saved(ctx, 3)
         recipe, rows, (dtype, weight_dtype) = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), ctx.dtypes
         grad_RD = grad_RD.contiguous()
-        grad = recipe.quantize(grad_RD, role="grad", during="dgrad", rows=rows)
-        grad_a = grouped_mm(grad, w2, ends_e).to(dtype)
+        grad_a = grouped_mm(recipe.quantize(grad_RD, role="grad", during="dgrad", rows=rows), w2, ends_e).to(dtype)
         grad_h, grad_weights, a_RF = weighted_swiglu_backward(grad_a, h_RH, weights_R)
-        grad = recipe.quantize(grad_RD, role="grad", during="wgrad", rows=rows)
-        a = recipe.quantize(a_RF, role="input", during="wgrad", rows=rows)
-        return None, grad_h, grad_weights, None, None, None, grouped_mm(grad.mT, a, ends_e).to(weight_dtype)
+
+        def wgrad() -> Tensor:
+            grad = recipe.quantize(grad_RD, role="grad", during="wgrad", rows=rows)
+            a = recipe.quantize(a_RF, role="input", during="wgrad", rows=rows)
+            return grouped_mm(grad.mT, a, ends_e).to(weight_dtype)
+
+        return None, grad_h, grad_weights, None, None, None, now_or_later(ctx, ctx.later, -1, wgrad)
 
 
 def _save(
@@ -137,7 +144,7 @@ def _save(
 ) -> None:
     ctx.save_for_backward(*about, *(tensor for one in kept for tensor in one.tensors))
     ctx.operands = [(one.operand, len(one.tensors)) for one in kept]
-    ctx.recipe, ctx.sizes, ctx.dtypes = recipe, sizes, dtypes
+    ctx.recipe, ctx.sizes, ctx.dtypes, ctx.later = recipe, sizes, dtypes, current()
 
 
 def _saved(ctx: Any, about: int) -> tuple[tuple[Any, ...], list[Any]]:
