@@ -1,0 +1,206 @@
+"""Collectives are counted, recorded, and delivered between threads, whatever group or interface they come from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from moefw.core.errors import ContractError
+from moefw.core.records import Sent, Traffic
+from moefw.testing.counting import Counting
+from moefw.testing.pool import RankPool
+from moefw.testing.suites.dispatch_recording import Recording
+from moefw.testing.threads import thread_world
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def collectives(group, rank: int, size: int) -> tuple[Traffic, list[list[float]]]:
+    """Call each collective once; return the counts and the results."""
+    group = dist.group.WORLD if group is None else group
+    sent, received = list(range(1, size + 1)), [rank + 1] * size
+    brought = []
+
+    def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (torch.arange(count * 4) + 100 * rank).view(count, 4).to(dtype)
+
+    with Counting(group, dims=(4,)) as counting:
+        with counting.during("dispatch"):
+            out = torch.empty(sum(received), 4)
+            work = dist.all_to_all_single(out, rows(sum(sent)), received, sent, group=group, async_op=True)
+            work.wait()
+            brought.append(out)
+            out = torch.empty(sum(received), 4, dtype=torch.int64)
+            dist.all_to_all_single(out, rows(sum(sent), torch.int64), received, sent, group=group)
+            brought.append(out)
+            out = torch.empty(size)
+            dist.all_to_all_single(out, torch.arange(size) + 10.0 * rank, group=group)
+            brought.append(out)
+            nothing = torch.empty(0, 4)
+            dist.all_to_all_single(nothing, nothing.clone(), [0] * size, [0] * size, group=group)
+        with counting.during("plan"):
+            out = torch.empty(size * 2, 4)
+            all_gather(out, rows(2), group=group)
+            brought.append(out)
+            listed = [torch.empty(3) for _ in range(size)]
+            dist.all_gather(listed, torch.full((3,), float(rank)), group=group)
+            brought += listed
+            largest = torch.tensor([rank])
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            brought.append(largest)
+        with counting.during("combine"):
+            out = torch.empty(3, 4)
+            reduce_scatter(out, rows(3 * size), group=group, async_op=True).wait()
+            brought.append(out)
+            dist.barrier(group=group)
+    return counting.traffic(), [tensor.flatten().tolist() for tensor in brought]
+
+
+def on_gloo(size: int) -> tuple[Traffic, list[list[float]]]:
+    return collectives(None, dist.get_rank(), size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_counts_are_those_done_by_hand_and_threads_bring_what_gloo_brings(pool8: RankPool, size: int) -> None:
+    by_gloo = pool8.run(on_gloo, size, size)
+    by_threads = thread_world(size, collectives, size)
+    for rank, (traffic, brought) in enumerate(by_gloo):
+        for peer in set(range(size)) - {rank}:
+            rows = peer + 1
+            assert traffic.sent["dispatch"][peer] == Sent(payload=rows * 16, metadata=rows * 32 + 4)
+            assert traffic.sent["plan"][peer] == Sent(payload=2 * 16, metadata=3 * 4 + 8)
+            assert traffic.sent["combine"][peer] == Sent(payload=3 * 16)
+        assert traffic.sent["combine_backward"] == traffic.sent["dispatch_backward"] == (Sent(),) * size
+        assert (traffic, brought) == by_threads[rank]
+
+
+def on_groups_of_its_own() -> Traffic:
+    """Exchange rows inside pairs of ranks, send to the next rank, and gather by a functional collective."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    with Counting(dist.group.WORLD, dims=(4,)) as counting:
+        with counting.during("dispatch"):
+            dist.all_to_all_single(torch.empty(6, 4), torch.ones(6, 4), group=pairs[rank % 2])
+        with counting.during("combine"):
+            sends = dist.P2POp(dist.isend, torch.ones(2, 4), (rank + 1) % 4)
+            receives = dist.P2POp(dist.irecv, torch.empty(2, 4), (rank - 1) % 4)
+            for work in dist.batch_isend_irecv([sends, receives]):
+                work.wait()
+        with counting.during("plan"):
+            functional.all_to_all_single(torch.ones(6), None, None, pairs[rank % 2]) + 1
+    return counting.traffic()
+
+
+def test_collectives_of_every_group_and_kind_are_counted(pool8: RankPool) -> None:
+    for rank, traffic in enumerate(pool8.run(on_groups_of_its_own, 4)):
+        across, after = (rank + 2) % 4, (rank + 1) % 4
+        for movement, to, sent in (
+            ("dispatch", across, Sent(payload=3 * 16)),
+            ("combine", after, Sent(payload=2 * 16)),
+            ("plan", across, Sent(metadata=3 * 4)),
+        ):
+            assert dict(enumerate(traffic.sent[movement])) == {peer: Sent() for peer in range(4)} | {to: sent}
+
+
+def to_a_stranger() -> None:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        refused = pytest.raises(ContractError, match=r"rank 2, which is none of the ranks \[0, 1\] of the experts")
+        with Counting(pair, dims=(4,)) as counting, counting.during("plan"), refused:
+            dist.send(torch.ones(1), 2)
+
+
+def test_bytes_to_a_rank_that_holds_no_experts_of_the_layer_are_refused(pool8: RankPool) -> None:
+    pool8.run(to_a_stranger, 3)
+
+
+def late() -> dict[str, Any]:
+    x, out = torch.ones(4, 4), torch.zeros(4, 4)
+    with Recording(late=True) as recording:
+        work = dist.all_to_all_single(out, x, async_op=True)
+        before = out.clone()
+        work.wait()
+        work = dist.all_to_all_single(torch.zeros(2), spoiled := torch.ones(2), async_op=True)
+        spoiled.zero_()
+        work.wait()
+        exchanged = functional.all_to_all_single(torch.ones(4), None, None, dist.group.WORLD)
+        under_way = recording.under_way()
+        exchanged = exchanged + 1
+    found = {"before": before, "after": out, "exchanged": exchanged, "under_way": (under_way, recording.under_way())}
+    return {**found, "overwritten": [str(event) for event in recording.overwritten]}
+
+
+def test_results_come_when_they_are_waited_for_and_what_is_sent_must_stay_until_then(pool8: RankPool) -> None:
+    for found in pool8.run(late, 2):
+        assert found["before"].isnan().all()
+        assert (found["after"] == 1).all()
+        assert (found["exchanged"] == 2).all()
+        assert found["under_way"] == (1, 0)
+        assert found["overwritten"] == ["all-to-all of float32 [2]"]
+
+
+def alone_and_unseen(group, rank: int) -> None:
+    with Counting(group, dims=(4,)) as counting:
+        with pytest.raises(ContractError, match="outside every movement"):
+            dist.all_reduce(torch.zeros(1), group=group)
+        with counting.during("plan"), pytest.raises(ContractError, match="c10d::gather_ is not among"):
+            group.gather([[torch.zeros(1)]], [torch.zeros(1)])
+
+
+def test_nothing_passes_uncounted() -> None:
+    thread_world(1, alone_and_unseen)
+
+
+def two_collectives(group, rank: int, absent: Sequence[int], returns: bool) -> None:
+    dist.barrier(group=group)
+    if rank in absent:
+        time.sleep(0.2 if returns else 1.0)
+        if returns:
+            return
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+@pytest.mark.parametrize(
+    ("returns", "timeout_s", "why"), [(True, 30.0, "already returned"), (False, 0.3, "not in 0.3 s")]
+)
+def test_threads_that_miss_a_collective_are_named(returns: bool, timeout_s: float, why: str) -> None:
+    wanted = rf"ranks 1, 3 did not come to the all-reduce \({why}\); waiting there: ranks 0, 2, 4"
+    with pytest.raises(ContractError, match=wanted):
+        thread_world(5, two_collectives, (1, 3), returns, timeout_s=timeout_s)
+
+
+def different(group, rank: int) -> None:
+    if rank == 1:
+        dist.barrier(group=group)
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def torn(group, rank: int) -> None:
+    out = torch.empty(2 + (rank == 1), 4)
+    dist.all_to_all_single(out, torch.zeros(2, 4), [1, 1 + (rank == 1)], [1, 1], group=group)
+
+
+def failing(group, rank: int) -> None:
+    if rank == 2:
+        raise ZeroDivisionError("of our own")
+    dist.barrier(group=group)
+
+
+def test_an_error_in_one_thread_ends_all_and_is_raised() -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(ContractError, match=r"different collectives: rank 0 all-reduce, rank 1 barrier"):
+        thread_world(2, different)
+    with pytest.raises(ContractError, match=r"\(1, 4\) torch.float32 is sent from rank 1 to rank 1, which awaits \(2"):
+        thread_world(2, torn)
+    with pytest.raises(ZeroDivisionError, match="of our own") as caught:
+        thread_world(4, failing)
+    assert caught.value.__notes__ == ["(on rank 2 of a world of 4 threads)"]
+    assert torch.get_num_threads() == threads
