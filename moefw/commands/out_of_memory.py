@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 from moefw.commands.doctor.machine import usable_bytes
 from moefw.commands.plan import unit_for
 from moefw.compose.assembly import Assembly
-from moefw.planner import ledger
+from moefw.planner import Ledger
 
 LARGEST = 3
 """Number of categories that are named."""
 
+TIMEOUT_S = 60.0
+
 
 def memory_note(assembly: Assembly) -> str:
     """Return the largest categories of a rank's plan, its peak, and the memory of this machine."""
-    found = ledger(assembly)
-    if found.held is None or found.peak_bytes is None:
-        return f"This machine has {_told(usable_bytes())} of memory."
+    found = _planned(assembly)
+    machine = f"This machine has {_told(usable_bytes())} of memory."
+    if found is None or found.peak_bytes is None:
+        return machine
     held = found.held
     categories = {
         "parameters": held.parameters,
@@ -31,6 +39,17 @@ def memory_note(assembly: Assembly) -> str:
     if assembly.site.machine.device != "cpu":
         return f"{said} See `moefw plan`."
     return f"{said} This machine has {_told(usable_bytes())} for all of them. See `moefw plan`."
+
+
+def _planned(assembly: Assembly) -> Ledger | None:
+    """Return the plan of the run's own spec, made by another process: this one may be a rank, or have no torch."""
+    spec, world = Path(assembly.spec.run.dir) / "spec.yaml", str(assembly.layout.world)
+    command = [sys.executable, "-m", "moefw", "plan", str(spec), "--world", world, "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return Ledger.of_data(json.loads(done.stdout))
 
 
 def _told(num_bytes: int) -> str:

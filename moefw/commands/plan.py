@@ -13,10 +13,12 @@ from rich.table import Table
 from moefw.commands import specs
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError
-from moefw.planner import Ledger, RegionTotals, ledger
+from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
+from moefw.training.folder import cache_dir
 
 GIB, MIB = 2**30, 2**20
-COLUMNS = ("saved", "recomputed", "offloaded", "stashed")
+PLANS = "plans"
+"""The folder of ledgers in the cache."""
 
 
 @frozen
@@ -39,7 +41,7 @@ def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool
     Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
     try:
-        found = ledger(specs.read(spec, overrides, world))
+        found = ledger(specs.read(spec, overrides, world), cache=cache_dir() / PLANS)
     except MoefwError as error:
         if not as_json:
             raise
@@ -60,8 +62,8 @@ def show(found: Ledger) -> None:
     for sheet in sheets(found):
         click.echo()
         _print(console, sheet)
-    for name in found.silent:
-        click.echo(f"not counted, as it does not say what it takes: {name}")
+    if found.unknown:
+        click.echo(f"\nunknown here is what waits for backward, and the peak: {found.unknown}")
 
 
 def unit_for(peak_bytes: int) -> tuple[int, str]:
@@ -71,20 +73,21 @@ def unit_for(peak_bytes: int) -> tuple[int, str]:
 
 def sheets(found: Ledger) -> list[Sheet]:
     """Return the tables of a ledger: by category, of the peak, and by region, over all layers of a kind."""
-    if found.held is None or found.peak is None or found.peak_bytes is None:
-        return []
     held, peak, totals = found.held, found.peak, found.totals
-    unit, name = unit_for(found.peak_bytes)
+    unit, name = unit_for(found.peak_bytes or held.device)
     rows = {
         "parameters": held.parameters,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
         "optimizer, on the host": held.host,
         "buffers and tokens": held.buffers + held.batch,
-        "pools of policies": found.pools,
+        "kept from step to step by policies": found.pools,
         "saved between forward and backward": totals["saved"],
-        "peak, at least" if found.silent else "peak": found.peak_bytes,
+        "peak": found.peak_bytes or 0,
     }
+    category = Sheet("category", ("category", name), [(row, _size(n, unit)) for row, n in rows.items() if n])
+    if peak is None:
+        return [category]
     parts = {
         "held": held.device + found.pools,
         "saved": peak.saved,
@@ -94,9 +97,9 @@ def sheets(found: Ledger) -> list[Sheet]:
     }
     regions = [_region(row, unit) for row in found.regions]
     total = ("", "total", "", *(_size(totals[column], unit) for column in COLUMNS))
-    head = ("layers", "region", "number", *COLUMNS)
+    head = ("layers", "region", "number", *(column.replace("_", " ") for column in COLUMNS))
     return [
-        Sheet("category", ("category", name), [(row, _size(n, unit)) for row, n in rows.items() if n]),
+        category,
         Sheet("peak", (f"the peak is in {peak.place}", name), [(row, _size(n, unit)) for row, n in parts.items() if n]),
         Sheet("region", head, [*regions, total]),
     ]

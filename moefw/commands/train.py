@@ -108,11 +108,12 @@ def _spare_input(assembly: Assembly) -> None:
 
 def _open_ledger(assembly: Assembly) -> None:
     """Print and write the predicted memory; for ranks on a CPU, also the measured memory of a rank's step."""
-    from moefw.commands.plan import show, unit_for
+    from moefw.commands.plan import PLANS, show, unit_for
     from moefw.planner import ledger
+    from moefw.training.folder import cache_dir
     from moefw.training.ledger_file import write
 
-    found = ledger(assembly)
+    found = ledger(assembly, cache=cache_dir() / PLANS)
     show(found)
     write(assembly, predicted=found.to_data())
     if assembly.site.machine.device == "cpu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from attrs import Factory, evolve, frozen
@@ -54,6 +54,16 @@ class Shared:
                     stack.callback(each.close)
 
 
+class Watch(Protocol):
+    """Follows the regions of a model that is built under it."""
+
+    def inside(self, region: str, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of a region, watched."""
+
+    def around(self, region: str, layer: int, treated: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of a region under its memory policy, watched."""
+
+
 @frozen(kw_only=True, eq=False)
 class LayerContext(BuildContext):
     """Context of one layer's parts. ``recipes``: the precision recipe and its fallback."""
@@ -67,6 +77,7 @@ class LayerContext(BuildContext):
     sharding: Sharding | None = None
     recipes: tuple[Precision, Precision] | None = None
     policies: Mapping[str, MemoryPolicy] = Factory(dict)
+    watch: Watch | None = None
 
     @property
     def local_experts(self) -> range:
@@ -114,13 +125,24 @@ class LayerContext(BuildContext):
 
     def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` under the memory policy of the region ``name``."""
-        policy = self.policies.get(name)
-        return function if policy is None else policy.wrap(name, function)
+        return self._treated(name, function, lambda policy, inside: policy.wrap(name, inside))
 
     def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``finish`` under the policy of the region ``name``."""
-        policy = self.policies.get(name)
-        return finish if policy is None else policy.wrap_movement(name, finish, again)
+        return self._treated(name, finish, lambda policy, inside: policy.wrap_movement(name, inside, again))
+
+    def _treated(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        wrap: Callable[[MemoryPolicy, Callable[..., Any]], Callable[..., Any]],
+    ) -> Callable[..., Any]:
+        watch, layer, policy = self.watch, self.site.layer, self.policies.get(name)
+        function = function if watch is None else watch.inside(name, layer, function)
+        if policy is None:
+            return function
+        treated = wrap(policy, function)
+        return treated if watch is None else watch.around(name, layer, treated)
 
     def layer(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
         """Return the phases of a layer under the policy of ``layer``, which turns them into one."""
@@ -152,9 +174,18 @@ def bare_context(
 class ModelParts(ModelContext):
     """Builds the contexts of a model's layers, each once, and its MoE layers."""
 
-    def __init__(self, assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        layout: Layout,
+        device: torch.device,
+        shared: Shared,
+        *,
+        shard_by: Callable[[Layout], Sharding] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self.assembly, self._layout, self.device = assembly, layout, device
-        self._shared, self._sharding = shared, _sharding(layout)
+        self._shared, self._sharding, self._watch = shared, _sharding(layout, shard_by), watch
         self._contexts: dict[int, LayerContext] = {}
 
     @property
@@ -201,7 +232,7 @@ class ModelParts(ModelContext):
             with self._calling(plugin):
                 policy = plugin.build(bare)
             policies |= dict.fromkeys(plugin.regions, policy)
-        return evolve(bare, recipes=recipes, policies=policies, sharding=self._sharding)
+        return evolve(bare, recipes=recipes, policies=policies, sharding=self._sharding, watch=self._watch)
 
     def _calling(self, part: Plugin) -> AbstractContextManager[None]:
         return self.assembly.registry.calling(part, "build()")
@@ -244,18 +275,31 @@ def open_layout(assembly: Assembly, device: str) -> Layout:
     return open_by(assembly.parts.parallel, assembly.layout, device)
 
 
-def build_model(assembly: Assembly, layout: Layout, device: torch.device, shared: Shared) -> nn.Module:
-    """Construct the model of an assembly on ``device``. Its parameters are not initialised."""
-    context = ModelParts(assembly, layout, device, shared)
+def build_model(
+    assembly: Assembly,
+    layout: Layout,
+    device: torch.device,
+    shared: Shared,
+    *,
+    shard_by: Callable[[Layout], Sharding] | None = None,
+    watch: Watch | None = None,
+) -> nn.Module:
+    """Construct the model of an assembly on ``device``. Its parameters are not initialised.
+
+    ``shard_by``: what shards parameters in the place of FSDP, if the layout shards any. ``watch`` follows the regions.
+    """
+    context = ModelParts(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
     with torch.device(device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)
     return context.whole(model)
 
 
-def _sharding(layout: Layout) -> Sharding | None:
+def _sharding(layout: Layout, shard_by: Callable[[Layout], Sharding] | None) -> Sharding | None:
     sides: tuple[Side, Side] = ("dense", "experts")
     if all(len(layout.plan.copies(layout.rank, side)[0]) == 1 for side in sides):
         return None
+    if shard_by is not None:
+        return shard_by(layout)
     from moefw.runtime.parallel.sharding import Sharding
 
     return Sharding(layout)

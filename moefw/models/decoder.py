@@ -10,7 +10,6 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import ModelPlugin
 from moefw.core.site import Dims, Site
-from moefw.ledger.parts import ModelMemory, PartMemory, RankShape
 from moefw.models.presets import PRESETS
 from moefw.models.sizes import Sizes
 
@@ -87,12 +86,6 @@ class Decoder(Sizes, ModelPlugin):
             what = f"{self.num_dense_layers} dense layers are more than the {self.num_layers} layers."
             problems.append(moefw.Problem(what, "Use at most num_layers.", "num_dense_layers"))
         return problems
-
-    def memory(self, shape: RankShape, moe: Mapping[int, Sequence[PartMemory]]) -> ModelMemory:
-        """Return the memory of the transformer on each rank."""
-        from moefw.models.memory import model_memory
-
-        return model_memory(self, shape, moe)
 
     def build(self, context: moefw.ModelContext) -> Any:
         """Return the transformer."""

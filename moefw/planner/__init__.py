@@ -1,6 +1,6 @@
-"""What a spec will take, from the spec alone: memory now, time later. Imports no torch."""
+"""What a spec will take, from the spec alone: memory now, time later."""
 
-from moefw.planner.ledger import Ledger, ledger
-from moefw.planner.regions import RegionTotals
+from moefw.planner.plans import ledger
+from moefw.planner.report import COLUMNS, Ledger, RegionTotals
 
-__all__ = ["Ledger", "RegionTotals", "ledger"]
+__all__ = ["COLUMNS", "Ledger", "RegionTotals", "ledger"]

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.errors import ContractError
 from moefw.core.records import Movement, Sent, Traffic
-from moefw.testing.collectives import Collective, Collectives
+from moefw.recording.collectives import Collective, Collectives
 
 
 class Counting(Collectives):

@@ -1,23 +1,13 @@
-"""One rank of a world of any size, without other ranks and without memory: fake process groups, fake tensors.
-
-Code that reads a tensor's values on the host fails here. So code that runs needs no such read on a device either.
-"""
+"""Forward and backward of one rank of a world of any size, without other ranks and without memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Literal, TypeVar
-from unittest import mock
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
@@ -26,11 +16,11 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
+from moefw.recording.fake_world import fake_world
 from moefw.runtime.naming import by_parameter, expert_parameters
+from moefw.runtime.parallel.gradients import split_axis
 from moefw.runtime.parallel.pieces import local
-from moefw.training.gradients import split_axis
 
-R = TypeVar("R")
 Kind = Literal["copied", "split", "experts"]
 """Dense parameters that tp replicates, dense parameters that tp splits, parameters of routed experts."""
 
@@ -45,18 +35,6 @@ class FakeStep:
 
     elements: Mapping[Kind, int]
     without_gradient: tuple[str, ...]
-
-
-@contextmanager
-def fake_world(rank: int, world: int) -> Iterator[None]:
-    """Act as ``rank`` of ``world`` ranks. Collectives do nothing; tensors made inside have shapes but no values."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        from_group = staticmethod(_with_real_tensors(DeviceMesh.from_group))
-        with mock.patch.object(DeviceMesh, "from_group", from_group), FakeTensorMode():
-            yield
-    finally:
-        dist.destroy_process_group()
 
 
 def fake_step(tree: Tree, rank: int, world: int) -> FakeStep:
@@ -103,14 +81,3 @@ def _without_gradient(model: nn.Module) -> Iterator[str]:
 
 def _shape(tensor: Tensor) -> torch.Size:
     return local(tensor).shape
-
-
-def _with_real_tensors(function: Callable[..., R]) -> Callable[..., R]:
-    """Return ``function`` wrapped to run with real tensors, because it reads its own tensors on the host."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> R:
-        with unset_fake_temporarily():
-            return function(*args, **kwargs)
-
-    return run

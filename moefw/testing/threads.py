@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefw.core.errors import ContractError
-from moefw.testing.collectives import Collective, Collectives
+from moefw.recording.collectives import Collective, Collectives
 
 _ProcessGroup: Any = dist.ProcessGroup
 """The type stub lacks the constructor without a backend. Every collective of such a group is a meeting."""

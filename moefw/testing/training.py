@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
+from moefw.compose.optimizer import build_optimizer
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
@@ -21,7 +22,6 @@ from moefw.core.stages import Batch
 from moefw.runtime.naming import by_parameter, initialise, joined, state_tensors
 from moefw.runtime.parallel.pieces import whole
 from moefw.training.engine import Engine, StepResult
-from moefw.training.optimizer_under_policies import build_optimizer
 
 SMALL: Mapping[str, Any] = {
     "model": {

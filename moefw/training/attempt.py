@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefw.core.contracts import Layout
 from moefw.core.stages import LayerStats
-from moefw.training.gradients import STAGE
+from moefw.runtime.parallel.gradients import STAGE
 
 
 @dataclass(slots=True, eq=False)

@@ -15,10 +15,10 @@ from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.static_rows import UNSAVED
+from moefw.runtime.parallel.gradients import Gradients
 from moefw.training.attempt import Attempt, Tally
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.faults.stamps import stamp
-from moefw.training.gradients import Gradients
 from moefw.training.meters import Meters
 from moefw.training.micro_batches import Clock, Run, in_order
 

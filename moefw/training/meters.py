@@ -12,7 +12,7 @@ from torch import nn
 from moefw.core.contracts import Layout, Meter
 from moefw.core.records import Side
 from moefw.runtime.naming import by_side
-from moefw.training.gradients import STAGE
+from moefw.runtime.parallel.gradients import STAGE
 
 HOLDERS: Final[Mapping[Side, tuple[str, ...]]] = {"dense": STAGE, "experts": ("edp", "etp")}
 """The axes of all ranks that hold a GEMM: copies or parts of its weights, with different tokens."""

@@ -16,6 +16,7 @@ from attrs import evolve
 from rich.console import Console
 
 from moefw.compose.assembly import Assembly
+from moefw.compose.optimizer import build_optimizer
 from moefw.core.errors import Problem
 from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
@@ -34,7 +35,6 @@ from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.metrics import MetricsLog
-from moefw.training.optimizer_under_policies import build_optimizer
 from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved

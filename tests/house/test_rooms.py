@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOMS = (
     {"core"},
-    {"ledger"},
     {"runtime"},
     {"moefw"},
     {"plugins", "models"},
+    {"recording"},
     {"compose"},
     {"planner"},
     {"training"},

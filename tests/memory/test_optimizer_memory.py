@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import moefw
 from fake_cuda import FakeCuda
+from moefw.compose.optimizer import OptimizerUnderPolicies, TorchStates, build_optimizer
 from moefw.plugins.memory.offload import OptimizerOffload
 from moefw.plugins.memory.offload.host import STATES, host_memory
 from moefw.plugins.memory.offload.states import HostStates
@@ -36,7 +37,6 @@ from moefw.testing.training import SMALL, short_run
 from moefw.training import checkpoint
 from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine
-from moefw.training.optimizer_under_policies import OptimizerUnderPolicies, TorchStates, build_optimizer
 from moefw.training.optimizers import AdamW
 
 CPU = torch.device("cpu")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefw.compose.machine import lone_site
+from moefw.compose.optimizer import build_optimizer
 from moefw.core.errors import ContractError, MoefwError, PlanError
 from moefw.core.records import Pass
 from moefw.core.site import Dims, Machine
@@ -37,7 +38,6 @@ from moefw.testing.training import SMALL
 from moefw.training import checkpoint
 from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine, StepResult, evaluate
-from moefw.training.optimizer_under_policies import build_optimizer
 from moefw_kernels.quantize import quantize_fp8
 
 SIZES = {

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from faulty_experts import Fault, Faulty, FaultyExperts
+from moefw.compose.optimizer import build_optimizer
 from moefw.core.errors import RunError
 from moefw.runtime.naming import canonical_parameters, state_tensors
 from moefw.runtime.parallel.pieces import local, stored
@@ -20,7 +21,6 @@ from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL
 from moefw.training.engine import Engine, StepResult
-from moefw.training.optimizer_under_policies import build_optimizer
 
 ALL = {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}
 SPLIT = {"dense": {"dp": 2, "tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard": "all"}}

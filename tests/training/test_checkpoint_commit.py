@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_cases import SHARD, save, tiny
+from moefw.compose.optimizer import build_optimizer
 from moefw.core.errors import RunError
 from moefw.runtime.naming import by_parameter, state_tensors
 from moefw.runtime.parallel.opened_layout import OpenedLayout
@@ -29,7 +30,6 @@ from moefw.training import checkpoint
 from moefw.training.checkpoint import saving
 from moefw.training.checkpoint.shards import verify
 from moefw.training.folder import checkpoint_dirs
-from moefw.training.optimizer_under_policies import build_optimizer
 
 
 def names(run_dir: Path) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeGuard
@@ -71,3 +71,8 @@ def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
     meta = spec.tensor_meta
     assert meta is not None
     return DTensor(values, replace(spec, tensor_meta=meta._replace(dtype=values.dtype)), requires_grad=False)
+
+
+def even_dim(shape: Sequence[int], count: int) -> int:
+    """Return the first dimension that ``count`` divides, so that all shards are equal; 0 if there is none."""
+    return next((dim for dim, size in enumerate(shape) if size % count == 0), 0)

@@ -11,13 +11,14 @@ from functools import cache
 from typing import TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
 from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side
+from moefw.runtime.parallel.pieces import even_dim
 from moefw.runtime.parallel.primary_weights import Master
 
 M = TypeVar("M", bound=nn.Module)
@@ -59,7 +60,7 @@ class Sharding:
             mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             ignored_params=set(apart),
             shard_placement_fn=lambda parameter: Shard(
-                0 if isinstance(parameter, Master) else _even_dim(parameter, each)
+                0 if isinstance(parameter, Master) else even_dim(parameter.shape, each)
             ),
         )
         assert isinstance(module, FSDPModule)
@@ -126,8 +127,3 @@ def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int)
             if parameter.ndim > 1:
                 codec.require(".".join(filter(None, (name, path, key))), parameter.shape, shards)
                 module.register_parameter(key, nn.Parameter(Master(parameter.detach(), codec)))
-
-
-def _even_dim(parameter: Tensor, count: int) -> int:
-    """Return the first dimension that ``count`` divides, so that all shards are equal; 0 if there is none."""
-    return next((dim for dim, size in enumerate(parameter.shape) if size % count == 0), 0)

@@ -1,6 +1,6 @@
 """What a training step of one rank holds in memory, measured: with values, or without memory and other ranks."""
 
-from moefw.testing.measured.places import OUTSIDE, Place
+from moefw.recording.places import OUTSIDE, Place
 from moefw.testing.measured.report import Measured, Saved
 from moefw.testing.measured.step import measure, measure_here
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
-from moefw.testing.measured.places import Place
+from moefw.recording.places import Place
 
 
 @frozen(kw_only=True)

@@ -7,25 +7,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, final
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.stages import Batch
-from moefw.plugins.memory.offload.pool import Pool
+from moefw.recording.even import EvenChoice
+from moefw.recording.fake_tensors import fake_tensor_world
+from moefw.recording.patches import fsdp_told
+from moefw.recording.places import Place
+from moefw.recording.recorder import GATHERED, Life, Recorder
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.pieces import local
-from moefw.testing.measured.even import EvenChoice
-from moefw.testing.measured.fake_tensors import fake_tensor_world
-from moefw.testing.measured.places import Place
-from moefw.testing.measured.recorder import GATHERED, Life, Recorder
 from moefw.testing.measured.report import Measured, Saved
 from moefw.training.engine import Engine
 
@@ -61,49 +59,14 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
     with ExitStack() as stack:
         stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
         stack.enter_context(recorder)
-        stack.enter_context(recorder.places.watched())
-        stack.enter_context(_parts_known(recorder))
+        stack.enter_context(fsdp_told(recorder))
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
-        model = build_model(assembly, layout, torch.device("cpu"), shared)
+        model = build_model(assembly, layout, torch.device("cpu"), shared, watch=recorder.places)
         if values:
             std: Any = model.init_std
             initialise(model, seed=assembly.spec.run.seed, std=std)
         return _Step(assembly, layout, model, recorder).run(micro_batches)
-
-
-@contextmanager
-def _parts_known(recorder: Recorder) -> Iterator[None]:
-    """Tell gathered parameters, and memory that is not the device's, from the rest; shapes are no memory."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    def gathering(function: Any) -> Any:
-        def gathers(*args: Any, **kwargs: Any) -> Any:
-            before = len(recorder.lives)
-            result = function(*args, **kwargs)
-            for life in recorder.lives[before:]:
-                life.kind = GATHERED
-            return result
-
-        return gathers
-
-    def take(pool: Pool, nbytes: int) -> Any:
-        with recorder.off_device():
-            return taking(pool, nbytes)
-
-    def unseen(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return shaping(*args, **kwargs)
-
-    taking, shaping = Pool.take, ShardingPropagator._propagate_tensor_meta_non_cached
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(ShardingPropagator, shaping.__name__, unseen))
-        for name in ("unshard", "wait_for_unshard"):
-            function = gathering(getattr(FSDPParamGroup, name))
-            stack.enter_context(mock.patch.object(FSDPParamGroup, name, function))
-        stack.enter_context(mock.patch.object(Pool, "take", take))
-        yield
 
 
 @final
@@ -180,7 +143,7 @@ class _Step:
             attention=", ".join(sorted(name for name in recorder.operators if _ATTENTION.fullmatch(name))),
             held=dict(held),
             saved=tuple(_saved(life) for life in self.saved[0]),
-            off_device=recorder.off_device_bytes,
+            off_device=recorder.off_device.total(),
             peak=recorder.peak_bytes,
             peak_place=recorder.peak_place,
             peak_held=self._at_peak(),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from moefw.testing.collectives import Collective, Collectives
+from moefw.recording.collectives import Collective, Collectives
 
 UNEVEN: Final = ("all-to-all", "send", "recv")
 """Kinds whose sizes may differ between ranks."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moefw.compose.optimizer import build_optimizer
 from moefw.runtime.naming import by_parameter, joined
 from moefw.runtime.parallel.pieces import all_of, is_shared_out, local, whole
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import open_model
-from moefw.training.optimizer_under_policies import build_optimizer
 
 
 @dataclass(kw_only=True)

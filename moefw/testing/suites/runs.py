@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import ModelParts, Shared, build_model, open_layout
+from moefw.compose.optimizer import build_optimizer
 from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout
 from moefw.core.plugin import Plugin
@@ -20,7 +21,6 @@ from moefw.runtime.naming import canonical_parameters, initialise, state_tensors
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.training import SMALL
 from moefw.training.engine import Engine, StepResult
-from moefw.training.optimizer_under_policies import build_optimizer
 
 
 def row_alignment(assembly: Assembly) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
 from moefw.runtime.naming import by_parameter, expert_parameters, joined, states
+from moefw.runtime.parallel.gradients import copied_over, split_axis
 from moefw.runtime.parallel.pieces import whole
 from moefw.training.agreement import everywhere
 from moefw.training.checkpoint.commit import begin, commit, prune, sync
@@ -22,7 +23,6 @@ from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
 from moefw.training.checkpoint.shards import described
 from moefw.training.errors import NotWrittenError
 from moefw.training.faults.stamps import stamp
-from moefw.training.gradients import copied_over, split_axis
 from moefw.training.meters import HOLDERS
 
 

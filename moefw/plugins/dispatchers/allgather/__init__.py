@@ -8,8 +8,6 @@ from attrs import frozen
 
 import moefw
 from moefw.core.plugin import DispatcherPlugin
-from moefw.ledger.indices import arrival
-from moefw.ledger.parts import PartMemory, RankShape
 from moefw.plugins.dispatchers.wire_option import SendsRows
 
 
@@ -18,12 +16,6 @@ class AllGather(SendsRows):
     """Moves P-1 rows per token each way, independent of the routing. Best where P is small compared with K."""
 
     name: ClassVar[str] = "allgather"
-
-    def memory(self, shape: RankShape) -> PartMemory:
-        """Return the memory of a movement, with indices of all gathered choices."""
-        gathered = shape.tokens * shape.ranks
-        indices = arrival(gathered, shape.dims.top_k, shape.valid_rows, shape.rows)
-        return self.movement(shape, indices, arriving=gathered, returning=gathered)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""

@@ -8,8 +8,6 @@ from attrs import frozen
 
 import moefw
 from moefw.core.plugin import DispatcherPlugin
-from moefw.ledger.indices import Indices, regrouped, sorted_choices
-from moefw.ledger.parts import PartMemory, RankShape
 from moefw.plugins.dispatchers.wire_option import SendsRows
 
 
@@ -18,13 +16,6 @@ class AllToAll(SendsRows):
     """Sends K*(P-1)/P rows per token over the expert-parallel ranks. Best where K is small compared with P."""
 
     name: ClassVar[str] = "alltoall"
-
-    def memory(self, shape: RankShape) -> PartMemory:
-        """Return the memory of a movement, with indices of rows sent and of rows regrouped."""
-        sent = sorted_choices(shape.tokens, shape.dims.top_k)
-        regroup = regrouped(shape.ranks, shape.local_experts, shape.valid_rows, shape.rows, shape.etp)
-        indices = Indices(saved=sent.saved, held=sent.held + regroup)
-        return self.movement(shape, indices, arriving=shape.valid_rows, returning=shape.choices)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""

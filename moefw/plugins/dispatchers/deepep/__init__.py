@@ -10,8 +10,6 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
-from moefw.ledger.indices import Indices, arrival, distinct_choices
-from moefw.ledger.parts import PartMemory, RankShape
 from moefw.plugins.dispatchers.deepep.limits import INSTALL, PACKAGE, Shape, limits
 from moefw.plugins.dispatchers.library_option import CallsLibrary
 
@@ -33,18 +31,6 @@ class DeepEP(CallsLibrary):
         """Return a problem if neither buffer supports the layer."""
         sizes = site.layout.sizes
         return limits(Shape.of(site.dims, ep=sizes["ep"], etp=sizes["etp"]), max_tokens=self.max_tokens)
-
-    def memory(self, shape: RankShape) -> PartMemory | None:
-        """Return the memory of a movement, with indices of one row per (token, rank); None for the library."""
-        if self.backend != "torch":
-            return None
-        choices = shape.dims.top_k * shape.etp
-        reached = min(choices, shape.ranks)
-        sent = distinct_choices(shape.tokens, choices, reached)
-        arrived = shape.tokens * reached
-        landed = arrival(arrived, shape.dims.top_k, shape.valid_rows, shape.rows)
-        indices = Indices(saved=sent.saved + landed.saved, held=sent.held + landed.held)
-        return self.movement(shape, indices, arriving=arrived, returning=arrived)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process.

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 from attrs.validators import gt, optional
 
 import moefw
 from moefw.core.contracts import LayoutPlan
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
-from moefw.ledger.indices import Indices, arrival, distinct_choices
-from moefw.ledger.parts import PartMemory, RankShape
 from moefw.plugins.dispatchers.hybridep.budget import Budget
 from moefw.plugins.dispatchers.hybridep.limits import INSTALL, PACKAGE, Shape, limits
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node, uneven_nodes
@@ -88,23 +86,6 @@ class HybridEP(CallsLibrary):
             node_ranks=None if each is None else ranks_per_node([rank // each for rank in first]),
         )
         return limits(shape, max_tokens=self.max_tokens)
-
-    def memory(self, shape: RankShape) -> PartMemory | None:
-        """Return the memory, with indices of one row per (token, node) and (token, rank); None for the library."""
-        if self.backend != "torch":
-            return None
-        top_k, choices = shape.dims.top_k, shape.dims.top_k * shape.etp
-        inside = min(shape.ranks_per_node, shape.ranks)
-        nodes = min(top_k, shape.ranks // inside)
-        landed, ranks = shape.tokens * nodes, min(max(1, choices // nodes), inside)
-        rows = shape.rows
-        if self.budget is not None:
-            rows = self.budget.rows(shape.choices * shape.etp, shape.row_alignment)
-        hops = distinct_choices(shape.tokens, choices, nodes), distinct_choices(landed, choices, ranks)
-        indices = (*hops, arrival(landed * ranks, top_k, shape.valid_rows, shape.rows))
-        total = Indices(saved=sum(one.saved for one in indices), held=sum(one.held for one in indices))
-        known = evolve(shape, budget=rows)
-        return evolve(self.movement(known, total, arriving=landed * ranks, returning=landed * ranks), rows=rows)
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""

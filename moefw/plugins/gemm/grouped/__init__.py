@@ -11,7 +11,6 @@ from attrs.validators import ge
 import moefw
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import PartMemory, RankShape
 
 DIM_MULTIPLE = 8
 GPU_ROW_ALIGNMENT = 8
@@ -76,12 +75,6 @@ class Grouped(GemmPlugin):
             for name, size in sizes.items()
             if size % DIM_MULTIPLE
         ]
-
-    def memory(self, shape: RankShape) -> PartMemory:
-        """Return the memory of stacked weights and of the regions ``expert_fc1`` and ``expert_fc2``."""
-        from moefw.plugins.gemm.grouped.memory import memory
-
-        return memory(shape)
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
         """Return the experts of one layer on this rank."""

@@ -10,7 +10,6 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import PartMemory, RankShape
 
 
 @frozen
@@ -48,12 +47,6 @@ class Loop(GemmPlugin):
                 fix="Use an etp that divides model.expert_dim.",
             ),
         ]
-
-    def memory(self, shape: RankShape) -> PartMemory:
-        """Return the memory of three weights per expert; each expert calls the regions once."""
-        from moefw.plugins.gemm.loop.memory import memory
-
-        return memory(shape)
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
         """Return the experts of one layer on this rank."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 from attrs.validators import ge, le, min_len, optional
 
 import moefw
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import Placement, RankShape, StateRest, Tensor
 
 MIN_BYTES = 1 << 20
 BUCKET_BYTES = 1 << 26
@@ -44,18 +43,6 @@ class Offload(MemoryPlugin):
         what = "path is where files lie, and with to: host there are none."
         return [moefw.Problem(what, "Leave path out, or use to: nvme.", "path")]
 
-    def placements(self, saved: Sequence[Tensor], shape: RankShape) -> Sequence[Placement]:
-        """Return the placements: large tensors are offloaded, up to ``fraction`` of their bytes so far."""
-        eligible = moved = 0
-        found = []
-        for tensor in saved:
-            goes = tensor.nbytes >= self.min_bytes
-            eligible += tensor.nbytes if goes else 0
-            goes = goes and moved + tensor.nbytes <= self.fraction * eligible
-            moved += tensor.nbytes if goes else 0
-            found.append(Placement(offloaded=tensor.nbytes) if goes else Placement(kept=tensor.nbytes))
-        return found
-
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Return the policy. Raises PlanError where ``path`` is not a writable folder."""
         from moefw.plugins.memory.offload.policy import OffloadPolicy
@@ -79,10 +66,6 @@ class OptimizerOffload(OptimizerMemoryPlugin):
 
     update: Literal["host", "device"] = "device"
     bucket_bytes: int = field(default=BUCKET_BYTES, validator=ge(1 << 10))
-
-    def rests(self, state: StateRest) -> StateRest:
-        """Return the state, resting on the host."""
-        return evolve(state, on_device=False)
 
     def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:
         """Return the policy."""

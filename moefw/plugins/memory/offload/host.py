@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.errors import RunError
+from moefw.runtime.memory.host import in_host_memory
 
 ACTIVATIONS = "memory policy offload", "activations", "Offload less (fraction, regions), or use to: nvme."
 STATES = (
@@ -26,7 +27,8 @@ def host_memory(*, pinned: bool, words: tuple[str, str, str] = ACTIVATIONS) -> C
 
     def allocate(nbytes: int) -> Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            with in_host_memory():
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             kind = "page-locked host memory" if pinned else "host memory"
             what = f"{who}: {nbytes} bytes of {kind} for {what_for} cannot be had ({_first(error)})."

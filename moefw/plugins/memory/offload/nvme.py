@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.errors import PlanError, RunError
+from moefw.runtime.memory.host import in_host_memory
 
 
 @final
@@ -39,7 +40,8 @@ class UnnamedFiles:
                 what = f"memory policy offload: no room for {nbytes} more bytes in path {str(self._folder)!r}"
                 fix = "Free some, name a larger disk, or offload less (fraction, regions)."
                 raise RunError(f"{what}: {error.strerror}.", fix) from error
-            return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
+            with in_host_memory():
+                return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
 
     def _open(self) -> IO[bytes]:
         """Open a file that never had a name, or whose name is removed where the file system has no unnamed files."""

@@ -15,6 +15,7 @@ from moefw.plugins.memory.offload.host import host_memory
 from moefw.plugins.memory.offload.nvme import UnnamedFiles
 from moefw.plugins.memory.offload.span import Span
 from moefw.plugins.memory.offload.streams import Transfers, open_transfers
+from moefw.runtime.memory.host import without_memory
 
 Allocate = Callable[[int], Tensor]
 """Allocates n bytes, ``(n,)`` uint8 on the CPU. Raises RunError where there is no room."""
@@ -114,4 +115,6 @@ class Pool:
 def open_pool(device: torch.device, folder: str | None) -> Pool:
     """Return a pool for a device: of host memory, or of files in ``folder``. Raises PlanError if it is not writable."""
     on_gpu = device.type == "cuda"
-    return Pool(host_memory(pinned=on_gpu) if folder is None else UnnamedFiles(Path(folder)), open_transfers(device))
+    if folder is None or without_memory():
+        return Pool(host_memory(pinned=on_gpu), open_transfers(device))
+    return Pool(UnnamedFiles(Path(folder)), open_transfers(device))

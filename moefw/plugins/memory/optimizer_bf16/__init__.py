@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 import moefw
 from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
-from moefw.ledger.parts import StateRest
 
 
 @frozen
@@ -23,10 +22,6 @@ class OptimizerBF16(OptimizerMemoryPlugin):
     mechanism: ClassVar[str] = "bf16"
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-
-    def rests(self, state: StateRest) -> StateRest:
-        """Return the state with two bytes per element."""
-        return evolve(state, itemsize=2)
 
     def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:
         """Return the policy."""

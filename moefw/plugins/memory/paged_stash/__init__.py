@@ -11,8 +11,6 @@ from attrs.validators import ge, gt
 import moefw
 from moefw.core.plugin import MemoryPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import Placement, RankShape, Tensor
-from moefw.plugins.memory.paged_stash.pages import num_pages
 
 PAGE_ROWS: Final = 64
 FACTOR: Final = 1.1
@@ -54,15 +52,6 @@ class PagedStash(MemoryPlugin):
             fix="Use a dispatcher with such a budget (dispatch.rank_capacity, on_overflow: rerun), or leave it out.",
         )
         return [*regions, budget]
-
-    def placements(self, saved: Sequence[Tensor], shape: RankShape) -> Sequence[Placement]:
-        """Return the placements: rows in the pages that their pool has for them; everything else stays."""
-        share = min(1.0, self.factor / shape.capacity)
-        rows = num_pages(share * shape.rows, self.page_rows) * self.page_rows
-        return [
-            Placement(kept=tensor.nbytes - shape.rows * tensor.row_bytes, stashed=rows * tensor.row_bytes)
-            for tensor in saved
-        ]
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Return the policy of a layer, over the pool that all layers share."""

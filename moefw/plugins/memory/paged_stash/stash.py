@@ -14,6 +14,7 @@ from torch import Tensor
 from moefw.core.errors import RunError
 from moefw.plugins.memory.paged_stash.order import Order, open_order
 from moefw.plugins.memory.paged_stash.pages import num_pages
+from moefw.runtime.memory.host import in_host_memory
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
 
 
@@ -122,7 +123,8 @@ class Stash:
     def _host_memory(self, *shape: int, dtype: torch.dtype) -> Tensor:
         pinned = self._pinned and shape[0] > 0
         try:
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+            with in_host_memory():
+                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             nbytes = math.prod(shape) * dtype.itemsize
             memory, why = "page-locked host memory" if pinned else "host memory", str(error).partition("\n")[0]

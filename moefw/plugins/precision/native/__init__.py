@@ -9,7 +9,6 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import BF16_FORMATS, Formats
 
 
 @frozen
@@ -23,14 +22,6 @@ class _Native(PrecisionPlugin):
         from moefw.runtime.compute.casts import BF16Recipe, FP32Recipe
 
         return FP32Recipe() if self.name == "fp32" else BF16Recipe()
-
-    def formats(self) -> Formats:
-        """Return formats of four bytes, or of two."""
-        return Formats(stream=4) if self.name == "fp32" else BF16_FORMATS
-
-    def fallback_formats(self) -> Formats:
-        """Return the recipe's own formats: nothing is kept in high precision."""
-        return self.formats()
 
 
 @frozen

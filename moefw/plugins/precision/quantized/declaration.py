@@ -12,14 +12,12 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import BF16_FORMATS, FP32, Codes, Formats
 from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.te.machine import te_needs
 
 if TYPE_CHECKING:
     from moefw.plugins.precision.quantized.operands import Operands
 
-INTEGERS = Codes(value_bits=8, block=(1, 128), scale_bytes=4)
 MODULES = ("attention", "mlp", "moe.experts", "moe.shared_expert")
 """The modules of a layer whose GEMMs a recipe quantizes."""
 
@@ -95,10 +93,6 @@ class LowPrecisionPlugin(PrecisionPlugin):
 
         return BF16Recipe()
 
-    def fallback_formats(self) -> Formats:
-        """Return the formats of bf16."""
-        return BF16_FORMATS
-
     def keeps_high_precision(self, module: str) -> bool:
         """Return whether a pattern of ``keep_bf16`` names the module."""
         return any(fnmatchcase(module, pattern) for pattern in self.keep_bf16)
@@ -111,26 +105,7 @@ class QuantizedPlugin(LowPrecisionPlugin):
     fp8: codes of the recipe; int8: integers in blocks of 128, which backward reads with twice the accuracy.
     """
 
-    scale_bytes: ClassVar[int] = FP32
-    """Bytes of the scale of a block of ``rows``."""
-
     saved_activations: Literal["bf16", "fp8", "int8"] = "bf16"
-
-    def formats(self) -> Formats | None:
-        """Return formats with inputs saved as codes and weights unchanged; None with Transformer Engine."""
-        if self.backend == "te":
-            return None
-        inputs, along = self.saved_codes()
-        activations = {"bf16": None, "fp8": along, "int8": INTEGERS}[self.saved_activations]
-        packed = along if "fp8" in self.wire else None
-        return Formats(stream=2, inputs=inputs, activations=activations, packed=packed, passing_counted=False)
-
-    def saved_codes(self) -> tuple[Codes, Codes]:
-        """Return the codes saved for inputs, in blocks over rows, and for activations, in blocks along each row."""
-        down, along = (
-            Codes(value_bits=8, block=block, scale_bytes=self.scale_bytes) for block in ((self.rows, 1), (1, self.rows))
-        )
-        return down, along
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Return also the need of a GEMM that lets the recipe save its activations."""

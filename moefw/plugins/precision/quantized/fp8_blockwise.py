@@ -10,7 +10,6 @@ from attrs import frozen
 import moefw
 from moefw.core.records import Side
 from moefw.core.site import Site
-from moefw.ledger.parts import Formats
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, Gpus
 from moefw.plugins.precision.quantized.te.machine import BLOCKS, EXACT_BLOCKS
@@ -39,10 +38,6 @@ class FP8Blockwise(QuantizedPlugin):
     def te_gpus(self) -> Gpus:
         """Hopper, and Blackwell where scales are powers of two."""
         return BLOCKS if self.scales == "power_of_two" else EXACT_BLOCKS
-
-    def formats(self) -> Formats | None:
-        """Return the formats; None, not yet known, for weights gathered as codes, whose gradients are fp32."""
-        return super().formats() if self.primary_weights == "fp32" else None
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Return also a problem if fp8 primary weights meet Transformer Engine, or a layout that shards none."""

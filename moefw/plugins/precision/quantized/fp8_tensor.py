@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 from attrs.validators import ge, optional
 
 import moefw
 from moefw.core.site import Site
-from moefw.ledger.parts import FP32, Codes, Formats
 from moefw.plugins.precision.quantized.declaration import QuantizedPlugin
 from moefw.plugins.precision.quantized.gpus import TENSORS, Gpus
 from moefw.plugins.precision.quantized.te.machine import WHOLE_TENSORS
@@ -46,18 +45,6 @@ class FP8Tensor(QuantizedPlugin):
         fix = "Leave it out, or use scaling: delayed."
         wrong = [moefw.Problem(f"{name} is no option of scaling: current.", fix, name) for name in given]
         return [*super().check(site), *wrong]
-
-    def formats(self) -> Formats | None:
-        """Return the formats. Delayed scaling keeps scale, largest magnitude and history of each operand."""
-        formats = super().formats()
-        if formats is None or self.scaling == "current":
-            return formats
-        return evolve(formats, shares_inputs=False, state=3 * (self._options()["history"] + 2) * FP32)
-
-    def saved_codes(self) -> tuple[Codes, Codes]:
-        """Return codes without blocks."""
-        codes = Codes(value_bits=8, block=(1, 1), scale_bytes=0, matrix_scale_bytes=FP32)
-        return codes, codes
 
     def _options(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in DELAYED}

@@ -9,7 +9,6 @@ from attrs import frozen
 
 import moefw
 from moefw.core.site import Site
-from moefw.ledger.parts import FP32, Codes, Formats
 from moefw.plugins.precision.quantized.declaration import LowPrecisionPlugin
 from moefw.plugins.precision.quantized.gpus import NVFP4 as GPUS_OF_NVFP4
 from moefw.plugins.precision.quantized.gpus import Gpus
@@ -54,13 +53,6 @@ class NVFP4(LowPrecisionPlugin):
             fix = "Use parts that offer row_keys, or stochastic_rounding: false."
             needs.append(moefw.need("row_keys", True, reason=reason, fix=fix, option="stochastic_rounding"))
         return needs
-
-    def formats(self) -> Formats | None:
-        """Return formats with inputs saved as codes and weights unchanged; None with Transformer Engine."""
-        if self.backend == "te":
-            return None
-        inputs = Codes(value_bits=4, block=(self.rows, 1), scale_bytes=1, matrix_scale_bytes=FP32)
-        return Formats(stream=2, inputs=inputs, keyed=self.stochastic_rounding, passing_counted=False)
 
     def operands(self, site: Site) -> Operands:
         """Return operands with two levels of scales. Transformer Engine draws its own random numbers."""

@@ -10,7 +10,6 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import FP32, INT64, PartMemory, RankShape, Region, Tensor, Weight
 
 
 @frozen(kw_only=True)
@@ -36,27 +35,6 @@ class Forced(RouterPlugin):
             return ()
         fix = f"Use model.top_k between 1 and {experts}."
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
-
-    def memory(self, shape: RankShape) -> PartMemory:
-        """Return the memory of the weight, the logits, the choices and their softmax."""
-        dims, x = shape.dims, shape.tokens_given()
-        logits = Tensor(name="logits", nbytes=shape.tokens * dims.num_experts * FP32)
-        weights = Tensor(name="softmax of chosen", nbytes=shape.choices * FP32)
-        ids = Tensor(name="chosen experts", nbytes=shape.choices * INT64)
-        absent = Tensor(name="absent", nbytes=shape.choices)
-        found = Tensor(name="experts found", nbytes=shape.choices * INT64)
-        counts = Tensor(name="tokens per expert", nbytes=(dims.num_experts + 1) * FP32)
-        wide = shape.tokens * dims.model_dim * FP32
-        router = Region(
-            name="router",
-            given=(x,),
-            returns=("weights",),
-            saves=(x, logits, found, weights, absent),
-            holds=(ids, counts),
-            forward_bytes=logits.nbytes + wide,
-            backward_bytes=2 * logits.nbytes + 2 * wide + x.nbytes,
-        )
-        return PartMemory(weights=(Weight(shape=(dims.num_experts, dims.model_dim), unit="root"),), regions=(router,))
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""

@@ -11,7 +11,6 @@ from attrs.validators import ge
 import moefw
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Site
-from moefw.ledger.parts import FP32, FP64, INT64, PartMemory, RankShape, Region, Tensor, Weight
 
 
 @frozen(kw_only=True)
@@ -40,26 +39,6 @@ class Sinkhorn(RouterPlugin):
             return ()
         fix = f"Use model.top_k between 1 and {experts}."
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
-
-    def memory(self, shape: RankShape) -> PartMemory:
-        """Return the memory of weight, choices, all scores (a chosen score's gradient reaches all) and z-loss."""
-        dims, x, size = shape.dims, shape.tokens_given(), {"fp32": FP32, "fp64": FP64}[self.dtype]
-        scores, each = shape.tokens * dims.num_experts * size, shape.tokens * size
-        wide = 0 if x.nbytes == shape.tokens * dims.model_dim * size else shape.tokens * dims.model_dim * size
-        ids = Tensor(name="chosen experts", nbytes=shape.choices * INT64)
-        saved = {"scores": scores, "experts found": ids.nbytes, "absent": shape.choices}
-        if self.z_loss:
-            saved |= {"logits": scores, "log-sum-exp of logits": each, "valid tokens": each, "scale of losses": size}
-        router = Region(
-            name="router",
-            given=(x,),
-            returns=("weights",),
-            saves=(x, *(Tensor(name=name, nbytes=nbytes) for name, nbytes in saved.items())),
-            holds=(ids, Tensor(name="tokens per expert", nbytes=(dims.num_experts + 1) * FP32)),
-            forward_bytes=max(scores + wide, 4 * scores),
-            backward_bytes=2 * scores + 2 * wide + x.nbytes,
-        )
-        return PartMemory(weights=(Weight(shape=(dims.num_experts, dims.model_dim), unit="root"),), regions=(router,))
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""

@@ -10,7 +10,6 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Dims, Site
-from moefw.ledger.parts import PartMemory, RankShape
 from moefw.plugins.routers.topk.options import (
     Options,
     check_capacity,
@@ -83,12 +82,6 @@ class TopK(Options, RouterPlugin):
             yield from check_groups(dims, self.groups)
         if self.capacity is not None:
             yield from check_capacity(self.balance)
-
-    def memory(self, shape: RankShape) -> PartMemory | None:
-        """Return the memory of weight, scores and losses; None for a capacity that drops choices of even routing."""
-        from moefw.plugins.routers.topk.memory import memory
-
-        return memory(self, shape)
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""

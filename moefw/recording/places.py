@@ -5,17 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from typing import Any, Final, final
-from unittest import mock
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-
-from moefw.compose.build import LayerContext
 
 OUTSIDE: Final = "outside"
 """What lies in no region: embedding, head and loss, or the optimizer."""
@@ -42,7 +38,7 @@ Seen = Callable[[Tensor, Place], None]
 
 @final
 class Places:
-    """Follows a step through its phases and through the regions of what is built under :meth:`watched`.
+    """Follows a step through its phases and through the regions that :meth:`inside` and :meth:`around` are given.
 
     ``saved`` is told what autograd saves in forward, ``given`` what a region with a memory policy is given there.
     """
@@ -75,24 +71,22 @@ class Places:
         finally:
             self._phase = before
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Follow the regions of all models that are built in this block."""
-        with ExitStack() as stack:
-            for name in ("region", "movement"):
-                bind = self._binding(getattr(LayerContext, name))
-                stack.enter_context(mock.patch.object(LayerContext, name, bind))
-            yield
+    def inside(self, region: str, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of a region, followed."""
+        return self._marked(function, Place(_BUILD, region, layer))
 
-    def _binding(self, bind: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(bind)
-        def watching(context: LayerContext, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-            place = Place(_BUILD, name, context.site.layer)
-            inside = self._marked(function, place)
-            bound = bind(context, name, inside, *args, **kwargs)
-            return bound if bound is inside else self._noting(bound, place)
+    def around(self, region: str, layer: int, treated: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of a region under its memory policy, followed; what it is given is told."""
+        place = Place(_BUILD, region, layer)
 
-        return watching
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._phase == "forward":
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, Tensor):
+                        self._given(leaf, evolve(place, phase=self._phase))
+            return treated(*args, **kwargs)
+
+        return self._marked(called, place)
 
     def _marked(self, function: Callable[..., Any], place: Place) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -108,16 +102,6 @@ class Places:
                 self._moved()
 
         return inside
-
-    def _noting(self, bound: Callable[..., Any], place: Place) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if self._phase == "forward":
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, Tensor):
-                        self._given(leaf, evolve(place, phase=self._phase))
-            return bound(*args, **kwargs)
-
-        return self._marked(called, place)
 
     def _hooks(self) -> Any:
         """Return hooks that tell of a tensor and leave it to the hooks that are in force: they would not stack."""

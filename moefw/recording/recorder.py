@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -13,11 +13,13 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed._tools.mem_tracker import MemTracker, _UpdateType
 from torch.utils._pytree import tree_leaves
 
-from moefw.testing.measured.places import Place, Places
+from moefw.recording.places import Place, Places
+from moefw.runtime.memory.host import is_host_memory
 
 FOREVER: Final = 1 << 62
 GATHERED: Final = "gathered"
-WEIGHTS: Final = ("parameters", GATHERED)
+PARAMETERS: Final = "parameters"
+WEIGHTS: Final = (PARAMETERS, GATHERED)
 """The kinds of what holds parameters."""
 _DEVICE: Final = torch.ops.prim.device.default
 
@@ -57,9 +59,8 @@ class Recorder(MemTracker):
         self._mod_tracker: Any = _NoModules(self.places)
         self.lives: list[Life] = []
         self.now = 0
-        self.off_device_bytes = 0
+        self.off_device: Counter[Place] = Counter()
         self._off_device: set[Any] = set()
-        self._is_off_device = False
         self.peak_bytes = self.peak_moment = 0
         self.peak_place = self.places.here
         self.operators: set[str] = set()
@@ -81,6 +82,15 @@ class Recorder(MemTracker):
             if winfo in self._current:
                 yield self._current[winfo]
 
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what the storages of tensors are."""
+        for life in self.of(tensors):
+            life.kind = kind
+
+    def is_off_device(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in host memory."""
+        return get_untyped_storages(tensor) <= self._off_device
+
     def alive(self, moment: int) -> Iterator[Life]:
         """Yield what was in use at a moment."""
         return (life for life in self.lives if life.alive(moment))
@@ -96,20 +106,12 @@ class Recorder(MemTracker):
         finally:
             self._running = before
 
-    @contextmanager
-    def off_device(self) -> Iterator[None]:
-        """Count what is made in this block as memory that is not the device's: nothing but its bytes is noted."""
-        before, self._is_off_device = self._is_off_device, True
-        try:
-            yield
-        finally:
-            self._is_off_device = before
-
     def _track(self, reftype: Any, t: Tensor) -> None:
         storages = get_untyped_storages(t)
-        if self._is_off_device and not storages <= self._off_device:
-            self._off_device |= storages
-            self.off_device_bytes += sum(storage.nbytes() for storage in storages)
+        if is_host_memory() and not storages <= self._off_device:
+            made = storages - self._off_device
+            self._off_device |= made
+            self.off_device[self.places.here] += sum(storage.nbytes() for storage in made)
         if storages <= self._off_device or self._is_view_of_unknown(storages):
             return
         self._result = t

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.errors import ContractError
-from moefw.testing.collectives import Collective, collective_of
-from moefw.testing.fake_world import fake_world
+from moefw.recording.collectives import WAIT, Collective, collective_of
+from moefw.recording.fake_world import fake_world
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
 """What tokens, experts, counts, places and masks come in. Other tensors have no values."""
@@ -78,8 +78,8 @@ class _RealIndices(TorchDispatchMode):
     def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
         with unset_fake_temporarily():
             result = func(*args, **kwargs)
-            if func.namespace == "c10d":
-                _as_if_all_were_alike(collective_of(func, args, kwargs))
+            if func.namespace in ("c10d", "_c10d_functional") and func is not WAIT:
+                _as_if_all_were_alike(collective_of(func, args, kwargs), result)
         return tree_map_only(Tensor, self._without_values, result)
 
     def _without_values(self, tensor: Tensor) -> Tensor:
@@ -115,18 +115,26 @@ def _refuse_writes(func: Any, args: Sequence[Any]) -> None:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and tensor.dtype in INDICES:
                 what = f"{func} writes values that depend on floating-point numbers into {tensor.dtype} indices."
                 raise ContractError(what, "Measure with tensors that have values.")
 
 
-def _as_if_all_were_alike(collective: Collective) -> None:
-    """Fill what a collective receives: every rank sends what this one does."""
+def _as_if_all_were_alike(collective: Collective, result: Any) -> None:
+    """Fill what a collective receives: every rank sends what this one does.
+
+    From another rank comes what this one sends to itself or, if sizes differ, to the rank that lies as far behind it as
+    the other one lies before it.
+    """
     if collective.kind == "recv":
         raise ContractError("indices are received from one rank: unknown where all ranks are alike.")
-    for places in collective.places.values():
-        for place, sent in zip(places, collective.to.get(collective.group.rank(), places), strict=True):
+    rank, size = collective.group.rank(), collective.group.size()
+    received = collective.places if collective.places_in is None else collective.places_in(result)
+    for sender, places in received.items():
+        to_itself = collective.to.get(rank, places)
+        for at, place in enumerate(places):
+            sent = to_itself[at]
             if place.numel():
-                place.copy_(sent)
+                place.copy_(sent if sent.shape == place.shape else collective.to[(2 * rank - sender) % size][at])
             if collective.operation == dist.ReduceOp.SUM:
-                place.mul_(collective.group.size())
+                place.mul_(size)

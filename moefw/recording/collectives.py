@@ -25,7 +25,7 @@ class Collective:
     ``to``: the tensors sent to each rank. ``places``: the parts of ``outputs`` that receive the tensors of each rank.
     With an ``operation``, the only place is this rank's, which receives the reduction over all ranks. ``call`` runs the
     operator with the given outputs. ``answer`` returns the operator's result for the given work handle. A functional
-    collective has no ``outputs``: it returns them.
+    collective has no ``outputs`` and no ``places``: it returns a tensor, and ``places_in`` are the places in that.
     """
 
     kind: str
@@ -37,6 +37,7 @@ class Collective:
     operation: Any = None
     call: Callable[[Sequence[Tensor]], Any]
     answer: Callable[[dist.Work], Any]
+    places_in: Callable[[Tensor], Mapping[int, Sequence[Tensor]]] | None = None
 
 
 class Collectives(TorchDispatchMode):
@@ -52,7 +53,7 @@ class Collectives(TorchDispatchMode):
 
     def wait(self, result: Tensor) -> Tensor:
         """Wait for the result of a functional collective."""
-        waited: Tensor = _WAIT(result)
+        waited: Tensor = WAIT(result)
         return waited
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,13 +62,13 @@ class Collectives(TorchDispatchMode):
             return NotImplemented  # the subclass waits for its tensor first
         if func.namespace not in ("c10d", "_c10d_functional") or func.__name__ in _LOCAL:
             return func(*args, **(kwargs or {}))
-        if func is _WAIT:
+        if func is WAIT:
             return self.wait(*args)
         return self.launch(collective_of(func, args, kwargs or {}))
 
 
 _LOCAL: Final = ("_wrap_tensor_autograd.default",)
-_WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
+WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 
 
 def collective_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Collective:
@@ -201,9 +202,23 @@ _READ: Final[Mapping[str, Callable[..., _Fields]]] = {
     "c10d::send": _send,
     "c10d::recv_": _receive,
     "c10d::barrier": _barrier,
-    "_c10d_functional::all_to_all_single": lambda group, input, _, sent: _sent_apart(group, input, sent),
-    "_c10d_functional::all_gather_into_tensor": lambda group, input, _: _sent_to_all(group, [input]),
-    "_c10d_functional::reduce_scatter_tensor": lambda group, input, *_: _reduced_apart(group, input),
+    "_c10d_functional::all_to_all_single": lambda group, input, received, sent: {
+        **_sent_apart(group, input, sent),
+        "places_in": lambda result: _split(result, received, group),
+    },
+    "_c10d_functional::all_gather_into_tensor": lambda group, input, _: {
+        **_sent_to_all(group, [input]),
+        "places_in": lambda result: _each(result.view(group.size(), *input.shape).unbind()),
+    },
+    "_c10d_functional::reduce_scatter_tensor": lambda group, input, operation, _: {
+        **_reduced_apart(group, input),
+        **_reduced_into_result(group, operation),
+    },
+    "_c10d_functional::all_reduce": lambda group, input, operation: {
+        **_sent_to_all(group, [input]),
+        "kind": "all-reduce",
+        **_reduced_into_result(group, operation),
+    },
 }
 """Functions that return the fields of a collective, by operator, from the group and the operator's other arguments."""
 
@@ -215,6 +230,11 @@ def _split(tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> 
 
 def _each(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
     return {rank: [tensor] for rank, tensor in enumerate(tensors)}
+
+
+def _reduced_into_result(group: ProcessGroup, operation: str) -> _Fields:
+    kind = getattr(dist.ReduceOp.RedOpType, operation.upper())
+    return {"operation": kind, "places_in": lambda result: {group.rank(): [result]}}
 
 
 def _kind_of(operation: Any) -> dist.ReduceOp.RedOpType:

@@ -1,0 +1,76 @@
+"""The ledger of a spec: from the cache, or measured and cached. Imports torch only to measure."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attrs import fields
+
+from moefw.compose.assembly import Assembly, ChosenPlugins
+from moefw.planner.report import Ledger
+
+
+def ledger(assembly: Assembly, *, micro_batches: int | None = None, cache: Path | None = None) -> Ledger:
+    """Return the ledger of a rank. ``micro_batches`` None: as many as the spec has.
+
+    ``cache``: the folder of ledgers that were measured before, by a digest of all that they depend on.
+    """
+    train = assembly.spec.train
+    each = assembly.layout.sizes.get("dp", 1) * train.seq_len * train.micro_batch
+    count = max(1, train.tokens_per_step // each) if micro_batches is None else micro_batches
+    if cache is None:
+        return _measured(assembly, count)
+    path = cache / f"{_digest(assembly, count)}.json"
+    if path.is_file():
+        return Ledger.of_data(json.loads(path.read_text()))
+    found = _measured(assembly, count)
+    _store(path, found)
+    return found
+
+
+def _measured(assembly: Assembly, count: int) -> Ledger:
+    from moefw.planner.measure import measure
+
+    return measure(assembly, count)
+
+
+def _store(path: Path, found: Ledger) -> None:
+    """Write a ledger, in one move. A folder that cannot be written is none to keep ledgers in."""
+    scratch = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(found.to_data()))
+        scratch.replace(path)
+    except OSError:
+        return
+
+
+def _digest(assembly: Assembly, count: int) -> str:
+    """Return a hash of what a ledger depends on: the spec, the world, and the code of the parts, moefw and torch."""
+    facts = [[number, sorted(layer.facts.items())] for number, layer in assembly.layers.items()]
+    versions = [importlib.metadata.version("torch"), sys.version]
+    known = [assembly.digest(), count, assembly.site.ranks_per_node, repr(facts), versions, [*_sources(assembly)]]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _sources(assembly: Assembly) -> Iterator[Any]:
+    """Yield name, size and time of every source file of the packages that the parts come from, and of moefw's."""
+    parts = [getattr(assembly.parts, field.name) for field in fields(ChosenPlugins) if field.name != "memory"]
+    names = {type(part).__module__.partition(".")[0] for part in (*parts, *assembly.parts.memory)}
+    for name in sorted(names | {"moefw", "moefw_kernels"}):
+        for folder in _folders(name):
+            for path in sorted(folder.rglob("*.py")):
+                state = path.stat()
+                yield str(path), state.st_size, state.st_mtime_ns
+
+
+def _folders(package: str) -> list[Path]:
+    spec = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
