@@ -1,4 +1,4 @@
-"""What a spec will take, from the spec alone: memory now, time later."""
+"""Prediction of the cost of a spec, without a cluster: memory now, time later."""
 
 from moefw.planner.plans import ledger
 from moefw.planner.report import COLUMNS, Ledger, RegionTotals

@@ -1,4 +1,4 @@
-"""One rank's step, measured on tensors without memory, layers of a kind only once: the ledger of a spec."""
+"""The ledger of a spec, from a measured step of one rank on tensors without memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from moefw.runtime.parallel.gradients import Family, Gradients
 FP32: Final = 4
 INT64: Final = 8
 WEIGHTS: Final = "weights"
-"""Where copies of parameters are counted, whatever region saves them."""
+"""The row of copies of parameters, whichever region saves them."""
 
 
 def measure(assembly: Assembly, micro_batches: int) -> Ledger:
-    """Return the ledger of the first rank, whose steps have so many micro-batches. Routing is even."""
+    """Return the ledger of the first rank for steps of ``micro_batches``. Routing is even."""
     parts = assembly.parts
     try:
         found = _ledger(assembly, micro_batches)
@@ -107,7 +107,7 @@ def _labelled(batch: MicroBatch, kind: str) -> int:
 
 
 def _regions(batch: MicroBatch) -> tuple[RegionTotals, ...]:
-    """Return what waits between forward and backward, by kind of layer and region."""
+    """Return the bytes between forward and backward, by kind of layer and region."""
     times = {layer.number: 1 + layer.more for layer in batch.layers}
     found: dict[tuple[str, str], Counter[str]] = {}
     layers: dict[tuple[str, str], set[int]] = {}
@@ -135,7 +135,7 @@ def _regions(batch: MicroBatch) -> tuple[RegionTotals, ...]:
 
 
 def _beside(rows: tuple[RegionTotals, ...], plain: tuple[RegionTotals, ...]) -> tuple[RegionTotals, ...]:
-    """Return the rows, with what the regions save without policies."""
+    """Return the rows with their bytes without policies."""
     by_name = {(row.kind, row.region): row for row in rows}
     for row in plain:
         key = row.kind, row.region
@@ -144,7 +144,7 @@ def _beside(rows: tuple[RegionTotals, ...], plain: tuple[RegionTotals, ...]) -> 
 
 
 def _that_builds(assembly: Assembly) -> Assembly:
-    """Return an assembly that builds on any machine: what it computes is not asked for, only the parameters."""
+    """Return an assembly with the same parameters that builds on any machine. It cannot run."""
     precision = _Fallback(assembly.parts.precision)
     policies = tuple(one for one in assembly.parts.memory if isinstance(one, OptimizerMemoryPlugin))
     parts = evolve(assembly.parts, dispatch=_NoDispatcher(), precision=precision, memory=policies)
@@ -152,7 +152,7 @@ def _that_builds(assembly: Assembly) -> Assembly:
 
 
 class _Unwatched(Registry):
-    """Lets stand-ins build, which no distribution declares."""
+    """Registry that lets parts build that no distribution declares."""
 
     def __init__(self) -> None:
         pass

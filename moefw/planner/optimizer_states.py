@@ -1,4 +1,4 @@
-"""What the optimizer of a run holds and takes: it is built and stepped, for the layers that are run."""
+"""Memory of the optimizer: it is built for the layers that run, and makes a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moefw.planner.micro_batch import MicroBatch
 
 @frozen(kw_only=True)
 class States:
-    """Bytes of states on the device and on the host, and of what a step takes beside them."""
+    """Bytes of states on the device and in host memory, and temporary bytes of a step."""
 
     device: int
     host: int
@@ -24,7 +24,7 @@ class States:
 
 
 def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
-    """Return the states of all parameters. Those of layers that are not run are like their neighbours'."""
+    """Return the states of all parameters. A layer that did not run has those of the layer that stands for it."""
     recorder = batch.recorder
     number, stored = _times(batch), nn.Module()
     copies: dict[nn.Parameter, int] = {}
@@ -48,7 +48,7 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
 
 
 def _times(batch: MicroBatch) -> dict[nn.Parameter, int]:
-    """Return how many parameters each one of a layer stands for; 0: its layer is not run."""
+    """Return the number of parameters that each parameter of a layer stands for; 0: its layer does not run."""
     run = {layer.number: 1 + layer.more for layer in batch.layers}
     if not any(layer.more for layer in batch.layers):
         return {}
@@ -66,7 +66,7 @@ def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _most(batch: MicroBatch, since: int) -> int:
-    """Return the most that was in use at a time since a moment and is free again now."""
+    """Return the maximum of the bytes that were allocated after a moment and are free now."""
     recorder = batch.recorder
     changes = [0] * (recorder.now + 1 - since)
     for life in recorder.lives:

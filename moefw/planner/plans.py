@@ -1,4 +1,4 @@
-"""The ledger of a spec: from the cache, or measured and cached. Imports torch only to measure."""
+"""The ledger of a spec: from the cache, or measured and then cached. Imports torch only to measure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moefw.planner.report import Ledger
 def ledger(assembly: Assembly, *, micro_batches: int | None = None, cache: Path | None = None) -> Ledger:
     """Return the ledger of a rank. ``micro_batches`` None: as many as the spec has.
 
-    ``cache``: the folder of ledgers that were measured before, by a digest of all that they depend on.
+    ``cache``: folder of earlier ledgers, under a digest of everything that they depend on; None: measure.
     """
     train = assembly.spec.train
     each = assembly.layout.sizes.get("dp", 1) * train.seq_len * train.micro_batch
@@ -42,7 +42,7 @@ def _measured(assembly: Assembly, count: int) -> Ledger:
 
 
 def _store(path: Path, found: Ledger) -> None:
-    """Write a ledger, in one move. A folder that cannot be written is none to keep ledgers in."""
+    """Write a ledger atomically. Does nothing if the folder cannot be written."""
     scratch = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def _store(path: Path, found: Ledger) -> None:
 
 
 def _digest(assembly: Assembly, count: int) -> str:
-    """Return a hash of what a ledger depends on: the spec, the world, and the code of the parts, moefw and torch."""
+    """Return a hash of what a ledger depends on: spec, world, facts, versions, code of the parts and of moefw."""
     facts = [[number, sorted(layer.facts.items())] for number, layer in assembly.layers.items()]
     versions = [importlib.metadata.version("torch"), sys.version]
     known = [assembly.digest(), count, assembly.site.ranks_per_node, repr(facts), versions, [*_sources(assembly)]]
@@ -61,7 +61,7 @@ def _digest(assembly: Assembly, count: int) -> str:
 
 
 def _sources(assembly: Assembly) -> Iterator[Any]:
-    """Yield name, size and time of every source file of the packages that the parts come from, and of moefw's."""
+    """Yield path, size and time of every source file of the packages of the parts, and of moefw."""
     parts = [getattr(assembly.parts, field.name) for field in fields(ChosenPlugins) if field.name != "memory"]
     names = {type(part).__module__.partition(".")[0] for part in (*parts, *assembly.parts.memory)}
     for name in sorted(names | {"moefw", "moefw_kernels"}):

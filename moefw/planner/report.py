@@ -1,4 +1,4 @@
-"""The ledger: what a rank will hold, by category and by region, and where the most. Imports no torch."""
+"""The ledger: the memory of a rank, by category, by region and at its peak. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ COLUMNS: Final = ("without_policies", "saved", "offloaded", "stashed")
 
 @frozen(kw_only=True)
 class Held:
-    """Bytes of the device, but for ``host``: the states that wait on the host.
+    """Bytes that a rank holds all the time, on the device, except ``host``: optimizer states in host memory.
 
-    ``step_passing``: the most that passes while gradients are added up and the optimizer updates.
+    ``step_passing``: the most temporary memory while gradients are added up and the optimizer updates.
     """
 
     parameters: int
@@ -27,15 +27,15 @@ class Held:
 
     @property
     def device(self) -> int:
-        """All of it on the device."""
+        """The sum on the device."""
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.batch
 
 
 @frozen(kw_only=True)
 class RegionTotals:
-    """The bytes of a region that wait for backward, over all layers of a kind.
+    """The bytes of a region between forward and backward, over all layers of a kind.
 
-    ``without_policies``: bytes without memory policies. ``stashed``: bytes that a policy keeps from step to step.
+    ``without_policies``: bytes saved without memory policies. ``stashed``: bytes that a policy keeps from step to step.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class RegionTotals:
 
 @frozen(kw_only=True)
 class Peak:
-    """A moment of a step, in bytes beside what is always held. Gradients that are not there yet count as negative."""
+    """The peak of a step, in bytes beyond those always held. Gradients that do not exist yet count as negative."""
 
     place: str
     saved: int
@@ -59,16 +59,16 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.saved + self.gathered + self.passing + self.gradients
 
 
 @frozen(kw_only=True)
 class Ledger:
-    """What one rank will hold, in bytes; all ranks are alike.
+    """The memory of one rank in bytes; all ranks are alike.
 
-    ``peak_bytes`` is the sum of what is ``held`` on the device, ``pools``, and ``peak``. ``peak`` is None, and
-    ``unknown`` says why, where a part cannot run on this machine: then only ``held`` is known.
+    ``pools``: bytes that policies keep from step to step. ``peak`` is None if a part cannot run on this machine;
+    ``unknown`` is the reason, and only ``held`` is known.
     """
 
     world: int
@@ -82,12 +82,12 @@ class Ledger:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that the rank holds at a time."""
+        """The most that the rank holds at a time: ``held`` on the device, ``pools`` and ``peak``; None: unknown."""
         return None if self.peak is None else self.held.device + self.pools + self.peak.total
 
     @property
     def totals(self) -> dict[str, int]:
-        """Bytes over all layers, and outside of them, by column."""
+        """The sum of all regions by column."""
         return {column: sum(getattr(row, column) for row in self.regions) for column in COLUMNS}
 
     def to_data(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The memory of a recorded micro-batch, moment by moment, with the layers that were not run added."""
+"""Memory use of a recorded micro-batch at each moment, with the layers added that did not run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefw.recording.recorder import GATHERED
 
 @frozen
 class _Others:
-    """Layers that were not run: what they save, from which moment, and the gradients that they leave."""
+    """Layers that did not run: bytes that they save from moment ``since``, and bytes of their gradients."""
 
     saved: int
     gradients: int
@@ -23,7 +23,7 @@ class _Others:
     backward: range
 
     def at(self, moment: int) -> tuple[int, int]:
-        """Return the bytes that they save and those of their gradients. In their own backward, the larger counts."""
+        """Return their saved bytes and those of their gradients. In their own backward, only the larger counts."""
         if moment < self.since:
             return 0, 0
         done = moment >= self.backward.stop or (moment >= self.backward.start and self.gradients > self.saved)
@@ -32,7 +32,7 @@ class _Others:
 
 @final
 class Usage:
-    """The bytes in use beside parameters, buffers, tokens and pools, and beside gradients if they are always there."""
+    """Bytes in use, without parameters, buffers, tokens and pools. ``gradients``: without gradients, too."""
 
     def __init__(self, batch: MicroBatch, *, gradients: bool) -> None:
         self._batch = batch
@@ -54,7 +54,7 @@ class Usage:
             yield _Others(layer.more * saved, layer.more * gradients, forward.start, backward)
 
     def peak(self, all_gradients: int) -> Peak:
-        """Return the moment of the micro-batch with the most in use. ``all_gradients``: their bytes in the end."""
+        """Return the peak of the micro-batch. ``all_gradients``: bytes of all gradients at its end."""
         batch, recorder = self._batch, self._batch.recorder
         moments = range(batch.begin, batch.end + 1)
         moment = max(moments, key=lambda at: self._bytes[at] + sum(map(sum, (one.at(at) for one in self._others))))

@@ -1,1 +1,1 @@
-"""Records what code does, on ranks that need not exist: collectives, and every storage from allocation to end."""
+"""Observes code, on ranks that need not exist: its collectives, and every storage from allocation to end."""

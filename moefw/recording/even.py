@@ -1,4 +1,4 @@
-"""Routing that measures the same everywhere: whatever the scores are, choices spread evenly over the experts."""
+"""Even routing, independent of the scores, so that a measurement is the same on every rank and in every run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _CHOOSING: Final = (_TOPK, torch.ops.aten.sort.default, torch.ops.aten.sort.stab
 
 @final
 class EvenChoice(TorchDispatchMode):
-    """Replaces the indices that ``topk`` and ``sort`` find among floating-point values; the values stay.
+    """Dispatch mode that replaces the indices of ``topk`` and ``sort`` of floating-point values. The values stay.
 
-    Row t of a ``topk`` of k among n chooses ``(t + i n / k) mod n`` for i below k: choices of a row lie as far apart as
-    they can, and all are made equally often where n / k is a divisor of the rows. ``sort`` leaves the order as it is.
+    Row t of a ``topk`` of k among n chooses ``(t + i n / k) mod n`` for i below k. So the choices of a row are as far
+    apart as possible, and every index is chosen equally often if n / k divides the number of rows. ``sort`` keeps the
+    order.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

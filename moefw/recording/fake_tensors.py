@@ -1,4 +1,4 @@
-"""Tensors without memory, but for the indices that a step reads on the host, which are computed as they would be."""
+"""Tensors without memory. Only indices, which a step reads on the host, have values."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from moefw.recording.collectives import WAIT, Collective, collective_of
 from moefw.recording.fake_world import fake_world
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
-"""What tokens, experts, counts, places and masks come in. Other tensors have no values."""
+"""Dtypes of tokens, experts, counts, places and masks. Tensors of other dtypes have no values."""
 
 
 @contextmanager
 def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
-    """Be ``rank`` of ``world`` ranks, every one of which does what this one does.
+    """Act as ``rank`` of ``world`` ranks that all do the same.
 
-    Tensors have shapes and no values, but for what is computed from indices alone, also over ranks. On the host, a
-    value that is not there reads as 0.0, a truth as True; a count raises ContractError.
+    Tensors have shapes and no values, except those that are computed from indices alone, also across ranks. On the
+    host, a missing number reads as 0.0 and a missing truth value as True; a missing integer raises ContractError.
     """
     with fake_world(rank, world):
         fake = active_fake_mode()
@@ -40,14 +40,14 @@ def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
 
 @final
 class _RealIndices(TorchDispatchMode):
-    """Runs what concerns indices alone outside of the fake world."""
+    """Dispatch mode that runs operators on indices alone outside of the fake world, with values."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, with values where all that it gets has them."""
+        """Run an operator, with values if all of its inputs have them."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -68,7 +68,7 @@ class _RealIndices(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what is made of no tensor: indices with their values."""
+        """Return the result of an operator without tensor inputs; indices have values."""
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype in INDICES:
             with unset_fake_temporarily():
@@ -89,7 +89,7 @@ class _RealIndices(TorchDispatchMode):
 
 
 def _read(tensor: Tensor) -> bool | float:
-    """Return what the host reads of a tensor without values."""
+    """Return the number that the host reads from a tensor without values. Raises ContractError for integers."""
     if tensor.dtype is torch.bool:
         return True
     if tensor.is_floating_point():
@@ -99,7 +99,7 @@ def _read(tensor: Tensor) -> bool | float:
 
 
 def _grouped(args: Any, kwargs: Any) -> Tensor:
-    """Return a grouped product of values that are not bf16: PyTorch computes it, and gives shapes to bf16 alone."""
+    """Return a grouped product of another dtype than bf16, the only one for which PyTorch infers shapes."""
     narrow_args, narrow_kwargs = tree_map_only(FakeTensor, _narrow, (args, kwargs))
     product: Tensor = torch.ops.aten._grouped_mm.default(*narrow_args, **narrow_kwargs)
     return product.new_empty(product.shape, dtype=args[0].dtype)
@@ -110,7 +110,7 @@ def _narrow(tensor: FakeTensor) -> Tensor:
 
 
 def _refuse_writes(func: Any, args: Sequence[Any]) -> None:
-    """Raise ContractError where an operator would write unknown values into indices."""
+    """Raise ContractError if an operator would write unknown values into indices."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -1,4 +1,4 @@
-"""Where a step is: its phase, and the innermost region of a layer, in backward too."""
+"""The place of a step at any time: its phase and the innermost region of a layer, also in backward."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 OUTSIDE: Final = "outside"
-"""What lies in no region: embedding, head and loss, or the optimizer."""
+"""The place outside all regions: embedding, head and loss, or the optimizer."""
 _BUILD: Final = "build"
 
 
 @frozen
 class Place:
-    """A moment of a step. ``layer`` is None outside of every region."""
+    """A place in a step. ``layer`` is None outside of all regions."""
 
     phase: str
     """``forward``, ``backward``, ``gradients`` or ``optimizer``; ``build`` is before the step."""
@@ -33,14 +33,15 @@ class Place:
 
 
 Seen = Callable[[Tensor, Place], None]
-"""Is told of a tensor, and where it was seen."""
+"""Called with a tensor and the place where it was seen."""
 
 
 @final
 class Places:
-    """Follows a step through its phases and through the regions that :meth:`inside` and :meth:`around` are given.
+    """Follows a step through its phases and the regions whose functions :meth:`inside` and :meth:`around` wrap.
 
-    ``saved`` is told what autograd saves in forward, ``given`` what a region with a memory policy is given there.
+    ``saved`` is called for each tensor that autograd saves in forward, ``given`` for each input of a region with a
+    memory policy.
     """
 
     def __init__(self, *, saved: Seen, given: Seen) -> None:
@@ -52,7 +53,7 @@ class Places:
 
     @property
     def here(self) -> Place:
-        """Where the step is now; in backward, where forward made the node that runs."""
+        """The place of the step now; in backward, the place where forward created the running node."""
         if self._inside:
             return evolve(self._inside[-1], phase=self._phase)
         if self._phase == "backward":
@@ -61,7 +62,7 @@ class Places:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Be in a phase. In ``forward``, what autograd saves is told."""
+        """Enter a phase. In ``forward``, saved tensors are reported."""
         before, self._phase = self._phase, name
         try:
             with ExitStack() as stack:
@@ -72,11 +73,11 @@ class Places:
             self._phase = before
 
     def inside(self, region: str, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a region, followed."""
+        """Return the function of a region, wrapped."""
         return self._marked(function, Place(_BUILD, region, layer))
 
     def around(self, region: str, layer: int, treated: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a region under its memory policy, followed; what it is given is told."""
+        """Return the function of a region under its memory policy, wrapped. Its inputs are reported."""
         place = Place(_BUILD, region, layer)
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +105,7 @@ class Places:
         return inside
 
     def _hooks(self) -> Any:
-        """Return hooks that tell of a tensor and leave it to the hooks that are in force: they would not stack."""
+        """Return hooks that report a tensor and then call the hooks in force, because hooks do not stack."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             return saved_tensors_hooks(_Tells(self, _as_it_is), _unpacked)
@@ -112,7 +113,7 @@ class Places:
         return ExitStack() if isinstance(pack, _Tells) else saved_tensors_hooks(_Tells(self, pack), unpack)
 
     def tell_saved(self, tensor: Tensor) -> None:
-        """Tell that autograd saves a tensor here."""
+        """Report that autograd saves a tensor here."""
         self._saved(tensor, self.here)
 
     def _moved(self) -> None:
@@ -129,7 +130,7 @@ class Places:
 
 @final
 class _Tells:
-    """Packs a saved tensor as ``pack`` does, and tells of it."""
+    """Reports a saved tensor, and packs it with ``pack``."""
 
     def __init__(self, places: Places, pack: Callable[[Tensor], Any]) -> None:
         self._places, self._pack = places, pack
@@ -140,7 +141,7 @@ class _Tells:
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
-    """Return the tensor without its graph: a result that holds on to its own graph would never be freed."""
+    """Return the tensor without its graph: a result that referenced its own graph would never be freed."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 

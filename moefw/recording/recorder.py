@@ -1,4 +1,4 @@
-"""Every storage of a step, from its allocation to its end, as PyTorch's memory tracker sees them."""
+"""Record of every storage of a step, from allocation to end, by PyTorch's memory tracker."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ FOREVER: Final = 1 << 62
 GATHERED: Final = "gathered"
 PARAMETERS: Final = "parameters"
 WEIGHTS: Final = (PARAMETERS, GATHERED)
-"""The kinds of what holds parameters."""
+"""Kinds of storages that hold parameters."""
 _DEVICE: Final = torch.ops.prim.device.default
 
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """A storage of ``nbytes`` bytes. It began and ended as the so-many-th change of the memory in use."""
+    """A storage of ``nbytes`` bytes. ``began`` and ``ended`` count changes of the memory in use."""
 
     nbytes: int
     began: int
     made_in: Place
     tensor: str
-    """The operator that made it, and the dtype and shape of its result."""
+    """The operator that allocated it, and the dtype and shape of its result."""
     of_weights: bool
     """Whether it was computed from parameters alone: a copy in another dtype."""
     ended: int = FOREVER
     saved_in: Place | None = None
     given_to: Place | None = None
     kind: str | None = None
-    """What it turned out to be, such as ``parameters``; None: nothing in particular."""
+    """Label, such as ``parameters``; None: no label."""
 
     def alive(self, moment: int) -> bool:
-        """Whether the storage was in use then."""
+        """Return whether the storage is in use at ``moment``."""
         return self.began <= moment < self.ended
 
 
 @final
 class Recorder(MemTracker):
-    """PyTorch's memory tracker, which also notes when and where each storage comes and goes.
+    """PyTorch's memory tracker, which also records when and where each storage is allocated and freed.
 
-    Its statistics of modules are left out: they take time in proportion to operators times modules.
+    ``off_device``: bytes of host memory by place. ``now``: the number of changes so far. Statistics by module are left
+    out: their cost grows with operators times modules.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Recorder(MemTracker):
         self._result: Tensor | None = None
 
     def start(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         self._peak_mem.clear()
         self._peak_mem_snap.clear()
         self.peak_bytes = 0
@@ -83,7 +84,7 @@ class Recorder(MemTracker):
                 yield self._current[winfo]
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what the storages of tensors are."""
+        """Label the storages of tensors."""
         for life in self.of(tensors):
             life.kind = kind
 
@@ -92,7 +93,7 @@ class Recorder(MemTracker):
         return get_untyped_storages(tensor) <= self._off_device
 
     def alive(self, moment: int) -> Iterator[Life]:
-        """Yield what was in use at a moment."""
+        """Yield the storages in use at a moment."""
         return (life for life in self.lives if life.alive(moment))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +120,7 @@ class Recorder(MemTracker):
         self._result = None
 
     def _is_view_of_unknown(self, storages: set[Any]) -> bool:
-        """Whether a tensor lies in memory that no operator returned: a backend made it for itself, as gloo does."""
+        """Return whether a tensor is in memory that no operator returned: a backend allocated it, as gloo does."""
         func = self._running[0]
         is_view = getattr(func, "is_view", False) and func is not torch.ops.aten.lift_fresh.default
         return is_view and not any(storage in self._WINFO for storage in storages)
@@ -161,7 +162,7 @@ class Recorder(MemTracker):
 
 
 class _NoModules:
-    """What the tracker asks of PyTorch's tracker of modules: nothing but whether backward runs."""
+    """Replacement of PyTorch's tracker of modules, which only knows whether backward runs."""
 
     parents: Final = frozenset({"Global"})
 
@@ -173,13 +174,13 @@ class _NoModules:
         return torch._C._current_graph_task_id() != -1
 
     def register_user_hooks(self, *hooks: Any) -> None:
-        """Call no hooks."""
+        """Do nothing."""
 
     def clear_user_hooks(self) -> None:
-        """Have no hooks."""
+        """Do nothing."""
 
     def __enter__(self) -> _NoModules:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Leave nothing behind."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Where tensors lie: in host memory, as a recorder on a machine without a GPU must be told, or nowhere."""
+"""Kinds of memory that a CPU does not tell apart from the device's: host memory, and no memory at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _on_host: ContextVar[bool] = ContextVar("on_host", default=False)
 
 @contextmanager
 def in_host_memory() -> Iterator[None]:
-    """Say that tensors made in this block lie in host memory, whatever the device of the run is."""
+    """Mark tensors that are created in this block as host memory, whatever the device of the run is."""
     before = _on_host.set(True)
     try:
         yield
@@ -22,7 +22,7 @@ def in_host_memory() -> Iterator[None]:
 
 
 def is_host_memory() -> bool:
-    """Return whether tensors that are made now lie in host memory."""
+    """Return whether tensors that are created now are marked as host memory."""
     return _on_host.get()
 
 

@@ -1,4 +1,4 @@
-"""What a training step of one rank holds in memory, measured: with values, or without memory and other ranks."""
+"""Measured memory of a whole training step of one rank: with values, or without memory and without other ranks."""
 
 from moefw.recording.places import OUTSIDE, Place
 from moefw.testing.measured.report import Measured, Saved

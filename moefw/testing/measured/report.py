@@ -1,4 +1,4 @@
-"""What a step held, in bytes."""
+"""The memory of a step, in bytes."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ class Saved:
 
     nbytes: int
     place: Place
-    """Where it was saved first; if autograd saved it nowhere, the region with a memory policy that was given it first,
-    or else where it was made."""
+    """The place where it was first saved; if autograd did not save it, the first region with a memory policy that
+    received it, or else the place where it was allocated."""
     made_in: Place
     weights: bool
-    """Whether it was computed from parameters alone, or gathered from other ranks: a copy of parameters."""
+    """Whether it is a copy of parameters: computed from parameters alone, or gathered from other ranks."""
     tensor: str
     """The operator that made it, and the dtype and shape of its result."""
 
 
 @frozen(kw_only=True)
 class Measured:
-    """What one rank held in a step, as PyTorch's memory tracker counts it: whole storages, without an allocator's
-    rounding, and without what an operator uses inside.
+    """The memory of one rank in a step, as PyTorch's memory tracker counts it: whole storages, without an allocator's
+    rounding and without memory inside of operators.
 
-    Bytes throughout. ``held`` lies there before and after: parameters, gradients, optimizer, buffers, other.
-    ``saved`` lies between the forward and the backward of the first micro-batch. ``peak_held`` adds up to ``peak``.
+    All in bytes. ``held``: there before and after the step, by kind: parameters, gradients, optimizer, buffers, other.
+    ``saved``: between the forward and the backward of the first micro-batch. ``peak_held`` adds up to ``peak``.
     """
 
     rank: int
     world: int
     micro_batches: int
     tokens: int
-    """In a micro-batch of this rank."""
+    """Tokens of a micro-batch of this rank."""
     attention: str
     """The operator that computed attention."""
     held: Mapping[str, int]
     saved: tuple[Saved, ...]
     off_device: int
-    """The buffers that a policy moved tensors to."""
+    """Bytes of the buffers to which policies moved tensors."""
     peak: int
     peak_place: Place
     peak_held: Mapping[str, int]
-    """The kinds of ``held``; ``saved``: from a forward until its backward; ``gathered``: parameters from other ranks;
-    ``passing``: all else."""
+    """Bytes by the kinds of ``held``; ``saved``: from a forward until its backward; ``gathered``: parameters from other
+    ranks; ``passing``: the rest."""
 
     @property
     def saved_bytes(self) -> int:

@@ -29,23 +29,23 @@ from moefw.training.engine import Engine
 
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
 ENOUGH: Final = 2
-"""Micro-batches: the first finds no gradients, and those after the second are like it."""
+"""Number of micro-batches: the first finds no gradients, and all later ones are like the second."""
 
 
 def measure(assembly: Assembly, *, rank: int = 0, micro_batches: int | None = None) -> Measured:
-    """Return what ``rank`` of the assembly's world holds in a step, without the other ranks and without the memory.
+    """Return the memory of ``rank`` of the assembly's world in a step, without the other ranks and without memory.
 
-    All ranks do what this one does, and routing is even. ``micro_batches`` None: as many as the spec has, up to two.
-    Raises ContractError where something reads a count on the host that depends on values.
+    All ranks do the same, and routing is even. ``micro_batches`` None: as many as the spec has, up to two. Raises
+    ContractError if code reads an integer on the host that depends on values.
     """
     with fake_tensor_world(rank, assembly.layout.world):
         return _measure(assembly, micro_batches, values=False)
 
 
 def measure_here(assembly: Assembly, *, micro_batches: int | None = None) -> Measured:
-    """Return what this rank of the world that is there holds in a step, with values; routing is even. Collective.
+    """Return the memory of this rank of the initialised world in a step, with values; routing is even. Collective.
 
-    A thread of gloo may keep a collective's tensors a moment longer: measure some times, and take the least.
+    A thread of gloo may keep a collective's tensors longer: measure several times, and take the minimum.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != assembly.layout.world:
@@ -103,7 +103,7 @@ class _Step:
         return lives
 
     def _give_states(self) -> None:
-        """Let the optimizer make what it keeps from step to step."""
+        """Let the optimizer allocate its states."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
