@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from attrs import fields
 
 from moefw.compose.assembly import Assembly, ChosenPlugins
+from moefw.core.errors import PlanError
 from moefw.planner.report import Ledger
 
 
@@ -43,7 +45,7 @@ def _measured(assembly: Assembly, count: int) -> Ledger:
 
 def _store(path: Path, found: Ledger) -> None:
     """Write a ledger atomically. Does nothing if the folder cannot be written."""
-    scratch = path.with_suffix(".tmp")
+    scratch = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(json.dumps(found.to_data()))
@@ -65,12 +67,20 @@ def _sources(assembly: Assembly) -> Iterator[Any]:
     parts = [getattr(assembly.parts, field.name) for field in fields(ChosenPlugins) if field.name != "memory"]
     names = {type(part).__module__.partition(".")[0] for part in (*parts, *assembly.parts.memory)}
     for name in sorted(names | {"moefw", "moefw_kernels"}):
-        for folder in _folders(name):
-            for path in sorted(folder.rglob("*.py")):
-                state = path.stat()
-                yield str(path), state.st_size, state.st_mtime_ns
+        for path in _files(name):
+            state = path.stat()
+            yield str(path), state.st_size, state.st_mtime_ns
 
 
-def _folders(package: str) -> list[Path]:
-    spec = importlib.util.find_spec(package)
-    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+def _files(name: str) -> list[Path]:
+    """Return the source files of a top-level module. Raises PlanError for code without a file, as in a notebook."""
+    module = sys.modules.get(name) or importlib.util.find_spec(name)
+    folders = getattr(module, "__path__", None) or getattr(module, "submodule_search_locations", None)
+    if folders:
+        return [path for folder in folders for path in sorted(Path(folder).rglob("*.py"))]
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise PlanError(
+            f"the code of {name} is in no file, so a cached plan cannot be told from an old one.", "Give no cache."
+        )
+    return [Path(file)]
