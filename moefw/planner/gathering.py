@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side
 from moefw.recording.recorder import GATHERED, PARAMETERS, Recorder
+from moefw.runtime.memory.dropped import in_backward
 from moefw.runtime.parallel.pieces import even_dim
 from moefw.runtime.parallel.primary_weights import GatheredWeight
 
@@ -197,12 +198,13 @@ class Unit:
         """Free the parameters, after the forward of the module."""
         if self._state == "backward":
             return
-        if torch._C._current_graph_task_id() == -1:
+        again = in_backward()
+        if not again:
             self._places = None
             self._indices.append(len(self.order.forward))
             self.order.forward.append(self)
         self._state = "idle"
-        if self.order.root is self:
+        if again or self.order.root is self:  # FSDP takes a unit that runs again in backward for a root
             self.order.gathered = None
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
