@@ -7,8 +7,9 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from moefw.recording.patches import holds_dtensor
 
 _TOPK: Final = torch.ops.aten.topk.default
 _CHOOSING: Final = (_TOPK, torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
@@ -25,7 +26,7 @@ class EvenChoice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator; replace the indices."""
-        if any(issubclass(kind, DTensor) for kind in types):
+        if holds_dtensor(types):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.errors import ContractError
 from moefw.recording.collectives import WAIT, Collective, collective_of
 from moefw.recording.fake_world import fake_world
+from moefw.recording.patches import holds_dtensor
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
 """Dtypes of tokens, experts, counts, places and masks. Tensors of other dtypes have no values."""
@@ -48,7 +48,7 @@ class _RealIndices(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, with values if all of its inputs have them."""
-        if any(issubclass(kind, DTensor) for kind in types):
+        if holds_dtensor(types):
             return NotImplemented
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default or active_fake_mode() is not self.fake:

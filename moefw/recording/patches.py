@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
 
+import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moefw.recording.recorder import GATHERED, Recorder
+
+def holds_dtensor(types: Iterable[type]) -> bool:
+    """Return whether one of the types is a DTensor, without the second that importing it takes."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and any(issubclass(kind, tensor.DTensor) for kind in types)
 
 
 @contextmanager
@@ -30,18 +36,29 @@ def meshes_with_values() -> Iterator[None]:
 
 
 @contextmanager
-def fsdp_told(recorder: Recorder) -> Iterator[None]:
-    """Label the storages that FSDP gathers parameters into, and do not record tensors that DTensor makes for shapes."""
+def resizes_told(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call ``told`` with each storage that is resized, which no operator does."""
+    resize = torch.UntypedStorage.resize_
+
+    @wraps(resize)
+    def resizes(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        told(storage)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resizes):
+        yield
+
+
+@contextmanager
+def fsdp_told(gathering: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter ``gathering`` while FSDP gathers parameters, and no mode while DTensor computes shapes."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    def gathering(function: Callable[..., Any]) -> Callable[..., Any]:
+    def told(function: Callable[..., Any]) -> Callable[..., Any]:
         def gathers(*args: Any, **kwargs: Any) -> Any:
-            before = len(recorder.lives)
-            result = function(*args, **kwargs)
-            for life in recorder.lives[before:]:
-                life.kind = GATHERED
-            return result
+            with gathering():
+                return function(*args, **kwargs)
 
         return gathers
 
@@ -53,6 +70,6 @@ def fsdp_told(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ShardingPropagator, shaping.__name__, unseen))
         for name in ("unshard", "wait_for_unshard"):
-            function = gathering(getattr(FSDPParamGroup, name))
+            function = told(getattr(FSDPParamGroup, name))
             stack.enter_context(mock.patch.object(FSDPParamGroup, name, function))
         yield

@@ -1,18 +1,23 @@
-"""Record of every storage of a step, from allocation to end, by PyTorch's memory tracker."""
+"""Record of every storage of a step, from allocation to end."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.distributed._tools.mem_tracker import MemTracker, _UpdateType
+from torch._guards import active_fake_mode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+from moefw.recording.collectives import WAIT
+from moefw.recording.patches import holds_dtensor, resizes_told
 from moefw.recording.places import Place, Places
 from moefw.runtime.memory.host import is_host_memory
 
@@ -22,6 +27,7 @@ PARAMETERS: Final = "parameters"
 WEIGHTS: Final = (PARAMETERS, GATHERED)
 """Kinds of storages that hold parameters."""
 _DEVICE: Final = torch.ops.prim.device.default
+Storage = torch.UntypedStorage
 
 
 @dataclass(slots=True, eq=False)
@@ -47,110 +53,143 @@ class Life:
 
 
 @final
-class Recorder(MemTracker):
-    """PyTorch's memory tracker, which also records when and where each storage is allocated and freed.
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that records when and where each storage is allocated and freed.
 
-    ``off_device``: bytes of host memory by place. ``now``: the number of changes so far. Statistics by module are left
-    out: their cost grows with operators times modules.
+    ``off_device``: bytes of host memory by place. ``now``: the number of changes so far. Whole storages count, without
+    an allocator's rounding and without memory inside of operators.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.places = Places(saved=self._saved, given=self._given)
-        self._mod_tracker: Any = _NoModules(self.places)
         self.lives: list[Life] = []
         self.now = 0
         self.off_device: Counter[Place] = Counter()
-        self._off_device: set[Any] = set()
+        self.operators: set[str] = set()
         self.peak_bytes = self.peak_moment = 0
         self.peak_place = self.places.here
-        self.operators: set[str] = set()
-        self._current: dict[Any, Life] = {}
-        self._running: tuple[Any, Any] = (None, ())
-        self._result: Tensor | None = None
+        self._in_use = 0
+        self._lives: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
+        """The life of each known storage; None: it has no bytes."""
+        self._off_device: set[Storage] = set()
+        self._fake: Any = None
 
     def start(self) -> None:
         """Reset the peak."""
-        self._peak_mem.clear()
-        self._peak_mem_snap.clear()
         self.peak_bytes = 0
 
     def of(self, tensors: Iterable[Tensor]) -> Iterator[Life]:
         """Yield the storages of tensors, each once."""
-        found = dict.fromkeys(storage for tensor in tensors for storage in get_untyped_storages(tensor))
-        for storage in found:
-            winfo, _ = self._WINFO.get(storage, (None, None))
-            if winfo in self._current:
-                yield self._current[winfo]
+        for storage in dict.fromkeys(storage for tensor in tensors for storage in _storages(tensor)):
+            life = self._lives.get(storage)
+            if life is not None:
+                yield life
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Label the storages of tensors."""
         for life in self.of(tensors):
             life.kind = kind
 
+    @contextmanager
+    def labelling(self, kind: str) -> Iterator[None]:
+        """Label the storages that are allocated in this block."""
+        before = len(self.lives)
+        yield
+        for life in self.lives[before:]:
+            life.kind = kind
+
     def is_off_device(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in host memory."""
-        return get_untyped_storages(tensor) <= self._off_device
+        return _storages(tensor) <= self._off_device
 
     def alive(self, moment: int) -> Iterator[Life]:
         """Yield the storages in use at a moment."""
         return (life for life in self.lives if life.alive(moment))
 
+    def __enter__(self) -> Recorder:
+        """Start recording."""
+        self._fake = active_fake_mode()
+        self._resizes = resizes_told(self._resized)
+        self._resizes.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop recording."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._resizes.__exit__(*error)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and track what it returns."""
+        """Run an operator and record its results."""
         if func is _DEVICE:  # asked of a fake tensor several times an operator
             return func(*args)
-        before, self._running = self._running, (func, (args, kwargs))
+        if holds_dtensor(types):
+            return NotImplemented  # its local tensors come here
+        kwargs = kwargs or {}
+        waits = func is WAIT and self._fake is not None
+        result = args[0] if waits else func(*args, **kwargs)
         self.operators.add(str(func))
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            self._running = before
+        if active_fake_mode() is self._fake:  # in another one, DTensor computes shapes
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._see(leaf, func, (args, kwargs))
+        return result
 
-    def _track(self, reftype: Any, t: Tensor) -> None:
-        storages = get_untyped_storages(t)
+    def _see(self, tensor: Tensor, func: Any, arguments: Any) -> None:
+        storages = _storages(tensor)
         if is_host_memory() and not storages <= self._off_device:
             made = storages - self._off_device
             self._off_device |= made
             self.off_device[self.places.here] += sum(storage.nbytes() for storage in made)
-        if storages <= self._off_device or self._is_view_of_unknown(storages):
+        if storages <= self._off_device or self._is_view_of_unknown(storages, func):
             return
-        self._result = t
-        super()._track(reftype, t)
-        self._result = None
+        for storage in storages:
+            if storage not in self._lives:
+                self._lives[storage] = self._began(storage, tensor, func, arguments)
+            else:
+                self._resized(storage)
 
-    def _is_view_of_unknown(self, storages: set[Any]) -> bool:
+    def _is_view_of_unknown(self, storages: set[Storage], func: Any) -> bool:
         """Return whether a tensor is in memory that no operator returned: a backend allocated it, as gloo does."""
-        func = self._running[0]
         is_view = getattr(func, "is_view", False) and func is not torch.ops.aten.lift_fresh.default
-        return is_view and not any(storage in self._WINFO for storage in storages)
+        return is_view and not any(storage in self._lives for storage in storages)
 
-    def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
-        super()._update_snap(u_type, winfo, *args, **kwargs)
-        if u_type is _UpdateType.REF:
-            return
-        self.now += 1
-        ended = self._current.pop(winfo, None)
-        if ended is not None:
-            ended.ended = self.now
-        if u_type is not _UpdateType.DEL and winfo.mem_consumed:
-            self._current[winfo] = life = self._life(winfo.mem_consumed)
-            self.lives.append(life)
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        super()._update_peak_stats(peak_state)
-        peak = max(self._peak_mem.values(), default=0)
-        if peak > self.peak_bytes:
-            self.peak_bytes, self.peak_moment, self.peak_place = peak, self.now, self.places.here
-
-    def _life(self, nbytes: int) -> Life:
-        func, arguments = self._running
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        result = self._result
-        shape = "" if result is None else f" {str(result.dtype).removeprefix('torch.')}{list(result.shape)}"
-        sources = list(self.of(tensors))
+    def _began(self, storage: Storage, tensor: Tensor, func: Any, arguments: Any) -> Life | None:
+        name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        sources = [*self.of(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))]
         of_weights = bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
-        return Life(nbytes, self.now, self.places.here, f"{func}{shape}", of_weights)
+        return self._life(storage, name, of_weights=of_weights)
+
+    def _resized(self, storage: Storage) -> None:
+        """Record that a known storage has another size now, if it has."""
+        if storage not in self._lives:
+            return
+        life = self._lives[storage]
+        if storage.nbytes() == (0 if life is None else life.nbytes):
+            return
+        if life is not None:
+            self._ended(life)
+        self._lives[storage] = self._life(storage, "resize", of_weights=False)
+
+    def _life(self, storage: Storage, name: str, *, of_weights: bool) -> Life | None:
+        nbytes = storage.nbytes()
+        if not nbytes:
+            return None
+        self.now += 1
+        life = Life(nbytes, self.now, self.places.here, name, of_weights)
+        self.lives.append(life)
+        weakref.finalize(storage, self._ended, life).atexit = False
+        self._in_use += nbytes
+        if self._in_use > self.peak_bytes:
+            self.peak_bytes, self.peak_moment, self.peak_place = self._in_use, self.now, self.places.here
+        return life
+
+    def _ended(self, life: Life) -> None:
+        if life.ended == FOREVER:
+            self.now += 1
+            life.ended = self.now
+            self._in_use -= life.nbytes
 
     def _saved(self, tensor: Tensor, place: Place) -> None:
         for life in self.of([tensor]):
@@ -161,26 +200,9 @@ class Recorder(MemTracker):
             life.given_to = life.given_to or place
 
 
-class _NoModules:
-    """Replacement of PyTorch's tracker of modules, which only knows whether backward runs."""
-
-    parents: Final = frozenset({"Global"})
-
-    def __init__(self, places: Places) -> None:
-        self._places = places
-
-    @property
-    def is_bw(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
-
-    def register_user_hooks(self, *hooks: Any) -> None:
-        """Do nothing."""
-
-    def clear_user_hooks(self) -> None:
-        """Do nothing."""
-
-    def __enter__(self) -> _NoModules:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Do nothing."""
+def _storages(tensor: Tensor) -> set[Storage]:
+    """Return the storages of a tensor, or of the tensors that a subclass wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {tensor.untyped_storage()}
+    names, _ = tensor.__tensor_flatten__()
+    return {storage for name in names for storage in _storages(getattr(tensor, name))}

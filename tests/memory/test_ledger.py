@@ -41,7 +41,7 @@ def test_a_rank_of_256_with_all_layers_of_qwen3_235b_holds_what_the_ledger_says(
 
 
 def test_weights_gathered_as_codes_take_fewer_bytes() -> None:
-    """PyTorch's tracker loses sight of what a master stores once FSDP has cut it, so its peak lacks these bytes."""
+    """A recorder does not see the storage of a master that FSDP has cut, so the measured peak lacks these bytes."""
     assembly = assembly_of(CODES_GATHERED, 4)
     measured, found = measure(assembly), ledger(assembly, micro_batches=2)
     unseen = found.held.parameters - measured.held["parameters"]

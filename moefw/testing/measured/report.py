@@ -27,8 +27,8 @@ class Saved:
 
 @frozen(kw_only=True)
 class Measured:
-    """The memory of one rank in a step, as PyTorch's memory tracker counts it: whole storages, without an allocator's
-    rounding and without memory inside of operators.
+    """The memory of one rank in a step: whole storages, without an allocator's rounding and without memory inside of
+    operators.
 
     All in bytes. ``held``: there before and after the step, by kind: parameters, gradients, optimizer, buffers, other.
     ``saved``: between the forward and the backward of the first micro-batch. ``peak_held`` adds up to ``peak``.

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -59,7 +60,7 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
     with ExitStack() as stack:
         stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
         stack.enter_context(recorder)
-        stack.enter_context(fsdp_told(recorder))
+        stack.enter_context(fsdp_told(partial(recorder.labelling, GATHERED)))
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
         model = build_model(assembly, layout, torch.device("cpu"), shared, watch=recorder.places)
