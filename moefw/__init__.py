@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from moefw.core.stages import Batch, DispatchHandle, DispatchPlan, ExpertBatch, LayerStats, Pending, Routing
     from moefw.runtime.compute.product import SharedInput, linear
     from moefw.runtime.layer import MoELayer
+    from moefw.runtime.memory.host import in_host_memory
     from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart
 
 __version__ = "0.1.0"
@@ -62,6 +63,7 @@ _NEED_TORCH = {
     "MoELayer": "runtime.layer",
     **dict.fromkeys(("BuildContext", "ModelContext"), "core.context"),
     **dict.fromkeys(("SharedInput", "linear"), "runtime.compute.product"),
+    "in_host_memory": "runtime.memory.host",
     **dict.fromkeys(("OptimizerPolicy", "OptimizerStates", "StatePart"), "runtime.memory.optimizer_states"),
     **dict.fromkeys(
         ("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Pending", "DispatchHandle", "Routing"), "core.stages"
@@ -139,6 +141,7 @@ __all__ = [
     "Stateful",
     "TokenStream",
     "hookimpl",
+    "in_host_memory",
     "linear",
     "need",
     "offers",

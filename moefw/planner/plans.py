@@ -33,7 +33,8 @@ def ledger(assembly: Assembly, *, micro_batches: int | None = None, cache: Path 
     if path.is_file():
         return Ledger.of_data(json.loads(path.read_text()))
     found = _measured(assembly, count)
-    _store(path, found)
+    if not found.unknown:  # what is missing may be installed later
+        _store(path, found)
     return found
 
 

@@ -76,21 +76,27 @@ def test_states_rest_as_policies_say(policies: list[str]) -> None:
     assert 0 < steps < 4000
 
 
+ERRORS = {"missing": PlanError("no library.", "Install it."), "values": RuntimeError("a number is read.")}
+
+
 @frozen
 class Absent(DispatcherPlugin):
     name: ClassVar[str] = "absent"
+    error: str
 
     def build(self, context: Any) -> Any:
-        raise PlanError("the library is not here.", "Install it.")
+        raise ERRORS[self.error]
 
 
-def test_what_cannot_run_here_is_unknown_and_the_rest_is_told() -> None:
+@pytest.mark.parametrize("error", ERRORS)
+def test_what_cannot_run_here_is_unknown_and_the_rest_is_told(tmp_path: Path, error: str) -> None:
     assembly = assembly_of(SHARED_OUT, 8)
     assembly.registry.register(SimpleNamespace(moefw_dispatchers=hookimpl(lambda: [Absent])), "absent", "1")
-    found = ledger(evolve(assembly, parts=evolve(assembly.parts, dispatch=Absent())))
-    assert "the library is not here. Install it." in found.unknown
+    found = ledger(evolve(assembly, parts=evolve(assembly.parts, dispatch=Absent(error))), cache=tmp_path)
+    assert str(ERRORS[error]) in found.unknown
     assert (found.peak, found.peak_bytes, found.regions) == (None, None, ())
     assert found.held == ledger(assembly).held
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_ledger_is_measured_once_and_again_when_its_code_or_spec_changes(
