@@ -410,7 +410,8 @@ def test_the_ledger_counts_the_pages_that_there_are(precision: str, options: Map
     model(global_batch(assembly, layout, 0)[0])
     found = ledger(assembly)
     assert not found.unknown
-    assert found.totals["stashed"] == sum(held.nbytes for held in stashes(shared)) > 0
+    pages = sum(held.nbytes for held in stashes(shared))
+    assert 0 < found.totals["stashed"] - pages < pages / 50, "beside pages, the list of those that are free"
     shared.close()
 
 

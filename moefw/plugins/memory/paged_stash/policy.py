@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from moefw.core.contracts import MemoryPolicy
 from moefw.plugins.memory.paged_stash.stash import Held, Kind, Stash
 from moefw.runtime.memory.dropped import StandIn, in_backward, stand_in, stay, unpack
+from moefw.runtime.memory.host import without_memory
 from moefw.runtime.memory.static_rows import UNSAVED, StaticRows, current
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -74,7 +75,8 @@ class _Call:
         return _Packed(held, tensor)
 
     def _holds_rows(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.itemsize in BITS
+        plain = type(tensor) is Tensor or without_memory()
+        plain = plain and tensor.layout is torch.strided and tensor.itemsize in BITS
         rows = plain and tensor.ndim == 2 and len(tensor) == self.rows.num_rows and tensor.numel() > 0
         return rows and tensor.device == self.num_valid.device and not isinstance(tensor._base, nn.Parameter)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moefw.core.errors import RunError
 from moefw.plugins.memory.paged_stash.order import Order, open_order
 from moefw.plugins.memory.paged_stash.pages import num_pages
-from moefw.runtime.memory.host import in_host_memory
+from moefw.runtime.memory.host import in_host_memory, without_memory
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
 
 
@@ -86,7 +86,7 @@ class Stash:
         num_rows = len(bits_RC)
         pool = next((pool for pool in self.pools[kind] if pool.takes(num_rows)), None)
         if pool is None:
-            pool = self._open(kind, num_rows, share, bits_RC.device)
+            pool = self._open(kind, bits_RC, share)
             self.pools[kind].append(pool)
         table, unsaved = take(pool.pages, num_valid, max_rows=num_rows)
         store(bits_RC, pool.pages, table, num_valid)
@@ -109,16 +109,23 @@ class Stash:
         self.pools.clear()
         self._let_go.clear()
 
-    def _open(self, kind: Kind, num_rows: int, share: float, device: torch.device) -> Pool:
+    def _open(self, kind: Kind, bits_RC: Tensor, share: float) -> Pool:
+        num_rows = len(bits_RC)
         most = math.ceil(num_rows / self._page_rows)
         near = min(most, num_pages(share * num_rows, self._page_rows))
         num_tensors = max(1, self.num_layers[kind.region])
         shape = (self._page_rows, kind.width)
         pages = open_pages(
-            torch.empty(num_tensors * near, *shape, dtype=kind.dtype, device=device),
-            self._host_memory(num_tensors * (most - near if self._spill else 0), *shape, dtype=kind.dtype),
+            bits_RC.new_empty(num_tensors * near, *shape),
+            self._far(bits_RC, num_tensors * (most - near if self._spill else 0), *shape),
         )
         return Pool(pages, num_tensors=num_tensors, num_rows=num_rows)
+
+    def _far(self, bits_RC: Tensor, *shape: int) -> Tensor:
+        if not without_memory():
+            return self._host_memory(*shape, dtype=bits_RC.dtype)
+        with in_host_memory():
+            return bits_RC.new_empty(shape)
 
     def _host_memory(self, *shape: int, dtype: torch.dtype) -> Tensor:
         pinned = self._pinned and shape[0] > 0
