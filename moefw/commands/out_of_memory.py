@@ -16,14 +16,14 @@ LARGEST = 3
 """Number of categories that are named."""
 
 TIMEOUT_S = 60.0
+"""Seconds after which the note goes without a plan."""
 
 
 def memory_note(assembly: Assembly) -> str:
     """Return the largest categories of a rank's plan, its peak, and the memory of this machine."""
     found = _planned(assembly)
-    machine = f"This machine has {_told(usable_bytes())} of memory."
     if found is None or found.peak_bytes is None:
-        return machine
+        return f"This machine has {_told(usable_bytes())} of memory."
     held = found.held
     categories = {
         "parameters": held.parameters,

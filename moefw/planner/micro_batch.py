@@ -27,9 +27,9 @@ BUFFERS: Final = "buffers"
 BATCH: Final = "batch"
 GRADIENTS: Final = "gradients"
 POOL: Final = "pool"
-"""What a policy keeps from step to step."""
+"""Storages that a policy keeps from step to step."""
 SAVED: Final = (None, GATHERED)
-"""Kinds of what is there in forward alone, or from forward until backward."""
+"""Labels of the storages that forward allocates and backward frees."""
 
 
 @final
@@ -120,7 +120,7 @@ class MicroBatch:
         return loss
 
     def _mark(self, value: Any) -> None:
-        """Note the moment, and that at which backward comes back here."""
+        """Record the current moment, and the moment at which backward reaches ``value``."""
         at = len(self._began)
         self._began.append(self.recorder.now)
         self._done.append(0)
@@ -140,7 +140,7 @@ class MicroBatch:
                 yield layer, forward, range(self._done[at + 1], self._done[at])
 
     def saved(self) -> Iterator[Life]:
-        """Yield what lies between forward and backward, but for what is always there."""
+        """Yield the storages that forward leaves for backward, without batch, gradients and pools."""
         return (life for life in self.recorder.alive(self.turn) if life.began > self.begin and life.kind in SAVED)
 
     def _batch(self) -> Batch:
