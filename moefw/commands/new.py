@@ -41,8 +41,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "dispatcher": Kind(
         "DispatcherSuite",
         "dispatch: {use: sample}",
-        "how rows travel: `plan` exchanges metadata, each movement is a start and a finish,\n"
-        "  and `traffic` says what they send, which the suite counts.",
+        "how rows travel: `plan` exchanges metadata, each movement is a start and a finish.",
     ),
     "router": Kind(
         "RouterSuite",

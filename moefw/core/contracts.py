@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from moefw.core.errors import PlanError
-from moefw.core.records import Canonical, Pass, Role, RowGroups, SavedOperand, Side, State, Traffic
+from moefw.core.records import Canonical, Pass, Role, RowGroups, SavedOperand, Side, State
 
 if TYPE_CHECKING:
     import torch
@@ -115,10 +115,6 @@ class Dispatcher(ABC):
     def combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Tensor:
         """Start and finish a combine."""
         return self.finish_combine(self.start_combine(rows_RD, handle))
-
-    @abstractmethod
-    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Return the bytes that this rank sends in the movements of ``handle``, for rows of ``row_bytes`` bytes."""
 
     def close(self) -> None:
         """Free the dispatcher's resources. May be called twice."""

@@ -5,7 +5,7 @@ Shapes follow the legend of :mod:`moefw.core.stages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
@@ -18,7 +18,6 @@ Role = Literal["input", "weight", "grad"]
 Pass = Literal["fprop", "dgrad", "wgrad"]
 Side = Literal["dense", "experts"]
 """One of the two meshes: ``dense`` for attention, embedding and loss, ``experts`` for the routed experts."""
-Movement = Literal["plan", "dispatch", "combine", "combine_backward", "dispatch_backward"]
 
 
 @frozen
@@ -90,30 +89,3 @@ class SavedOperand:
 
     tensors: tuple[Tensor, ...]
     operand: Callable[[Sequence[Tensor]], Any]
-
-
-@frozen
-class Sent:
-    """Bytes from one rank to another: rows (payload), and counts, expert ids and routing weights (metadata)."""
-
-    payload: int = 0
-    metadata: int = 0
-
-    def __add__(self, other: Sent) -> Sent:
-        """Return the sums of payload and metadata."""
-        return Sent(self.payload + other.payload, self.metadata + other.metadata)
-
-
-@frozen
-class Traffic:
-    """Bytes that one rank sends in one layer: ``sent[movement][peer]``, zero to itself.
-
-    Peers are positions in the dispatcher's group. A collective counts the bytes that must leave a rank, independent of
-    the algorithm: an all-gather sends the rank's own part to each peer, a reduce-scatter sends each peer its part.
-    """
-
-    rank: int
-    sent: Mapping[Movement, Sequence[Sent]]
-
-    def __attrs_post_init__(self) -> None:
-        assert all(peers[self.rank] == Sent() for peers in self.sent.values()), "what stays here is not sent"

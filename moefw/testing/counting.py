@@ -1,23 +1,60 @@
 """Count of the bytes that leave this rank in collectives, on every process group of any origin.
 
-The bytes of a collective are independent of the backend's algorithm: see :class:`moefw.core.records.Traffic`. In
-addition, an all-reduce counts as the rank's own tensor to each peer, a broadcast as the root's tensor to each peer, a
+The bytes of a collective are independent of the backend's algorithm. An all-gather and an all-reduce count as the
+rank's own tensor to each peer, a reduce-scatter as each peer's part, a broadcast as the root's tensor to each peer, a
 barrier as zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
+from attrs import frozen
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moefw.core.errors import ContractError
-from moefw.core.records import Movement, Sent, Traffic
 from moefw.recording.collectives import Collective, Collectives
+
+Movement = Literal["plan", "dispatch", "combine", "combine_backward", "dispatch_backward"]
+Link = Literal["node", "network"]
+"""Inside a node, and between nodes."""
+
+
+@frozen
+class Sent:
+    """Bytes from one rank to another: rows (payload), and counts, expert ids and routing weights (metadata)."""
+
+    payload: int = 0
+    metadata: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        """Return the sums of payload and metadata."""
+        return Sent(self.payload + other.payload, self.metadata + other.metadata)
+
+
+@frozen
+class Traffic:
+    """Bytes that one rank sends in one layer: ``sent[movement][peer]``, zero to itself.
+
+    Peers are positions in the dispatcher's group.
+    """
+
+    rank: int
+    sent: Mapping[Movement, Sequence[Sent]]
+
+    def by_link(self, ranks_per_node: int) -> dict[Movement, dict[Link, Sent]]:
+        """Return the bytes summed by link. Each node has ``ranks_per_node`` consecutive ranks of the group."""
+        totals: dict[Movement, dict[Link, Sent]] = {}
+        for movement, peers in self.sent.items():
+            links: dict[Link, Sent] = {"node": Sent(), "network": Sent()}
+            for peer, sent in enumerate(peers):
+                links["node" if peer // ranks_per_node == self.rank // ranks_per_node else "network"] += sent
+            totals[movement] = links
+        return totals
 
 
 class Counting(Collectives):

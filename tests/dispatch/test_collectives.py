@@ -13,8 +13,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from moefw.core.errors import ContractError
-from moefw.core.records import Sent, Traffic
-from moefw.testing.counting import Counting
+from moefw.testing.counting import Counting, Sent, Traffic
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.dispatch_recording import Recording
 from moefw.testing.threads import thread_world

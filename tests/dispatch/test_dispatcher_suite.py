@@ -71,7 +71,6 @@ def test_a_dispatcher_that_cannot_run_on_threads_is_held_on_real_ranks(pool: Ran
         held.test_every_rank_makes_the_same_collectives,
         held.test_no_buffer_is_read_before_its_collective_is_awaited,
         held.test_movements_are_under_way_between_start_and_finish,
-        held.test_the_bytes_it_reports_are_those_that_leave_the_rank,
         held.test_redispatch_exchanges_no_metadata,
         held.test_two_dispatchers_do_not_disturb_each_other,
         held.test_two_movements_in_flight_do_not_disturb_each_other,
@@ -159,10 +158,10 @@ def certify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_an_installed_dispatcher_is_certified_in_an_empty_folder(tmp_path: Path) -> None:
     options = ("--moefw-dispatcher", "deepep", "--moefw-options", "{backend: torch}")
-    done = certify(tmp_path, *options, "-v", "-k", "order or bytes or static")
+    done = certify(tmp_path, *options, "-v", "-k", "order or static")
     assert done.returncode == 0, done.stdout
     assert "moefw::TestDeepep::test_rows_come_in_order_of_expert_source_rank_and_token PASSED" in done.stdout
-    assert "4 passed, 1 skipped" in done.stdout or "3 passed, 1 skipped" in done.stdout
+    assert "2 passed, 1 skipped" in done.stdout
     assert not list(tmp_path.iterdir())
 
 

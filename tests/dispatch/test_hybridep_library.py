@@ -77,7 +77,7 @@ def test_outputs_and_gradients_equal_the_oracle(pool: RankPool, world: str, opti
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_same_rows_arrive_as_over_the_torch_backend(pool: RankPool, world: str, options: str) -> None:
     layer_case = case(world, top_k=3, row_alignment=4)
-    same(pool, layer_case, TOKENS[options], "rows", "weights", "counts", "offsets", "sizes", "traffic")
+    same(pool, layer_case, TOKENS[options], "rows", "weights", "counts", "offsets", "sizes")
 
 
 @pytest.mark.parametrize("world", ["two ranks, unequal", "four ranks, one empty", "two nodes", "experts in two parts"])
@@ -87,7 +87,7 @@ def test_a_budget_leaves_out_the_same_rows_as_the_torch_backend(
     pool: RankPool, world: str, capacity: float, on_overflow: str
 ) -> None:
     layer_case = case(world, capacity=capacity, on_overflow=on_overflow, skew="one", row_alignment=4)
-    names = ("rows", "weights", "counts", "offsets", "total", "traffic")
+    names = ("rows", "weights", "counts", "offsets", "total")
     pairs = same(pool, layer_case, {}, *names)
     word = {"drop": "dropped_rows", "rerun": "overflow"}[on_overflow]
     for mine, wanted in pairs:

@@ -83,9 +83,6 @@ class Wrapper(Dispatcher):
     def finish_combine(self, pending):
         return self.inner.finish_combine(pending)
 
-    def traffic(self, handle, *, row_bytes):
-        return self.inner.traffic(handle, row_bytes=row_bytes)
-
 
 def changed(batch: ExpertBatch, **fields: Any) -> ExpertBatch:
     names = ("rows_RD", "row_weights_R", "counts_e", "offsets_e", "counts_host", "stats")

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import broken_dispatchers
 import moefw
 from broken_dispatchers import Arriving, Returning, ScaledGradient, Wrapper, WrongOrder, breaks, changed
-from moefw.core.records import Sent, Traffic
 from moefw.plugins.dispatchers.hybridep.budget import Budget
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 
@@ -121,7 +120,6 @@ class SendsAnotherDtypeOnOneRank(Wrapper):
 class ReadsTooEarly(Wrapper):
     def start_dispatch(self, x_TD, weights_TK, plan):
         pending = super().start_dispatch(x_TD, weights_TK, plan)
-        plan.detail.told += 0
         self.peek = pending.buffers[0].detach().sum() * 0
         return pending
 
@@ -199,36 +197,20 @@ class OneNode(torch.autograd.Function):
 class RedispatchPlansAgain(Wrapper):
     def plan(self, routing, **given):
         plan = super().plan(routing, **given)
-        plan.detail.told = [plan.detail.told, routing]
+        self.routing = routing
         return plan
 
     def start_dispatch(self, x_TD, weights_TK, plan):
         return super().start_dispatch(x_TD, weights_TK, plan)
 
     def start_redispatch(self, x_TD, weights_TK, handle):
-        return self.start_dispatch(x_TD, weights_TK, super().plan(handle.plan.detail.told[1]))
+        return self.start_dispatch(x_TD, weights_TK, super().plan(self.routing))
 
 
 @breaks("is not a dispatch of them", "redispatch_moves_other_values_along_the_same_way")
 class RedispatchForgetsWeights(Wrapper):
     def start_redispatch(self, x_TD, weights_TK, handle):
         return self.start_dispatch(x_TD, weights_TK.detach(), handle.plan)
-
-
-@breaks("traffic is not what was sent", "the_bytes_it_reports_are_those_that_leave_the_rank", worlds=(2,))
-class MisreportsBytes(Wrapper):
-    def traffic(self, handle, *, row_bytes):
-        true = super().traffic(handle, row_bytes=row_bytes)
-        sent = dict(true.sent)
-        sent["combine"] = [Sent(payload=each.payload // 2) for each in sent["combine"]]
-        return Traffic(true.rank, sent)
-
-
-@breaks("traffic is not what was sent", "the_bytes_it_reports_are_those_that_leave_the_rank", worlds=(2,))
-class ReportsNothing(Wrapper):
-    def traffic(self, handle, *, row_bytes):
-        true = super().traffic(handle, row_bytes=row_bytes)
-        return Traffic(true.rank, {name: [Sent()] * len(peers) for name, peers in true.sent.items()})
 
 
 # Declarations and layouts.

@@ -18,7 +18,6 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.contracts import Dispatcher
 from moefw.core.errors import MoefwError
-from moefw.core.records import Traffic
 from moefw.core.site import Machine
 from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
@@ -65,7 +64,6 @@ def _received(case: LayerCase) -> dict[str, Any]:
     moves = layer.dispatcher
     batch, handle = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
     end = int(batch.offsets_e[-1])
-    traffic: Traffic = moves.traffic(handle, row_bytes=2 * case.dim)
     out = moves.combine(torch.where(torch.arange(len(batch.rows_RD)).unsqueeze(1) < end, batch.rows_RD, 0), handle)
     shared.close()
     return {
@@ -77,7 +75,6 @@ def _received(case: LayerCase) -> dict[str, Any]:
         "total": len(batch.rows_RD),
         "stats": {name: float(value) for name, value in batch.stats.items()},
         "out": out.detach().float(),
-        "traffic": traffic,
     }
 
 

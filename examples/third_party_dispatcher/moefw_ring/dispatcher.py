@@ -15,14 +15,10 @@ from torch import Tensor
 
 import moefw
 from moefw.core.context import ExpertGroup
-from moefw.core.records import Traffic
 from moefw.runtime.communication.exchange import exchange_now
 from moefw.runtime.communication.movement import finish, start, stay
-from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, Slots, arrange, gather, gather_sum, sort_slots
 from moefw_ring.lane import Lane, Onward, Return
-
-COUNT_BYTES, NOTE_BYTES, WEIGHT_BYTES = 8, 4, 4
 
 
 @frozen(kw_only=True, eq=False)
@@ -33,7 +29,6 @@ class _Metadata:
     leaving: Sequence[Slots]
     arrival: Arrival
     num_tokens: int
-    top_k: int
 
 
 @final
@@ -68,9 +63,8 @@ class RingDispatcher(moefw.Dispatcher):
             capacity=sum(capacity for _, capacity, *_ in told),
             source_N=notes_A[:, 0],
         )
-        num_tokens, top_k = ids_TK.shape
         return moefw.DispatchPlan(
-            detail=_Metadata(lanes=lanes, leaving=leaving, arrival=arrival, num_tokens=num_tokens, top_k=top_k)
+            detail=_Metadata(lanes=lanes, leaving=leaving, arrival=arrival, num_tokens=len(ids_TK))
         )
 
     def _leaving(self, ids_TK: Tensor, step: int, hops: int) -> Slots:
@@ -146,13 +140,3 @@ class RingDispatcher(moefw.Dispatcher):
         for slots, home_ND in zip(metadata.leaving, finish(pending), strict=True):
             out_TD = out_TD + gather_sum(home_ND, slots.rows)
         return out_TD
-
-    def traffic(self, handle: moefw.DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count the rows that leave this rank on each lane, both its own and those passed on."""
-        metadata: _Metadata = handle.plan.detail
-        size = self.experts.size
-        hops = [([0] * size, [0] * size), *(lane.splits() for lane in metadata.lanes)]
-        sent_to = [sum(rows) for rows in zip(*(sent for sent, _ in hops), strict=True)]
-        told = [COUNT_BYTES * (size + 1) + NOTE_BYTES * (metadata.top_k + 1) * rows for rows in sent_to]
-        weights = WEIGHT_BYTES * metadata.top_k
-        return traffic_of(self.experts.rank, hops, row_bytes=row_bytes, weight_bytes=weights, told=told)

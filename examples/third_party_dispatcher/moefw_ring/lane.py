@@ -50,10 +50,6 @@ class Lane:
     def _rows_of(self, distance: int) -> Sequence[int]:
         return self.rows[(self.rank - self.step * distance) % len(self.rows)]
 
-    def splits(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of rows sent to and received from each rank on the way out."""
-        return self._peers(sum(self.leaving), self.step), self._peers(sum(self.arriving), -self.step)
-
     def out(self, sent: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[Round]:
         """Fill ``buffers`` with the arriving rows, in order of hops. Each rank passes on the rows needed further on."""
         carried = list(sent)

@@ -10,11 +10,11 @@ from moefw_ring import Ring
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared
-from moefw.core.records import Traffic
 from moefw.testing import DispatcherSuite
+from moefw.testing.counting import Traffic
 from moefw.testing.threads import thread_world
 from moefw.testing.layer_case import LayerCase
-from moefw.testing.wire import measure, open_dispatcher
+from moefw.testing.wire import count_bytes, open_dispatcher
 
 DIM, RANKS = 8, 6
 
@@ -37,7 +37,7 @@ def counted(group: Any, rank: int, assembly: Assembly, distance: int) -> Traffic
     shared = Shared()
     dispatcher = open_dispatcher(assembly, group, ranks_per_node=RANKS, shared=shared)
     ids_TK = torch.tensor([[(rank + distance) % RANKS]])
-    _, counts = measure(dispatcher, group, torch.randn(1, DIM), torch.rand(1, 1), ids_TK)
+    counts = count_bytes(dispatcher, group, torch.randn(1, DIM), torch.rand(1, 1), ids_TK)
     shared.close()
     return counts
 

@@ -1,4 +1,4 @@
-"""Movements that are watched: what the dispatcher keeps, what it launches and waits for, what it sends.
+"""Movements that are watched: what the dispatcher keeps, what it launches and what it waits for.
 
 Functions of ``(group, rank, case, assembly, ...)``, as in :mod:`moefw.testing.suites.dispatch_ranks`.
 """
@@ -16,12 +16,10 @@ from torch import Tensor
 
 from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Dispatcher
-from moefw.core.records import Traffic
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_overlap import other_case
 from moefw.testing.suites.dispatch_ranks import Moved, experts, opened, settled_case, there_and_back
 from moefw.testing.suites.dispatch_recording import Event, Recording
-from moefw.testing.wire import differences, measure
 
 DEPTH = 6
 """How deep objects inside objects are looked at."""
@@ -165,14 +163,6 @@ def under_way(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> 
         moves.finish_dispatch(pending)
         found["launched"] = len(recording.launches())
         return found
-
-
-def on_the_wire(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[list[str], Traffic, Traffic]:
-    """Return where the claimed bytes are not those that were counted, and both."""
-    with opened(group, case, assembly) as moves:
-        ids_TK, weights_TK = case.ids(rank), case.weights(rank)
-        claimed, counted = measure(moves, group, case.x(rank), weights_TK, ids_TK, capacity=case.capacity(rank))
-        return differences(claimed, counted), claimed, counted
 
 
 def sent_again(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[list[Event], list[Event], int]:

@@ -16,15 +16,10 @@ from torch.nn import functional as F
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.records import Traffic
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.runtime.communication.gather import all_gather, gather, reduce
 from moefw.runtime.communication.movement import finish
-from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, arrange
-
-LENGTH_BYTES, ID_BYTES, WEIGHT_BYTES = 16, 4, 4
-"""Bytes of a rank's token count and capacity, of a choice's expert id, and of its weight."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +28,6 @@ class _Gathered:
 
     num_tokens: int
     longest: int
-    top_k: int
     arrival: Arrival
 
 
@@ -62,7 +56,7 @@ class AllGatherDispatcher(Dispatcher):
             alignment=self.row_alignment,
             capacity=capacity,
         )
-        return DispatchPlan(detail=_Gathered(num_tokens, longest, ids_TK.shape[1], arrival))
+        return DispatchPlan(detail=_Gathered(num_tokens, longest, arrival))
 
     def _gather_ids(self, ids_TK: Tensor, capacity: int) -> tuple[Tensor, list[list[int]]]:
         """Return the choices of all ranks, padded to the longest rank, and each rank's token count and capacity."""
@@ -104,18 +98,3 @@ class AllGatherDispatcher(Dispatcher):
         """Drop the padding of shorter ranks."""
         (out_MD,) = finish(pending)
         return out_MD[: pending.detail.num_tokens]
-
-    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count the longest rank's tokens, sent to every rank each way."""
-        metadata: _Gathered = handle.plan.detail
-        everywhere = [metadata.longest] * self.experts.size
-        told = [LENGTH_BYTES + ID_BYTES * metadata.top_k * metadata.longest] * self.experts.size
-        hop, weights = (everywhere, everywhere), WEIGHT_BYTES * metadata.top_k
-        return traffic_of(
-            self.experts.rank,
-            [hop],
-            row_bytes=row_bytes,
-            weight_bytes=weights,
-            told=told,
-            codec=self.codec,
-        )

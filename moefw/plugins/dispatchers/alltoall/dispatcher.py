@@ -16,17 +16,14 @@ from torch.nn import functional as F
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.records import Traffic
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.alltoall.parts import Parts
 from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
-from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Groups, Slots, gather_sum, group_chunks, sort_slots
 
 Counts = Sequence[Sequence[int]]
 """Numbers of rows by rank and expert."""
-COUNT_BYTES, WEIGHT_BYTES = 8, 4
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +38,6 @@ class _Metadata:
     received: Splits
     parts: Parts | None
     groups: Groups
-    told: int
 
 
 @final
@@ -65,15 +61,14 @@ class AllToAllDispatcher(Dispatcher):
         if experts.group is None:
             rows = slots.counts.tolist() if counts is None else counts[experts.rank]
             groups = group_chunks([rows], self.row_alignment, slots.slot_R.device, capacity=capacity)
-            return DispatchPlan(detail=_Metadata(slots, [0], [0], None, groups, 0))
+            return DispatchPlan(detail=_Metadata(slots, [0], [0], None, groups))
         if counts is None:
             offered_Pe, asked_Pe, capacity = self._exchange_counts(slots.counts, capacity)
-            told = COUNT_BYTES * (experts.local_experts + 1)
         else:
             asked_Pe = [self._share(counts[rank], experts.rank) for rank in range(experts.size)]
             offered_Pe = [self._share(counts[experts.rank], rank) for rank in range(experts.size)]
-            capacity, told = capacity * experts.size, 0
-        return DispatchPlan(detail=self._way(slots, offered_Pe, asked_Pe, capacity, told))
+            capacity *= experts.size
+        return DispatchPlan(detail=self._way(slots, offered_Pe, asked_Pe, capacity))
 
     def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
         """Return the part of one rank's counts that concerns the experts of ``rank``."""
@@ -91,7 +86,7 @@ class AllToAllDispatcher(Dispatcher):
         offered, asked = ([of_rank[:-1] for of_rank in side] for side in both)
         return offered, asked, capacity
 
-    def _way(self, slots: Slots, offered: Counts, asked: Counts, capacity: int, told: int) -> _Metadata:
+    def _way(self, slots: Slots, offered: Counts, asked: Counts, capacity: int) -> _Metadata:
         """Return the metadata. Rows travel between ranks of the same part, which then share them with other parts."""
         experts, device = self.experts, slots.slot_R.device
         part = experts.rank % experts.etp
@@ -107,7 +102,7 @@ class AllToAllDispatcher(Dispatcher):
             order=sorted(range(experts.size), key=arrival.__getitem__) if experts.etp > 1 else None,
         )
         parts = Parts.of(experts, [sum(rows) for rows in asked]) if experts.etp > 1 else None
-        return _Metadata(slots, sent, received, parts, groups, told)
+        return _Metadata(slots, sent, received, parts, groups)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, expert), and its weight."""
@@ -144,19 +139,3 @@ class AllToAllDispatcher(Dispatcher):
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
         return gather_sum(rows_ND, metadata.slots.rows)
-
-    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count the (token, expert) pairs, and once more for every further part of an expert."""
-        metadata: _Metadata = handle.plan.detail
-        size = self.experts.size
-        hops = [(metadata.sent, metadata.received)]
-        hops += [(metadata.parts.sent, metadata.parts.received)] if metadata.parts else []
-        told = [metadata.told] * size
-        return traffic_of(
-            self.experts.rank,
-            hops,
-            row_bytes=row_bytes,
-            weight_bytes=WEIGHT_BYTES,
-            told=told,
-            codec=self.codec,
-        )

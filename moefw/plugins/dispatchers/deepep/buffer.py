@@ -16,8 +16,6 @@ from moefw.runtime.communication.movement import Work
 BF16_BYTES = 2
 WEIGHTS_MULTIPLE = 8
 """Weights are padded to a multiple of this, 32 bytes: the kernel moves half rows in units of 16 bytes."""
-INTRANODE_HANDLE = 6
-"""Number of items of a handle inside one node. The first holds running sums of rows, ``[source, destination]``."""
 
 
 @final
@@ -25,7 +23,7 @@ class BufferWire(Wire):
     """One ``Buffer``, sized for the library's recommended configurations."""
 
     def __init__(self, module: Any, experts: ExpertGroup, shape: Shape) -> None:
-        self.experts, self.num_experts = experts, shape.num_experts
+        self.num_experts = shape.num_experts
         self.ids_dtype = getattr(module, "topk_idx_t", torch.int64)
         kind, ranks, row_bytes = module.Buffer, shape.ranks, BF16_BYTES * shape.model_dim
         configs = [kind.get_dispatch_config(ranks), kind.get_combine_config(ranks)]
@@ -70,14 +68,6 @@ class BufferWire(Wire):
         weights_NK = sent[1] if len(sent) > 1 else None
         out_TD, out_TK, event = self.buffer.combine(sent[0], handle, topk_weights=weights_NK, async_finish=True)
         return [out_TD] if weights_NK is None else [out_TD, out_TK], [EventWork(event)]
-
-    def received(self, handle: Any) -> list[int]:
-        """Return the rows from each global rank, computed from the running sums in the handle."""
-        if len(handle) == INTRANODE_HANDLE:
-            ends: list[int] = handle[0][:, self.experts.rank].tolist()
-        else:
-            ends = handle[6].tolist()
-        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     def close(self) -> None:
         """Destroy the buffer."""

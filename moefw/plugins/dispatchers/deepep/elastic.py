@@ -23,7 +23,7 @@ class ElasticWire(Wire):
     """
 
     def __init__(self, module: Any, experts: ExpertGroup, shape: Shape, *, max_tokens: int) -> None:
-        self.experts, self.num_experts, self.max_tokens = experts, shape.num_experts, max_tokens
+        self.num_experts, self.max_tokens = shape.num_experts, max_tokens
         self.ids_dtype = getattr(module, "topk_idx_t", torch.int64)
         self.buffer = module.ElasticBuffer(
             experts.group,
@@ -67,12 +67,6 @@ class ElasticWire(Wire):
             sent[0], handle, topk_weights=weights_NK, async_with_compute_stream=True
         )
         return [out_TD] if weights_NK is None else [out_TD, out_TK], [EventWork(event)]
-
-    def received(self, handle: Any) -> list[int]:
-        """Count the received rows by source rank, from token numbers ``rank * max_tokens + token``."""
-        source_N = handle.recv_src_metadata[:, 0].long() // handle.num_max_tokens_per_rank
-        counts: list[int] = torch.bincount(source_N, minlength=self.experts.size).tolist()
-        return counts
 
     def close(self) -> None:
         """Destroy the buffer."""

@@ -18,14 +18,12 @@ from torch import Tensor
 import moefw
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
-from moefw.core.records import Traffic
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.probe import open_wire
-from moefw.plugins.dispatchers.deepep.torch_backend import COUNT_BYTES, ID_BYTES, WEIGHT_BYTES, TorchDeepEP
+from moefw.plugins.dispatchers.deepep.torch_backend import TorchDeepEP
 from moefw.plugins.dispatchers.deepep.wire import Moved, Wire
 from moefw.runtime.communication.movement import finish, start
-from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, arrange
 
 
@@ -49,7 +47,6 @@ class _Choices:
     """The choices of a movement. Each part of a tensor-parallel expert counts as an expert: ``ids_TK`` has K * etp."""
 
     ids_TK: Tensor
-    top_k: int
     capacity: int
 
 
@@ -88,7 +85,7 @@ class LibraryDeepEP(Dispatcher):
         experts, ids_TK = self.experts, routing.expert_ids_TK
         theirs_TK = experts.parts(ids_TK).to(self.wire.ids_dtype).contiguous()
         capacity = 0 if routing.capacity is None else self._sum(routing.capacity, ids_TK.device)
-        return DispatchPlan(detail=_Choices(theirs_TK, ids_TK.shape[1], capacity))
+        return DispatchPlan(detail=_Choices(theirs_TK, capacity))
 
     def _sum(self, capacity: int, device: torch.device) -> int:
         total = torch.tensor(capacity, device=device)
@@ -156,13 +153,3 @@ class LibraryDeepEP(Dispatcher):
         """Wait. The library has added up each token over its ranks."""
         (out_TD,) = finish(pending)
         return out_TD
-
-    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count the bytes that the algorithm must send, as the torch backend does. Reads from the device."""
-        experts, choices = self.experts, handle.plan.detail
-        local, ids_TK = experts.local_experts, choices.ids_TK.long()
-        sent = [int((ids_TK.div(local, rounding_mode="floor") == rank).any(1).sum()) for rank in range(experts.size)]
-        hop = (sent, self.wire.received(handle.detail.handle))
-        told = [COUNT_BYTES + ID_BYTES * choices.top_k * rows for rows in sent]
-        weight_bytes = WEIGHT_BYTES * choices.top_k
-        return traffic_of(experts.rank, [hop], row_bytes=row_bytes, weight_bytes=weight_bytes, told=told)

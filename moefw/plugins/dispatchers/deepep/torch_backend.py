@@ -14,15 +14,10 @@ from torch import Tensor
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.records import Traffic
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
-from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, RowMap, arrange, distinct, gather_sum, sort_slots
-
-ID_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 16
-"""Bytes of a choice's expert id, of its weight, and of the two numbers that each pair of ranks exchanges."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +28,6 @@ class _Metadata:
     sent: Splits
     received: Splits
     arrival: Arrival
-    top_k: int
 
 
 @final
@@ -56,7 +50,7 @@ class TorchDeepEP(Dispatcher):
         ids_NK = ids_TK.index_select(0, slots.rows.token_R).to(torch.int32)
         local_NK = exchange_now(ids_NK, sent, received, experts.group).long() - experts.first_expert
         arrival = arrange(local_NK, experts.local_experts, alignment=self.row_alignment, capacity=sum(capacities))
-        return DispatchPlan(detail=_Metadata(slots.rows, sent, received, arrival, ids_TK.shape[1]))
+        return DispatchPlan(detail=_Metadata(slots.rows, sent, received, arrival))
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, rank), and the weights of all its choices."""
@@ -89,17 +83,3 @@ class TorchDeepEP(Dispatcher):
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
         return gather_sum(rows_ND, metadata.rows)
-
-    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count the distinct (token, rank) pairs; combine sends only rows."""
-        metadata: _Metadata = handle.plan.detail
-        told = [COUNT_BYTES + ID_BYTES * metadata.top_k * rows for rows in metadata.sent]
-        hop, weights = (metadata.sent, metadata.received), WEIGHT_BYTES * metadata.top_k
-        return traffic_of(
-            self.experts.rank,
-            [hop],
-            row_bytes=row_bytes,
-            weight_bytes=weights,
-            told=told,
-            codec=self.codec,
-        )

@@ -69,9 +69,5 @@ class Wire(ABC):
         """Start a combine of rows, or of rows and weights, which are summed by token."""
 
     @abstractmethod
-    def received(self, handle: Any) -> list[int]:
-        """Return the number of rows received from each rank. Reads from the device."""
-
-    @abstractmethod
     def close(self) -> None:
         """Destroy the buffer; may be called twice."""

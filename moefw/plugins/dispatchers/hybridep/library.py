@@ -19,17 +19,14 @@ from torch.nn import functional as F
 import moefw
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
-from moefw.core.records import Traffic
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.hybridep.budget import Budget
-from moefw.plugins.dispatchers.hybridep.counted import WEIGHT_BYTES, both_hops, told_beforehand
 from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Shape
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 from moefw.plugins.dispatchers.hybridep.wire import COUNTS, OVERFLOW, HybridWire, Landed
 from moefw.runtime.communication.exchange import exchange_now
 from moefw.runtime.communication.movement import Work, finish, start
-from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Groups, group_chunks
 
 Moved = tuple[list[Tensor], list[Work]]
@@ -72,7 +69,6 @@ class _Choices:
     routing_TE: Tensor
     ids_TK: Tensor
     num_tokens: int
-    top_k: int
     alignment: int
     capacity: int
     budget: int | None
@@ -141,7 +137,6 @@ class LibraryHybridEP(Dispatcher):
             routing_TE,
             spread_TK,
             num_tokens,
-            top_k,
             alignment=1 if capacity else self.row_alignment,
             capacity=capacity,
             budget=None if budget is None else budget.rows(most * top_k * experts.etp, self.row_alignment),
@@ -265,14 +260,3 @@ class LibraryHybridEP(Dispatcher):
         """Drop the padding."""
         (out_TD,) = finish(pending)
         return out_TD[: pending.detail]
-
-    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count the bytes that the algorithm must send, as the torch backend does. Collective over the group."""
-        experts, choices = self.experts, handle.plan.detail
-        mine_TE, size = choices.routing_TE.to(torch.uint8), experts.size
-        lengths = [len(mine_TE)] * size
-        everyone = exchange_now(mine_TE.repeat(size, 1), lengths, lengths, experts.group)
-        hops = both_hops(everyone.view(size, len(mine_TE), size, -1).amax(-1), experts)
-        told = told_beforehand(experts, hops, choices.top_k)
-        weight_bytes = WEIGHT_BYTES * choices.top_k
-        return traffic_of(experts.rank, hops, row_bytes=row_bytes, weight_bytes=weight_bytes, told=told)

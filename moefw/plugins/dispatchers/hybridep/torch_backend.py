@@ -15,15 +15,12 @@ from torch import Tensor
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.records import Traffic
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.hybridep.budget import Budget
-from moefw.plugins.dispatchers.hybridep.counted import WEIGHT_BYTES, told_beforehand
 from moefw.plugins.dispatchers.hybridep.hops import Hop, Told, between_nodes, inside_the_node
 from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
 from moefw.runtime.communication.exchange import exchange, exchange_now
 from moefw.runtime.communication.movement import finish
-from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Arrival, arrange
 
 
@@ -34,7 +31,6 @@ class _Metadata:
     network: Hop
     node: Hop
     arrival: Arrival
-    top_k: int
     stats: Mapping[str, Tensor]
 
 
@@ -73,7 +69,7 @@ class TorchHybridEP(Dispatcher):
             source_N=sources,
         )
         stats = {} if budget is None else {budget.stat: torch.tensor(float(arrival.left_out), device=ids_TK.device)}
-        return DispatchPlan(detail=_Metadata(network, node, arrival, ids_TK.shape[1], stats))
+        return DispatchPlan(detail=_Metadata(network, node, arrival, stats))
 
     def _forward_ids(self, ids_NK: Tensor, hop: Hop) -> Tensor:
         ids = ids_NK.index_select(0, hop.rows.token_R).to(torch.int32)
@@ -109,16 +105,3 @@ class TorchHybridEP(Dispatcher):
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
         return metadata.network.add_up(rows_ND)
-
-    def traffic(self, handle: DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count the distinct (token, node) pairs, and inside nodes the distinct (token, rank) pairs."""
-        metadata: _Metadata = handle.plan.detail
-        hops = [(hop.sent, hop.received) for hop in (metadata.network, metadata.node)]
-        return traffic_of(
-            self.experts.rank,
-            hops,
-            row_bytes=row_bytes,
-            weight_bytes=WEIGHT_BYTES * metadata.top_k,
-            told=told_beforehand(self.experts, hops, metadata.top_k),
-            codec=self.codec,
-        )

@@ -11,15 +11,11 @@ from typing import final
 import moefw
 from attrs import frozen
 from moefw.core.context import ExpertGroup
-from moefw.core.records import Traffic
 from moefw.runtime.communication.exchange import exchange, exchange_now
 from moefw.runtime.communication.movement import finish
-from moefw.runtime.communication.traffic import traffic_of
 from moefw_kernels.permute import Groups, Slots, gather, gather_sum, group_chunks, sort_slots
 from torch import Tensor
 from torch.nn import functional as F
-
-COUNT_BYTES, WEIGHT_BYTES = 8, 4
 
 
 @frozen(kw_only=True, eq=False)
@@ -92,10 +88,3 @@ class SampleDispatcher(moefw.Dispatcher):
         metadata: Metadata = pending.detail
         (rows_ND,) = finish(pending)
         return gather_sum(rows_ND, metadata.slots.rows)
-
-    def traffic(self, handle: moefw.DispatchHandle, *, row_bytes: int) -> Traffic:
-        """Count one row per (token, part of an expert), and the counts that every rank sends to every other."""
-        metadata: Metadata = handle.plan.detail
-        told = [COUNT_BYTES * (self.experts.local_experts + 1)] * self.experts.size
-        hops = [(metadata.sent, metadata.received)]
-        return traffic_of(self.experts.rank, hops, row_bytes=row_bytes, weight_bytes=WEIGHT_BYTES, told=told)
