@@ -1,8 +1,9 @@
-"""``moefw plan``: the predicted memory of a rank, from the spec alone."""
+"""``moefw plan``: the predicted memory and work of a rank, from the spec alone."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 
 import click
@@ -16,7 +17,8 @@ from moefw.core.errors import MoefwError
 from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
 from moefw.training.folder import cache_dir
 
-GIB, MIB = 2**30, 2**20
+GIB, MIB, TERA = 2**30, 2**20, 10**12
+PHASES = ("forward", "recompute", "backward")
 PLANS = "plans"
 """The folder of ledgers in the cache."""
 
@@ -36,7 +38,9 @@ class Sheet:
 @click.option("--world", type=click.IntRange(min=1), help="Ranks to lay out over; by default the smallest that fits.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool) -> int:
-    """Predict the memory of a rank that trains as SPEC says, by category and by region, without a GPU.
+    """Predict the memory and the work of a rank that trains as SPEC says, without a GPU.
+
+    Memory is told by category and by region; --json tells the work by region, too.
 
     Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
@@ -63,7 +67,7 @@ def show(found: Ledger) -> None:
         click.echo()
         _print(console, sheet)
     if found.unknown:
-        click.echo(f"\nunknown here is what waits for backward, and the peak: {found.unknown}")
+        click.echo(f"\nunknown here is what waits for backward, the peak, and the work: {found.unknown}")
 
 
 def unit_for(peak_bytes: int) -> tuple[int, str]:
@@ -72,7 +76,7 @@ def unit_for(peak_bytes: int) -> tuple[int, str]:
 
 
 def sheets(found: Ledger) -> list[Sheet]:
-    """Return the tables of a ledger: by category, of the peak, and by region, over all layers of a kind."""
+    """Return the tables of a ledger: memory by category, at the peak and by region, work by pass, bytes by group."""
     held, peak, totals = found.held, found.peak, found.totals
     unit, name = unit_for(found.peak_bytes or held.device)
     rows = {
@@ -102,11 +106,38 @@ def sheets(found: Ledger) -> list[Sheet]:
         category,
         Sheet("peak", (f"the peak is in {peak.place}", name), [(row, _size(n, unit)) for row, n in parts.items() if n]),
         Sheet("region", head, [*regions, total]),
+        *(sheet for sheet in (_work(found), _sent(found)) if sheet.rows),
     ]
 
 
 def _region(row: RegionTotals, unit: int) -> tuple[str, ...]:
     return (row.kind, row.region, str(row.layers), *(_size(getattr(row, column), unit) for column in COLUMNS))
+
+
+def _work(found: Ledger) -> Sheet:
+    rows = []
+    for phase in PHASES:
+        work = [one for one in found.work if one.phase == phase]
+        tera = sum(one.layers * product.flops for one in work for product in one.products) / TERA
+        operators, nbytes = (sum(one.layers * getattr(one, name) for one in work) for name in ("operators", "nbytes"))
+        if work:
+            rows.append((phase, f"{tera:.3g}", str(operators), f"{nbytes / GIB:.3g}"))
+    head = ("work of a micro-batch", "products, TFLOP", "other operators", "they read and write, GiB")
+    return Sheet("work", head, rows)
+
+
+def _sent(found: Ledger) -> Sheet:
+    links: dict[tuple[str, str, str], Counter[str]] = {}
+    for work in found.work:
+        for one in work.transfers:
+            times = work.layers * one.times
+            counts = {"times": times, "node": times * one.node, "network": times * one.network}
+            links.setdefault((one.group, str(one.ranks), one.kind), Counter()).update(counts)
+    rows = [
+        (*key, str(n["times"]), *(f"{n[link] / MIB:.2f}" for link in ("node", "network"))) for key, n in links.items()
+    ]
+    head = ("sent in a micro-batch over", "ranks", "as", "number", "inside the node, MiB", "between nodes, MiB")
+    return Sheet("sent", head, rows)
 
 
 def _size(nbytes: int, unit: int) -> str:

@@ -7,7 +7,6 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from attrs import asdict
@@ -23,9 +22,6 @@ from moefw.training.folder import cache_dir, checkpoint_dirs, run_folder
 from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run_local_ranks
 from moefw.training.resume import candidates, read_which
 from moefw.training.world import ALONE, place_from_environment, restarted
-
-if TYPE_CHECKING:
-    from moefw.testing.measured import Measured
 
 RESUME = """Continue from a checkpoint of run.dir: the last one, or --resume=last-good (the newest that is whole),
 --resume=N (that of step N), --resume=auto (the last one; start anew where there is none)."""
@@ -120,12 +116,8 @@ def _open_ledger(assembly: Assembly) -> None:
         from moefw.testing.measured import measure
 
         measured = measure(assembly)
-        write(assembly, measured={**asdict(measured, recurse=False), **_plain(measured)})
+        plain = {"saved": measured.saved_bytes, "regions": measured.by_region(), "peak_place": str(measured.peak_place)}
+        write(assembly, measured={**asdict(measured), **plain})
         unit, name = unit_for(measured.peak)
         saved, peak = measured.saved_bytes / unit, measured.peak / unit
         click.echo(f"measured without values: saved {saved:.3f}, peak {peak:.3f} {name} in {measured.peak_place}")
-
-
-def _plain(measured: Measured) -> dict[str, object]:
-    """Return the values that JSON cannot represent: tensors by region, and places in words."""
-    return {"saved": measured.saved_bytes, "regions": measured.by_region(), "peak_place": str(measured.peak_place)}

@@ -7,7 +7,7 @@ gathered ahead, and the input of a reduction stays until the next reduction.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any, Literal, TypeVar, final
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side
+from moefw.planner.operations import Operations
 from moefw.recording.recorder import GATHERED, PARAMETERS, Recorder
 from moefw.runtime.memory.dropped import in_backward
 from moefw.runtime.parallel.pieces import even_dim
@@ -32,8 +33,8 @@ class Gathering:
     ``shards``: the shape of this rank's shard of each parameter.
     """
 
-    def __init__(self, layout: Layout, recorder: Recorder) -> None:
-        self.layout, self.recorder = layout, recorder
+    def __init__(self, layout: Layout, recorder: Recorder, operations: Operations) -> None:
+        self.layout, self.recorder, self.operations = layout, recorder, operations
         self.units: list[Unit] = []
         self.root_unit: Unit | None = None
         self.shards: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -75,7 +76,7 @@ class Gathering:
         rows = self.layout.plan.copies(self.layout.rank, side)
         if len(rows[0]) == 1:
             return None
-        unit = Unit(self, shards=len(rows[0]), copies=len(rows))
+        unit = Unit(self, rows)
         for path, owner in module.named_modules():
             for key, parameter in [*owner.named_parameters(recurse=False)]:
                 if parameter in apart or parameter in self.shards:
@@ -119,13 +120,14 @@ State = Literal["idle", "forward", "backward", "done"]
 
 @final
 class Unit:
-    """Parameters that are gathered together over ``shards`` ranks; ``copies`` such groups hold the same.
+    """Parameters that are gathered together over the ranks of a row; each of the ``rows`` holds the same.
 
     ``elements``: of all shards, padded. ``grads``: the gradients of this rank's shard, fp32.
     """
 
-    def __init__(self, sharding: Gathering, *, shards: int, copies: int) -> None:
-        self.sharding, self.shards, self.copies = sharding, shards, copies
+    def __init__(self, sharding: Gathering, rows: Sequence[Sequence[int]]) -> None:
+        self.sharding, self.shards = sharding, len(rows[0])
+        self.sharing, self.copying = rows[0], [row[0] for row in rows]
         self.order = _Order(self)
         self.parameters: list[nn.Parameter] = []
         self.elements = 0
@@ -223,12 +225,19 @@ class Unit:
         for at in range(len(grads)):
             if even_dim(grads[at].shape, self.shards):
                 grads[at] = torch.empty_like(grads[at])
+                self.sharding.operations.moved(2 * grads[at].nbytes)
         self.order.reduced = torch.empty(self.elements)
+        self.sharding.operations.moved(sum(grad.nbytes for grad in grads) + self.order.reduced.nbytes)
         grads.clear()
         reduced = torch.empty(self.elements // self.shards)
-        self._reduced = reduced if self.copies > 1 else None
+        self.sharding.operations.sent_to_all("reduce-scatter", self.sharing, reduced.nbytes)
+        if len(self.copying) > 1:
+            self._reduced = reduced
+            self.sharding.operations.sent_to_all("all-reduce", self.copying, reduced.nbytes)
         if self.grads is None:
             self.grads = reduced
+        else:
+            self.sharding.operations.moved(3 * reduced.nbytes)
 
     def end(self) -> None:
         """End the backward of the model."""
@@ -257,12 +266,16 @@ class Unit:
             self.order.gathered = None
         self._places = self._buffer(self._nbytes)
         self._buffer(self._reordered)
+        self.sharding.operations.moved(2 * (self._nbytes + self._reordered))
         if in_forward:
             self.order.gathered = arrived
 
     def _all_gather(self) -> Tensor:
         cast = self._buffer(self._cast)
         arrived = self._buffer(self._nbytes)
+        sent = self._nbytes // self.shards
+        self.sharding.operations.moved(2 * sent + 3 * self._cast)
+        self.sharding.operations.sent_to_all("all-gather", self.sharing, sent)
         del cast
         return arrived
 

@@ -61,7 +61,7 @@ def _ledger(assembly: Assembly, count: int) -> Ledger:
         found = _with_held(batch, layout, shared, count)
         step = Peak(place="optimizer", saved=0, gathered=0, passing=found.held.step_passing)
         peak = max(usage.peak(found.held.gradients), step, key=lambda one: one.total)
-        return evolve(found, regions=regions, pools=pools, peak=peak)
+        return evolve(found, regions=regions, work=tuple(batch.work()), pools=pools, peak=peak)
 
 
 def _held(assembly: Assembly, count: int) -> Ledger:

@@ -20,6 +20,8 @@ from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
 from moefw.planner.gathering import Gathering, Unit
 from moefw.planner.layers import InPhases, RunLayer, run_layers
+from moefw.planner.operations import Operations
+from moefw.planner.report import Work
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, PARAMETERS, Life, Recorder
 
@@ -44,6 +46,7 @@ class MicroBatch:
         self, assembly: Assembly, layout: Layout, shared: Shared, recorder: Recorder, *, gradients: bool
     ) -> None:
         self.assembly, self.recorder = assembly, recorder
+        self.operations = Operations(recorder, layout)
         self.sharding: Gathering | None = None
         self.model: Any = build_model(
             assembly, layout, torch.device("cpu"), shared, shard_by=self._shard_by, watch=recorder.places
@@ -52,6 +55,7 @@ class MicroBatch:
         self.layers = run_layers(assembly) if isinstance(self.model, InPhases) else every
         self._began: list[int] = []
         self._done: list[int] = []
+        self.operations.learn_weights(self.model)
         recorder.label(self.model.parameters(), PARAMETERS)
         recorder.label(self.model.buffers(), BUFFERS)
         if gradients:
@@ -62,7 +66,7 @@ class MicroBatch:
         self._loss: Tensor | None = None
 
     def _shard_by(self, layout: Layout) -> Any:
-        self.sharding = Gathering(layout, self.recorder)
+        self.sharding = Gathering(layout, self.recorder, self.operations)
         return self.sharding
 
     @property
@@ -78,7 +82,7 @@ class MicroBatch:
         """Run forward."""
         recorder, batch = self.recorder, self._batch()
         recorder.off_device.clear()
-        with recorder.places.phase("forward"):
+        with recorder.places.phase("forward"), self.operations:
             self._loss = self._forward(batch)
         self.turn = recorder.now
         self.offloaded.update(recorder.off_device)
@@ -88,7 +92,7 @@ class MicroBatch:
         recorder, loss = self.recorder, self._loss
         assert loss is not None, "forward comes before backward"
         self._loss = None
-        with recorder.places.phase("backward"):
+        with recorder.places.phase("backward"), self.operations:
             loss.backward()
             del loss
             for unit in self.units:
@@ -99,6 +103,10 @@ class MicroBatch:
         for life in recorder.alive(self.end):
             if life.began > self.begin and life.kind is None:
                 life.kind = POOL
+
+    def work(self) -> Iterator[Work]:
+        """Yield the operators that ran, by layer, region and pass."""
+        return self.operations.work({layer.number: 1 + layer.more for layer in self.layers})
 
     def _forward(self, batch: Batch) -> Tensor:
         model, root = self.model, self.sharding.root_unit if self.sharding else None

@@ -1,8 +1,9 @@
-"""The ledger: the memory of a rank, by category, by region and at its peak. Imports no torch."""
+"""The ledger: the memory of a rank, by category, by region and at its peak, and its work. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Final
 
 from attrs import asdict, fields, frozen
@@ -63,9 +64,64 @@ class Peak:
         return self.saved + self.gathered + self.passing + self.gradients
 
 
+@frozen
+class Product:
+    """``times`` products of matrices, or of ``groups`` of them: (m, k) with (k, n), ``shape`` (m, n, k).
+
+    m is the sum over the groups; for a gradient of grouped weights, k is. ``during``: ``fprop``, ``dgrad`` or
+    ``wgrad``. Attention's core counts as one: n is the length of the keys, k the widths that are multiplied.
+    """
+
+    operator: str
+    dtype: str
+    shape: tuple[int, int, int]
+    groups: int
+    during: str
+    times: int = 1
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of all: 2 m n k each. Causal attention does half of its."""
+        return 2 * prod(self.shape) * self.times
+
+
+@frozen
+class Transfer:
+    """``times`` collectives of one kind over a group of ``ranks``, and what this rank sends in each, in bytes.
+
+    ``group``: its axes. ``node`` and ``network``: inside the node and between nodes, counted as in
+    :mod:`moefw.testing.counting`.
+    """
+
+    kind: str
+    group: str
+    ranks: int
+    node: int
+    network: int
+    times: int = 1
+
+
+@frozen(kw_only=True)
+class Work:
+    """What a micro-batch does in a region of one layer, which stands for ``layers``; None: outside of layers.
+
+    ``phase``: ``forward``, ``backward``, or ``recompute``. ``operators``: all others, with the bytes that they read and
+    write, each by itself.
+    """
+
+    layer: int | None
+    layers: int
+    region: str
+    phase: str
+    products: tuple[Product, ...]
+    transfers: tuple[Transfer, ...]
+    operators: int
+    nbytes: int
+
+
 @frozen(kw_only=True)
 class Ledger:
-    """The memory of one rank in bytes; all ranks are alike.
+    """The memory of one rank in bytes, and its work; all ranks are alike.
 
     ``pools``: bytes that policies keep from step to step. ``peak`` is None if a part cannot run on this machine;
     ``unknown`` is the reason, and only ``held`` is known.
@@ -76,6 +132,7 @@ class Ledger:
     tokens: int
     held: Held
     regions: tuple[RegionTotals, ...] = ()
+    work: tuple[Work, ...] = ()
     pools: int = 0
     peak: Peak | None = None
     unknown: str = ""
@@ -99,4 +156,10 @@ class Ledger:
         """Return the ledger of :meth:`to_data`."""
         known = {field.name: data[field.name] for field in fields(cls)}
         known |= {"held": Held(**data["held"]), "peak": data["peak"] and Peak(**data["peak"])}
-        return cls(**known | {"regions": tuple(RegionTotals(**row) for row in data["regions"])})
+        known |= {"regions": tuple(RegionTotals(**row) for row in data["regions"])}
+        return cls(**known | {"work": tuple(_work_of(row) for row in data["work"])})
+
+
+def _work_of(data: Mapping[str, Any]) -> Work:
+    products = tuple(Product(**{**row, "shape": tuple(row["shape"])}) for row in data["products"])
+    return Work(**{**data, "products": products, "transfers": tuple(Transfer(**row) for row in data["transfers"])})

@@ -60,6 +60,16 @@ class Places:
             return evolve(self._of_node(), phase=self._phase)
         return Place(self._phase)
 
+    @property
+    def runs_again(self) -> bool:
+        """Whether backward runs the forward of a region again."""
+        return self._phase == "backward" and bool(self._inside)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self._phase == "backward" and not self._inside
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Enter a phase. In ``forward``, saved tensors are reported."""

@@ -120,7 +120,16 @@ def _ledger_of(count: int) -> Ledger:
     held = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers", "batch", "host", "step_passing"), 8)
     peak = {"place": "forward", "saved": 1, "gathered": 2, "passing": 3, "gradients": -1}
     row = {"kind": "moe", "region": "router", "layers": 2, "saved": 5}
-    data = {"world": 1, "tokens": 4, "pools": 0, "unknown": "", "held": held, "peak": peak, "regions": [row]}
+    data = {
+        "world": 1,
+        "tokens": 4,
+        "pools": 0,
+        "unknown": "",
+        "held": held,
+        "peak": peak,
+        "regions": [row],
+        "work": [],
+    }
     return Ledger.of_data({**data, "micro_batches": count})
 
 

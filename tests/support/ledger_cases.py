@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -26,6 +27,7 @@ from moefw.core.contracts import MemoryPolicy
 from moefw.core.plugin import MemoryPlugin
 from moefw.core.site import Machine
 from moefw.planner import Ledger, ledger
+from moefw.planner.report import Work
 from moefw.testing.measured import Measured, measure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_dispatcher"
@@ -215,6 +217,24 @@ def check_held(found: Ledger, measured: Measured) -> None:
     assert measured.held["other"] == pytest.approx(held.batch, abs=SCALARS)
 
 
+def in_all(work: Iterable[Work], name: str, micro_batches: int = 1) -> Counter[tuple[str, Any]]:
+    """Return how often each product or transfer happens, by phase, in all layers and micro-batches."""
+    found: Counter[tuple[str, Any]] = Counter()
+    for one in work:
+        for done in getattr(one, name):
+            found[one.phase, evolve(done, times=1)] += one.layers * done.times * micro_batches
+    return found
+
+
+def check_work(found: Ledger, measured: Measured) -> None:
+    """The ledger's micro-batch adds its gradients to those of an earlier one; the first measured one finds none."""
+    for name in ("products", "transfers"):
+        assert in_all(found.work, name, found.micro_batches) == in_all(measured.work, name)
+    for phase, allowed in {"forward": 0.002, "backward": 0.08, "recompute": 0.002}.items():
+        nbytes = sum(one.layers * one.nbytes for one in found.work if one.phase == phase) * found.micro_batches
+        assert nbytes == pytest.approx(sum(one.nbytes for one in measured.work if one.phase == phase), rel=allowed)
+
+
 def check(assembly: Assembly) -> None:
     measured = measure(assembly)
     found = ledger(assembly, micro_batches=measured.micro_batches)
@@ -223,3 +243,4 @@ def check(assembly: Assembly) -> None:
     assert found.totals["saved"] + found.pools == pytest.approx(measured.saved_bytes, rel=SAVED)
     assert found.totals["offloaded"] == measured.off_device
     assert found.peak_bytes == pytest.approx(measured.peak, rel=PEAK), (found.peak, measured.peak_place)
+    check_work(found, measured)

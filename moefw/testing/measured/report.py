@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
+from moefw.planner.report import Work
 from moefw.recording.places import Place
 
 
@@ -50,6 +51,8 @@ class Measured:
     peak_held: Mapping[str, int]
     """Bytes by the kinds of ``held``; ``saved``: from a forward until its backward; ``gathered``: parameters from other
     ranks; ``passing``: the rest."""
+    work: tuple[Work, ...]
+    """Operators of forward and backward, of all micro-batches together."""
 
     @property
     def saved_bytes(self) -> int:

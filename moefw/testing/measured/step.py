@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, final
 
@@ -18,6 +18,7 @@ from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.stages import Batch
+from moefw.planner.operations import Operations
 from moefw.recording.even import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.patches import fsdp_told
@@ -76,6 +77,8 @@ class _Step:
 
     def __init__(self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder) -> None:
         self.assembly, self.layout, self.model, self.recorder = assembly, layout, model, recorder
+        self.operations = Operations(recorder, layout)
+        self.operations.learn_weights(model)
         train = assembly.spec.train
         self.optimizer: Any = assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr)
         self.engine = Engine(model, self.optimizer, layout, clip_norm=train.clip_norm)
@@ -122,7 +125,8 @@ class _Step:
     def _clock(self, section: str) -> Iterator[None]:
         recorder = self.recorder
         before = recorder.now
-        with recorder.places.phase(section):
+        watched = self.operations if section in ("forward", "backward") else nullcontext()
+        with recorder.places.phase(section), watched:
             yield
         if section == "forward":
             self.saved.append([life for life in recorder.alive(recorder.now) if life.began > before])
@@ -148,6 +152,7 @@ class _Step:
             peak=recorder.peak_bytes,
             peak_place=recorder.peak_place,
             peak_held=self._at_peak(),
+            work=tuple(self.operations.work({})),
         )
 
     def _at_peak(self) -> dict[str, int]:
