@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from moefw.core.stages import Batch
-from moefw.models.row_keys import keyed
+from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.naming import canonical_parameters, initialise
 from moefw.testing.layer_case import LayerCase, build_layer
 

@@ -34,8 +34,7 @@ from attrs import asdict, frozen
 from soak_faults import KINDS, Planned, draw, flip_a_bit
 
 from moefw.commands import specs
-from moefw.testing.run_state import checkpoints, history, last_step, newest
-from moefw.testing.training_process import TRAIN, Ended, TrainingProcess
+from moefw.testing.training_process import TRAIN, Ended, TrainingProcess, checkpoints, history, last_step, newest
 from moefw.training.metrics import read_metrics
 
 SPEC = Path(__file__).with_name("soak.yaml")

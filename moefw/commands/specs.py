@@ -10,8 +10,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble
 from moefw.core.errors import SpecError
-from moefw.training.folder import TOKENIZER
-from moefw.training.spec_seal import check_seal
+from moefw.training.folder import TOKENIZER, check_seal
 
 
 def read(spec: str, overrides: Sequence[str], world: int | None = None) -> Assembly:

@@ -15,9 +15,9 @@ from moefw.core.stages import Batch, LayerStats, Output, stage
 from moefw.models.attention import Attention
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.modules import Linear, RMSNorm, SwiGLU, rope_table
-from moefw.models.row_keys import keyed
 from moefw.models.sizes import Sizes
 from moefw.models.tensor_parallel import TensorParallel
+from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.layer import Collected, MoELayer, Routed
 from moefw.runtime.phases import Phase, straight
 

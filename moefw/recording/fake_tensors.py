@@ -1,4 +1,4 @@
-"""Tensors without memory. Only indices, which a step reads on the host, have values."""
+"""One rank of a world of any size, on tensors without memory. Indices, which a step reads on the host, have values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.errors import ContractError
 from moefw.recording.collectives import WAIT, Collective, collective_of
-from moefw.recording.fake_world import fake_world
-from moefw.recording.patches import holds_dtensor
+from moefw.recording.patches import holds_dtensor, meshes_with_values
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
 """Dtypes of tokens, experts, counts, places and masks. Tensors of other dtypes have no values."""
+
+
+@contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """Act as ``rank`` of ``world`` ranks. Collectives do nothing; tensors made inside have shapes but no values.
+
+    Code that reads a value on the host fails, so code that runs needs no such read on a device either.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        with meshes_with_values(), FakeTensorMode():
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

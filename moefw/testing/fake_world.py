@@ -16,7 +16,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
-from moefw.recording.fake_world import fake_world
+from moefw.recording.fake_tensors import fake_world
 from moefw.runtime.naming import by_parameter, expert_parameters
 from moefw.runtime.parallel.gradients import split_axis
 from moefw.runtime.parallel.pieces import local

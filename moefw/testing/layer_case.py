@@ -26,8 +26,8 @@ from moefw.core.records import Canonical
 from moefw.core.site import Machine
 from moefw.core.stages import Batch, ExpertBatch, LayerStats, Routing
 from moefw.models.modules import SwiGLU
-from moefw.models.row_keys import SALT
 from moefw.models.tensor_parallel import TensorParallel
+from moefw.runtime.compute.row_keys import SALT
 from moefw.runtime.layer import Collected, MoELayer
 from moefw.runtime.naming import by_parameter, canonical_parameters, expert_parameters, initialise
 from moefw.runtime.parallel.pieces import is_shared_out, whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,12 +11,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final, Self, final
+from typing import IO, Any, Final, Self, final
 
 from attrs import frozen
 
 from moefw.core.errors import ContractError
-from moefw.testing.run_state import last_step
+from moefw.training.folder import checkpoint_dirs
+from moefw.training.metrics import read_metrics
 
 TRAIN: Final = (sys.executable, "-m", "moefw", "train")
 ORPHANS_S: Final = 5.0
@@ -167,3 +169,51 @@ def _runs(pid: int) -> bool:
 def _all_of(file: IO[str]) -> str:
     file.seek(0)
     return file.read()
+
+
+TIMED = ("tokens_per_s",)
+"""Metrics that differ between two runs of the same steps."""
+_LAST_BYTES = 1 << 14
+
+
+def last_step(metrics: Path) -> int:
+    """Return the last step with a complete line in a ``metrics.jsonl``; 0 if there is none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return 0
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def history(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Return a run's metrics of each step, without times. Raises AssertionError if steps repeat or do not ascend."""
+    records = read_metrics(run_dir / "metrics.jsonl")
+    steps = [record["step"] for record in records]
+    assert steps == sorted(set(steps)), f"{run_dir}: the steps are {steps}"
+    return {record["step"]: {key: record[key] for key in record if key not in TIMED} for record in records}
+
+
+def newest(run_dir: Path) -> int:
+    """Return the step of the newest committed checkpoint of a run; 0 if there is none."""
+    return max((step for step, _ in checkpoint_dirs(run_dir)), default=0)
+
+
+def checkpoints(run_dir: Path) -> dict[int, dict[str, bytes]]:
+    """Return the tensors of each committed checkpoint by step."""
+    return {step: tensors(folder) for step, folder in checkpoint_dirs(run_dir)}
+
+
+def tensors(checkpoint: Path) -> dict[str, bytes]:
+    """Return every tensor of a checkpoint by name: dtype, shape and bits."""
+    found: dict[str, bytes] = {}
+    for shard in sorted(checkpoint.glob("*.safetensors")):
+        data = shard.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:begin]).items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                kind = f"{entry['dtype']} {entry['shape']} "
+                found[name] = kind.encode() + data[begin:][first:last]
+    return found

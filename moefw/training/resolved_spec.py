@@ -15,8 +15,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.spec.source import KeyPath, dotted, show
 from moefw.core.errors import PlanError, Problem
 from moefw.training.agreement import everywhere
-from moefw.training.folder import kept_spec
-from moefw.training.spec_seal import sealed
+from moefw.training.folder import kept_spec, sealed
 
 
 def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:

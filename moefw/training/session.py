@@ -1,4 +1,4 @@
-"""A session: this rank's process group, layout, data and model, opened and closed together."""
+"""A session: this rank's store, process group, layout, data and model, opened and closed together."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
@@ -24,12 +25,12 @@ from moefw.core.stages import Batch
 from moefw.runtime.naming import initialise
 from moefw.training.agreement import raise_together
 from moefw.training.errors import LostContactError
+from moefw.training.faults.board import meeting_folder
 from moefw.training.faults.patience import collective_timeout_s
 from moefw.training.faults.stamps import met, stamp
 from moefw.training.folder import cache_dir
-from moefw.training.rendezvous import meet
 from moefw.training.resolved_spec import agree_on_spec
-from moefw.training.world import Place, threads_of_a_rank
+from moefw.training.world import Place, rendezvous, threads_of_a_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,3 +172,20 @@ def _fitting(data: DataSource, assembly: Assembly) -> DataSource:
         what = f"the tokenizer has {data.vocab_size} ids and model.vocab_size is {room}."
         raise PlanError(what, f"Use model.vocab_size: {data.vocab_size}.")
     return data
+
+
+def meet(place: Place, *, timeout: timedelta) -> Store:
+    """Return the store of this run's ranks. Collective.
+
+    Ranks that moefw started share a file that no other user can open. Under torchrun they use the store of its agents,
+    with a separate prefix for each restart. Elsewhere rank 0 listens on ``MASTER_PORT``.
+    """
+    store: Store
+    if folder := meeting_folder():
+        store = FileStore(str(folder / "store"), place.world)
+    else:
+        found: Any = dist.rendezvous(rendezvous(), place.rank, place.world, timeout=timeout)  # type: ignore[attr-defined]
+        store, _, _ = next(found)
+        store = PrefixStore(f"moefw/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set_timeout(timeout)
+    return store

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefw.core.errors import MoefwError
-from moefw.plugins.dispatchers.hybridep.nodes import uneven_nodes
+from moefw.plugins.dispatchers.hybridep.limits import uneven_nodes
 from moefw.testing.given_routing import over_budget
 from moefw.testing.layer_case import LayerCase, assert_matches, received, solve, truth
 from moefw.testing.oracle import Rule

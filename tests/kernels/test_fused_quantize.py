@@ -19,13 +19,12 @@ from moefw.compose.build import Shared
 from moefw.core.contracts import Precision
 from moefw.core.records import RowGroups
 from moefw.core.stages import Routing
+from moefw.plugins.precision.quantized import encoders
 from moefw.plugins.precision.quantized import recipe as recipe_module
-from moefw.plugins.precision.quantized import wire
 from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProducts
-from moefw.plugins.precision.quantized.encoders import MX, Blockwise, Encoder
+from moefw.plugins.precision.quantized.encoders import MX, Blockwise, Encoder, PackedRows
 from moefw.plugins.precision.quantized.recipe import EmulatedRecipe, QuantizedRecipe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
-from moefw.plugins.precision.quantized.wire import PackedRows
 from moefw.runtime.communication.movement import finish, start, stay
 from moefw.testing.layer_case import DISPATCHERS, LayerCase, solve
 from moefw.testing.threads import thread_world
@@ -276,7 +275,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, called)
 
     watch(recipe_module, "swiglu_quantize")
-    watch(wire, "permute_quantize")
+    watch(encoders, "permute_quantize")
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fake_cuda import FakeCuda
-from moefw.plugins.memory.offload.host import host_memory
+from moefw.plugins.memory.offload.buffers import host_memory
 from moefw.plugins.memory.offload.policy import OffloadPolicy
 from moefw.plugins.memory.offload.pool import Pool
 from moefw.plugins.memory.offload.streams import CudaTransfers, PlainTransfers

@@ -18,8 +18,7 @@ import torch
 
 import moefw
 from memory_cases import model_case, offload, recompute
-from moefw.plugins.memory.offload.host import host_memory
-from moefw.plugins.memory.offload.nvme import UnnamedFiles
+from moefw.plugins.memory.offload.buffers import UnnamedFiles, host_memory
 from moefw.plugins.memory.offload.policy import OffloadPolicy
 from moefw.plugins.memory.offload.pool import Pool
 from moefw.plugins.memory.offload.streams import PlainTransfers

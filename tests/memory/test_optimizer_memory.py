@@ -17,14 +17,11 @@ import moefw
 from fake_cuda import FakeCuda
 from moefw.compose.optimizer import OptimizerUnderPolicies, TorchStates, build_optimizer
 from moefw.plugins.memory.offload import OptimizerOffload
-from moefw.plugins.memory.offload.host import STATES, host_memory
-from moefw.plugins.memory.offload.states import HostStates
-from moefw.plugins.memory.offload.states_streamed import StreamedStates
-from moefw.plugins.memory.offload.states_updated_there import StatesUpdatedThere
+from moefw.plugins.memory.offload.buffers import STATES, host_memory
+from moefw.plugins.memory.offload.states import HostStates, StatesUpdatedThere, StreamedStates
 from moefw.plugins.memory.offload.streams import CudaTransfers, PlainTransfers
 from moefw.plugins.memory.optimizer_bf16 import OptimizerBF16
-from moefw.plugins.memory.optimizer_bf16.rounding import draws, rounded
-from moefw.plugins.memory.optimizer_bf16.states import BF16Policy, BF16States
+from moefw.plugins.memory.optimizer_bf16.states import BF16Policy, BF16States, draws, rounded
 from moefw.runtime.memory.optimizer_states import OptimizerStates, StatePart, buckets, local_rows, numbers, origins
 from moefw.runtime.naming import by_parameter, canonical_parameters
 from moefw.runtime.parallel.pieces import local

@@ -18,9 +18,8 @@ from moefw.compose.build import Shared
 from moefw.core.stages import ExpertBatch
 from moefw.planner import ledger
 from moefw.plugins.memory.paged_stash import PagedStash
-from moefw.plugins.memory.paged_stash.order import CudaOrder, PlainOrder
 from moefw.plugins.memory.paged_stash.policy import StashPolicy
-from moefw.plugins.memory.paged_stash.stash import Stash
+from moefw.plugins.memory.paged_stash.stash import CudaOrder, PlainOrder, Stash
 from moefw.runtime.memory.static_rows import UNSAVED, StaticRows, computing_on
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.pool import RankPool

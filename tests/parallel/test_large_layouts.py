@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from moefw.recording.fake_world import fake_world
+from moefw.recording.fake_tensors import fake_world
 from moefw.testing.fake_world import FakeStep, fake_assembly, fake_step
 from python_lines import at_most
 

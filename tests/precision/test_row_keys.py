@@ -11,7 +11,7 @@ import torch
 
 import nvfp4_oracle as oracle
 from moefw.core.stages import ExpertBatch
-from moefw.models.row_keys import keyed
+from moefw.runtime.compute.row_keys import keyed
 from moefw.testing.layer_case import DISPATCHERS, LayerCase, this_rank
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model

@@ -10,8 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
-from moefw.testing.run_state import checkpoints, history, newest
-from moefw.testing.training_process import TRAIN, TrainingProcess
+from moefw.testing.training_process import TRAIN, TrainingProcess, checkpoints, history, newest
 
 EVERY, STEPS = 6, 260
 """Steps between checkpoints, and of the run: enough for twenty starts of at most ``2 * EVERY`` steps each."""

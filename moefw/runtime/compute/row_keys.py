@@ -1,4 +1,4 @@
-"""Keys of experts' rows, from which random draws start. The key of a token follows its rows to the experts.
+"""Keys of tokens and of experts' rows, from which random draws start. A token's key follows its rows to the experts.
 
 A token's key is a hash of (seed of the sequence, position), so every layout, dispatcher and recompute draws the same
 numbers for a row. All sequences of a run have different seeds, so each step draws new numbers.
@@ -13,15 +13,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.stages import DispatchHandle, ExpertBatch
+from moefw.core.stages import Batch, DispatchHandle, ExpertBatch
+from moefw_kernels.random import token_keys
 
 if TYPE_CHECKING:
     from moefw.core.contracts import Dispatcher
 
+SALT: Final = -1
+"""Salt of these keys. Routers use the number of their layer as salt."""
 PER_KEY: Final = 4
 """Number of bf16 columns that a key fills."""
 APART: Final = 0x1E3779B97F4A7C15
 """An odd number. Its multiples by the expert's number make the keys of a token's rows differ before they are hashed."""
+
+
+def keyed(batch: Batch) -> Batch:
+    """Return the batch with a key for each flattened token, or the batch itself if it has no seeds."""
+    if batch.seeds_B is None:
+        return batch
+    return replace(batch, keys_T=token_keys(batch.seeds_B, batch.ids_BS.shape[1], salt=SALT))
 
 
 @torch.no_grad()

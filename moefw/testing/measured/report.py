@@ -66,11 +66,3 @@ class Measured:
             if layer is None or one.place.layer == layer:
                 found["weights" if one.weights else one.place.region] += one.nbytes
         return dict(found)
-
-    def made_by_region(self, layer: int | None = None) -> dict[str, int]:
-        """Return the same bytes by the region that made them."""
-        found: Counter[str] = Counter()
-        for one in self.saved:
-            if layer is None or one.made_in.layer == layer:
-                found["weights" if one.weights else one.made_in.region] += one.nbytes
-        return dict(found)

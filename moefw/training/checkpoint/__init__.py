@@ -3,8 +3,7 @@
 Names do not depend on the layout, so a checkpoint loads into any layout of the same model.
 """
 
-from moefw.training.checkpoint.agreed import choose_together
-from moefw.training.checkpoint.choice import Chosen, choose
+from moefw.training.checkpoint.choice import Chosen, choose, choose_together
 from moefw.training.checkpoint.commit import set_aside_after
 from moefw.training.checkpoint.loading import load
 from moefw.training.checkpoint.manifest import Manifest, Origin

@@ -1,4 +1,7 @@
-"""Saving a checkpoint: every rank writes a share of the tensors, under names that do not depend on the layout."""
+"""Saving a checkpoint: every rank writes a share of the tensors, under names that do not depend on the layout.
+
+Nothing is saved that is not finite: no run could continue from it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
-from moefw.runtime.naming import by_parameter, expert_parameters, joined, states
+from moefw.core.errors import RunError
+from moefw.core.records import Canonical
+from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors, states
 from moefw.runtime.parallel.gradients import copied_over, split_axis
-from moefw.runtime.parallel.pieces import whole
+from moefw.runtime.parallel.pieces import is_shared_out, local, stored, whole
 from moefw.training.agreement import everywhere
 from moefw.training.checkpoint.commit import begin, commit, prune, sync
-from moefw.training.checkpoint.finite import require_finite
 from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
-from moefw.training.checkpoint.shards import described
+from moefw.training.checkpoint.shards import described, is_finite, words
 from moefw.training.errors import NotWrittenError
 from moefw.training.faults.stamps import stamp
+from moefw.training.folder import checkpoint_dirs
 from moefw.training.meters import HOLDERS
 
 
@@ -114,3 +119,37 @@ def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[A
         what = f"{scratch.stem} could not be saved: {reason} (on rank {rank})."
         raise NotWrittenError(what, "Earlier checkpoints are untouched: mend that and continue with --resume.")
     return [answer for answer, _ in answers]
+
+
+def require_finite(
+    run_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout
+) -> None:
+    """Raise RunError on every rank if one of them would save a non-finite value. Collective."""
+    found = everywhere(_first_bad(model, optimizer), layout.host_group())
+    bad = [(rank, name) for rank, name in enumerate(found) if name is not None]
+    if bad:
+        rank, name = bad[0]
+        others = f" (and on ranks {[rank for rank, _ in bad[1:]]})" if len(bad) > 1 else ""
+        what = f"step {step} is not saved: {words(name)} is not finite on rank {rank}{others}."
+        earlier = checkpoint_dirs(run_dir)
+        raise RunError(what, "Go back with --resume=last-good." if earlier else "There is no earlier checkpoint.")
+
+
+def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name of the first tensor on this rank, of its own copies and shards, that holds NaN or infinity."""
+    for parameter, pieces in by_parameter(model):
+        states = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        for kind, held in {"model": parameter.detach(), **states}.items():
+            if not is_finite(local(held)):
+                return f"{kind}/{_bad_piece(held, pieces)}"
+    return next((f"state/{name}" for name, held in state_tensors(model).items() if not is_finite(held)), None)
+
+
+def _bad_piece(held: Tensor, pieces: Sequence[Canonical]) -> str:
+    """Return the name of the non-finite piece of a parameter, or of a tensor of its shape."""
+    values = held
+    if is_shared_out(held):
+        values = torch.zeros(held.shape, dtype=held.dtype, device=local(held).device)
+        stored(held, values).copy_(local(held))
+    named = (piece.name for piece in pieces if values.dim() and not is_finite(piece.of(values)))
+    return next(named, pieces[0].name)

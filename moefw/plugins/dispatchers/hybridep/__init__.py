@@ -12,9 +12,15 @@ import moefw
 from moefw.core.contracts import LayoutPlan
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
-from moefw.plugins.dispatchers.hybridep.budget import Budget
-from moefw.plugins.dispatchers.hybridep.limits import INSTALL, PACKAGE, Shape, limits
-from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node, uneven_nodes
+from moefw.plugins.dispatchers.hybridep.limits import (
+    INSTALL,
+    PACKAGE,
+    Budget,
+    Shape,
+    limits,
+    ranks_per_node,
+    uneven_nodes,
+)
 from moefw.plugins.dispatchers.library_option import CallsLibrary
 
 

@@ -20,9 +20,7 @@ import moefw
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.plugins.dispatchers.hybridep.budget import Budget
-from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Shape
-from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
+from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Budget, Shape, ranks_per_node
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 from moefw.plugins.dispatchers.hybridep.wire import COUNTS, OVERFLOW, HybridWire, Landed
 from moefw.runtime.communication.exchange import exchange_now

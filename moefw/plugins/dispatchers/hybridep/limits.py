@@ -1,11 +1,14 @@
-"""Limits of DeepEP's HybridEP, checked before a run starts. Pure: needs neither torch nor the library.
+"""Limits of HybridEP, checked before a run starts: those of DeepEP's library, of nodes, and the budget of rows.
 
-Taken from ``is_valid`` and the assertions of ``csrc/hybrid_ep`` (branch hybrid-ep, July 2026).
+Pure: needs neither torch nor the library. The library's are from ``is_valid`` and the assertions of
+``csrc/hybrid_ep`` (branch hybrid-ep, July 2026).
 """
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from collections.abc import Sequence
+from typing import Final, Literal
 
 from attrs import frozen
 
@@ -66,3 +69,39 @@ def _in_a_node(shape: Shape, node_ranks: int, max_tokens: int | None) -> list[st
     if shape.ranks > node_ranks and (max_tokens or 0) > MAX_TOKENS_BETWEEN_NODES:
         found.append(f"a rank sends at most {MAX_TOKENS_BETWEEN_NODES} tokens between nodes, not {max_tokens}")
     return found
+
+
+def ranks_per_node(nodes: Sequence[int]) -> int:
+    """Return the number of the group's ranks on each node, given the node of each rank."""
+    return nodes.count(nodes[0])
+
+
+def uneven_nodes(nodes: Sequence[int]) -> moefw.Problem | None:
+    """Return a problem if nodes hold unequal numbers of the group's ranks, or a node's ranks are not consecutive."""
+    each = ranks_per_node(nodes)
+    even = [nodes[first] for first in range(0, len(nodes), each) for _ in range(each)]
+    if list(nodes) == even[: len(nodes)] and len(nodes) % each == 0 and len(set(nodes)) == len(nodes) // each:
+        return None
+    wants = "hybridep wants equally many ranks of each expert-parallel group on every node"
+    what = f"{wants}; with the layout's ranks_per_node they lie on {list(nodes)}."
+    return moefw.Problem(what, "Use an ep x etp that fills whole nodes or divides one.")
+
+
+@frozen
+class Budget:
+    """``rank_capacity`` times the rows of a rank under balanced load.
+
+    Rows beyond it are dropped. ``on_overflow`` rerun reports that some were dropped, drop reports how many.
+    """
+
+    rank_capacity: float
+    on_overflow: Literal["rerun", "drop"]
+
+    @property
+    def stat(self) -> str:
+        """The statistic that reports dropped rows."""
+        return "dropped_rows" if self.on_overflow == "drop" else "overflow"
+
+    def rows(self, choices: int, alignment: int) -> int:
+        """Return the number of rows, given the choices of the rank with the most tokens, rounded up to alignment."""
+        return -(-math.ceil(self.rank_capacity * choices) // alignment) * alignment

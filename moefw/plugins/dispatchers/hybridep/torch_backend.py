@@ -16,9 +16,8 @@ from torch import Tensor
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.plugins.dispatchers.hybridep.budget import Budget
 from moefw.plugins.dispatchers.hybridep.hops import Hop, Told, between_nodes, inside_the_node
-from moefw.plugins.dispatchers.hybridep.nodes import ranks_per_node
+from moefw.plugins.dispatchers.hybridep.limits import Budget, ranks_per_node
 from moefw.runtime.communication.exchange import exchange, exchange_now
 from moefw.runtime.communication.movement import finish
 from moefw_kernels.permute import Arrival, arrange

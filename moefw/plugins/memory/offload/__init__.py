@@ -69,8 +69,8 @@ class OptimizerOffload(OptimizerMemoryPlugin):
 
     def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:
         """Return the policy."""
-        from moefw.plugins.memory.offload.host import STATES, host_memory
-        from moefw.plugins.memory.offload.states_policy import OffloadStatesPolicy
+        from moefw.plugins.memory.offload.buffers import STATES, host_memory
+        from moefw.plugins.memory.offload.states import OffloadStatesPolicy
         from moefw.plugins.memory.offload.streams import open_transfers
 
         transfers = context.shared(self.name, lambda: open_transfers(context.device))

@@ -11,8 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moefw.plugins.memory.offload.host import host_memory
-from moefw.plugins.memory.offload.nvme import UnnamedFiles
+from moefw.plugins.memory.offload.buffers import UnnamedFiles, host_memory
 from moefw.plugins.memory.offload.span import Span
 from moefw.plugins.memory.offload.streams import Transfers, open_transfers
 from moefw.runtime.memory.host import without_memory

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
-from moefw.plugins.memory.optimizer_bf16.rounding import DROPPED_BITS, WORDS, draws, rounded
-from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets
+from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets, numbers
+from moefw_kernels.random import stream
+
+DROPPED_BITS: Final = 16
+"""Number of bits by which fp32 is longer than bf16."""
+_DROPPED: Final = (1 << DROPPED_BITS) - 1
+WORDS: Final = 64 // DROPPED_BITS
+"""Number of states that are rounded with the 64 bits drawn for an element."""
+
+
+def draws(part: StatePart, number: int) -> Tensor:
+    """Return 64 random bits for each element of a part, int64, in draw ``number``.
+
+    They depend on the seed, the step, the draw, and the element's place in the named tensor, which no layout changes.
+    """
+    bits = torch.zeros(part.parameter.shape, dtype=torch.int64, device=part.parameter.device)
+    for origin in part.origins:
+        key = hashlib.sha256(f"{part.seed}:{part.step}:{number}:{origin.name}".encode()).digest()
+        bits[origin.box] = stream(int.from_bytes(key[:8], "big"), numbers(origin, bits.device))
+    return bits
+
+
+def rounded(x: Tensor, bits: Tensor) -> Tensor:
+    """Return fp32 ``x`` in bf16, rounded up in magnitude where the low 16 of the random ``bits`` (int64) carry.
+
+    Values that bf16 represents exactly, and values that are not finite, do not change.
+    """
+    carried = (x.view(torch.int32) + (bits & _DROPPED).to(torch.int32)) & ~_DROPPED
+    return torch.where(x.isfinite(), carried.view(torch.float32), x).to(torch.bfloat16)
+
 
 ELEMENTS = 1 << 24
 """Number of elements that are in fp32 at a time: 64 MiB per state."""

@@ -1,21 +1,80 @@
-"""The pools of a process, and the rows in their pages. Only the device knows which pages are free."""
+"""The pools of a process, the order of their uses, and the rows in their pages.
+
+Only the device knows which pages are free. GPU streams that share pools wait for each other; the host does not wait.
+"""
 
 from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
-from typing import final
+from typing import Any, Final, final
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from moefw.core.errors import RunError
-from moefw.plugins.memory.paged_stash.order import Order, open_order
-from moefw.plugins.memory.paged_stash.pages import num_pages
 from moefw.runtime.memory.host import in_host_memory, without_memory
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
+
+
+class Order(ABC):
+    """Orders work on the current stream behind work that was started before."""
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Make the current stream the next user."""
+
+    @abstractmethod
+    def lend(self, tensor: Tensor) -> None:
+        """Keep a tensor's memory from reuse until the current stream has used it. The caller then drops the tensor."""
+
+
+@final
+class PlainOrder(Order):
+    """Order on a CPU, which has no streams."""
+
+    def enter(self) -> None:
+        """Do nothing: work runs in order."""
+
+    def lend(self, tensor: Tensor) -> None:
+        """Do nothing: the tensor has been used."""
+
+
+@final
+class CudaOrder(Order):
+    """Waits only where the stream changes. ``cuda`` is ``torch.cuda``, or a test double."""
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        self._last: Any = None
+
+    def enter(self) -> None:
+        """Wait for all work queued on the last stream, if it is another one."""
+        current = self._cuda.current_stream(self._device)
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+
+    def lend(self, tensor: Tensor) -> None:
+        """Tell the allocator that the stream uses the tensor."""
+        tensor.record_stream(self._last)
+
+
+def open_order(device: torch.device) -> Order:
+    """Return the order of a device's streams."""
+    return CudaOrder(device) if device.type == "cuda" else PlainOrder()
+
+
+ROUNDING: Final = 1e-6
+"""Fraction of a page that does not require another page."""
+
+
+def num_pages(rows: float, page_rows: int) -> int:
+    """Return the number of pages of ``page_rows`` for ``rows``, which may be fractional."""
+    return math.ceil(rows / page_rows - ROUNDING)
 
 
 @frozen

@@ -2,13 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Never, final
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.plugins.memory.recompute.call import Movement, Run
+from moefw.core.errors import ContractError
+from moefw.runtime.memory.dropped import Output, current, inside, output_of, stay
+
+
+class Call(ABC):
+    """A call whose outputs are recomputed when one is first requested, and held until the call's own backward."""
+
+    _returned: Sequence[Tensor] | None = None
+
+    def returned(self, result: Any) -> Any:
+        """Return ``result`` unchanged. Tensors in it that require gradients then need not be saved by others."""
+        leaves, structure = tree_flatten(result)
+        self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if self.places:
+            tensors = _Return.apply(self, *(leaves[at] for at in self.places))  # type: ignore[no-untyped-call]
+            for at, tensor in zip(self.places, tensors, strict=True):
+                leaves[at] = tensor
+        return tree_unflatten(leaves, structure)
+
+    def want(self) -> None:
+        """Note that an output will be requested."""
+
+    def output(self, index: int) -> Tensor:
+        """Return output ``index`` of the call."""
+        if self._returned is None:
+            self.hold(self.again())
+        assert self._returned is not None
+        return self._returned[index]
+
+    def hold(self, result: Any) -> None:
+        """Hold the recomputed outputs for later requests."""
+        leaves = tree_leaves(result)
+        self._returned = [leaves[at].detach() for at in self.places]
+
+    def forget(self) -> None:
+        """Drop the outputs: every node that saved one has run."""
+        self._returned = None
+
+    @abstractmethod
+    def again(self) -> Any:
+        """Repeat the call and return its result."""
+
+
+@final
+class Run(Call):
+    """A function that is run again, up to the last tensor that is needed."""
+
+    def __init__(self, region: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._region, self._function, self._arguments = region, function, Arguments(args, kwargs)
+        self._scope = current()
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._found: dict[int, Tensor] = {}
+        self._wanted = False
+
+    def result(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function for the first time, dropping what it saves."""
+        with saved_tensors_hooks(self._drop, self._find):
+            result = self._function(*args, **kwargs)
+        return self.returned(result)
+
+    def want(self) -> None:
+        """Note that the function must be run to its end."""
+        self._wanted = True
+
+    def again(self) -> Any:
+        """Run the function again, to its end if an output is needed, and hold the tensors that it saves."""
+        args, kwargs = self._arguments.again()
+        found: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> None:
+            found.append(stay(tensor))
+            if len(found) == len(self._saved) and not self._wanted:
+                raise _EnoughError
+
+        try:
+            with torch.enable_grad(), inside(self._scope), saved_tensors_hooks(collect, _never):
+                result = self._function(*args, **kwargs)
+        except _EnoughError:
+            result = None
+        if [(tensor.shape, tensor.dtype) for tensor in found] != self._saved:
+            what = f"memory policy recompute: the region {self._region!r} saves other tensors when it is run again."
+            raise ContractError(what, "What a recomputed region does may depend on nothing but what it is given.")
+        self._found = dict(enumerate(found))
+        return result
+
+    def _drop(self, tensor: Tensor) -> int:
+        self._saved.append((tensor.shape, tensor.dtype))
+        return len(self._saved) - 1
+
+    def _find(self, index: int) -> Tensor:
+        if index not in self._found:
+            result = self.again()
+            if self._wanted:
+                self.hold(result)
+        return self._found.pop(index)
+
+
+@final
+class Movement(Call):
+    """A movement of rows that is repeated; its metadata is in ``handle``."""
+
+    def __init__(self, again: Callable[..., Any], handle: Any, args: Sequence[Any]) -> None:
+        self._again, self._handle, self._arguments = again, handle, Arguments(args, {})
+
+    def again(self) -> Any:
+        """Repeat the movement and return its result."""
+        args, _ = self._arguments.again()
+        with torch.no_grad():
+            return self._again(self._handle, *args)
+
+
+class _EnoughError(Exception):
+    """All tensors that are needed have been found."""
+
+
+def _never(packed: None) -> Never:
+    raise AssertionError("nobody goes backward through a region that runs again")
+
+
+class _Return(torch.autograd.Function):
+    """Passes on the outputs of a call. Its backward runs after that of every node that saved one of them.
+
+    It then releases the call, so that the call's arguments are freed before the whole graph is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.outputs = call, [Output(tensor, call, index) for index, tensor in enumerate(tensors)]
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.call is not None:
+            ctx.call.forget()
+        ctx.call, ctx.outputs = None, ()
+        return (None, *grads)
+
+
+@final
+class Arguments:
+    """Positional and keyword arguments, including tensors in nested structures."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        leaves, self._structure = tree_flatten((tuple(args), dict(kwargs)))
+        self._places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[at] for at in self._places]
+        self._differentiable = [tensor.requires_grad for tensor in tensors]
+        self._outputs = [output_of(tensor) for tensor in tensors]
+        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._saving: Tensor = _Save.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+
+    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, detached from their graph. Those that could be recomputed in forward still can be."""
+        leaves = list(self._others)
+        saved: Sequence[Tensor] = self._saving.grad_fn.saved_tensors  # type: ignore[union-attr]
+        for at, tensor, wanted, output in zip(self._places, saved, self._differentiable, self._outputs, strict=True):
+            leaves[at] = tensor.detach().requires_grad_(wanted)
+            if output is not None:
+                output.lies_in(tensor)
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        return args, kwargs
+
+
+class _Save(torch.autograd.Function):
+    """A node outside the graph. It has no backward, so its saved tensors live as long as its result."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
 
 
 @final

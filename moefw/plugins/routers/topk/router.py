@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import final
 
@@ -14,13 +15,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Router
+from moefw.core.errors import ContractError
 from moefw.core.records import State
-from moefw.core.site import Site
+from moefw.core.site import Dims, Site
 from moefw.core.stages import Batch, Routing
-from moefw.plugins.routers.topk.capacity import Limit
-from moefw.plugins.routers.topk.jitter import jittered
 from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses
-from moefw.plugins.routers.topk.options import Options
+from moefw.plugins.routers.topk.options import Capacity, Options
 from moefw.plugins.routers.topk.scores import (
     SCORES,
     Weigh,
@@ -32,7 +32,8 @@ from moefw.plugins.routers.topk.scores import (
 from moefw.plugins.routers.topk.selection import BelowQuantile, Best, Select, Stats, next_quantile
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
-from moefw_kernels.routing import count_choices
+from moefw_kernels.random import token_keys, uniform
+from moefw_kernels.routing import count_choices, within_capacity
 
 BIAS, BETA = "expert_bias", "quantile_beta"
 
@@ -175,3 +176,36 @@ def _weigh(options: Options, top_k: int) -> Weigh:
         return chosen_scores if options.pre_softmax else softmax_of_chosen
     weigh = share_of_chosen if options.renormalised(top_k) else scores_of_chosen
     return partial(weigh, SCORES[options.score])
+
+
+def jittered(x_TD: Tensor, batch: Batch, eps: float, layer: int) -> Tensor:
+    """Return ``x * U(1-eps, 1+eps)``, drawn for (sequence seed, position, feature, layer); ``x`` without seeds."""
+    if batch.seeds_B is None:
+        return x_TD
+    keys_T = batch.own(token_keys(batch.seeds_B, batch.ids_BS.shape[1], salt=layer))
+    if len(keys_T) != len(x_TD):
+        what = f"a router with jitter got {len(x_TD)} tokens, and the batch has {len(keys_T)} for this rank."
+        raise ContractError(what, "Hand the tokens of the batch to the router, or set its part.")
+    drawn_TD = uniform(keys_T, x_TD.shape[1])
+    return x_TD * (1.0 + eps * (2.0 * drawn_TD - 1.0)).to(x_TD.dtype)
+
+
+@final
+class Limit:
+    """``C = ceil(T * K / E * factor)``, in exact fractions: a factor of 1.1 is eleven tenths, not the nearest float."""
+
+    def __init__(self, options: Capacity, dims: Dims) -> None:
+        self.num_experts, self.by_weight, self.pad = dims.num_experts, options.drop == "probs", options.pad
+        self.share = Fraction(str(options.factor)) * dims.top_k / dims.num_experts
+
+    def of(self, num_tokens: int) -> int:
+        """Return C for ``num_tokens`` tokens of one rank."""
+        return -(-num_tokens * self.share.numerator // self.share.denominator)
+
+    def kept(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
+        """Return which choices are kept, bool (T, K), False for -1; None if no expert can overflow."""
+        capacity = self.of(len(ids_TK))
+        if capacity >= len(ids_TK):
+            return None
+        by = weights_TK.detach() if self.by_weight else None
+        return within_capacity(ids_TK, capacity, self.num_experts, by=by)
