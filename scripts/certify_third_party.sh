@@ -11,20 +11,25 @@ tar -C "$root" --exclude-vcs --exclude=./.venv --exclude=./build --exclude=./run
 "${PYTHON:-python3}" -m venv "$work/venv"
 bin="$work/venv/bin"
 export PIP_CONSTRAINT="$work/source/constraints.txt"
-"$bin/python" -m pip wheel -qq --no-deps --wheel-dir "$work" "$work/source/examples/third_party_dispatcher"
+for example in third_party two_hop; do
+  "$bin/python" -m pip wheel -qq --no-deps --wheel-dir "$work" "$work/source/examples/${example}_dispatcher"
+done
 "$bin/python" -m pip install -qq "$work/source[testing]"
-"$bin/python" -m pip install -qq "$work"/moefw_ring-*.whl
+"$bin/python" -m pip install -qq "$work"/moefw_ring-*.whl "$work"/moefw_two_hop-*.whl
 
 cd "$work/empty"
-echo "It is listed, with its distribution:"
+echo "They are listed, with their distributions:"
 "$bin/moefw" plugins | grep -E '^moefw_dispatchers +ring +moefw-ring 0\.1\.0 +yes '
+"$bin/moefw" plugins | grep -E '^moefw_dispatchers +two_hop +moefw-two-hop 0\.1\.0 +yes '
 
 echo "A spec takes it, and its options:"
 spec="$work/source/examples/quickstart.yaml"
 "$bin/moefw" check "$spec" 'dispatch={use: ring, both_ways: false}' parallel.experts.ep=4 train.tokens_per_step=4096
 
-echo "It is certified, in an empty folder:"
-"$bin/python" -m pytest --quiet -p no:cacheprovider --moefw-dispatcher ring
+echo "They are certified, in an empty folder:"
+for use in ring two_hop; do
+  "$bin/python" -m pytest --quiet -p no:cacheprovider --moefw-dispatcher $use
+done
 
 echo "A package of moefw new installs and is certified, too:"
 "$bin/moefw" new router mine
@@ -32,8 +37,8 @@ echo "A package of moefw new installs and is certified, too:"
 "$bin/moefw" plugins | grep -E '^moefw_routers +mine +moefw-mine 0\.1\.0 +yes '
 "$bin/python" -m pytest --quiet -p no:cacheprovider --moefw-router mine
 
-echo "It trains on two ranks as alltoall does:"
-for use in ring alltoall; do
+echo "They train on two ranks as alltoall does:"
+for use in ring two_hop alltoall; do
   "$bin/moefw" train "$spec" "dispatch={use: $use}" train.steps=4 train.eval_tokens=8192 "run.dir=$work/$use"
 done
 "$bin/python" - "$work" <<'PYTHON'
@@ -44,9 +49,10 @@ def losses(use):
     lines = (Path(sys.argv[1]) / use / "metrics.jsonl").read_text().splitlines()
     return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
-ring, alltoall = losses("ring"), losses("alltoall")
-print("ring    ", *(f"{loss:.5f}" for loss in ring))
-print("alltoall", *(f"{loss:.5f}" for loss in alltoall))
-assert len(ring) == len(alltoall) == 4
-assert all(math.isclose(one, two, rel_tol=1e-4) for one, two in zip(ring, alltoall))
+wanted = losses("alltoall")
+assert len(wanted) == 4
+for use in ("alltoall", "ring", "two_hop"):
+    found = losses(use)
+    print(f"{use:8}", *(f"{loss:.5f}" for loss in found))
+    assert all(math.isclose(one, two, rel_tol=1e-4) for one, two in zip(found, wanted, strict=True))
 PYTHON

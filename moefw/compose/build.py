@@ -101,7 +101,9 @@ class LayerContext(BuildContext):
             ep=layout.size("ep"),
             etp=layout.size("etp"),
             num_experts=self.site.dims.num_experts,
+            ranks=ranks,
             nodes=tuple(rank // layout.ranks_per_node for rank in ranks),
+            open=layout.open,
         )
 
     def keeps_high_precision(self, module: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,7 +22,8 @@ M = TypeVar("M", bound=nn.Module)
 class ExpertGroup:
     """Ranks of the axes ep x etp, etp innermost: rank ``r`` holds part ``r % etp`` of the experts in set ``r // etp``.
 
-    ``group`` is None if this rank is alone. ``nodes`` is the node of each rank.
+    ``group`` is None if this rank is alone. ``ranks``: the rank of each in the world. ``nodes``: the node of each.
+    ``open`` returns the process group of ranks of the world.
     """
 
     group: ProcessGroup | None
@@ -30,7 +31,9 @@ class ExpertGroup:
     ep: int
     etp: int
     num_experts: int
+    ranks: tuple[int, ...]
     nodes: tuple[int, ...]
+    open: Callable[[tuple[int, ...]], ProcessGroup | None]
 
     @property
     def size(self) -> int:
@@ -46,6 +49,22 @@ class ExpertGroup:
     def first_expert(self) -> int:
         """The number of this rank's first expert."""
         return self.rank // self.etp * self.local_experts
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        """Return the process group of some ranks, ascending, this one among them; None if it is this one alone.
+
+        The same ranks get the same group, which is opened once. Collective over them.
+        """
+        return self.open(tuple(self.ranks[rank] for rank in ranks))
+
+    def node_group(self) -> ProcessGroup | None:
+        """Return the group of the ranks on this rank's node. Collective over them."""
+        return self.subgroup([rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]])
+
+    def across_nodes(self) -> ProcessGroup | None:
+        """Return the group of the ranks that have this rank's place in their nodes. Collective over them."""
+        places = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
+        return self.subgroup([rank for rank, place in enumerate(places) if place == places[self.rank]])
 
     def owners(self, expert_ids_TK: Tensor) -> Tensor:
         """Return the ranks that hold the experts, ``(T, K * etp)`` int64; -1 for a dropped choice."""

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
-import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moefw.core.errors import ContractError
 from moefw.recording.collectives import Collective, Collectives
+from moefw.testing.threads import members
 
 Movement = Literal["plan", "dispatch", "combine", "combine_backward", "dispatch_backward"]
 Link = Literal["node", "network"]
@@ -94,7 +94,7 @@ class Counting(Collectives):
     def _rank_of(self, peer: int, group: ProcessGroup) -> int:
         if group is self.group:
             return peer
-        ranks, rank = dist.get_process_group_ranks(self.group), dist.get_process_group_ranks(group)[peer]
+        ranks, rank = members(self.group), members(group)[peer]
         if rank not in ranks:
             raise ContractError(f"bytes were sent to rank {rank}, which is none of the ranks {ranks} of the experts.")
         return ranks.index(rank)

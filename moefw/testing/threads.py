@@ -7,6 +7,7 @@ collective is done when it returns. To test overlap, use processes (:class:`moef
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,10 +19,33 @@ from moefw.core.errors import ContractError
 from moefw.recording.collectives import Collective, Collectives
 
 _ProcessGroup: Any = dist.ProcessGroup
-"""The type stub lacks the constructor without a backend. Every collective of such a group is a meeting."""
+"""The type stub lacks the constructor without a backend."""
 MAX_RANKS = 64
 GRACE_S = 5.0
 """Seconds that a failed world waits for its threads to end."""
+
+
+class ThreadGroup(_ProcessGroup):  # type: ignore[misc]
+    """Process group of threads, ``ranks`` of their world. Every collective of such a group is a meeting."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(ranks.index(rank), len(ranks))
+        self.ranks = ranks
+
+
+def members(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a group in the world, of threads or of processes."""
+    return list(group.ranks) if isinstance(group, ThreadGroup) else dist.get_process_group_ranks(group)
+
+
+def subgroup(group: dist.ProcessGroup, positions: Sequence[int]) -> dist.ProcessGroup:
+    """Return a new group of some ranks of a group, this rank's among them. Collective over them."""
+    ranks = members(group)
+    chosen = tuple(ranks[position] for position in positions)
+    if isinstance(group, ThreadGroup):
+        return ThreadGroup(ranks[group.rank()], chosen)
+    opened: dist.ProcessGroup = dist.new_group(list(chosen), use_local_synchronization=True)
+    return opened
 
 
 def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -38,7 +62,7 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     def run(rank: int) -> None:
         try:
             with _Met(meeting):
-                answers[rank] = function(_ProcessGroup(rank, size), rank, *args)
+                answers[rank] = function(ThreadGroup(rank, tuple(range(size))), rank, *args)
         except _Ended:
             pass
         except BaseException as error:
@@ -64,55 +88,59 @@ class _Ended(BaseException):
 
 
 class _Meeting:
-    """Synchronizes the ranks of a world, one collective at a time."""
+    """Synchronizes the ranks of a world: each group holds one collective at a time."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size, self.timeout_s = size, timeout_s
         self._changed = threading.Condition()
-        self._held = 0
-        self._calls: dict[int, Collective] = {}
+        self._held: Counter[tuple[int, ...]] = Counter()
+        self._calls: dict[tuple[int, ...], dict[int, Collective]] = {}
+        """The calls that wait, by group and rank of the world."""
         self._left: set[int] = set()
         self._failure: BaseException | None = None
 
-    def meet(self, rank: int, call: Collective) -> None:
-        """Wait until every rank has arrived; the last one copies the data of all ranks."""
+    def meet(self, ranks: tuple[int, ...], rank: int, call: Collective) -> None:
+        """Wait until every rank of the group has arrived; the last one copies the data of all."""
         with self._changed:
-            self._calls[rank] = call
-            number = self._held
-            if len(self._calls) == self.size:
-                self._hold()
+            calls = self._calls.setdefault(ranks, {})
+            calls[rank] = call
+            number = self._held[ranks]
+            if len(calls) == len(ranks):
+                self._hold(ranks)
                 return
             self._stuck()
-            come = self._changed.wait_for(lambda: self._held > number or self._failure is not None, self.timeout_s)
-            if not come:
+            done = self._changed.wait_for(
+                lambda: self._held[ranks] > number or self._failure is not None, self.timeout_s
+            )
+            if not done:
                 self._miss(f"not in {self.timeout_s:g} s")
-            if self._held == number:
+            if self._held[ranks] == number:
                 raise _Ended
 
-    def _hold(self) -> None:
-        calls = [self._calls[rank] for rank in range(self.size)]
+    def _hold(self, ranks: tuple[int, ...]) -> None:
+        by_rank = self._calls.pop(ranks)
+        calls = [by_rank[rank] for rank in ranks]
         if len({call.kind for call in calls}) > 1:
-            called = ", ".join(f"rank {rank} {call.kind}" for rank, call in enumerate(calls))
+            called = ", ".join(f"rank {rank} {by_rank[rank].kind}" for rank in ranks)
             raise ContractError(f"the ranks call different collectives: {called}.", "Let all call the same.")
         with torch.no_grad():
             _deliver(calls)
-        self._calls = {}
-        self._held += 1
+        self._held[ranks] += 1
         self._changed.notify_all()
 
     def _stuck(self) -> None:
         """Fail once every rank either waits or has returned."""
-        if self._left and len(self._left | self._calls.keys()) == self.size:
-            self._miss("already returned")
+        waiting = {rank for calls in self._calls.values() for rank in calls}
+        if len(self._left | waiting) == self.size:
+            self._miss("already returned" if self._left else "the others wait in another group")
 
     def _miss(self, why: str) -> None:
         """Fail with the names of the missing ranks, if others wait for them."""
         if self._failure is None and self._calls:
-            missing = [rank for rank in range(self.size) if rank not in self._calls]
-            kind = next(iter(self._calls.values())).kind
-            what = (
-                f"{_named(missing)} did not come to the {kind} ({why}); waiting there: {_named(sorted(self._calls))}."
-            )
+            ranks, calls = next(iter(self._calls.items()))
+            missing = [rank for rank in ranks if rank not in calls]
+            kind = next(iter(calls.values())).kind
+            what = f"{_named(missing)} did not come to the {kind} ({why}); waiting there: {_named(sorted(calls))}."
             self._failure = ContractError(what, "Let every rank call every collective.")
             self._changed.notify_all()
 
@@ -168,7 +196,8 @@ class _Met(Collectives):
         """Meet the other ranks. Raises ContractError for send and recv, which not all ranks call."""
         if collective.kind in ("send", "recv"):
             raise ContractError(f"a world of threads has no {collective.kind}.", "Use a RankPool.")
-        self._meeting.meet(collective.group.rank(), collective)
+        ranks = tuple(members(collective.group))
+        self._meeting.meet(ranks, ranks[collective.group.rank()], collective)
         return collective.answer(_DONE)
 
 

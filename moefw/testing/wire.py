@@ -16,6 +16,7 @@ from moefw.core.contracts import Dispatcher, Layout
 from moefw.core.stages import Routing
 from moefw.testing.counting import Counting, Traffic
 from moefw.testing.layer_case import LayerCase
+from moefw.testing.threads import subgroup
 
 
 def dispatch_assembly(
@@ -41,7 +42,7 @@ def dispatch_assembly(
 def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: int, shared: Shared) -> Dispatcher:
     """Return the dispatcher of an assembly over ``group``, its whole world, with ``ranks_per_node`` ranks per node."""
     number = next(iter(assembly.layers))
-    layout = _OneGroup(assembly, group, ranks_per_node)
+    layout = OneGroup(assembly, group, ranks_per_node)
     context = bare_context(assembly, layout, torch.device("cpu"), shared, number)
     precision = assembly.parts.precision
     recipes = precision.build(context), precision.fallback(context)
@@ -49,20 +50,22 @@ def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: 
 
 
 @final
-class _OneGroup(Layout):
-    """Layout whose only group is the given one, over every axis that is larger than one."""
+class OneGroup(Layout):
+    """Layout whose world is the given group."""
 
     def __init__(self, assembly: Assembly, group: ProcessGroup, ranks_per_node: int) -> None:
         self.plan, self.rank, self.ranks_per_node = assembly.layout, group.rank(), ranks_per_node
         self.device = "cpu"
         self._group = group
+        self._opened: dict[tuple[int, ...], ProcessGroup] = {tuple(range(group.size())): group}
 
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Return the group, or None where ``ranks`` is this rank alone."""
+        """Return the group of positions in the given one, or None where it is this rank alone."""
         if len(ranks) == 1:
             return None
-        assert len(ranks) == self._group.size(), f"no group of {ranks} alone"
-        return self._group
+        if ranks not in self._opened:
+            self._opened[ranks] = subgroup(self._group, ranks)
+        return self._opened[ranks]
 
     def host_group(self) -> ProcessGroup | None:
         """Return the group."""

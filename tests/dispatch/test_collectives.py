@@ -12,11 +12,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from moefw.compose.build import Shared, bare_context
 from moefw.core.errors import ContractError
 from moefw.testing.counting import Counting, Sent, Traffic
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.dispatch_recording import Recording
-from moefw.testing.threads import thread_world
+from moefw.testing.threads import subgroup, thread_world
+from moefw.testing.wire import OneGroup, dispatch_assembly
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -203,3 +205,41 @@ def test_an_error_in_one_thread_ends_all_and_is_raised() -> None:
         thread_world(4, failing)
     assert caught.value.__notes__ == ["(on rank 2 of a world of 4 threads)"]
     assert torch.get_num_threads() == threads
+
+
+def groups_of(group, rank: int) -> list[tuple[int, ...]]:
+    """Sum the ranks over the groups that a dispatcher gets: of its node, across nodes, and of the first three."""
+    assembly = dispatch_assembly("alltoall", ep=4, num_experts=4, top_k=2, dim=8)
+    layout = OneGroup(assembly, group, ranks_per_node=2)
+    experts = bare_context(assembly, layout, torch.device("cpu"), Shared()).expert_group()
+    opened = [experts.node_group(), experts.across_nodes()]
+    opened += [experts.subgroup([0, 1, 2])] if rank < 3 else []
+    assert experts.node_group() is opened[0]
+    assert experts.ranks == (0, 1, 2, 3)
+    found = []
+    for each in opened:
+        places = torch.zeros(4)
+        places[rank] = 1
+        dist.all_reduce(places, group=each)
+        found.append(tuple(places.nonzero().flatten().tolist()))
+    return found
+
+
+def groups_of_processes() -> list[tuple[int, ...]]:
+    return groups_of(dist.group.WORLD, dist.get_rank())
+
+
+def test_a_dispatcher_gets_the_groups_of_nodes_and_any_other_on_threads_and_processes(pool8: RankPool) -> None:
+    wanted = [[(rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)] for rank in range(4)]
+    wanted = [groups + ([(0, 1, 2)] if rank < 3 else []) for rank, groups in enumerate(wanted)]
+    assert thread_world(4, groups_of) == wanted
+    assert pool8.run(groups_of_processes, 4) == wanted
+
+
+def crossed(group, rank: int) -> None:
+    dist.barrier(group=subgroup(group, [(0, 1), (1, 2), (0, 2)][rank]))
+
+
+def test_threads_that_wait_for_each_other_in_different_groups_are_named() -> None:
+    with pytest.raises(ContractError, match="the others wait in another group"):
+        thread_world(3, crossed, timeout_s=5.0)
