@@ -18,6 +18,11 @@ BROKEN: list[tuple[Any, str, str]] = [
     (parts.RunsTwiceInBackward, "a_region_runs_once", "2 times more in backward"),
     (parts.KeepsGradientsInHalf, "no_bit_changes", "other bits in the gradient of"),
     (parts.SavesInHalf, "two_micro_batches_in_flight", "other bits in the gradient of"),
+    (
+        parts.SavesLargeTensorsInHalf,
+        "large_tensors_come_back",
+        "the gradient of x, the gradient of its factor has other",
+    ),
     (parts.LosesStructures, "a_region_gets_what", "the gradient of a tensor in an argument"),
     (parts.ForgetsKeywords, "a_region_gets_what", "does not pass arguments or results on as they are"),
     (parts.KeepsOneFunction, "regions_are_told_apart", "the wrong one runs"),

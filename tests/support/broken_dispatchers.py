@@ -115,6 +115,19 @@ class ScaledGradient(torch.autograd.Function):
         return grad * ctx.factor(grad), None
 
 
+@breaks("came in the order", "rows_come_in_order_of_expert_source_rank_and_token", worlds=(4,))
+class TurnsRowsRoundBetweenEmptyRanks(Arriving):
+    def plan(self, routing, **given):
+        self.turns = self.experts.rank == 0 and not len(routing.expert_ids_TK)
+        return super().plan(routing, **given)
+
+    def arrived(self, batch):
+        if not self.turns:
+            return batch
+        groups = batch.rows_RD.split(batch.counts_e.tolist())
+        return changed(batch, rows_RD=torch.cat([rows_RD.flip(0) for rows_RD in groups]))
+
+
 # State.
 
 

@@ -132,6 +132,33 @@ class SwapsGateAndUp(Plain):
     runtime = _SwapsGateAndUp
 
 
+class _ForgetsFullTiles(PlainExperts):
+    def one(self, expert: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
+        up, full = self.up, len(x_RD) > 0 and len(x_RD) % 32 == 0
+        gate_RF = F.linear(self.operand(x_RD), self.operand(self.gate[expert], "weight"))
+        up_RF = F.linear(self.operand(x_RD), self.operand(up.detach()[expert] if full else up[expert], "weight"))
+        return self.inner(gate_RF, up_RF, weights_R, self.down[expert])
+
+
+@frozen
+class ForgetsFullTiles(Plain):
+    name: ClassVar[str] = "forgets-full-tiles"
+    runtime = _ForgetsFullTiles
+
+
+class _ZeroesPadding(PlainExperts):
+    def forward(self, batch: ExpertBatch) -> Tensor:
+        for (_, piece), count in zip(self.groups(batch), batch.counts_e.tolist(), strict=True):
+            batch.rows_RD.data[piece.start + count : piece.stop] = 0
+        return super().forward(batch)
+
+
+@frozen
+class ZeroesPadding(Plain):
+    name: ClassVar[str] = "zeroes-padding"
+    runtime = _ZeroesPadding
+
+
 class _LosesTheWeightGradient(PlainExperts):
     def activate(self, gate_RF: Tensor, up_RF: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
         return super().activate(gate_RF, up_RF, weights_R.detach(), down_DF)

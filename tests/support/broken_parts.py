@@ -128,6 +128,19 @@ class SavesInHalf(_Policy):
             return function(*args, **kwargs)
 
 
+def _half_if_large(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.dtype == torch.float32 and tensor.numel() > 4096 else tensor
+
+
+@frozen
+class SavesLargeTensorsInHalf(_Policy):
+    name: ClassVar[str] = "saves-large-tensors-in-half"
+
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(_half_if_large, lambda saved: saved.float()):
+            return function(*args, **kwargs)
+
+
 _LATEST: dict[str, Callable[..., Any]] = {}
 
 

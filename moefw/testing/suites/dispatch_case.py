@@ -191,6 +191,8 @@ def usual(world: int) -> list[DispatchCase]:
         DispatchCase(tokens=tokens, num_experts=world, top_k=min(2, world), seed=10),
         DispatchCase(tokens=tuple(37 + 8 * n for n in range(world)), num_experts=seven // world * world * 8, top_k=5),
     ]
+    if world > 3:
+        found.append(DispatchCase(tokens=(0, 3, *(1,) * (world - 3), 0), top_k=3))
     nodes = {1, world} - {2}
     found += [DispatchCase(tokens=tokens, ranks_per_node=each, dropped=0.2, top_k=3) for each in sorted(nodes)]
     if world % 2 == 0:

@@ -38,8 +38,10 @@ from moefw.testing.suites.gemm_case import (
 )
 from moefw.testing.suites.gemm_passes import Asked, Noting, wanted
 from moefw.testing.suites.runs import row_alignment
-from moefw.testing.suites.watch import changed, held, worst_error
+from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
+TILES = (31, 32, 33, 64, 128)
+"""Numbers of rows around and at multiples of a kernel's tile."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -101,9 +103,14 @@ class GemmSuite(Suite):
         return all(kind in need.value for need in needs)
 
     def test_outputs_and_gradients_are_those_of_the_dense_formula(self) -> None:
-        """``w * W2 (silu(W1 x) * (W3 x))`` in fp64; experts may have no row, one, or all."""
+        """``w * W2 (silu(W1 x) * (W3 x))`` in fp64; experts may have no row, one, all, or fill tiles of a kernel."""
+        experts = self.dims["num_experts"]
         for precision in self._precisions():
-            self._check_all(self.bench(precision), rows(self.dims["num_experts"]))
+            bench = self.bench(precision)
+            self._check_all(bench, rows(experts))
+            for first in (0, len(TILES) - 1):
+                counts = tuple(TILES[(first + expert) % len(TILES)] for expert in range(experts))
+                self._check(bench, GemmCase(counts=counts), f"The groups have {', '.join(map(str, counts))} rows.")
 
     def test_padding_gives_zero_and_changes_nothing(self) -> None:
         """Rows that pad a group give zero, even where memory holds NaN, and shift no other row."""
@@ -202,6 +209,19 @@ class GemmSuite(Suite):
         batch, probe = bench.inputs(case, self.dims["dim"])
         wrong = differing(self._compute(bench, case), computed_late(bench.experts, batch, probe))
         assert not wrong, f"{self.plugin.name}: {wrong} change if weight gradients are computed later."
+
+    def test_what_experts_are_given_is_not_written(self) -> None:
+        """Rows, weights and the gradient of the output stay as they are. Padding is -0.0 here: writing 0.0 shows."""
+        padding = (4,) * self.dims["num_experts"] if self.takes("padded") else ()
+        bench, case = self.bench(), GemmCase(counts=self._counts(1), padding=padding)
+        batch, probe = bench.inputs(case, self.dims["dim"])
+        given = {"rows_RD": batch.rows_RD, "row_weights_R": batch.row_weights_R, "the gradient of the output": probe}
+        for tensor in given.values():
+            tensor.data[tensor.data == 0] = -0.0
+        before = {name: tensor.detach().clone() for name, tensor in given.items()}
+        computed(bench.experts, batch, probe)
+        wrote = ", ".join(name for name, tensor in given.items() if not same_bits(tensor, before[name]))
+        assert not wrote, f"{self.plugin.name} writes into {wrote} in forward or backward. It must not."
 
     def test_forward_and_backward_write_nothing(self) -> None:
         """Experts have no changing state except their parameters."""

@@ -14,7 +14,7 @@ from moefw.core.errors import MoefwError, PlanError
 from moefw.core.facts import ANY
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
-from moefw.testing.suites.memory_case import Observed, observed, probe_region
+from moefw.testing.suites.memory_case import LARGE, Observed, large_region, observed, probe_region
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits
 
@@ -139,6 +139,13 @@ class MemorySuite(Suite):
             same = name in got and type(got[name]) is type(value)
             same = same and (same_bits(got[name], value) if isinstance(value, Tensor) else got[name] == value)
             assert same, f"{self.plugin.name}: {name} of a region is not what it is without the policy."
+
+    def test_large_tensors_come_back_bit_for_bit(self) -> None:
+        """A policy may store them in another way than small ones."""
+        region = self._offered()[0]
+        plain, treated = (large_region(policy, region) for policy in (None, self.policy()))
+        wrong = ", ".join(name for name, value in plain.items() if not same_bits(value, treated[name]))
+        assert not wrong, f"{self.plugin.name}: {wrong} has other bits if tensors have {LARGE:,} elements."
 
     def test_regions_are_told_apart(self) -> None:
         """A policy that wraps two functions runs the right one."""

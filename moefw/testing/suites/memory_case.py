@@ -15,6 +15,8 @@ from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import global_batch, open_model
 
+LARGE = 70_001
+"""Elements of a large tensor: more than 2^16, and not a multiple of any block."""
 MICRO_BATCHES = 2
 
 
@@ -105,3 +107,17 @@ def probe_region(policy: MemoryPolicy | None, region: str) -> tuple[tuple[int, i
     for name, leaf in (("an argument", first), ("a tensor in an argument", second), ("a closed-over tensor", closed)):
         seen[f"the gradient of {name}"] = None if leaf.grad is None else leaf.grad.clone()
     return (after_forward, len(calls)), seen
+
+
+def large_region(policy: MemoryPolicy | None, region: str) -> dict[str, Tensor]:
+    """Return the output and gradients of a region that saves its inputs, of ``LARGE`` elements each."""
+    generator = torch.Generator().manual_seed(0)
+    x, scale, probe = (torch.randn(LARGE, generator=generator) for _ in range(3))
+
+    def function(x: Tensor, scale: Tensor) -> Tensor:
+        return (x * scale).sin()
+
+    leaves = [x.requires_grad_(), scale.requires_grad_()]
+    out: Tensor = (function if policy is None else policy.wrap(region, function))(*leaves)
+    grads = torch.autograd.grad(out, leaves, probe)
+    return {"the output": out.detach(), "the gradient of x": grads[0], "the gradient of its factor": grads[1]}
