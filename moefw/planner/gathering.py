@@ -30,7 +30,7 @@ M = TypeVar("M", bound=nn.Module)
 class Gathering:
     """Takes the place of :class:`moefw.runtime.parallel.sharding.Sharding`.
 
-    ``shards``: the shape of this rank's shard of each parameter.
+    ``shards``: the shape of this rank's shard of each parameter. ``operations`` is told FSDP's collectives and copies.
     """
 
     def __init__(self, layout: Layout, recorder: Recorder, operations: Operations) -> None:
@@ -122,7 +122,8 @@ State = Literal["idle", "forward", "backward", "done"]
 class Unit:
     """Parameters that are gathered together over the ranks of a row; each of the ``rows`` holds the same.
 
-    ``elements``: of all shards, padded. ``grads``: the gradients of this rank's shard, fp32.
+    ``sharing``: the ranks of this row. ``copying``: those that hold the same shard. ``elements``: of all, padded.
+    ``grads``: the gradients of this rank's shard, fp32.
     """
 
     def __init__(self, sharding: Gathering, rows: Sequence[Sequence[int]]) -> None:

@@ -78,7 +78,7 @@ def opened(folder: Path, manifest: Manifest) -> dict[str, Any]:
             digest = _sha256(path)
             if digest != shard.sha256:
                 raise Damage(f"{path} {_difference(path, digest, shard, manifest)}.")
-            file = safe_open(path, "pt")
+            file = _mapped(path)
             _check_tensors(path, file, shard)
         except OSError as error:
             raise Damage(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
@@ -86,6 +86,14 @@ def opened(folder: Path, manifest: Manifest) -> dict[str, Any]:
             raise Damage(f"{path} is no safetensors file: {error}.") from error
         files |= dict.fromkeys(shard.tensors, file)
     return files
+
+
+def _mapped(path: Path) -> Any:
+    """Map a file of tensors. Raises OSError if it has been removed since it was hashed; torch then raises another."""
+    try:
+        return safe_open(path, "pt")
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 def verify(folder: Path) -> None:
