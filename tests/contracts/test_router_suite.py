@@ -37,6 +37,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (routers.ChoosesTwice, "routings_have_the_shapes", "chooses the same expert twice"),
     (routers.WeighsInHalf, "routings_have_the_shapes", "torch.float32 is right"),
     (routers.DividesByNoTokens, "no_tokens_and_one_token", "'z_loss'] is not finite"),
+    (routers.CrowdsTheCrowded, "updates_do_not_make", "Is the sign of the update right?"),
+    (routers.WeighsWithTheBias, "state_changes_no_weight", "the weights of the same choices depend on bias"),
     (routers.LeansOnTheRank, "a_model_trains_on_two_ranks", "two ranks do not train like one"),
 ]
 AUX = {"kind": "aux_loss", "coeff": 0.1}

@@ -88,6 +88,30 @@ class Plain(RouterPlugin):
         return self.runtime(context.site)
 
 
+class _CrowdsTheCrowded(PlainRouter):
+    @torch.no_grad()
+    def update(self, reduced: Mapping[str, Tensor]) -> None:
+        counts_E = reduced["tokens_per_expert"]
+        self.bias -= 0.01 * torch.sign(counts_E.mean() - counts_E)
+
+
+@frozen
+class CrowdsTheCrowded(Plain):
+    name: ClassVar[str] = "crowds-the-crowded"
+    runtime = _CrowdsTheCrowded
+
+
+class _WeighsWithTheBias(PlainRouter):
+    def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return super().weigh(logits_TE + self.bias, ids_TK)
+
+
+@frozen
+class WeighsWithTheBias(Plain):
+    name: ClassVar[str] = "weighs-with-the-bias"
+    runtime = _WeighsWithTheBias
+
+
 class _WritesInForward(PlainRouter):
     def count(self, ids_TK: Tensor) -> Tensor:
         self.last_load = super().count(ids_TK)

@@ -29,6 +29,8 @@ from moefw.testing.suites.runs import Trained, open_context, train, whole_model
 from moefw.testing.suites.slopes import slopes
 from moefw.testing.suites.watch import changed, held, same_bits
 
+UPDATES = 300
+"""Number of updates of a router's state on the same tokens."""
 NEAR_TIES = 0.05
 """Largest difference of an expert's load, 1 = fair share: a few choices between nearly equal scores."""
 
@@ -217,6 +219,33 @@ class RouterSuite(Suite):
         fresh.update({key: torch.zeros_like(value) for key, value in kept.items()})
         finite = all(getattr(fresh, state).isfinite().all() for state in states)
         assert finite, f"{name}: update() after a step without tokens leaves state that is not finite."
+
+    def test_updates_do_not_make_the_load_less_even(self) -> None:
+        """Tokens that prefer the same experts are routed again and again: the largest load does not grow."""
+        router, tokens = self._with_state(), Tokens(sequences=4, positions=16, seed=11)
+        x_TD, largest = tokens.x(self.dims["dim"]).detach() + 1.0, []
+        for _ in range(UPDATES):
+            routing = router(x_TD, tokens.batch())
+            largest.append(int(routing.expert_ids_TK.flatten().add(1).bincount()[1:].max()))
+            router.update(summed([routing]))
+        first, last = largest[0], sum(largest[-10:]) / 10
+        says = f"{self.plugin.name}: after {UPDATES} updates on the same tokens, an expert has up to {last:g} choices"
+        assert last <= first, f"{says} instead of {first}. Is the sign of the update right?"
+
+    def test_state_changes_no_weight_of_the_same_choices(self) -> None:
+        """State decides which experts are chosen. With recorded routes it has no effect."""
+        fresh, learned, tokens = self._with_state(), self.learned_router(), Tokens(sequences=4, positions=8, seed=7)
+        x_TD = tokens.x(self.dims["dim"])
+        batch = tokens.batch(routes={0: fresh(x_TD, tokens.batch()).expert_ids_TK})
+        same = same_bits(*(router(x_TD, batch).weights_TK for router in (fresh, learned)))
+        names = ", ".join(state.name for state in fresh.state_spec())
+        assert same, f"{self.plugin.name}: the weights of the same choices depend on {names}."
+
+    def _with_state(self) -> Any:
+        router = self.router()
+        if not router.state_spec():
+            pytest.skip(f"{self.plugin.name} has no state")
+        return router
 
     def test_routing_looks_at_no_more_than_the_partition_says(self) -> None:
         """token: each token is routed independently; sequence: each sequence is, losses included."""
