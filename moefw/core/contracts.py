@@ -34,7 +34,8 @@ class Stateful:
 class Router(Stateful, ABC):
     """Module that chooses K experts for each token. Its forward reads state and never writes it.
 
-    ``update`` gets ``Routing.stats``, summed over micro-batches and over the ranks of dp, cp and tp.
+    ``update`` gets ``Routing.stats``, summed over micro-batches and over the ranks of dp, cp and tp. State may change
+    which experts are chosen, so that their load becomes more even, and never the weights of the same choices.
     """
 
     @abstractmethod

@@ -69,7 +69,7 @@ class Product:
     """``times`` products of matrices, or of ``groups`` of them: (m, k) with (k, n), ``shape`` (m, n, k).
 
     m is the sum over the groups; for a gradient of grouped weights, k is. ``during``: ``fprop``, ``dgrad`` or
-    ``wgrad``. Attention's core counts as one: n is the length of the keys, k the widths that are multiplied.
+    ``wgrad``. Attention's core is one product per head: n is the length of the keys, k the sum of the widths.
     """
 
     operator: str
@@ -81,7 +81,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """The floating-point operations of all: 2 m n k each. Causal attention does half of its."""
+        """The floating-point operations of all: 2 m n k each. Attention counts in full, also where it is causal."""
         return 2 * prod(self.shape) * self.times
 
 

@@ -26,9 +26,9 @@ from moefw_kernels.permute import Groups, Slots, gather_sum, group_chunks, sort_
 
 @frozen
 class Parts:
-    """Gather of uneven pieces over the ranks that hold parts of the same experts, as an all-to-all of copies.
+    """The second hop where experts are split: every part of an expert gets all of its rows.
 
-    gloo refuses uneven all-gathers; copies to each rank move the same bytes.
+    Uneven pieces are gathered by an all-to-all of copies, which moves the same bytes: gloo refuses uneven all-gathers.
     """
 
     group: ProcessGroup | None

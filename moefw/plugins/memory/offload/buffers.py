@@ -1,4 +1,4 @@
-"""Buffers in host memory, and in memory-mapped files without a name."""
+"""Buffers in host memory, and in files without a name, which the system frees however the process ends."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets, numbers
 from moefw_kernels.random import stream
 
+ELEMENTS: Final = 1 << 24
+"""Number of elements that are in fp32 at a time: 64 MiB per state."""
 DROPPED_BITS: Final = 16
 """Number of bits by which fp32 is longer than bf16."""
 _DROPPED: Final = (1 << DROPPED_BITS) - 1
@@ -35,14 +37,11 @@ def draws(part: StatePart, number: int) -> Tensor:
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
     """Return fp32 ``x`` in bf16, rounded up in magnitude where the low 16 of the random ``bits`` (int64) carry.
 
-    Values that bf16 represents exactly, and values that are not finite, do not change.
+    The probability is the fraction of the way to that neighbour. Values that bf16 represents exactly, and values that
+    are not finite, do not change.
     """
     carried = (x.view(torch.int32) + (bits & _DROPPED).to(torch.int32)) & ~_DROPPED
     return torch.where(x.isfinite(), carried.view(torch.float32), x).to(torch.bfloat16)
-
-
-ELEMENTS = 1 << 24
-"""Number of elements that are in fp32 at a time: 64 MiB per state."""
 
 
 @final

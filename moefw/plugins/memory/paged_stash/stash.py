@@ -19,6 +19,9 @@ from moefw.core.errors import RunError
 from moefw.runtime.memory.host import in_host_memory, without_memory
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
 
+ROUNDING: Final = 1e-6
+"""Fraction of a page that does not require another page."""
+
 
 class Order(ABC):
     """Orders work on the current stream behind work that was started before."""
@@ -66,10 +69,6 @@ class CudaOrder(Order):
 def open_order(device: torch.device) -> Order:
     """Return the order of a device's streams."""
     return CudaOrder(device) if device.type == "cuda" else PlainOrder()
-
-
-ROUNDING: Final = 1e-6
-"""Fraction of a page that does not require another page."""
 
 
 def num_pages(rows: float, page_rows: int) -> int:

@@ -153,7 +153,10 @@ class _Return(torch.autograd.Function):
 
 @final
 class Arguments:
-    """Positional and keyword arguments, including tensors in nested structures."""
+    """Positional and keyword arguments, including tensors in nested structures.
+
+    Tensors are saved where the region was called, so that the policy around it treats them.
+    """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         leaves, self._structure = tree_flatten((tuple(args), dict(kwargs)))

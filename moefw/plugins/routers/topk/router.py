@@ -192,7 +192,10 @@ def jittered(x_TD: Tensor, batch: Batch, eps: float, layer: int) -> Tensor:
 
 @final
 class Limit:
-    """``C = ceil(T * K / E * factor)``, in exact fractions: a factor of 1.1 is eleven tenths, not the nearest float."""
+    """The most choices that an expert takes from one rank: ``C = ceil(T * K / E * factor)``.
+
+    In exact fractions: a factor of 1.1 is eleven tenths, not the nearest float.
+    """
 
     def __init__(self, options: Capacity, dims: Dims) -> None:
         self.num_experts, self.by_weight, self.pad = dims.num_experts, options.drop == "probs", options.pad
