@@ -139,6 +139,12 @@ def _all_true(offered: Sequence[bool], needed: Sequence[bool]) -> Settled:
     return value, [index for index, wanted in enumerate(needed) if wanted and not value]
 
 
+def _sum(offered: Sequence[float], needed: Sequence[float]) -> Settled:
+    """Return the sum of the offers. A need is the most that it may be."""
+    value = sum(offered)
+    return value, [index for index, wanted in enumerate(needed) if value > wanted]
+
+
 RULES: Final[Mapping[Rule, Callable[[Sequence[Any], Sequence[Any]], Settled]]] = {
     "multiple": _multiple,
     "one of": _one_of,
@@ -147,6 +153,7 @@ RULES: Final[Mapping[Rule, Callable[[Sequence[Any], Sequence[Any]], Settled]]] =
     "some dividing": _some(_divides),
     "given": _given,
     "all": _all_true,
+    "sum": _sum,
 }
 """By rule: a function of the values that parts offer and of those that parts need, each in any order."""
 

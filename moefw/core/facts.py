@@ -16,7 +16,7 @@ NONE: Final = "none"
 """Offered in place of a number: there is none."""
 
 Offers = Mapping[str, Any]
-Rule = Literal["multiple", "one of", "some", "some at least", "some dividing", "given", "all"]
+Rule = Literal["multiple", "one of", "some", "some at least", "some dividing", "given", "all", "sum"]
 """How offers and needs settle a fact: see :mod:`moefw.compose.fitting`."""
 
 
@@ -93,6 +93,12 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("region", "region {} to allow {}", "some", ("model", "gemm", "optimizer"), itemised=True),
         # GEMMs go through moefw.linear, or quantize for each pass of backward themselves
         Fact("by_pass", "operands quantized for each pass", "all", ("model", "gemm"), silence=False),
+        # every GEMM has a recipe of its own, Precision.at(name, groups=...), which may remember earlier steps
+        Fact("named_products", "GEMMs with recipes of their own", "all", ("model", "gemm"), silence=False),
+        # largest error, as a share of a tensor's largest value: of an operand, or of a gradient under a memory policy
+        Fact("rtol", "an error of at most {}", "sum", ("precision", "memory")),
+        # roles whose rows (columns, where the product sums over rows) are scaled alone: outliers cost others nothing
+        Fact("row_scales", "scales of each row of the {}", "some", ("precision",), silence=ANY),
         # activations that backward reads are saved through Precision.keep_activation
         Fact("activations_kept", "activations that a recipe may save as codes", "all", ("gemm",), silence=False),
         # if the recipe draws, each row that an expert or a linear layer gets comes with the key of its token

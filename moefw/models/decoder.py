@@ -50,6 +50,7 @@ class Decoder(Sizes, ModelPlugin):
             split=("tp",),
             token_ids=(self.vocab_size,),
             by_pass=True,
+            named_products=True,
             row_keys=True,
         )
 

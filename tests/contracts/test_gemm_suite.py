@@ -31,6 +31,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (gemms.KnowsNoRegion, "promised_regions", "Is context.region('moe_act', ...) used?"),
     (gemms.CountsOnTheHost, "counts_on_the_host", "fails without counts_host"),
     (gemms.ForgetsThePasses, "operands_are_quantized_for_each_pass", "has 0 values quantized as role grad"),
+    (gemms.NamesNoProduct, "each_product_has", "the module's recipe multiplies. Give each GEMM its own recipe"),
+    (gemms.NamesOneProduct, "each_product_has", "but 'experts' serves several GEMMs"),
     (gemms.ForgetsTheKeys, "the_recipe_is_told_the_keys", "has 0 values of gradients rounded by keys"),
     (gemms.LeavesItForBackward, "two_batches_in_flight", "with two batches in flight"),
     (gemms.RoundsAtRandom, "the_same_rows_give", "gives other bits of out"),

@@ -327,6 +327,31 @@ def test_a_gemm_that_does_not_say_that_it_quantizes_by_pass_is_refused(name: str
     LayerCase(parts={"precision": {"use": "bf16"}, "gemm": {"use": gemm.name}}, plugins=(gemm,)).resolve()
 
 
+@frozen
+class Nameless(broken_gemms.Plain):
+    """A GEMM whose products share the recipe of the module."""
+
+    name: ClassVar[str] = "nameless"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return {**super().offers(site), "by_pass": True}
+
+
+def test_a_gemm_without_recipes_of_its_own_is_refused_under_delayed_scaling() -> None:
+    def resolve(scaling: str) -> None:
+        precision = {"use": "fp8-tensor", "backend": "emulate", "scaling": scaling}
+        LayerCase(parts={"precision": precision, "gemm": {"use": "nameless"}}, plugins=(Nameless,)).resolve()
+
+    resolve("current")
+    with pytest.raises(PlanError) as caught:
+        resolve("delayed")
+    (problem,) = caught.value.problems
+    assert problem.where.endswith("precision.scaling")
+    assert "fp8-tensor needs GEMMs with recipes of their own" in problem.what
+    assert "nameless offers no" in problem.what
+    assert "Precision.at(name, groups=...)" in problem.fix
+
+
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [

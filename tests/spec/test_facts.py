@@ -142,6 +142,8 @@ def test_the_order_of_parts_does_not_matter(data: st.DataObject) -> None:
         ("by_pass", [True, True], [True, False], []),
         ("by_pass", [True, False], [True, False], ["n0"]),
         ("row_keys", [False], [False], []),
+        ("rtol", [0.25, 0.5], [0.75, 0.7], ["n1"]),
+        ("rtol", [], [0.0], ["n0"]),
         ("device", [("cpu",)], [("cuda", "cpu")], []),
         ("device", [("cpu",)], [("cuda",)], ["n0"]),
     ],

@@ -353,6 +353,26 @@ class ForgetsThePasses(Plain):
 
 
 @frozen
+class NamesNoProduct(Plain):
+    name: ClassVar[str] = "names-no-product"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return {**super().offers(site), "named_products": True}
+
+
+class _NamesOneProduct(PlainExperts):
+    def __init__(self, context: moefw.BuildContext) -> None:
+        super().__init__(context)
+        self.recipe = self.recipe.at("experts", groups=1)
+
+
+@frozen
+class NamesOneProduct(NamesNoProduct):
+    name: ClassVar[str] = "names-one-product"
+    runtime = _NamesOneProduct
+
+
+@frozen
 class ForgetsTheKeys(Plain):
     name: ClassVar[str] = "forgets-the-keys"
 

@@ -150,6 +150,60 @@ class TurnsOneOfTwo(_Recipe):
         return SavedOperand((x,), lambda saved: saved[0].flip(-2) if during == "wgrad" else saved[0])
 
 
+def rounded(x: Tensor, axis: int) -> Tensor:
+    """Return ``x`` as integers of 8 bits, with a scale for each line along ``axis``."""
+    scale = x.detach().abs().amax(axis, keepdim=True).clamp_min(1e-30) / 127 if x.numel() else torch.ones(())
+    return x + ((x / scale).round() * scale - x).detach()
+
+
+@frozen
+class Int8(_Recipe):
+    """Correct: one operand for all passes, with a scale for each row."""
+
+    name: ClassVar[str] = "int8"
+    axis: ClassVar[int] = -1
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(operand=self.operands, wire=("fp32",), rtol=0.1)
+
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return rounded(x, self.axis)
+
+
+@frozen
+class ScalesColumns(Int8):
+    name: ClassVar[str] = "scales-columns"
+    axis: ClassVar[int] = -2
+
+
+@frozen
+class Int8ByPass(Int8):
+    """Correct: scales run along what each product sums over."""
+
+    name: ClassVar[str] = "int8-by-pass"
+    by_pass: ClassVar[bool] = True
+    wrong: ClassVar[tuple[str, str]] = ("", "")
+
+    def quantize(self, x: Tensor, *, role: Any, during: Any, rows: Any = None) -> Tensor:
+        sums_over_rows = during == "wgrad" or (role, during) == ("weight", "dgrad")
+        return rounded(x, -2 if sums_over_rows != ((role, during) == self.wrong) else -1)
+
+    def keep(self, x: Tensor, used: Any, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
+        return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
+
+
+@frozen
+class ScalesRowsInDgrad(Int8ByPass):
+    name: ClassVar[str] = "scales-rows-in-dgrad"
+    wrong: ClassVar[tuple[str, str]] = ("weight", "dgrad")
+
+
+@frozen
+class ScalesRowsInWgrad(Int8ByPass):
+    name: ClassVar[str] = "scales-rows-in-wgrad"
+    wrong: ClassVar[tuple[str, str]] = ("grad", "wgrad")
+
+
 @frozen
 class FlowsInWholeNumbers(_Recipe):
     name: ClassVar[str] = "flows-in-whole-numbers"

@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -36,6 +36,12 @@ class SharedInput:
         if precision.shares_inputs:
             self._made = made
         return made
+
+
+def separate(recipe: Precision, name: str, count: int) -> Any:
+    """Return ``count`` recipes for GEMMs ``name`` of one group each; a ``ModuleList`` if they have state."""
+    recipes = [recipe.at(name, groups=1) for _ in range(count)]
+    return nn.ModuleList(recipes) if isinstance(recipes[0], nn.Module) else recipes  # type: ignore[arg-type]
 
 
 def linear(

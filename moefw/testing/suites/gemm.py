@@ -169,6 +169,15 @@ class GemmSuite(Suite):
             says = f"{what}; the operands have {values}. Multiply through moefw.linear."
             assert asked >= values, says
 
+    def test_each_product_has_a_recipe_of_its_own(self) -> None:
+        """A plugin that offers ``named_products`` names each GEMM to the recipe, which may remember earlier steps."""
+        self.promised("named_products", **self.dims)
+        self._noted()
+        for name in sorted(Noting.recipe.shared):
+            which = f"{name!r} serves several GEMMs" if name else "the module's recipe multiplies"
+            fix = "Give each GEMM its own recipe, Precision.at(name, groups=...)."
+            raise AssertionError(f"{self.plugin.name} offers named_products, but {which}. {fix}")
+
     def test_the_recipe_is_told_the_keys_of_the_rows_of_each_gradient(self) -> None:
         """A plugin that offers ``row_keys`` passes ``ExpertBatch.keys_R`` to the recipe in backward."""
         self.promised("row_keys", **self.dims)

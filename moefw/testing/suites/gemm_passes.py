@@ -1,9 +1,10 @@
-"""A recipe that counts the values that it quantizes for each role and pass."""
+"""A recipe that counts the values that it quantizes for each role and pass, and the GEMMs that share it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,10 @@ PRODUCTS: Mapping[Pass, tuple[Role, Role]] = {
 
 
 class NotingRecipe(Precision):
-    """fp32 with separate operands per product. ``asked`` counts their values, ``keyed`` those of rows with keys."""
+    """fp32 with separate operands per product. ``asked`` counts their values, ``keyed`` those of rows with keys.
+
+    ``shared`` names each recipe that several GEMMs use: one that ``at`` returned, or the recipe of the module.
+    """
 
     residual_dtype: ClassVar[Any] = torch.float32
     by_pass: ClassVar[bool] = True
@@ -33,10 +37,22 @@ class NotingRecipe(Precision):
     def __init__(self) -> None:
         self.asked: Asked = Counter()
         self.keyed: Asked = Counter()
+        self.shared: set[str] = set()
+        self._name, self._widths = "", set[int]()
+
+    def at(self, name: str, *, groups: int | None = None) -> Precision:
+        """Return a recipe of a GEMM, with the same counts."""
+        recipe = copy(self)
+        recipe._name, recipe._widths = name if groups is not None else "", set()
+        return recipe
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
         """Return the tensor."""
         self.asked[role, during] += x.numel()
+        if (role, during) == ("input", "fprop"):
+            self._widths.add(x.shape[-1])
+        if not self._name or len(self._widths) > 1:
+            self.shared.add(self._name)
         if rows is not None and rows.keys_R is not None and len(rows.keys_R) == len(x):
             self.keyed[role, during] += x.numel()
         return x.float()
@@ -62,6 +78,7 @@ class Noting(PrecisionPlugin):
         """Return the recipe with its counts cleared."""
         self.recipe.asked.clear()
         self.recipe.keyed.clear()
+        self.recipe.shared.clear()
         return self.recipe
 
 

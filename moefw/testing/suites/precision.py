@@ -22,13 +22,14 @@ from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.oracle import Rule, dense_moe
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites.base import Suite
+from moefw.testing.suites.outliers import ROWS, error_by_row, with_outlier
 from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
 NATIVE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of operands that are plain tensors, by offered operand."""
 RTOL: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-"""Default tolerance of a suite, by dtype of the residual stream."""
+"""Tolerance of a recipe that offers no ``rtol``, by dtype of the residual stream."""
 
 
 @frozen(kw_only=True)
@@ -73,8 +74,9 @@ class PrecisionSuite(Suite):
     """Tests a precision recipe against its contract.
 
     ``rtol`` is the largest error of an operand, and of a layer against the fp64 oracle, as a share of a tensor's
-    largest value; None: by the residual dtype. ``block`` divides the sizes of all operands. At least one of ``gemms``
-    must take the operands.
+    largest value. None: the one that the plugin offers, for example 0.1 (int8), 0.15 (fp8) or 0.4 (fp4); a plugin that
+    offers none only casts, and is held to ``RTOL``. ``block`` divides the sizes of all operands. At least one of
+    ``gemms`` must take the operands.
     """
 
     section = "precision"
@@ -142,9 +144,9 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_operands_are_close_to_what_they_stand_for(self) -> None:
-        """Within the stated error. If operands serve all passes, tensors in the offered dtype stay unchanged."""
+        """Within the stated error. If a recipe states none and only casts, its own dtype stays unchanged."""
         recipe, allowed = self.recipe(), self._rtol()
-        dtype = None if recipe.by_pass else self._native()
+        dtype = None if recipe.by_pass or self._stated() is not None else self._native()
 
         def check(drawn: Operand) -> None:
             if not _alone(recipe, drawn):
@@ -159,6 +161,41 @@ class PrecisionSuite(Suite):
                 assert same, f"{self.plugin.name} changes a tensor that is {dtype} already ({_where(drawn)})."
 
         self.for_all(check, OPERANDS)
+
+    def test_an_outlier_costs_other_rows_nothing(self) -> None:
+        """Scales run along what a product sums over: each row of it has an error relative to its own largest value."""
+        recipe, allowed = self.recipe(), self._rtol()
+        offered = self._offered("row_scales")
+        roles = get_args(Role) if offered in (None, ANY) else offered
+        if not roles:
+            pytest.skip(f"{self.plugin.name} offers row_scales of no operand: rows share scales")
+        says = "scales run along what a product sums over. If rows share them on purpose, offer row_scales."
+        for (role, during), axis in ROWS.items():
+            if role not in roles or (axis == -1 and not recipe.by_pass):
+                continue
+            for rows, experts in ((7, 0), (128, 3)):
+                drawn = Operand(rows=rows, blocks=2, experts=experts, turned=False, role=role, during=during, seed=rows)
+                x = with_outlier(drawn.tensor(self.block, torch.float32).detach(), axis)
+                error = error_by_row(self._quantize(recipe, x, drawn), x, axis)
+                line = {-2: "row", -1: "column"}[axis]
+                what = f"{self.plugin.name}: beside an outlier {line}, an operand ({_where(drawn)}) is off by"
+                assert error <= allowed, f"{what} {error:.1e} of a {line}'s largest value; {says}"
+        for role in ("grad", "input") if recipe.by_pass and {"grad", "input"} <= {*roles} else ():
+            error = self._error_of_wgrad(recipe, role)
+            what = f"{self.plugin.name}: beside an outlier column of role {role}, the weight gradient is off by"
+            assert error <= 2 * allowed, f"{what} {error:.1e} of a row's largest value; {says}"
+
+    def _error_of_wgrad(self, recipe: Any, outlier: Role) -> float:
+        """Return the error of a weight gradient. One factor has an outlier column, which makes a row or a column."""
+        factors = {}
+        for seed, role in enumerate(get_args(Role)):
+            drawn = Operand(rows=128, blocks=1, experts=0, turned=False, role=role, during="wgrad", seed=seed)
+            x = drawn.tensor(self.block, torch.float32).detach()
+            factors[role] = (with_outlier(x, -1) if role == outlier else x).to(recipe.residual_dtype)
+        one, rows, dy = _of_a_gemm(recipe, drawn), factors["input"], factors["grad"]
+        kept = one.keep(rows, one.quantize(rows, role="input", during="fprop"), role="input", during="wgrad")
+        got = one.quantize(dy, role="grad", during="wgrad").mT @ kept.operand(kept.tensors)
+        return error_by_row(got, dy.double().mT @ rows.double(), -2 if outlier == "grad" else -1)
 
     def test_gradients_flow_straight_through(self) -> None:
         """The gradient of the sum of an operand is one everywhere, in the dtype of the tensor."""
@@ -296,8 +333,13 @@ class PrecisionSuite(Suite):
         """Return the dtypes of quantized tensors: of weights, and of the residual stream."""
         return tuple(dict.fromkeys((torch.float32, recipe.residual_dtype)))
 
+    def _stated(self) -> float | None:
+        stated: float | None = self._offered("rtol") if self.rtol is None else self.rtol
+        return stated
+
     def _rtol(self) -> float:
-        return RTOL.get(self.recipe().residual_dtype, 4e-2) if self.rtol is None else self.rtol
+        stated = self._stated()
+        return RTOL.get(self.recipe().residual_dtype, 4e-2) if stated is None else stated
 
     def _quantize(self, recipe: Any, x: Tensor, drawn: Operand) -> Tensor:
         try:

@@ -37,6 +37,7 @@ class Grouped(GemmPlugin):
         return moefw.offers(
             region=(*regions, ("expert_fc1", "recompute"), ("experts", "stash"), ("moe_act", "recompute")),
             by_pass=True,
+            named_products=True,
             activations_kept=True,
             row_keys=True,
         )

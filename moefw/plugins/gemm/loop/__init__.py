@@ -25,6 +25,7 @@ class Loop(GemmPlugin):
         return moefw.offers(
             region=(*kept, ("expert_fc1", "recompute"), ("moe_act", "recompute")),
             by_pass=True,
+            named_products=True,
             activations_kept=True,
             row_keys=True,
         )

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from moefw.core.contracts import ExpertGemm, Precision
 from moefw.core.records import Canonical, RowGroups
 from moefw.core.stages import ExpertBatch
-from moefw.runtime.compute.product import keep_activation, linear
+from moefw.runtime.compute.product import keep_activation, linear, separate
 from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ class LoopExperts(nn.Module, ExpertGemm):
         d, f = context.site.dims.model_dim, context.site.dims.expert_dim // context.layout.size("etp")
         self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
         recipe = context.recipe("moe.experts")
-        self.into, self.out_of = (
-            _owned([recipe.at(name, groups=1) for _ in self.numbers]) for name in ("gate_up", "down")
-        )
+        self.into, self.out_of = (separate(recipe, name, len(self.numbers)) for name in ("gate_up", "down"))
         self.gate = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.up = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.down = nn.ParameterList(torch.empty(d, f) for _ in self.numbers)
@@ -66,11 +64,6 @@ class LoopExperts(nn.Module, ExpertGemm):
             yield Canonical(f"{expert}.gate_proj.weight", self.gate[local], shard=into)
             yield Canonical(f"{expert}.up_proj.weight", self.up[local], shard=into)
             yield Canonical(f"{expert}.down_proj.weight", self.down[local], shard=out_of)
-
-
-def _owned(recipes: list[Precision]) -> Any:
-    """Return the recipes, in a ``ModuleList`` of the owner if they are modules."""
-    return nn.ModuleList(recipes) if isinstance(recipes[0], nn.Module) else recipes  # type: ignore[arg-type]
 
 
 def _activate(h_RH: Tensor, weights_R: Tensor, recipe: Precision) -> Tensor:

@@ -31,6 +31,8 @@ class FP8Tensor(QuantizedPlugin):
 
     name: ClassVar[str] = "fp8-tensor"
     rows: ClassVar[int] = 16
+    rtol: ClassVar[float] = 0.2
+    row_scales: ClassVar[Any] = ()
     gpus: ClassVar[Gpus] = TENSORS
     te_gpus: ClassVar[Gpus] = WHOLE_TENSORS
 
@@ -38,6 +40,13 @@ class FP8Tensor(QuantizedPlugin):
     history: int | None = field(default=None, validator=optional(ge(1)))
     margin: int | None = field(default=None, validator=optional(ge(0)))
     algorithm: Literal["max", "most_recent"] | None = None
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Return also the need of delayed scaling for GEMMs that remember magnitudes, each its own."""
+        reason = "delayed scaling remembers the largest magnitudes of each GEMM"
+        fix = "Use parts that take Precision.at(name, groups=...) for each GEMM, or scaling: current."
+        delayed = [moefw.need("named_products", True, reason=reason, fix=fix, option="scaling")]
+        return [*super().needs(site), *(delayed if self.scaling == "delayed" else ())]
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Return also a problem for each option of delayed scaling that is set under current scaling."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
@@ -30,6 +30,8 @@ class NVFP4(LowPrecisionPlugin):
 
     name: ClassVar[str] = "nvfp4"
     rows: ClassVar[int] = 16
+    rtol: ClassVar[float] = 0.4
+    row_scales: ClassVar[Any] = ()
     codes: ClassVar[str] = "fp4"
     gpus: ClassVar[Gpus] = GPUS_OF_NVFP4
     te_gpus: ClassVar[Gpus] = FP4

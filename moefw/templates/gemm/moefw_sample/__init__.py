@@ -20,7 +20,7 @@ class Sample(moefw.GemmPlugin):
     def offers(self, site: moefw.Site) -> moefw.Offers:
         """The activation may be kept, or recomputed together with the input of the second GEMM."""
         regions = (("moe_act", "keep"), ("moe_act", "recompute"))
-        return moefw.offers(region=regions, by_pass=True)
+        return moefw.offers(region=regions, by_pass=True, named_products=True)
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         """Require group sizes on the host, and equal shares of the experts."""

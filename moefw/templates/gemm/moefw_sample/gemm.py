@@ -10,6 +10,7 @@ from typing import final
 
 import moefw
 import torch
+from moefw.runtime.compute.product import separate
 from moefw_kernels.swiglu import weighted_swiglu
 from torch import Tensor, nn
 
@@ -26,7 +27,8 @@ class SampleExperts(nn.Module, moefw.ExpertGemm):
         self.up = nn.Parameter(torch.empty(e, f, d))
         self.down = nn.Parameter(torch.empty(e, d, f))
         self._shards = {"gate": context.expert_shard(0), "up": context.expert_shard(0), "down": context.expert_shard(1)}
-        self._precision = context.recipe("moe.experts")
+        recipe = context.recipe("moe.experts")
+        self.into, self.out_of = (separate(recipe, name, e) for name in ("gate_up", "down"))
         self._activate = context.region("moe_act", self._activate_and_project)
 
     def forward(self, batch: moefw.ExpertBatch) -> Tensor:
@@ -41,11 +43,11 @@ class SampleExperts(nn.Module, moefw.ExpertGemm):
 
     def _run(self, local: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
         gate_up_HD = torch.cat([self.gate[local], self.up[local]])
-        h_RH = moefw.linear(x_RD, gate_up_HD, self._precision)
-        return self._activate(h_RH, weights_R, self.down[local])
+        h_RH = moefw.linear(x_RD, gate_up_HD, self.into[local])
+        return self._activate(local, h_RH, weights_R)
 
-    def _activate_and_project(self, h_RH: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
-        return moefw.linear(weighted_swiglu(h_RH, weights_R), down_DF, self._precision)
+    def _activate_and_project(self, local: int, h_RH: Tensor, weights_R: Tensor) -> Tensor:
+        return moefw.linear(weighted_swiglu(h_RH, weights_R), self.down[local], self.out_of[local])
 
     def canonical(self) -> Iterator[moefw.Canonical]:
         """Yield each expert's three weights under names that no layout changes."""

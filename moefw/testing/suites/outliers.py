@@ -1,0 +1,36 @@
+"""Operands with one row, or column, that is much larger than all others, and errors relative to each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from torch import Tensor
+
+from moefw.core.records import Pass, Role
+
+OUTLIER: Final = 2.0**20
+"""More than the range of every 8-bit format: a scale that rows share rounds all others to zero."""
+
+ROWS: Final[Mapping[tuple[Role, Pass], int]] = {
+    ("input", "fprop"): -2,
+    ("weight", "fprop"): -2,
+    ("grad", "dgrad"): -2,
+    ("weight", "dgrad"): -1,
+}
+"""The axis over which a product does not sum, by operand: that of its rows (-2) or of its columns (-1)."""
+
+
+def with_outlier(x: Tensor, axis: int) -> Tensor:
+    """Return ``x`` divided by ``OUTLIER``, except in its third row (``axis`` -2) or column (-1)."""
+    largest = x.narrow(axis, 2, 1).clone()
+    x = x / OUTLIER
+    x.narrow(axis, 2, 1).copy_(largest)
+    return x
+
+
+def error_by_row(got: Tensor, wanted: Tensor, axis: int) -> float:
+    """Return the largest error of a row (``axis`` -2) or column (-1), as a share of the largest wanted value in it."""
+    across = -3 - axis
+    error = (got.detach().double() - wanted.double()).abs().amax(across)
+    return (error / wanted.double().abs().amax(across)).max().item()
