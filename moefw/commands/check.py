@@ -30,10 +30,16 @@ def check(spec: str, overrides: tuple[str, ...], world: int | None, as_json: boo
         return 2
     layout, resolved = assembly.layout, assembly.resolved()
     if as_json:
-        click.echo(json.dumps({"ok": True, "problems": [], "world": layout.world, "resolved": resolved}))
+        click.echo(
+            json.dumps(
+                {"ok": True, "problems": [], "notes": assembly.notes, "world": layout.world, "resolved": resolved}
+            )
+        )
         return 0
     name = click.format_filename(spec)
     sizes = " ".join(f"{axis}={size}" for axis, size in layout.sizes.items())
     click.echo(f"{name} is sound: {layout.world} ranks ({sizes}), {len(assembly.layers)} MoE layers")
     click.echo("  ".join(f"{key}: {resolved[key]['use']}" for key in ("routing", "dispatch", "gemm", "precision")))
+    for note in assembly.notes:
+        click.echo(note)
     return 0

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import Factory, field, fields, frozen
+from attrs import field, fields, frozen
 
 from moefw.compose.spec.sections import Spec
 from moefw.compose.spec.structure import plain
@@ -63,12 +63,18 @@ class Assembly:
     layers: Mapping[int, LayerAssembly]
     site: Site
     registry: Registry = field(eq=False, repr=False)
-    notes: tuple[str, ...] = Factory(tuple)
 
     @property
     def layout(self) -> LayoutPlan:
         """The arrangement of the ranks."""
         return self.site.layout
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the spec should know: the memory policies that are not exact."""
+        errors = {policy.name: policy.offers(self.site).get("rtol") for policy in self.parts.memory}
+        says = "is not exact: it changes each gradient of a layer by at most"
+        return [f"{name} {says} {rtol:g} of its largest value" for name, rtol in errors.items() if rtol]
 
     def resolved(self) -> dict[str, Any]:
         """Return the spec with every option spelled out, as plain data that can be loaded again."""

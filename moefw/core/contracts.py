@@ -254,7 +254,10 @@ class MemoryPolicy(ABC):
 
     @abstractmethod
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with its saved tensors under the policy. Values and gradients stay bitwise equal."""
+        """Return ``function`` with its saved tensors under the policy. Values and gradients stay bitwise equal.
+
+        A plugin that offers ``rtol`` may change each gradient of a layer by this share of its largest value.
+        """
 
     def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``finish``, the second half of a movement, under the policy. It cannot run twice.

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
+from hypothesis import note
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from moefw.compose.registry import Registry
 from moefw.compose.spec.source import Tree
+from moefw.core.errors import nearest
 from moefw.core.facts import ANY
 from moefw.core.plugin import Plugin
 from moefw.testing.announce import with_plugins
@@ -56,12 +58,8 @@ class Combination:
 
     def yaml(self) -> str:
         """Return the spec as YAML, with all other settings in comments."""
-        settings = [f"skew {self.skew}", f"seed {self.seed}", f"row alignment {self.row_alignment}"]
-        settings += ["every third token masked"] if self.masked else []
-        head = [
-            f"# moefw check this.yaml --world {len(self.tokens)}",
-            f"# tokens of each rank: {', '.join(map(str, self.tokens))}; {', '.join(settings)}",
-        ]
+        tokens, *settings = self._settings()
+        head = [f"# moefw check this.yaml --world {len(self.tokens)}", f"# {tokens}; {', '.join(settings)}"]
         return "\n".join([*head, *(f"{section}: {_flow(value)}" for section, value in self.spec().items())]) + "\n"
 
     def layer_case(self) -> LayerCase:
@@ -100,8 +98,17 @@ class Combination:
             **more,
         )
 
+    def _settings(self) -> list[str]:
+        tokens = f"tokens of each rank: {', '.join(map(str, self.tokens))}"
+        found = [tokens, f"skew {self.skew}", f"seed {self.seed}", f"row alignment {self.row_alignment}"]
+        return [*found, *(["every third token masked"] if self.masked else [])]
+
     def __repr__(self) -> str:
-        return f"Combination of\n{self.yaml()}"
+        parts = ", ".join(f"{section} {variant.label}" for section, variant in self.parts.items())
+        return f"Combination({parts}; {', '.join(self._settings())})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis would print every field of every variant
 
 
 def settled(combination: Combination) -> Combination:
@@ -119,59 +126,93 @@ def settled(combination: Combination) -> Combination:
 
 
 def usable_here(
-    *, registry: Registry, plugin: type[Plugin] | None = None, options: Sequence[Mapping[str, Any]] | None = None
-) -> tuple[Sections, Fit]:
+    plugins: tuple[type[Plugin], ...] = (),
+    *,
+    only: type[Plugin] | None = None,
+    options: Sequence[Mapping[str, Any]] | None = None,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    include: Collection[str] = (),
+    exclude: Collection[str] = (),
+) -> Fit:
     """Return the variants that this machine can run, a section's plainest first, and their fit.
 
-    ``plugin``: its section contains only this plugin, with each set of ``options``.
+    ``only``: its section contains only this plugin, with each set of ``options``. The other arguments are those of
+    :func:`combinations`.
     """
-    sections: dict[str, tuple[Variant, ...]] = dict(variants(registry))
-    if plugin is not None:
-        section = next(section for section, hook in SECTIONS.items() if hook == plugin.hook)
-        part = registry.get(plugin.hook, plugin.name)
-        sections[section] = tuple(of_part(part, section, options))
-        if not sections[section]:
-            what = f"{plugin.name} has options without a default that no test can guess"
+    registry = with_plugins((*plugins, *([] if only is None else [only])))
+    named = {*include, *(plugin.name for plugin in plugins)}
+    found = dict(variants(registry, include=named))
+    for name in set(exclude).difference(*(one.names for ways in found.values() for one in ways)):
+        raise ValueError(f"exclude: no plugin here is called {name!r}. {nearest(name, registry.names)}")
+    found = {section: tuple(one for one in ways if not {*one.names} & {*exclude}) for section, ways in found.items()}
+    if only is not None:
+        section = next(section for section, hook in SECTIONS.items() if hook == only.hook)
+        found[section] = tuple(of_part(registry.get(only.hook, only.name), section, options))
+        named.add(only.name)
+        if not found[section]:
+            what = f"{only.name} has options without a default that no test can guess"
             raise ValueError(f"{what}; set them: options = [{{...}}]")
     model = Combination(parts={}, tokens=(1,), shared=True).spec()["model"]
     assert isinstance(model, dict)
-    fit = Fit(sections, registry=registry, model=model)
-    found = {section: [one for one in ways if fit.company(one) is not None] for section, ways in sections.items()}
-    fit.sections = found
-    return found, fit
+    fit = Fit(found, registry=registry, model=model)
+    for section, choice in fixed.items():
+        if section not in SECTIONS:
+            raise ValueError(f"fixed: {section!r} is no section of plugins. {nearest(section, SECTIONS)}")
+        same = tuple(one for one in found[section] if one.choice == choice)
+        found[section] = same or (fit.as_given(section, choice),)
+    for section in ("precision", "memory"):
+        found[section] = tuple(evolve(one, rtol=max(one.rtol, fit.rtol(one))) for one in found[section])
+    for section, ways in found.items():
+        if not ways:
+            raise ValueError(f"exclude leaves nothing for {section}.")
+    usable = {section: [one for one in ways if fit.company(one) is not None] for section, ways in found.items()}
+    for section, ways in found.items():
+        if not usable[section] and (section in fixed or named & {*ways[0].names}):
+            raise ValueError(f"no spec with {' and '.join(ways[0].names)} is accepted: {fit.reason(ways[0])}")
+    fit.sections = usable
+    return fit
 
 
 def combinations(
-    sections: Sections | None = None, plugins: tuple[type[Plugin], ...] = ()
+    plugins: tuple[type[Plugin], ...] = (),
+    *,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    include: Collection[str] = (),
+    exclude: Collection[str] = (),
 ) -> st.SearchStrategy[Combination]:
     """Return a strategy for combinations, most accepted, some refused. It shrinks towards the defaults of a spec.
 
-    ``sections``: the variants to draw from; by default all that this machine can run. ``plugins``: more plugins, which
-    need not be installed.
+    Drawn from are the built-in plugins, ``plugins``, which need not be installed, and installed ones named in
+    ``include``; not those named in ``exclude``. ``fixed``: the choices of some sections, as in a spec. Raises
+    ValueError or PluginError at the first draw for names that are not there.
     """
 
     @cache
-    def ways() -> Sections:
-        return usable_here(registry=with_plugins(plugins))[0] if sections is None else sections
+    def fit() -> Fit:
+        return usable_here(plugins, fixed=fixed, include=include, exclude=exclude)
 
-    @st.composite
-    def drawn(draw: st.DrawFn) -> Combination:
-        parts = {section: draw(st.sampled_from(found)) for section, found in ways().items()}
-        world = parts["parallel"].world
-        return settled(
-            Combination(
-                parts=parts,
-                tokens=tuple(draw(st.lists(st.integers(0, MAX_TOKENS), min_size=world, max_size=world))),
-                skew=draw(st.sampled_from(SKEWS)),
-                masked=draw(st.booleans()),
-                shared=draw(st.booleans()),
-                row_alignment=draw(st.sampled_from(ALIGNMENTS)),
-                seed=draw(st.integers(0, 1000)),
-                plugins=plugins,
-            )
+    return st.deferred(lambda: drawn_from(fit(), plugins))
+
+
+@st.composite
+def drawn_from(draw: st.DrawFn, fit: Fit, plugins: tuple[type[Plugin], ...] = ()) -> Combination:
+    """Draw a combination of the variants of ``fit``. ``plugins``: those of them that need not be installed."""
+    parts = {section: draw(st.sampled_from(found)) for section, found in fit.sections.items()}
+    world = parts["parallel"].world
+    combination = settled(
+        Combination(
+            parts=parts,
+            tokens=tuple(draw(st.lists(st.integers(0, MAX_TOKENS), min_size=world, max_size=world))),
+            skew=draw(st.sampled_from(SKEWS)),
+            masked=draw(st.booleans()),
+            shared=draw(st.booleans()),
+            row_alignment=draw(st.sampled_from(ALIGNMENTS)),
+            seed=draw(st.integers(0, 1000)),
+            plugins=plugins,
         )
-
-    return drawn()
+    )
+    note(combination.yaml())
+    return combination
 
 
 def _flow(value: object) -> str:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from moefw.core.plugin import Plugin
-from moefw.testing.announce import with_plugins
 from moefw.testing.combinations import ALIGNMENTS, SKEWS, Combination, Sections, settled, usable_here
 from moefw.testing.fit import Fit
 from moefw.testing.variants import Variant
@@ -27,12 +26,11 @@ def pairs(
     """Return a covering set: each pair of variants that resolve accepts is in at least one combination.
 
     The set is deterministic and small: the two largest sections alone need the product of their sizes. ``only``: cover
-    only pairs with a variant of that plugin. ``fit``: the variants and their fit; by default all that this machine can
-    run.
+    only pairs with a variant of that plugin. ``fit``: the variants and their fit; by default those of the
+    built-in plugins and of ``plugins`` that this machine can run.
     """
-    if fit is None:
-        _, fit = usable_here(registry=with_plugins(plugins))
-    wanted = list(fitting_pairs(fit.sections, fit))
+    fit = usable_here(plugins) if fit is None else fit
+    wanted = list(fitting_pairs(fit))
     if only is not None:
         wanted = [pair for pair in wanted if any(only.name in variant.names for variant in pair)]
     return [dress(parts, number, plugins) for number, parts in enumerate(_cover(wanted, fit))]
@@ -44,9 +42,9 @@ def all_pairs(sections: Sections) -> Iterator[tuple[Variant, Variant]]:
         yield from itertools.product(one, other)
 
 
-def fitting_pairs(sections: Sections, fit: Fit) -> Iterator[Pair]:
+def fitting_pairs(fit: Fit) -> Iterator[Pair]:
     """Yield every pair of variants of two sections that some accepted combination contains."""
-    return (frozenset(pair) for pair in all_pairs(sections) if fit.company(*pair) is not None)
+    return (frozenset(pair) for pair in all_pairs(fit.sections) if fit.company(*pair) is not None)
 
 
 def met(parts: Mapping[str, Variant]) -> set[Pair]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
@@ -18,7 +18,7 @@ from moefw.compose.spec.source import Marks, Tree
 from moefw.compose.spec.structure import structure
 from moefw.core.errors import MoefwError, PluginError, Problem
 from moefw.core.facts import Need
-from moefw.core.plugin import Plugin
+from moefw.core.plugin import LayoutPlugin, Plugin
 from moefw.core.site import Dims, Machine, Site
 from moefw.testing.variants import SECTIONS, Variant
 
@@ -120,6 +120,19 @@ class Fit:
         pairs = zip(found, values)
         return [words[need.fact].format(" or ".join(value)) for need, value in pairs if "cpu" not in value]
 
+    def rtol(self, variant: Variant) -> float:
+        """Return the sum of the errors that the parts of a variant offer."""
+        try:
+            return float(sum(part.offers(self._site()).get("rtol", 0.0) for part in self._parts(variant)))
+        except Exception:  # resolve reports the plugin's fault
+            return 0.0
+
+    def as_given(self, section: str, choice: Any) -> Variant:
+        """Return a variant with a choice as in a spec, and the smallest world of a layout."""
+        variant = Variant(section=section, label="as given", choice=choice)
+        layout = next(iter(self._parts(variant)), None)
+        return evolve(variant, world=layout.plan(None).world) if isinstance(layout, LayoutPlugin) else variant
+
     def _candidates(self, chosen: Sequence[Variant]) -> Iterable[Parts]:
         fixed = {variant.section: variant for variant in chosen}
         plain = {section: found[0] for section, found in self.sections.items()}
@@ -129,7 +142,7 @@ class Fit:
             for one, other in itertools.permutations(companies, 2)
         ] or [plain | fixed]
         yield from merged
-        for section in self.sections.keys() - fixed.keys():
+        for section in (section for section in self.sections if section not in fixed):
             asked = set()
             for variant in self.sections[section]:
                 if self._states(variant) not in asked:

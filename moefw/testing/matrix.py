@@ -10,7 +10,7 @@ from attrs import field, frozen
 from moefw.compose.registry import Registry
 from moefw.core.errors import Problem
 from moefw.testing.fit import Fit
-from moefw.testing.variants import Variant, variants
+from moefw.testing.variants import OURS, Variant, variants
 
 
 @frozen(kw_only=True)
@@ -55,7 +55,8 @@ class Matrix:
 def survey(registry: Registry, *, ours_only: bool = True) -> Matrix:
     """Return the matrix: resolve each pair of variants in specs. ``ours_only``: only built-in plugins."""
     problems = [] if ours_only else registry.load_all()
-    sections = variants(registry, ours_only=ours_only)
+    others = () if ours_only else [part.name for part in registry.parts() if part.distribution != OURS]
+    sections = variants(registry, include=others)
     fit = Fit(sections, registry=registry, model={"num_layers": 1, "shared_expert_dim": 256}, pretend=True)
     every = [variant for ways in sections.values() for variant in ways]
     alone = {variant: fit.reason(variant).what for variant in every if fit.company(variant) is None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -36,8 +36,9 @@ class Variant:
     ``words``: a router's arguments of :class:`moefw.testing.oracle.Rule`; None if the oracle has no formula for it.
     ``state``: the oracle's names of the router's state, which is zero at the first step. ``budget``: the
     ``rank_capacity`` beyond which the oracle drops choices. ``world``: the number of ranks of a layout. ``rtol``: the
-    tolerance of a precision relative to fp64. ``floor``: a gradient below this share of the largest one counts as
-    nearly cancelling. ``equal_tokens``: works only if all ranks have equal numbers of tokens, none masked.
+    part of a precision, or of a memory policy, in the tolerance relative to fp64. ``floor``: a gradient below this
+    share of the largest one counts as nearly cancelling. ``equal_tokens``: works only if all ranks have equal numbers
+    of tokens, none masked.
     ``smallest``: the smallest nonzero number of tokens of a rank for which routing does not depend on the last bit.
     """
 
@@ -49,7 +50,7 @@ class Variant:
     state: tuple[str, ...] = field(default=(), eq=False)
     budget: float | None = field(default=None, eq=False)
     world: int = field(default=1, eq=False)
-    rtol: float = field(default=1e-5, eq=False)
+    rtol: float = field(default=0.0, eq=False)
     floor: float = field(default=1e-2, eq=False)
     equal_tokens: bool = field(default=False, eq=False)
     smallest: int = field(default=0, eq=False)
@@ -77,18 +78,15 @@ LOOSE_RTOL: Final = 0.1
 """Default ``rtol`` of a precision that is not built in."""
 
 
-def variants(registry: Registry, *, ours_only: bool = False) -> dict[str, tuple[Variant, ...]]:
-    """Return the variants of every section for all plugins that load, the plainest first. See :func:`of_part`.
+def variants(registry: Registry, *, include: Collection[str] = ()) -> dict[str, tuple[Variant, ...]]:
+    """Return the variants of every section, the plainest first: of the built-in plugins and those in ``include``.
 
-    ``ours_only``: do not import other distributions.
+    ``include`` names plugins that are registered or installed. Nothing else is imported. See :func:`of_part`.
     """
-    if ours_only:
-        for entry in entry_points(group=GROUP):
-            if entry.dist and entry.dist.name == OURS:
-                registry.load(entry.name)
-    else:
-        registry.load_all()
-    parts = [part for part in registry.parts() if part.distribution == OURS or not ours_only]
+    ours = [entry.name for entry in entry_points(group=GROUP) if entry.dist and entry.dist.name == OURS]
+    for name in (*ours, *include):
+        registry.load(name)
+    parts = [part for part in registry.parts() if part.distribution == OURS or part.name in include]
     parts.sort(key=lambda part: part.name not in FIRST)
     found = {
         section: tuple(variant for part in parts if part.hook == hook for variant in of_part(part, section))

@@ -140,12 +140,11 @@ def solve_each(asked: Sequence[tuple[LayerCase, Parameters | None, float | None]
 
 
 def _compared(job: _Job, by_rank: Sequence[Answer]) -> Verdict:
-    parts = [given for _, given in by_rank if given is not None]
+    truths, parts = [given for _, given in by_rank if given is not None], job.combination.parts
     try:
-        wanted = summed(parts) if parts else _truth(job)
-        precision = job.combination.parts["precision"]
-        outcomes = [outcome for outcome, _ in by_rank]
-        assert_matches(outcomes, wanted, rtol=precision.rtol, floor=precision.floor)
+        wanted = summed(truths) if truths else _truth(job)
+        outcomes, rtol = [outcome for outcome, _ in by_rank], sum(variant.rtol for variant in parts.values())
+        assert_matches(outcomes, wanted, rtol=rtol, floor=parts["precision"].floor)
     except AssertionError as error:
         raise CombinationError(job.combination, str(error) or traceback.format_exc()) from error
     return Verdict(combination=job.combination, accepted=True)

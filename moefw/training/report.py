@@ -37,6 +37,8 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
     say(console, f"{train:,} tokens to train on, {heldout:,} held out, a vocabulary of {ids:,}")
     if session.device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo":
         say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
+    for note in session.assembly.notes:
+        say(console, note)
     if start:
         say(console, f"continuing after step {start}")
         if start >= (steps := session.assembly.spec.train.steps):

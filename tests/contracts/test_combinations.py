@@ -12,20 +12,23 @@ from typing import Any
 import pytest
 from attrs import evolve
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy, integers
 
+from broken_parts import Half, LosesMoreThanItSays
 from combination_parts import Again, Crashing, Exact, Faulty, Forgetful, Hashed, Puzzling, Sulky
 from moefw.compose.defaults import defaults
 from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, read_yaml
+from moefw.core.errors import PluginError
 from moefw.core.site import Machine
 from moefw.plugins.dispatchers.alltoall import AllToAll
-from moefw.testing.announce import with_plugins
-from moefw.testing.combinations import Combination, Sections, combinations, usable_here
+from moefw.testing.combinations import Combination, combinations, drawn_from, usable_here
 from moefw.testing.covering import all_pairs, fitting_pairs, met, pairs
 from moefw.testing.fit import Fit, named
 from moefw.testing.matrix import survey
 from moefw.testing.pool import RankPool
+from moefw.testing.suites.base import PROFILES
 from moefw.testing.suites.combination import CombinationSuite
 from moefw.testing.variants import OURS, Variant, variants
 from moefw.testing.verify import CombinationError, verify, verify_all
@@ -52,13 +55,13 @@ def must_accept(combination: Combination) -> bool:
 
 
 @pytest.fixture(scope="module")
-def here() -> tuple[Sections, Fit]:
-    return usable_here(registry=Registry())
+def here() -> Fit:
+    return usable_here()
 
 
 @pytest.fixture(scope="module")
-def covering(here: tuple[Sections, Fit]) -> list[Combination]:
-    return pairs(fit=here[1])
+def covering(here: Fit) -> list[Combination]:
+    return pairs(fit=here)
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -69,16 +72,13 @@ def test_every_two_parts_that_are_accepted_together_equal_the_oracle(
     assert all(verdict.accepted for verdict in verdicts)
 
 
-def test_the_covering_set_holds_every_pair_that_fits_and_hardly_more(
-    here: tuple[Sections, Fit], covering: list[Combination]
-) -> None:
-    sections, fit = here
-    wanted = set(fitting_pairs(sections, fit))
+def test_the_covering_set_holds_every_pair_that_fits_and_hardly_more(here: Fit, covering: list[Combination]) -> None:
+    wanted = set(fitting_pairs(here))
     assert len(wanted) > 900
     assert wanted == set().union(*(met(combination.parts) for combination in covering))
-    largest = sorted(map(len, sections.values()))[-2:]
+    largest = sorted(map(len, here.sections.values()))[-2:]
     assert len(covering) <= 1.2 * largest[0] * largest[1]
-    assert [c.yaml() for c in covering[:20]] == [c.yaml() for c in pairs(fit=fit)[:20]]
+    assert [c.yaml() for c in covering[:20]] == [c.yaml() for c in pairs(fit=here)[:20]]
 
 
 def test_the_covering_set_tries_empty_unequal_masked_skewed_and_aligned(covering: list[Combination]) -> None:
@@ -100,12 +100,11 @@ def refused_pairs(fit: Fit) -> Iterator[tuple[Variant, Variant]]:
             yield one, other
 
 
-def test_every_two_parts_that_are_refused_are_both_named_with_the_reason(here: tuple[Sections, Fit]) -> None:
-    _, fit = here
-    refused = list(refused_pairs(fit))
+def test_every_two_parts_that_are_refused_are_both_named_with_the_reason(here: Fit) -> None:
+    refused = list(refused_pairs(here))
     assert refused
     for one, other in refused:
-        problem = fit.reason(one, other)
+        problem = here.reason(one, other)
         assert named(problem, (one, other)) == [one, other], problem
         assert problem.fix, f"what should a user do about this? {problem}"
 
@@ -121,13 +120,14 @@ def test_a_part_that_nothing_goes_with_is_named_with_its_limit() -> None:
         assert problem.fix, problem
 
 
-def test_a_refusal_is_told_of_a_drawn_combination(pool: RankPool, here: tuple[Sections, Fit]) -> None:
+def test_a_refusal_is_told_of_a_drawn_combination(pool: RankPool, here: Fit) -> None:
     """The other parts fit each of the two refused parts."""
-    sections, fit = here
-    for one, other in refused_pairs(fit):
-        others = {section: ways for section, ways in sections.items() if section not in (one.section, other.section)}
+    for one, other in refused_pairs(here):
+        others = {
+            section: ways for section, ways in here.sections.items() if section not in (one.section, other.section)
+        }
         fitting = {
-            section: [way for way in ways if fit.company(way, one) and fit.company(way, other)]
+            section: [way for way in ways if here.company(way, one) and here.company(way, other)]
             for section, ways in others.items()
         }
         if not all(fitting.values()):
@@ -139,8 +139,8 @@ def test_a_refusal_is_told_of_a_drawn_combination(pool: RankPool, here: tuple[Se
         assert any(len(named(problem, (one, other))) == 2 for problem in verdict.problems)
 
 
-def test_a_refusal_of_what_must_be_accepted_fails(pool: RankPool, here: tuple[Sections, Fit]) -> None:
-    one, other = next(refused_pairs(here[1]))
+def test_a_refusal_of_what_must_be_accepted_fails(pool: RankPool, here: Fit) -> None:
+    one, other = next(refused_pairs(here))
     refused = plain_spec(here)
     refused = evolve(refused, parts={**refused.parts, one.section: one, other.section: other})
     refused = evolve(refused, tokens=(3,) * refused.parts["parallel"].world)
@@ -151,9 +151,7 @@ def test_a_refusal_of_what_must_be_accepted_fails(pool: RankPool, here: tuple[Se
 @pytest.mark.parametrize(
     ("plugin", "words"), [(Sulky, "names neither two parts nor a part and its limit"), (Faulty, "a plugin is broken")]
 )
-def test_a_refusal_that_explains_nothing_fails(
-    pool: RankPool, here: tuple[Sections, Fit], plugin: type[AllToAll], words: str
-) -> None:
+def test_a_refusal_that_explains_nothing_fails(pool: RankPool, here: Fit, plugin: type[AllToAll], words: str) -> None:
     alone = Variant(section="dispatch", label=plugin.name, choice={"use": plugin.name})
     plain = plain_spec(here, plugins=(plugin,))
     with pytest.raises(CombinationError, match=words):
@@ -178,9 +176,9 @@ def test_what_must_be_accepted_is() -> None:
 
 
 @pytest.mark.parametrize("section", ["dispatch", "gemm", "precision"])
-def test_no_plugin_of_ours_is_left_out_of_what_must_be_accepted(here: tuple[Sections, Fit], section: str) -> None:
+def test_no_plugin_of_ours_is_left_out_of_what_must_be_accepted(here: Fit, section: str) -> None:
     promised = {choice["use"] for product in products() for choice in product.get(section, ())}
-    assert {name for one in here[0][section] if one.distribution == OURS for name in one.names} == promised
+    assert {name for one in here.sections[section] if one.distribution == OURS for name in one.names} == promised
 
 
 def test_the_share_refused_does_not_grow(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,8 +190,8 @@ def test_the_share_refused_does_not_grow(capsys: pytest.CaptureFixture[str]) -> 
     assert at_most - found.share_refused < 0.002, "less is refused: lower the number in must_accept.yaml"
 
 
-def plain_spec(here: tuple[Sections, Fit], **given: Any) -> Combination:
-    parts = {section: ways[0] for section, ways in here[0].items()}
+def plain_spec(here: Fit, **given: Any) -> Combination:
+    parts = {section: ways[0] for section, ways in here.sections.items()}
     return Combination(parts=parts, **{"tokens": (5,), **given})
 
 
@@ -202,7 +200,7 @@ def changed(combination: Combination, section: str, **change: Any) -> Combinatio
     return evolve(combination, parts=parts)
 
 
-def test_a_layer_that_differs_from_the_oracle_is_told_with_its_spec(pool: RankPool, here: tuple[Sections, Fit]) -> None:
+def test_a_layer_that_differs_from_the_oracle_is_told_with_its_spec(pool: RankPool, here: Fit) -> None:
     combination = plain_spec(here)
     verify(combination, pool)
     for section, change in (
@@ -217,7 +215,7 @@ def test_a_layer_that_differs_from_the_oracle_is_told_with_its_spec(pool: RankPo
 
 
 def test_the_spec_of_a_failure_can_be_pasted_and_checked(
-    here: tuple[Sections, Fit], covering: list[Combination], tmp_path: Path
+    here: Fit, covering: list[Combination], tmp_path: Path
 ) -> None:
     from moefw.commands import specs as reader
 
@@ -232,7 +230,7 @@ def test_the_spec_of_a_failure_can_be_pasted_and_checked(
 
 def test_a_broken_plugin_shrinks_to_the_smallest_spec_that_shows_it(pool: RankPool) -> None:
     """Its combine drops the first of at least three tokens. The smallest spec has one rank, three tokens, and defaults."""
-    sections, _ = usable_here(registry=with_plugins((Forgetful,)), plugin=Forgetful)
+    forgetful = usable_here(only=Forgetful)
 
     @settings(
         max_examples=20,
@@ -243,7 +241,7 @@ def test_a_broken_plugin_shrinks_to_the_smallest_spec_that_shows_it(pool: RankPo
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
-    @given(combination=combinations(sections, (Forgetful,)))
+    @given(combination=drawn_from(forgetful, (Forgetful,)))
     def search(combination: Combination) -> None:
         verify(combination, pool)
 
@@ -264,11 +262,8 @@ def test_a_broken_plugin_shrinks_to_the_smallest_spec_that_shows_it(pool: RankPo
     }
 
 
-def test_ranks_that_fail_are_told_with_the_spec_and_the_others_are_verified(
-    pool: RankPool, here: tuple[Sections, Fit]
-) -> None:
-    sections, _ = usable_here(registry=with_plugins((Crashing,)), plugin=Crashing)
-    parts = {section: ways[0] for section, ways in sections.items()}
+def test_ranks_that_fail_are_told_with_the_spec_and_the_others_are_verified(pool: RankPool, here: Fit) -> None:
+    parts = {section: ways[0] for section, ways in usable_here(only=Crashing).sections.items()}
     sound = Combination(parts=parts, tokens=(2,), plugins=(Crashing,))
     verify_all([sound, evolve(sound, seed=1)], pool)
     with pytest.raises(CombinationError, match="nobody told me about empty ranks") as caught:
@@ -277,31 +272,113 @@ def test_ranks_that_fail_are_told_with_the_spec_and_the_others_are_verified(
 
 
 def test_a_layer_behind_a_foreign_router_is_held_against_its_own_routing(pool: RankPool) -> None:
-    _, fit = usable_here(registry=with_plugins((Hashed,)), plugin=Hashed)
+    fit = usable_here(only=Hashed)
     assert [one.label for one in fit.sections["routing"]] == ["hashed gate plain", "hashed gate squared"]
     found = pairs(plugins=(Hashed,), only=Hashed, fit=fit)
     assert len(found) <= 1.2 * 2 * max(map(len, fit.sections.values()))
     assert all(verdict.accepted for verdict in verify_all(found, pool))
 
 
-def test_a_foreign_router_hides_no_broken_dispatcher(pool: RankPool, here: tuple[Sections, Fit]) -> None:
+def test_a_foreign_router_hides_no_broken_dispatcher(pool: RankPool, here: Fit) -> None:
     both = (Forgetful, Hashed)
-    routing, _ = usable_here(registry=with_plugins(both), plugin=Hashed)
-    dispatch, _ = usable_here(registry=with_plugins(both), plugin=Forgetful)
-    parts = {section: ways[0] for section, ways in here[0].items()}
-    parts |= {"routing": routing["routing"][0], "dispatch": dispatch["dispatch"][0]}
+    parts = {section: ways[0] for section, ways in here.sections.items()}
+    parts["routing"] = usable_here(only=Hashed).sections["routing"][0]
+    parts["dispatch"] = usable_here(only=Forgetful).sections["dispatch"][0]
     with pytest.raises(CombinationError, match="differs from the oracle"):
         verify(Combination(parts=parts, tokens=(4,), plugins=both), pool)
 
 
 def test_a_third_party_memory_policy_is_tried_on_every_region() -> None:
-    sections, _ = usable_here(registry=with_plugins((Again,)), plugin=Again)
-    assert {one.regions for one in sections["memory"]} == {("router",), ("experts",), ("shared_experts",), ("moe_act",)}
+    assert {one.regions for one in usable_here(only=Again).sections["memory"]} == {
+        ("router",),
+        ("experts",),
+        ("shared_experts",),
+        ("moe_act",),
+    }
+
+
+def drawn(strategy: SearchStrategy[Combination], number: int = 20) -> list[Combination]:
+    found: list[Combination] = []
+    options: Any = {"max_examples": number, "derandomize": True, "database": None, "phases": [Phase.generate]}
+    settings(**options)(given(strategy)(lambda combination: found.append(combination)))()
+    return found
+
+
+def test_only_built_in_plugins_and_named_ones_are_drawn(here: Fit) -> None:
+    assert {one.distribution for ways in here.sections.values() for one in ways} == {OURS}
+    assert "again" in {name for one in usable_here((Again,)).sections["memory"] for name in one.names}
+    with pytest.raises(PluginError, match="Did you mean 'alltoall'"):
+        usable_here(include=["alltoal"])
+
+
+def test_sections_are_fixed_and_plugins_excluded() -> None:
+    fixed = {"dispatch": {"use": "allgather"}, "parallel": {"use": "folded", "experts": {"ep": 2}}}
+    found = drawn(combinations(fixed=fixed, exclude=["nvfp4", "offload", "keep"]))
+    assert {len(combination.tokens) for combination in found} == {2}
+    names = {name for combination in found for variant in combination.parts.values() for name in variant.names}
+    assert {"allgather", "folded", "recompute"} <= names
+    assert not names & {"nvfp4", "offload", "keep", "alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"exclude": ["nvpf4"]}, "no plugin here is called 'nvpf4'. Did you mean 'nvfp4'?"),
+        ({"exclude": ["grouped", "loop"]}, "exclude leaves nothing for gemm"),
+        (
+            {"fixed": {"dispatcher": {"use": "alltoall"}}},
+            "'dispatcher' is no section of plugins. Did you mean 'dispatch'?",
+        ),
+        ({"fixed": {"dispatch": {"use": "deepep", "backend": "library"}}}, "no spec with deepep is accepted"),
+    ],
+)
+def test_a_wrong_choice_of_what_is_drawn_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        usable_here(**wrong)
+
+
+def test_a_failing_property_test_of_ones_own_prints_the_spec_and_no_fields_of_variants() -> None:
+    @settings(max_examples=1, derandomize=True, database=None, deadline=None)
+    @given(combination=combinations())
+    def fails(combination: Combination) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError) as caught:
+        fails()
+    said = "\n".join(caught.value.__notes__)
+    assert "Combination(routing topk softmax, dispatch alltoall, gemm grouped, precision fp32, memory none" in said
+    assert "\nrouting: {use: topk, score: softmax}\n" in said
+    assert "Variant(" not in said
+
+
+def test_a_memory_policy_that_is_not_exact_adds_its_bound(pool: RankPool) -> None:
+    sound, unsound = (
+        usable_here(only=plugin, options=[{"regions": ["experts"]}]) for plugin in (Half, LosesMoreThanItSays)
+    )
+    assert [one.rtol for one in sound.sections["memory"]] == [0.02]
+    for fit, plugin in ((sound, Half), (unsound, LosesMoreThanItSays)):
+        parts = {section: ways[0] for section, ways in fit.sections.items()}
+        combination = Combination(parts=parts, tokens=(5,), plugins=(plugin,))
+        if plugin is Half:
+            verify(combination, pool)
+        else:
+            with pytest.raises(CombinationError, match="differs from the oracle"):
+                verify(combination, pool)
+
+
+def test_a_suite_draws_the_same_examples_in_each_run() -> None:
+    suite: Any = type("Suite", (CombinationSuite,), {"plugin": Again})()
+    for name, same in (("quick", True), ("ci", True), ("nightly", False)):
+        suite.profile = evolve(PROFILES[name], examples=30)
+        runs: list[list[int]] = [[], []]
+        for run in runs:
+            suite.for_all(run.append, integers(0, 10**9))
+        assert (runs[0] == runs[1]) is same
 
 
 def test_options_that_nobody_can_guess_are_asked_for() -> None:
     with pytest.raises(ValueError, match="puzzling has options without a default"):
-        usable_here(registry=with_plugins((Puzzling,)), plugin=Puzzling)
+        usable_here(only=Puzzling)
 
 
 class TestAgain(CombinationSuite):
@@ -318,6 +395,6 @@ class TestHashed(CombinationSuite):
 @pytest.mark.parametrize(("plugin", "options"), [(Exact, {}), (Puzzling, {"depth": 3})])
 def test_a_plugin_that_goes_with_nothing_fails_the_suite_with_the_reason(plugin: type, options: dict[str, Any]) -> None:
     suite = type("Lonely", (CombinationSuite,), {"plugin": plugin, "options": options})()
-    with pytest.raises(AssertionError, match=f"no spec that holds {plugin.name} is accepted") as caught:
+    with pytest.raises(AssertionError, match=f"no spec with {plugin.name} is accepted") as caught:
         suite.fit()
     assert plugin.name in str(caught.value).partition("accepted:")[2]

@@ -23,6 +23,9 @@ BROKEN: list[tuple[Any, str, str]] = [
         "large_tensors_come_back",
         "the gradient of x, the gradient of its factor has other",
     ),
+    (parts.LosesMoreThanItSays, "no_bit_changes", "gradients that are off by more than 1e-05 of"),
+    (parts.LosesMoreThanItSays, "large_tensors_come_back", "is off by more than 1e-05 of its largest value"),
+    (parts.LosesInForward, "no_bit_changes", "other bits in aux_losses"),
     (parts.LosesStructures, "a_region_gets_what", "the gradient of a tensor in an argument"),
     (parts.ForgetsKeywords, "a_region_gets_what", "does not pass arguments or results on as they are"),
     (parts.KeepsOneFunction, "regions_are_told_apart", "the wrong one runs"),
@@ -37,6 +40,10 @@ def test_what_is_broken_is_caught_and_named(
     must_catch: Callable[..., None], plugin: Any, check: str, says: str
 ) -> None:
     must_catch(MemorySuite, plugin, check, says)
+
+
+class TestHalf(MemorySuite):
+    plugin = parts.Half
 
 
 class TestKeep(MemorySuite):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
@@ -19,16 +18,17 @@ from moefw.testing.pool import RankPool
 
 @frozen
 class Profile:
-    """Effort of a suite: the world sizes, and the number of drawn examples per check."""
+    """Effort of a suite: the world sizes, the number of drawn examples per check, and whether each run draws others."""
 
     worlds: tuple[int, ...]
     examples: int
+    new_draws: bool = False
 
 
 PROFILES: Final[Mapping[str, Profile]] = {
     "quick": Profile(worlds=(1, 2, 4), examples=12),
     "ci": Profile(worlds=(1, 2, 4), examples=60),
-    "nightly": Profile(worlds=(1, 2, 4, 8), examples=600),
+    "nightly": Profile(worlds=(1, 2, 4, 8), examples=600, new_draws=True),
 }
 
 
@@ -96,7 +96,7 @@ class Suite:
             deadline=None,
             database=None,
             phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
-            derandomize=bool(os.environ.get("CI")),
+            derandomize=not self.profile.new_draws,
             suppress_health_check=list(HealthCheck),
         )
         given(examples)(chosen(run))()
