@@ -87,6 +87,15 @@ def test_a_plugin_that_no_other_process_can_import_is_told_so(pool: RankPool) ->
     assert "declare it at the top of a module" in said(held.test_the_layer_equals_the_oracle_in_bf16)
 
 
+def test_movements_are_checked_before_whole_layers() -> None:
+    """pytest runs the checks of base classes first: a layer only says that something is wrong."""
+    ran = [name for base in reversed(DispatcherSuite.__mro__) for name in vars(base) if name.startswith("test_")]
+    layers = [place for place, name in enumerate(ran) if "layer" in name]
+    assert ran[0] == "test_it_can_be_built_and_its_declaration_is_pure"
+    assert layers == [*range(layers[0], layers[-2] + 1), len(ran) - 1]
+    assert layers[-2] == len(ran) - 3, "only drawn movements come between the layers and the drawn layers"
+
+
 def every_check(held: DispatcherSuite) -> Iterator[tuple[str, str]]:
     """Run all checks; yield those that fail, with their messages."""
     for name in (name for name in dir(held) if name.startswith("test_")):

@@ -33,6 +33,21 @@ class LosesGradientsOfOtherRanks(Arriving):
         return changed(batch, rows_RD=ScaledGradient.apply(batch.rows_RD, factor))
 
 
+@breaks(
+    "is wrong: the rows that stay on the rank are missing",
+    "gradients_of_tokens_and_weights_are_the_true_ones",
+    worlds=(2,),
+)
+class LosesGradientsOfItsOwnRows(Arriving):
+    def start_dispatch(self, x_TD, weights_TK, plan):
+        self.x_TD = x_TD.detach()
+        return super().start_dispatch(x_TD, weights_TK, plan)
+
+    def arrived(self, batch):
+        own_R = (batch.rows_RD.detach().unsqueeze(1) == self.x_TD).all(-1).any(-1, keepdim=True)
+        return changed(batch, rows_RD=ScaledGradient.apply(batch.rows_RD, lambda grad: (~own_R).to(grad.dtype)))
+
+
 @breaks("rows of expert", "rows_get_the_gradients_of_their_tokens_outputs")
 class ScalesTheGradientOfRows(Wrapper):
     def start_combine(self, rows_RD, handle):
@@ -54,6 +69,18 @@ class RecordsUnderNoGrad(Wrapper):
 class WrongInEvaluation(Returning):
     def returned(self, out_TD, pending):
         return out_TD if torch.is_grad_enabled() else out_TD * 2
+
+
+@breaks("the rows of two equal calls: the order differs", "without_gradients_nothing_is_saved_and_nothing_changes")
+class TurnsRowsRoundInEvaluation(Arriving):
+    def arrived(self, batch):
+        return batch if torch.is_grad_enabled() else changed(batch, rows_RD=batch.rows_RD.flip(0))
+
+
+@breaks("float32, not bf16", "rows_of_keys_are_redispatched_bit_for_bit", offers={"row_keys": True})
+class RedispatchesInFp32(Wrapper):
+    def start_redispatch(self, x_TD, weights_TK, handle):
+        return super().start_redispatch(x_TD.float(), weights_TK, handle)
 
 
 # Inputs.

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_ranks import Moved
-from moefw.testing.suites.dispatch_recording import same_bits
+from moefw.testing.suites.watch import bits, same_bits
 
 Assertion = Callable[[DispatchCase, Sequence[Moved]], str | None]
 
 FP32_EPS: Final = torch.finfo(torch.float32).eps
+OWN: Final = "the rows that stay on the rank"
 SHOWN: Final = 8
 """Number of rows that a sentence shows."""
 
@@ -154,13 +155,20 @@ def gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
             size_TD = weighted_TK.abs().sum(1, keepdim=True) * probe_TD.abs()
             fault = _apart(case, moved.grad_x_TD, wanted_TD, size_TD, case.eps)
             if fault:
-                return f"rank {rank}: the gradient of token {fault[0]} is wrong: {fault[1]}"
+                own_TK = weighted_TK * case.own(rank)
+                lost_TD = (weighted_TK - own_TK).sum(1, keepdim=True) * probe_TD
+                only_own = case.world > 1 and not _apart(case, moved.grad_x_TD, lost_TD, size_TD, case.eps)
+                which = f"{OWN} are missing in it" if only_own else fault[1]
+                return f"rank {rank}: the gradient of token {fault[0]} is wrong: {which}"
         if moved.grad_weights_TK is not None:
             wanted_TK = gain_TK * (x_TD * probe_TD).sum(1, keepdim=True)
             size_TK = gain_TK * (x_TD * probe_TD).abs().sum(1, keepdim=True)
             fault = _apart(case, moved.grad_weights_TK, wanted_TK, size_TK, FP32_EPS)
             if fault:
-                return f"rank {rank}: the gradient of the routing weights of token {fault[0]} is wrong: {fault[1]}"
+                rest_TK = wanted_TK * ~case.own(rank)
+                only_own = case.world > 1 and not _apart(case, moved.grad_weights_TK, rest_TK, size_TK, FP32_EPS)
+                which = f"{OWN} are missing in it" if only_own else fault[1]
+                return f"rank {rank}: the gradient of the routing weights of token {fault[0]} is wrong: {which}"
     return None
 
 
@@ -188,7 +196,8 @@ def presence(case: DispatchCase, ranks: Sequence[Moved], *, wants: str) -> str |
             ("w", "the routing weights", moved.grad_weights_TK),
         ):
             if letter in wants and grad is None and case.tokens[rank] and (case.ids(rank) >= 0).any():
-                return f"rank {rank}: the gradient of {name} is lost"
+                alone = case.world > 1 and case.own(rank)[case.ids(rank) >= 0].all()
+                return f"rank {rank}: the gradient of {name} is lost{f': it has only {OWN}' if alone else ''}"
     return None
 
 
@@ -230,11 +239,19 @@ def different(
         if lost and first.wants == second.wants:
             return f"{who}: {min(lost)} is lost"
         for name in (name for name in a if name in b):
-            if a[name].shape != b[name].shape:
-                return f"{who}: {name} has another shape"
+            if a[name].dtype != b[name].dtype or a[name].shape != b[name].shape:
+                forms = " and then ".join(f"{each.dtype} {tuple(each.shape)}" for each in (a[name], b[name]))
+                return f"{who}: {name} of two equal calls: {forms}"
             if not (same_bits(a[name], b[name]) if exact else _close(a[name], b[name])):
-                return f"{who}: {name} differs{_nan(b[name])}"
+                how = f"differs{_nan(b[name])}"
+                how = "of two equal calls: the order differs" if _reordered(a[name], b[name]) else how
+                return f"{who}: {name} {how}"
     return None
+
+
+def _reordered(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same rows, bit for bit, in another order."""
+    return len(a) > 1 and sorted(map(bits, a)) == sorted(map(bits, b))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

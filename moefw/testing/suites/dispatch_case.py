@@ -145,6 +145,11 @@ class DispatchCase:
         wanted = [max(len(rows), floor) for rows in self.arrivals(rank)]
         return tuple(-(-rows // self.row_alignment) * self.row_alignment for rows in wanted)
 
+    def own(self, rank: int) -> Tensor:
+        """Return which choices go to an expert of the rank itself, bool (T, K)."""
+        ids_TK = self.ids(rank)
+        return (ids_TK >= self.experts(rank).start) & (ids_TK < self.experts(rank).stop)
+
     def gains(self, rank: int) -> Tensor:
         """Return the factor of each choice's expert, fp64 (T, K); 0 where dropped."""
         return (self.ids(rank) + 1).double()

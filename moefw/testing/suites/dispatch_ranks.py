@@ -18,7 +18,7 @@ from moefw.compose.build import Shared
 from moefw.core.contracts import Dispatcher
 from moefw.core.stages import DispatchHandle, ExpertBatch, Routing
 from moefw.testing.suites.dispatch_case import DispatchCase
-from moefw.testing.suites.dispatch_recording import same_bits
+from moefw.testing.suites.watch import same_bits
 from moefw.testing.wire import open_dispatcher
 
 

@@ -12,6 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 from moefw.recording.collectives import Collective, Collectives
+from moefw.testing.suites.watch import same_bits
 
 UNEVEN: Final = ("all-to-all", "send", "recv")
 """Kinds whose sizes may differ between ranks."""
@@ -135,11 +136,3 @@ class _Watched(dist.Work):
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits; NaN equals itself."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = (tensor.detach().contiguous() for tensor in (a, b))
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.ndim else a.tolist() == b.tolist()

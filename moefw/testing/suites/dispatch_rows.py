@@ -11,8 +11,8 @@ from moefw.testing.suites import dispatch_assertions as assertions
 from moefw.testing.suites.dispatch_case import DispatchCase, unequal, usual
 from moefw.testing.suites.dispatch_overlap import permuted, without_gradients
 from moefw.testing.suites.dispatch_ranks import any_bits, identity, key_rows, moved, odd_rows, odd_values
-from moefw.testing.suites.dispatch_recording import same_bits
 from moefw.testing.suites.dispatch_run import DispatcherRunner
+from moefw.testing.suites.watch import same_bits
 
 
 class RowChecks(DispatcherRunner):
@@ -77,6 +77,8 @@ class RowChecks(DispatcherRunner):
                     for place, (source, token, _) in enumerate(rows, start):
                         wanted_RD[place] = sent[source][token]
                     start += size
+                if rows_RD.dtype != torch.bfloat16:
+                    return f"rank {rank}: row_keys is offered, and its rows are {rows_RD.dtype}, not bf16"
                 if not same_bits(rows_RD, wanted_RD):
                     return f"rank {rank}: row_keys is offered, and rows of keys are not redispatched bit for bit"
             return None
@@ -101,7 +103,8 @@ class RowChecks(DispatcherRunner):
                 times_TD = out_TD.double() - kept_T.unsqueeze(1) * whole.x(rank).double()
                 if not (times_TD == 0).all():
                     token = int((~(times_TD == 0)).any(1).nonzero()[0])
-                    what = f"token {token} does not come back {int(kept_T[token])} times, once for every kept choice"
+                    times = f"{int(kept_T[token])} time{'s' * (int(kept_T[token]) != 1)}"
+                    what = f"token {token} does not come back {times}, once for every kept choice"
                     return f"rank {rank}: {what} and part of an expert"
             return None
 

@@ -208,17 +208,23 @@ class DispatcherRunner(Suite):
         refusals: list[str] = []
         for case in cases:
             try:
-                fault = look(case)
+                fault = self.fault(case, look)
             except RefusedError as refusal:
                 refusals.append(str(refusal))
                 continue
-            except FaultError as crashed:
-                fail(f"{self.plugin.name}: {crashed}")
             if fault:
-                fail(f"{self.plugin.name}: {fault}. With {case}.")
+                fail(f"{self.plugin.name}: {fault}")
         if len(refusals) == len(cases):
             why = refusals[0] if refusals else "no world of the profile has room for it"
             pytest.skip(f"{self.plugin.name} refuses: {why}")
+
+    def fault(self, case: DispatchCase, look: Callable[[DispatchCase], str | None]) -> str | None:
+        """Return the sentence of a fault that ``look`` finds or ranks raise, with its case."""
+        try:
+            fault = look(case)
+        except FaultError as crashed:
+            return str(crashed)
+        return f"{fault}. With {case}." if fault else None
 
     def twice(self, case: DispatchCase) -> list[tuple[Moved, Moved]]:
         """Return each rank's results of the first and the third movement on one dispatcher."""
