@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from moefw.commands.facts import page
 from moefw.compose.machine import lone_site, this_machine
 from moefw.compose.registry import Offer, RegisteredPlugin, Registry
 from moefw.compose.spec.structure import plain
@@ -24,8 +25,12 @@ HEADINGS = ("hook point", "name", "distribution", "usable here", "what it is")
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def plugins(as_json: bool) -> None:
+@click.option("--facts", is_flag=True, help="Print the page docs/guides/facts.md: the words of offers and needs.")
+def plugins(as_json: bool, facts: bool) -> None:
     """List every part by hook point: distribution, version, usable here or why not; observers; what is not allowed."""
+    if facts:
+        click.echo("\n".join(page()))
+        return
     registry = Registry()
     problems = registry.load_all()
     dims = Dims(model_dim=256, expert_dim=256, num_experts=16, top_k=4)

@@ -69,46 +69,54 @@ def need(fact: str, value: Any, *, reason: str, fix: str = "", option: str = "")
 FACTS: Final[Mapping[str, Fact]] = {
     fact.name: fact
     for fact in (
-        # rows of an expert's group are a multiple of this
         Fact("row_alignment", "rows aligned to {}", "multiple", ("dispatch",)),
-        # ragged: groups end to end; padded: groups of equal size; static: size known beforehand
         Fact("rows", "{} rows", "one of", ("dispatch",)),
-        # static number of rows, as a multiple of a balanced rank's; a step that overflows runs again without a budget
         Fact("budget", "a budget of rows that a second run lifts", "given", ("dispatch",), silence=(NONE,)),
-        # the formats of GEMM operands, and of rows on the wire
         Fact("operand", "{} operands", "one of", ("precision",)),
         Fact("wire", "{} rows on the wire", "one of", ("precision",)),
-        # where the numbers of rows per expert are known: host, device
         Fact("counts", "counts on the {}", "one of", ("dispatch",)),
-        # axes of the layout, and pairs (axis, size) whose size divides a number
         Fact("axis", "axis {}", "some", ("parallel",), itemised=True),
         Fact("axis_divides", "a size of axis {} that divides {}", "some dividing", ("parallel",), itemised=True),
-        # axes along which a model can be split
         Fact("split", "a model that is split along {}", "some", ("model",), itemised=True),
-        # number of different token ids that a model accepts
         Fact("token_ids", "{} token ids", "some at least", ("model",), silence=ANY),
-        # the set of tokens that a routing decision depends on: token, sequence, micro_batch, global_batch
         Fact("partition", "routing that looks at one {}", "one of", ("routing",)),
-        # (region, mechanism) pairs that memory policies may use
         Fact("region", "region {} to allow {}", "some", ("model", "gemm", "optimizer"), itemised=True),
-        # GEMMs go through moefw.linear, or quantize for each pass of backward themselves
         Fact("by_pass", "operands quantized for each pass", "all", ("model", "gemm"), silence=False),
-        # every GEMM has a recipe of its own, Precision.at(name, groups=...), which may remember earlier steps
         Fact("named_products", "GEMMs with recipes of their own", "all", ("model", "gemm"), silence=False),
-        # largest error, as a share of a tensor's largest value: of an operand, or of a gradient under a memory policy
         Fact("rtol", "an error of at most {}", "sum", ("precision", "memory")),
-        # roles whose rows (columns, where the product sums over rows) are scaled alone: outliers cost others nothing
         Fact("row_scales", "scales of each row of the {}", "some", ("precision",), silence=ANY),
-        # activations that backward reads are saved through Precision.keep_activation
         Fact("activations_kept", "activations that a recipe may save as codes", "all", ("gemm",), silence=False),
-        # if the recipe draws, each row that an expert or a linear layer gets comes with the key of its token
         Fact("row_keys", "a key with each row", "all", ("model", "dispatch", "gemm"), silence=False),
-        # properties of the machine
         Fact("device", "device {}", "one of"),
         Fact("capability", "compute capability {}", "one of"),
         Fact("package", "package {}", "some", itemised=True),
     )
 }
+
+MEANINGS: Final[Mapping[str, str]] = {
+    "row_alignment": "a number: the rows of each expert's group are a multiple of it",
+    "rows": "`ragged`: groups end to end; `padded`: also up to a capacity; `static`: their sum is known beforehand",
+    "budget": "a number: static rows over those of a balanced rank; a step with more runs again without a budget",
+    "operand": "formats of the operands of GEMMs: `fp32`, `bf16`, or codes that multiply themselves, such as `fp8`",
+    "wire": "formats of rows on their way to experts: `fp32`, `bf16`, `fp8`",
+    "counts": "where the numbers of rows of each expert are known: `host`, `device`",
+    "axis": "axes: `pp`, `dp`, `cp`, `tp`, `edp`, `ep`, `etp`. The plan of the layout offers them",
+    "axis_divides": "pairs of an axis and its size, or in a need the number to divide; offered in the same way",
+    "split": "axes along which a model can be split: `pp`, `cp`, `tp`",
+    "token_ids": "a number: how many token ids a model accepts",
+    "partition": "tokens on which a routing depends: one `token`, `sequence`, `micro_batch` or `global_batch`",
+    "region": 'pairs (region, mechanism) that memory policies may use: `("experts", "offload")`',
+    "by_pass": "GEMMs go through `moefw.linear`, or quantize for each pass of backward themselves",
+    "named_products": "each GEMM has a recipe of its own, `Precision.at(name, groups=...)`, that may remember steps",
+    "rtol": "a number: the largest error of an operand, or of a gradient under a memory policy, over the largest value",
+    "row_scales": "roles whose rows (columns, if a product sums over rows) are scaled alone, so that no outlier spoils others",
+    "activations_kept": "activations that backward reads are saved through `Precision.keep_activation`",
+    "row_keys": "each row that a GEMM gets comes with the key of its token, if the recipe draws random numbers",
+    "device": "device types: `cpu`, `cuda`",
+    "capability": "compute capabilities of a GPU: `9.0`",
+    "package": "a package that is installed, or a part of one",
+}
+"""The values of each fact and what they mean, for ``moefw plugins --facts``."""
 
 
 def _look_at(name: str, value: Any) -> None:

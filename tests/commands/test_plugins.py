@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
@@ -12,8 +14,10 @@ from click.testing import CliRunner
 import moefw
 from command_cases import HEAD, dispatch_branches, dispatcher, listed, listing, refusal, written_schema
 from moefw.commands import plugins as plugins_module
+from moefw.commands.facts import SETTLED
 from moefw.commands.plugins import plugins
 from moefw.commands.schema import schema
+from moefw.core.facts import FACTS, MEANINGS, Rule
 from moefw.core.plugin import FAMILIES
 from moefw.core.site import Machine
 
@@ -208,3 +212,14 @@ def test_plugins_and_schema_answer_without_torch_and_doctor_imports_without():
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_the_page_of_facts_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs" / "guides" / "facts.md"
+    written = "run: moefw plugins --facts > docs/guides/facts.md"
+    assert page.read_text() == CliRunner().invoke(plugins, ["--facts"], catch_exceptions=False).stdout, written
+
+
+def test_every_fact_and_every_rule_has_words():
+    assert FACTS.keys() == MEANINGS.keys()
+    assert set(get_args(Rule)) == SETTLED.keys()
