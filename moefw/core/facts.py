@@ -109,7 +109,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "by_pass": "GEMMs go through `moefw.linear`, or quantize for each pass of backward themselves",
     "named_products": "each GEMM has a recipe of its own, `Precision.at(name, groups=...)`, that may remember steps",
     "rtol": "a number: the largest error of an operand, or of a gradient under a memory policy, over the largest value",
-    "row_scales": "roles whose rows (columns, if a product sums over rows) are scaled alone, so that no outlier spoils others",
+    "row_scales": "roles whose rows (columns, if a product sums over rows) are scaled alone: outliers spoil no others",
     "activations_kept": "activations that backward reads are saved through `Precision.keep_activation`",
     "row_keys": "each row that a GEMM gets comes with the key of its token, if the recipe draws random numbers",
     "device": "device types: `cpu`, `cuda`",
