@@ -100,3 +100,15 @@ def test_no_tokens_and_fewer_tokens_than_the_capacity_drop_nothing() -> None:
         routing = made(tokens(count), batch_of((1, count)))
         assert (routing.expert_ids_TK >= 0).all()
         assert routing.stats["dropped_choices"].item() == 0.0
+
+
+def test_with_as_many_choices_as_experts_each_expert_chooses_its_tokens() -> None:
+    made = router(EXPERTS, pre_softmax=True, capacity=Capacity(factor=0.25))
+    x_TD = tokens(40)
+    routing = made(x_TD, batch_of((1, 40)))
+    scores_TE = (x_TD @ made.weight.T).softmax(-1)
+    takes_TE = torch.zeros_like(scores_TE).scatter(0, scores_TE.topk(10, dim=0).indices, 1.0)
+    ids_TK = routing.expert_ids_TK.where(routing.expert_ids_TK >= 0, EXPERTS)
+    weights_TE = torch.zeros(40, EXPERTS + 1).scatter(1, ids_TK, routing.weights_TK)[:, :EXPERTS]
+    assert torch.allclose(weights_TE, scores_TE * takes_TE)
+    assert len(set(takes_TE.sum(1).tolist())) > 3, "tokens have unlike numbers of experts"
