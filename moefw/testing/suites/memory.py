@@ -15,7 +15,7 @@ from moefw.core.errors import MoefwError, PlanError
 from moefw.core.facts import ANY
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
-from moefw.testing.suites.memory_case import LARGE, Observed, large_region, observed, probe_region
+from moefw.testing.suites.memory_case import LARGE, Observed, observed, probe_region, region_of
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits, worst_error
 
@@ -156,10 +156,18 @@ class MemorySuite(Suite):
             same = same and (self._agrees(name, got[name], value) if isinstance(value, Tensor) else got[name] == value)
             assert same, f"{self.plugin.name}: {name} of a region is not what it is without the policy."
 
+    def test_tensors_without_elements_come_back(self) -> None:
+        """A rank may have no tokens."""
+        try:
+            region_of(0, self.policy(), self._offered()[0])
+        except Exception as error:
+            what = f"{self.plugin.name} fails on tensors without elements, as of a rank without tokens"
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+
     def test_large_tensors_come_back_bit_for_bit(self) -> None:
         """A policy may store them in another way than small ones."""
         region = self._offered()[0]
-        plain, treated = (large_region(policy, region) for policy in (None, self.policy()))
+        plain, treated = (region_of(LARGE, policy, region) for policy in (None, self.policy()))
         wrong = ", ".join(name for name, value in plain.items() if not self._agrees(name, treated[name], value))
         says = f"is off by more than {self.rtol:g} of its largest value" if self.rtol else "has other bits"
         assert not wrong, f"{self.plugin.name}: {wrong} {says} if tensors have {LARGE:,} elements."

@@ -109,10 +109,10 @@ def probe_region(policy: MemoryPolicy | None, region: str) -> tuple[tuple[int, i
     return (after_forward, len(calls)), seen
 
 
-def large_region(policy: MemoryPolicy | None, region: str) -> dict[str, Tensor]:
-    """Return the output and gradients of a region that saves its inputs, of ``LARGE`` elements each."""
+def region_of(size: int, policy: MemoryPolicy | None, region: str) -> dict[str, Tensor]:
+    """Return the output and gradients of a region that saves its inputs, of ``size`` elements each."""
     generator = torch.Generator().manual_seed(0)
-    x, scale, probe = (torch.randn(LARGE, generator=generator) for _ in range(3))
+    x, scale, probe = (torch.randn(size, generator=generator) for _ in range(3))
 
     def function(x: Tensor, scale: Tensor) -> Tensor:
         return (x * scale).sin()
