@@ -46,6 +46,9 @@ class RegisteredPlugin:
     distribution: str
     version: str
 
+    def __str__(self) -> str:
+        return f"plugin {self.name!r} (distribution {self.distribution} {self.version})"
+
 
 @frozen
 class Offer:
@@ -210,15 +213,14 @@ class Registry:
             )
         return part
 
-    def origin(self, plugin: Plugin) -> RegisteredPlugin:
-        """Return the registered plugin of which ``plugin`` is an instance."""
-        return next(part for part in self._parts.values() if part.declaration is type(plugin))
+    def origin(self, plugin: Plugin | type[Plugin]) -> RegisteredPlugin:
+        """Return the registered plugin that is ``plugin``, or of which it is an instance."""
+        return next(part for part in self._parts.values() if part.declaration in (plugin, type(plugin)))
 
     def calling(self, plugin: Plugin, method: str) -> AbstractContextManager[None]:
         """Enter a call of a plugin before training. Raises PluginError if the call changes shared process state."""
         part = self.origin(plugin)
-        who = f"plugin {part.name!r} (distribution {part.distribution} {part.version}) breaks its contract in {method}"
-        return _as_it_was(part.distribution, who)
+        return _as_it_was(part.distribution, f"{part} breaks its contract in {method}")
 
     def load_all(self) -> list[Problem]:
         """Load every installed plugin and return the problems of those that fail."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,11 +11,11 @@ from typing import Any, TypeVar
 import attrs
 
 from moefw.compose.assembly import Assembly, ChosenPlugins, LayerAssembly
-from moefw.compose.fitting import match, silence
+from moefw.compose.fitting import RULES, match, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
 from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, plugin_fields, with_defaults
-from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, key_path, read_spec_file, show
+from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, depends_on_unread, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
@@ -62,7 +63,9 @@ def assemble_tree(
     layout = work.lay_out(world)
     site, layers = work.fit(layout, machine or this_machine(device if isinstance(device, str) else "auto"))
     if layout is not None:
-        work.ask(("train", "tokens_per_step"), _check_batch, spec.train, layout)
+        with work.asking(()):
+            for problem in _batch_problems(spec.train, layout):
+                work.tell(("train", "tokens_per_step"), problem)
     work.raise_problems()
     assert layout is not None, "a layout that is missing is a problem"
     assembly = Assembly(spec=spec, parts=work.parts(), layers=layers, site=site, registry=work.registry)
@@ -90,14 +93,19 @@ class _Placed:
         return str(self.part.name)
 
 
-Statements = tuple[list[tuple[object, Offers]], list[tuple[_Placed, Need]]]
+@attrs.frozen
+class _Statements:
+    """The offers and needs at a site, and the names of facts of which an offer is not known."""
+
+    promises: list[tuple[object, Offers]]
+    demands: list[tuple[_Placed, Need]]
+    unknown: set[str]
 
 
 class _Resolution:
     """Resolves as much as possible and collects the problems, each once.
 
-    Problems that follow from an unreadable value (``UNREAD``, which raises when used) or from a missing part (its
-    section is in ``silent``) are left out.
+    Left out is what depends on an unreadable value (``UNREAD``), and a misfit that an unknown offer could prevent.
     """
 
     def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem]) -> None:
@@ -108,7 +116,6 @@ class _Resolution:
             PlanError: [],
         }
         self.placed: list[_Placed] = []
-        self.silent: set[str] = set()
         self.cause: Exception | None = None
 
     def tell(self, path: KeyPath, problem: Problem, kind: type[MoefwError] = PlanError) -> None:
@@ -123,33 +130,68 @@ class _Resolution:
             if found:
                 raise kind([problem for told in self.problems.values() for problem in told]) from self.cause
 
-    def ask(self, path: KeyPath, question: Callable[..., A], /, *args: Any, **kwargs: Any) -> A | None:
-        """Return the result of ``question``, or None if it raises.
+    def left_out(self, answer: object) -> bool:
+        """Return whether an answer, or an error, depends on an unreadable value, which has its own problem."""
+        return any(self.problems.values()) and depends_on_unread(answer)
 
-        The error is reported, unless an earlier problem may have caused it.
+    @contextmanager
+    def asking(self, path: KeyPath, plugin: Plugin | type[Plugin] | None = None, what: str = "") -> Iterator[None]:
+        """Report an error inside, unless it depends on an unreadable value.
+
+        It is the user's, at ``path``; or that of ``what`` of ``plugin``, if that raises anything but a misfit.
         """
         try:
-            return question(*args, **kwargs)
-        except MoefwError as error:
-            kind = PluginError if isinstance(error, PluginError) else PlanError
-            for problem in error.problems:
-                self.tell(path, problem, kind)
+            yield
         except Exception as error:
-            if not any(self.problems.values()):
-                self.cause = error
-                what = f"{question.__module__}.{question.__qualname__} raises {type(error).__name__}: {error}."
-                self.tell(path, Problem(" ".join(what.split()), "This is a mistake in the plugin."), PluginError)
+            if self.left_out(error):
+                return
+            found = error.problems if isinstance(error, MoefwError) else (_fault(error),)
+            if isinstance(error, MoefwError) and not (plugin and isinstance(error, PluginError)):
+                for problem in found:
+                    self.tell(path, problem, PluginError if isinstance(error, PluginError) else PlanError)
+            elif plugin is None:
+                raise
+            else:
+                self.cause, origin = error, self.registry.origin(plugin)
+                faults = (attrs.evolve(problem, what=f"{origin}, {what}: {problem.what}") for problem in found)
+                known = self.problems[PluginError]
+                known += [fault for fault in faults if fault not in known]
+
+    def ask(self, path: KeyPath, question: Callable[..., A], /, *args: Any, **kwargs: Any) -> A | None:
+        """Return the result of ``question``, or None if it raises."""
+        with self.asking(path):
+            return question(*args, **kwargs)
         return None
+
+    def answer(self, placed: _Placed, method: str, *args: Any) -> Any:
+        """Return the answer of a part, or None if it raises."""
+        with self.asking(placed.path, placed.part, f"{method}()"):
+            return getattr(placed.part, method)(*args)
+        return None
+
+    def listed(self, placed: _Placed, method: str, kind: type[A], *args: Any) -> list[A]:
+        """Return the items of kind ``kind`` that a part lists, and those of iterators in the list, up to an error."""
+
+        def read(items: Any) -> None:
+            with self.asking(placed.path, placed.part, f"{method}()"):
+                for item in items(*args) if callable(items) else items:
+                    if isinstance(item, Iterator):
+                        read(item)
+                    elif isinstance(item, kind):
+                        found.append(item)
+                    else:
+                        raise TypeError(f"{show(item)} is not a {kind.__name__}")
+
+        found: list[A] = []
+        read(getattr(placed.part, method))
+        return [item for item in found if not self.left_out(item)]
 
     def choose(self, spec: Spec) -> None:
         """Load the plugins that the spec names and read their options."""
         for path, hook, choice in plugin_fields(spec):
             part = None if choice is UNREAD else self._part(hook, choice, path)
-            placed = _Placed(path, part)
-            if part is None:
-                self.silent.add(placed.section)
-            else:
-                self.placed.append(placed)
+            if part is not None:
+                self.placed.append(_Placed(path, part))
         for index, name in enumerate(self.ask((), tuple, spec.run.observers) or ()):
             self.ask(("run", "observers", index), self.registry.load, name)
 
@@ -161,11 +203,14 @@ class _Resolution:
         if options.get("preset") is not None:
             options = {**self._preset(found.declaration, options["preset"], path), **options}
         options.pop("preset", None)
-        problems = self.problems[SpecError]
-        return self.ask(path, structure, found.declaration, options, path, self.marks, problems, also=RESERVED)
+        with self.asking(path, found.declaration, "its options"):
+            return structure(found.declaration, options, path, self.marks, self.problems[SpecError], also=RESERVED)
+        return None
 
     def _preset(self, declaration: type[Plugin], name: Any, path: KeyPath) -> Mapping[str, Any]:
-        presets = self.ask(path, declaration.presets) or {}
+        presets: Mapping[str, Any] = {}
+        with self.asking(path, declaration, "presets()"):
+            presets = declaration.presets()
         if isinstance(name, str) and name in presets:
             return presets[name]
         if name is not UNREAD:
@@ -174,10 +219,10 @@ class _Resolution:
                 nearest(name if isinstance(name, str) else "", presets),
             )
             self.tell((*path, "preset"), problem, SpecError)
-        return {field.name: UNREAD for field in attrs.fields(declaration)}
+        return {field.name: UNREAD for field in attrs.fields(declaration) if field.init}
 
-    def _find(self, section: str) -> Any:
-        return next((placed.part for placed in self.placed if placed.section == section), None)
+    def _find(self, section: str) -> _Placed | None:
+        return next((placed for placed in self.placed if placed.section == section), None)
 
     def check_regions(self) -> None:
         """Report regions named twice. One policy may treat a region, or one per mechanism if the policies join."""
@@ -195,71 +240,80 @@ class _Resolution:
 
     def lay_out(self, world: int | None) -> LayoutPlan | None:
         """Return the layout plan of the world, or report why there is none."""
-        part = self._find("parallel")
-        layout: LayoutPlan | None = self.ask(("parallel",), part.plan, world) if part else None
-        if layout is None:
-            self.silent.add("parallel")
-        return layout
+        placed = self._find("parallel")
+        return self.answer(placed, "plan", world) if placed else None
 
     def fit(self, layout: LayoutPlan | None, machine: Machine) -> tuple[Site, dict[int, LayerAssembly]]:
         """Run the checks of the parts, and match offers and needs at every MoE layer, or once if there is none.
 
         Equal layers share their facts.
         """
-        model = self._find("model")
-        dims = self.ask(("model",), model.dims) if model else None
-        layers = self.ask(("model",), _moe_layers, model) if model else None
+        model, parallel = self._find("model"), self._find("parallel")
+        dims = self.answer(model, "dims") if model else None
+        layers: list[int] | None = None
+        num_layers: int = UNREAD
+        if model:
+            with self.asking(model.path, model.part, "moe_layers()"):
+                layers = _moe_layers(model.part)
+                num_layers = getattr(model.part, "num_layers", max(layers, default=-1) + 1)
         site = Site(
             dims=dims or Dims(model_dim=UNREAD, expert_dim=UNREAD, num_experts=UNREAD, top_k=UNREAD),
             layer=0,
-            num_layers=UNREAD if layers is None else getattr(model, "num_layers", max(layers, default=-1) + 1),
+            num_layers=num_layers,
             layout=layout or UNREAD,
-            ranks_per_node=self._find("parallel").ranks_per_node if layout else UNREAD,
+            ranks_per_node=parallel.part.ranks_per_node if parallel else UNREAD,
             machine=machine,
         )
         for placed in self.placed:
-            self.ask((), self._check, placed, site)
-        stated: Statements | None = None
+            for problem in self.listed(placed, "check", Problem, site):
+                self.tell((*placed.path, *key_path(problem.where)), problem)
+        stated: _Statements | None = None
         facts: Mapping[str, Any] = {}
         settled: dict[int, LayerAssembly] = {}
         for layer in layers or [0]:
             here = site.at(layer)
-            before, stated = stated, self.ask((), self._state, here, layout)
-            if stated is not None and stated != before:
-                facts = self.ask((), self._settle, *stated) or {}
+            before, stated = stated, self._state(here, layout)
+            if stated != before:
+                facts = self._settle(stated)
             settled[layer] = LayerAssembly(site=here, facts=facts)
         return site, settled if layers else {}
 
-    def _check(self, placed: _Placed, site: Site) -> None:
-        for problem in self.ask(placed.path, placed.part.check, site) or ():
-            self.tell((*placed.path, *key_path(problem.where)), problem)
-
-    def _state(self, here: Site, layout: LayoutPlan | None) -> Statements:
+    def _state(self, here: Site, layout: LayoutPlan | None) -> _Statements:
         """Return the offers and needs of all parts at ``here``, and the offers of the layout and the machine."""
+        demands = [(placed, need) for placed in self.placed for need in self.listed(placed, "needs", Need, here)]
         promises: list[tuple[object, Offers]] = []
-        demands: list[tuple[_Placed, Need]] = []
+        heard, unread = set[str](), set[str]()
         for placed in self.placed:
-            demands += [(placed, need) for need in self.ask(placed.path, placed.part.needs, here) or ()]
-            offered = self.ask(placed.path, placed.part.offers, here)
-            offered = None if offered is None else self.ask(placed.path, offers, **offered)
-            if offered is None:
-                self.silent.add(placed.section)
-            else:
-                promises.append((placed, {**silence(placed.section), **offered}))
-        if layout is not None:
+            with self.asking(placed.path, placed.part, "offers()"):
+                stated = {**silence(placed.section), **offers(**placed.part.offers(here))}
+                known = {fact: value for fact, value in stated.items() if not self.left_out(value)}
+                for fact, value in known.items():
+                    RULES[FACTS[fact].rule]([value], ())
+                promises.append((placed, known))
+                heard.add(placed.section)
+                unread |= stated.keys() - known.keys()
+        if layout is None:
+            heard.discard("parallel")
+        else:
             promises.append(("the layout", offers(axis=tuple(layout.sizes), axis_divides=tuple(layout.sizes.items()))))
         wanted = (need.value for _, need in demands if need.fact == "package")
         packages = tuple(package for package in wanted if here.machine.has_package(package))
         capability = (here.machine.capability,) if here.machine.capability else ANY
         has = offers(device=(here.machine.device,), capability=capability, package=packages)
         promises.append(("this machine", has))
-        return promises, demands
+        unheard = {name for name, fact in FACTS.items() if not heard.issuperset(fact.offered_by)}
+        return _Statements(promises, demands, unread | unheard)
 
-    def _settle(self, promises: list[tuple[object, Offers]], demands: list[tuple[_Placed, Need]]) -> dict[str, Any]:
-        """Return the facts, and report the misfits that no missing part could have prevented."""
-        facts, misfits = match(promises, demands)
+    def _settle(self, stated: _Statements) -> dict[str, Any]:
+        """Return the facts, and report the misfits that no unknown offer could prevent."""
+        demands = []
+        for placed, need in stated.demands:
+            with self.asking(placed.path, placed.part, "needs()"):
+                match(stated.promises, [(placed, need)])
+                demands.append((placed, need))
+        facts, misfits = match(stated.promises, demands)
         for misfit in misfits:
-            if not self.silent.intersection(FACTS[misfit.need.fact].offered_by):
+            if misfit.need.fact not in stated.unknown:
                 self.tell((*misfit.asker.path, *key_path(misfit.need.option)), misfit.problem())
         return facts
 
@@ -271,6 +325,12 @@ class _Resolution:
         )
 
 
+def _fault(error: Exception) -> Problem:
+    """Return the problem of a method that raises."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return Problem(f"{what.rstrip(':.')}.", "This is a mistake in the plugin.")
+
+
 def _moe_layers(model: ModelPlugin) -> list[int]:
     layers = list(islice(model.moe_layers(), MAX_LAYERS + 1))
     if len(layers) > MAX_LAYERS:
@@ -278,12 +338,12 @@ def _moe_layers(model: ModelPlugin) -> list[int]:
     return layers
 
 
-def _check_batch(train: TrainSpec, layout: LayoutPlan) -> None:
-    """Raise PlanError unless the global batch divides into micro-batches over dp, and these into parts over tp."""
+def _batch_problems(train: TrainSpec, layout: LayoutPlan) -> Iterator[Problem]:
+    """Yield the problems of a global batch that does not divide into micro-batches over dp, or these over tp."""
     dp, tp = layout.sizes.get("dp", 1), layout.sizes.get("tp", 1)
     if train.micro_batch * train.seq_len % tp:
         what = f"micro_batch {train.micro_batch} x seq_len {train.seq_len} tokens do not divide into {tp} parts, one a "
-        raise PlanError(f"{what}rank of tp.", f"Use a seq_len that {tp} divides.")
+        yield Problem(f"{what}rank of tp.", f"Use a seq_len that {tp} divides.")
     unit = train.micro_batch * train.seq_len * dp
     if train.tokens_per_step % unit:
         what = (
@@ -291,4 +351,4 @@ def _check_batch(train: TrainSpec, layout: LayoutPlan) -> None:
             f"micro_batch {train.micro_batch} x seq_len {train.seq_len} x {dp} data-parallel ranks = {unit}."
         )
         near = max(1, round(train.tokens_per_step / unit)) * unit
-        raise PlanError(what, f"Use for example tokens_per_step: {near}.")
+        yield Problem(what, f"Use for example tokens_per_step: {near}.")

@@ -124,4 +124,3 @@ def _look_at(name: str, value: Any) -> None:
         raise PluginError(f"{name!r} is not a fact that parts agree on.", nearest(name, FACTS))
     if FACTS[name].rule == "one of" and isinstance(value, str) and value != ANY:
         raise PluginError(f"fact {name} takes a tuple of alternatives, not {value!r}.", f"Write ({value!r},).")
-    str(value)  # a value that depends on an unreadable option fails here, inside the part that states it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import field, frozen
@@ -47,12 +47,15 @@ class Plugin:
         """Return the facts that the part offers at ``site``. A pure function of the options and the site."""
         return offers()
 
-    def needs(self, site: Site) -> Sequence[Need]:
+    def needs(self, site: Site) -> Iterable[Need]:
         """Return the facts that the part needs from other parts at ``site``."""
         return ()
 
-    def check(self, site: Site) -> Sequence[Problem]:
-        """Return the problems of the options at ``site``, the first layer. ``Problem.where`` is an option's name."""
+    def check(self, site: Site) -> Iterable[Problem | Iterator[Problem]]:
+        """Return the problems of the options at ``site``, the first layer. ``Problem.where`` is an option's name.
+
+        Each iterator among them is read by itself: an option that could not be read ends only those that look at it.
+        """
         return ()
 
 

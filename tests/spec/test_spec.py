@@ -102,6 +102,7 @@ class TestNoFollowOnNoise:
         [
             ("{model: {num_experts: many}, parallel: {experts: {ep: 3}}}", "'many' is not a whole number"),
             ("{model: {top_k: many, num_experts: 2}}", "'many' is not a whole number"),
+            ("{model: {vocab_size: many}, data: {tokenizer: bpe-2048}}", "'many' is not a whole number"),
             ("{model: {num_expert: 9}, parallel: {experts: {ep: 3}}}", "Did you mean 'num_experts'?"),
             ("{modle: {num_experts: 9}, parallel: {experts: {ep: 3}}}", "Did you mean 'model'?"),
             ("{model: {preset: qwen3-moe-tny}, parallel: {experts: {ep: 64}}}", "Did you mean 'qwen3-moe-tiny'?"),
@@ -111,7 +112,7 @@ class TestNoFollowOnNoise:
             ("{dispatch: {use: 3}, gemm: {use: loop}}", "3 is not the name of a plugin"),
             ("{dispatch: alltoall, gemm: {use: loop}}", "Write {use: alltoall}."),
             ("{memory: [{use: keep, regoins: [moe_act]}]}", "Did you mean 'regions'?"),
-            ("{memory: [{use: keep, regions: [moe_act, 3]}]}", "3 is not plain text"),
+            ("{memory: [{use: keep, regions: [layer, 3]}]}", "3 is not plain text"),
             ("{parallel: {experts: {ep: -4}}}", "'ep' must be >= 1: -4."),
             ("{parallel: {experts: 4}}", "4 is not a mapping of options"),
             ("{parallel: {use: fold}}", "Did you mean 'folded'?"),

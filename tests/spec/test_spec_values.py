@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from attrs import field, frozen
 from attrs.validators import ge, max_len
 
 from moefw.compose.spec.sections import with_defaults
-from moefw.compose.spec.source import UNREAD, Marks
+from moefw.compose.spec.source import MARK, UNREAD, Marks, depends_on_unread, scalar
 from moefw.compose.spec.structure import plain, structure
 from moefw.core.errors import PluginError, Problem
 from spec_cases import assembled, complaint, complaints
@@ -139,7 +140,7 @@ class TestStructure:
             ({"maybe": [{"size": 0}]}, "o maybe[0].size: 'size' must be >= 1: 0."),
             ({"inner": {"sizes": 2}}, "o inner.sizes: 'sizes' is not an option here. Did you mean 'size'?"),
             ({"inner": {"words": [1]}}, "o inner.words[0]: 1 is not plain text. Put it in quotes."),
-            ({"low": 5, "high": 4}, "o: high 4 is below low 5."),
+            ({"low": 5, "high": 4}, "o high: high 4 is below low 5."),
             ({"low": "x", "high": -1}, "o low: 'x' is not a whole number. Write for example 8."),
             ({"level": True}, "o level: true is not one of the choices. Known: 0, 1."),
             ({"few": [1, 2, 3]}, "o few: Length of 'few' must be <= 2: 3."),
@@ -148,7 +149,7 @@ class TestStructure:
     def test_says_what_is_wrong_once(self, data: dict[str, object], told: str) -> None:
         assert built(required=1, **data)[1] == [told]
 
-    def test_what_could_not_be_read_fails_when_it_is_looked_at(self) -> None:
+    def test_what_could_not_be_read_decides_nothing_and_shows_in_what_is_made_of_it(self) -> None:
         found, told = built(required="x", low="y", inner={"size": "z"}, high=3)
         assert len(told) == 3
         assert found is not None
@@ -156,11 +157,54 @@ class TestStructure:
         assert found.high == 3
         assert found.inner is not None
         assert found.inner.words == ()
-        looks = (bool, str, repr, hash, int, len, list, lambda v: v + 1, lambda v: v < 1, lambda v: v == 1, "{}".format)
+        decisions = (
+            bool,
+            hash,
+            int,
+            len,
+            list,
+            lambda v: v < 1,
+            lambda v: v == 1,
+            lambda v: re.match("x", v),
+            ",".join,
+        )
+        results = (
+            str,
+            "{:,}".format,
+            lambda v: 1 + 2 * v // 3 - v,
+            lambda v: -v[0].size(1),
+            lambda v: {"a": (v % 2, 1)},
+        )
         for value in (found.required, found.low, found.inner.size, UNREAD.deeper.still):
-            for look in looks:
-                with pytest.raises(TypeError):
-                    look(value)
+            for decide in decisions:
+                with pytest.raises((TypeError, ValueError)) as caught:
+                    decide(value)
+                assert depends_on_unread(caught.value)
+            assert all(depends_on_unread(result(value)) for result in results)
+        assert not depends_on_unread([found.high, "unread", ValueError("unread")])
+
+    def test_an_error_that_was_raised_for_another_depends_on_what_that_depends_on(self) -> None:
+        def look() -> None:
+            try:
+                bool(UNREAD)
+            except ValueError:
+                raise KeyError("no such size") from None
+
+        with pytest.raises(KeyError) as caught:
+            look()
+        assert depends_on_unread(caught.value)
+
+    def test_no_spec_can_hold_its_mark(self) -> None:
+        with pytest.raises(ValueError, match="the mark of a value that could not be read"):
+            scalar(f"runs/{MARK}", plain=False)
+
+    def test_validators_look_at_fields_that_could_be_read(self) -> None:
+        found, told = built(required=1, low=5, high=4, level=7)
+        assert len(told) == 2
+        assert "high 4 is below low 5." in told[1]
+        assert found is not None
+        assert found.low == 5
+        assert found.high is UNREAD
 
     def test_a_type_that_no_spec_can_hold_is_the_plugins_mistake(self) -> None:
         @frozen

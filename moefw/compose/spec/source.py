@@ -29,22 +29,48 @@ KeyPath = tuple[str | int, ...]
 Tree = dict[str, object]
 
 
+MARK: Final = "<unread>"
+"""What :data:`UNREAD` prints as. No spec can hold it, so whatever holds it depends on ``UNREAD``."""
+
+
 class Unread:
-    """Placeholder of a value that could not be read. Any use of it raises, so that no result depends on it."""
+    """Placeholder of a value that could not be read. What is computed from it is unread, too; a decision by it raises.
+
+    So the answer of a plugin that was asked about an unreadable option is an error, or holds ``MARK`` where it depends
+    on that option, and is sound elsewhere.
+    """
 
     def __getattr__(self, name: str) -> Unread:
-        """Return itself: attributes of an unreadable value are unreadable, too."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
+    def _unread(self, *_: object) -> Unread:
+        return self
+
     def _refuse(self, *_: object) -> NoReturn:
-        raise TypeError("this value could not be read")
+        raise ValueError(f"{MARK} decides nothing")
 
-    __bool__ = __eq__ = __hash__ = __str__ = __repr__ = __format__ = _refuse
+    def __repr__(self) -> str:
+        return MARK
+
+    def __format__(self, spec: str) -> str:
+        return MARK
+
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __neg__ = __call__ = __getitem__ = _unread
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = _unread
+    __bool__ = __eq__ = __hash__ = __lt__ = __le__ = __gt__ = __ge__ = __iter__ = _refuse
 
 
+Unread.__name__ = MARK  # errors of built-in functions name the type that they refuse
 UNREAD: Final[Any] = Unread()
+
+
+def depends_on_unread(answer: object) -> bool:
+    """Return whether a value, a text or an error depends on ``UNREAD``."""
+    if isinstance(answer, BaseException):
+        return MARK in str(answer) or depends_on_unread(answer.__context__)
+    return MARK in repr(answer)
 
 
 @frozen
@@ -224,13 +250,15 @@ _CORE_SCHEMA: Final[tuple[tuple[re.Pattern[str], Callable[[str], object]], ...]]
 def scalar(text: str, *, plain: bool = True) -> object:
     """Return the value of a scalar in the core schema of YAML 1.2 (section 10.3.2). Unless ``plain``, it is text.
 
-    Raises ValueError for a number beyond 64 bits, or text that a file cannot hold.
+    Raises ValueError for a number beyond 64 bits, or text that a file or a spec cannot hold.
     """
     for pattern, read in _CORE_SCHEMA if plain else ():
         if pattern.fullmatch(text):
             return read(text)
     if re.search("[\0\ud800-\udfff]", text):
         raise ValueError("this text holds a character that no file can hold")
+    if MARK in text:
+        raise ValueError(f"this text holds {MARK}, the mark of a value that could not be read")
     return text
 
 
@@ -275,7 +303,7 @@ def show(value: object, *, limit: int = 60) -> str:
     """Return a value as errors print it: in YAML notation, cut to ``limit`` characters."""
     try:
         text = repr(value)
-    except Exception:  # repr raises for UNREAD and for some objects of plugins
+    except Exception:  # repr raises for some objects of plugins
         text = f"a {type(value).__name__}"
     text = {"None": "null", "True": "true", "False": "false"}.get(text, text)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 
-from moefw.compose.spec.source import UNREAD, KeyPath, Marks, scalar, show
+from moefw.compose.spec.source import UNREAD, KeyPath, Marks, depends_on_unread, scalar, show
 from moefw.core.errors import PluginError, Problem, closest, nearest
 
 T = TypeVar("T")
@@ -27,8 +27,8 @@ def structure(
 ) -> T | None:
     """Return an instance of the attrs class ``cls`` built from the mapping ``data``, or None if that is impossible.
 
-    A field with a wrong value, or whose key is misspelled, is ``UNREAD``, so that later checks of other fields still
-    run. ``also`` names known keys that are not fields. Raises PluginError for a field whose type a spec cannot hold.
+    A field with a wrong value, or whose key is misspelled, is ``UNREAD``: the validators of other fields still run.
+    ``also`` names known keys that are not fields. Raises PluginError for a field whose type a spec cannot hold.
     """
     if data is None:
         data = {}
@@ -36,7 +36,6 @@ def structure(
         what = f"{show(data)} is not a mapping of options."
         problems.append(Problem(what, "Write for example {key: value}.", marks.where(path)))
         return None
-    num_before = len(problems)
     options: Any = attrs.fields(attrs.resolve_types(cls))  # type: ignore[type-var, arg-type]
     fields: dict[str, attrs.Attribute[Any]] = {field.name: field for field in options if field.init}
     given = {key: value for key, value in data.items() if key in fields}
@@ -49,39 +48,27 @@ def structure(
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in given:
-            values[name] = _field(field, given[name], (*path, name), marks, problems)
+            values[name] = _value(field.type, given[name], (*path, name), marks, problems)
         elif field.default is attrs.NOTHING:
             fix = f"It has no default. {_hint(field.type, None)}"
             problems.append(Problem(f"{name!r} is missing.", fix, marks.where((*path, name))))
             values[name] = UNREAD
-    unread = [name for name, value in values.items() if value is UNREAD]
-    for name in unread:
-        if fields[name].default is not attrs.NOTHING:
-            del values[name]
     try:
-        built = cls(**{fields[name].alias or name: value for name, value in values.items()})
+        with attrs.validators.disabled():
+            built = cls(**{fields[name].alias or name: value for name, value in values.items()})
     except (ValueError, TypeError) as error:
-        if len(problems) == num_before and not unread:
+        if not depends_on_unread(error):
             problems.append(Problem(_sentence(error), where=marks.where(path)))
         return None
-    for name in unread:
-        object.__setattr__(built, name, UNREAD)
+    for name, field in fields.items():
+        try:
+            if field.validator is not None:
+                field.validator(built, field, getattr(built, name))
+        except (ValueError, TypeError) as error:
+            if not depends_on_unread(error):
+                problems.append(Problem(_sentence(error), where=marks.where((*path, name))))
+                object.__setattr__(built, name, UNREAD)
     return built
-
-
-def _field(field: attrs.Attribute[Any], data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
-    num_before = len(problems)
-    value = _value(field.type, data, path, marks, problems)
-    if value is UNREAD or field.validator is None or len(problems) > num_before:
-        return value
-    try:
-        field.validator(None, field, value)
-    except AttributeError:
-        return value  # a validator that reads other fields runs when the class is built
-    except (ValueError, TypeError) as error:
-        problems.append(Problem(_sentence(error), where=marks.where(path)))
-        return UNREAD
-    return value
 
 
 def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
