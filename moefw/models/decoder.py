@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from attrs import frozen
@@ -54,39 +54,38 @@ class Decoder(Sizes, ModelPlugin):
             row_keys=True,
         )
 
-    def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the need that tp divides each size that it splits."""
-        split = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
+    def needs(self, site: Site) -> Iterator[moefw.Need]:
+        """Yield the need that tp divides each size that it splits."""
+        yield self._divided("num_heads")
+        yield self._divided("vocab_size", ", or a larger vocab_size")
         if len(self.moe_layers()) < self.num_layers:
-            split["dense_dim"] = self.dense_dim
+            yield self._divided("dense_dim")
         if self.moe_layers() and self.shared_expert_dim:
-            split["shared_expert_dim"] = self.shared_expert_dim
-        return [
-            moefw.need(
-                "axis_divides",
-                ("tp", size),
-                reason=f"each rank of tp has an equal share of {option}",
-                fix=f"Use a tp that divides {option}, or a larger vocab_size."
-                if option == "vocab_size"
-                else f"Use a tp that divides {option}.",
-                option=option,
-            )
-            for option, size in split.items()
-        ]
+            yield self._divided("shared_expert_dim")
 
-    def check(self, site: Site) -> Sequence[moefw.Problem]:
+    def _divided(self, option: str, otherwise: str = "") -> moefw.Need:
+        reason = f"each rank of tp has an equal share of {option}"
+        fix = f"Use a tp that divides {option}{otherwise}."
+        return moefw.need("axis_divides", ("tp", getattr(self, option)), reason=reason, fix=fix, option=option)
+
+    def check(self, site: Site) -> Sequence[Iterator[moefw.Problem]]:
         """Check that heads group evenly, RoPE has pairs to rotate, and dense layers are at most all layers."""
-        problems = []
+        return [self._check_heads(), self._check_head_dim(), self._check_layers()]
+
+    def _check_heads(self) -> Iterator[moefw.Problem]:
         if self.num_heads % self.num_kv_heads:
             what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly."
-            problems.append(moefw.Problem(what, "Use a divisor of num_heads.", "num_kv_heads"))
+            yield moefw.Problem(what, "Use a divisor of num_heads.", "num_kv_heads")
+
+    def _check_head_dim(self) -> Iterator[moefw.Problem]:
         if self.head_dim % 2:
             what = f"head_dim {self.head_dim} is odd, and RoPE turns pairs of values."
-            problems.append(moefw.Problem(what, "Use an even size.", "head_dim"))
+            yield moefw.Problem(what, "Use an even size.", "head_dim")
+
+    def _check_layers(self) -> Iterator[moefw.Problem]:
         if self.num_dense_layers > self.num_layers:
             what = f"{self.num_dense_layers} dense layers are more than the {self.num_layers} layers."
-            problems.append(moefw.Problem(what, "Use at most num_layers.", "num_dense_layers"))
-        return problems
+            yield moefw.Problem(what, "Use at most num_layers.", "num_dense_layers")
 
     def build(self, context: moefw.ModelContext) -> Any:
         """Return the transformer."""

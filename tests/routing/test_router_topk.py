@@ -42,7 +42,7 @@ LEVELS = {"aux_coeff": "micro_batch", "sequence_aux_coeff": "sequence", "global_
 def router(top_k: int = 2, experts: int = EXPERTS, dim: int = DIM, layer: int = 0, **options: Any) -> TopKRouter:
     site = lone_site(Dims(model_dim=dim, expert_dim=8, num_experts=experts, top_k=top_k), Machine(), layer=layer)
     declared = TopK(**options)
-    assert not declared.check(site)
+    assert not [problem for found in declared.check(site) for problem in found]
     made = TopKRouter(site, declared)
     torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(1))
     return made

@@ -14,6 +14,7 @@ from moefw.plugins.routers.topk.options import (
     Options,
     check_capacity,
     check_groups,
+    check_options,
     check_quantile,
     check_rules,
 )
@@ -52,17 +53,33 @@ class TopK(Options, RouterPlugin):
         fix = "Use a dispatcher that pads, or capacity.pad: false."
         return [moefw.need("rows", ("padded",), reason=reason, fix=fix, option="capacity.pad")]
 
-    def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return the problems of top_k, of options that do not fit the score, and of conflicting rules."""
-        return [*self._check_score(site.dims), *self._check_parts(site.dims)]
+    def check(self, site: Site) -> Iterator[Iterator[moefw.Problem]]:
+        """Yield the problems of top_k, of options that do not fit the score, and of conflicting rules."""
+        yield self._check_top_k(site.dims)
+        yield self._check_one_choice(site.dims)
+        yield self._check_score()
+        yield check_options(self.balance)
+        yield check_rules(self.score, self.balance)
+        yield check_quantile(site.dims, self.groups, self.balance)
+        if self.groups is not None:
+            yield check_groups(site.dims, self.groups)
+        if self.capacity is not None:
+            yield check_capacity(self.balance)
 
-    def _check_score(self, dims: Dims) -> Iterator[moefw.Problem]:
+    def _check_top_k(self, dims: Dims) -> Iterator[moefw.Problem]:
         if not 1 <= dims.top_k <= dims.num_experts:
             what = f"top_k {dims.top_k} of {dims.num_experts} experts cannot be chosen."
             yield moefw.Problem(what, f"Use model.top_k between 1 and {dims.num_experts}.")
-        if self.score == "softmax" and not self.pre_softmax and dims.top_k == 1:
+
+    def _check_one_choice(self, dims: Dims) -> Iterator[moefw.Problem]:
+        if dims.top_k == 1 and self.score == "softmax" and not self.pre_softmax:
             what = "the softmax over one chosen expert is always 1, so the router would get no gradient."
             yield moefw.Problem(what, "Use pre_softmax: true, score: sigmoid, or top_k above 1.", "score")
+        if dims.top_k == 1 and self.score != "softmax" and self.renormalise:
+            what = "one chosen score divided by itself is always 1, so the router would get no gradient."
+            yield moefw.Problem(what, "Use renormalise: false with top_k 1, or leave it out.", "renormalise")
+
+    def _check_score(self) -> Iterator[moefw.Problem]:
         if self.score == "softmax" and self.renormalise is not None:
             what = "renormalise is no option of score: softmax, whose weights are a softmax already."
             fix = "Leave it out: without pre_softmax the weights of the chosen experts sum to 1."
@@ -70,18 +87,6 @@ class TopK(Options, RouterPlugin):
         if self.score != "softmax" and self.pre_softmax is not None:
             what = f"pre_softmax is no option of score: {self.score}."
             yield moefw.Problem(what, "Leave it out, or use score: softmax.", "pre_softmax")
-        if self.score != "softmax" and dims.top_k == 1 and self.renormalise:
-            what = "one chosen score divided by itself is always 1, so the router would get no gradient."
-            yield moefw.Problem(what, "Use renormalise: false with top_k 1, or leave it out.", "renormalise")
-
-    def _check_parts(self, dims: Dims) -> Iterator[moefw.Problem]:
-        yield from check_rules(self.score, self.balance)
-        if "quantile" in {rule.kind for rule in self.balance}:
-            yield from check_quantile(dims, self.groups)
-        if self.groups is not None:
-            yield from check_groups(dims, self.groups)
-        if self.capacity is not None:
-            yield from check_capacity(self.balance)
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""

@@ -88,8 +88,8 @@ class Options:
         return top_k > 1 if self.renormalise is None else self.renormalise
 
 
-def check_rules(score: str, rules: Sequence[Balance]) -> Iterator[Problem]:
-    """Yield the problems of rules: foreign options, duplicates, conflicts with the score or with other rules."""
+def check_options(rules: Sequence[Balance]) -> Iterator[Problem]:
+    """Yield a problem for each option of a rule that belongs to another kind."""
     for index, rule in enumerate(rules):
         for name in ("rate", "coeff", "over", "ema"):
             value = getattr(rule, name)
@@ -97,20 +97,26 @@ def check_rules(score: str, rules: Sequence[Balance]) -> Iterator[Problem]:
                 own = " and ".join(OWN[rule.kind])
                 what = f"{name} {value} is no option of balance kind {rule.kind}, which has {own}."
                 yield Problem(what, "Leave it out, or use another kind.", f"balance[{index}].{name}")
+
+
+def check_rules(score: str, rules: Sequence[Balance]) -> Iterator[Problem]:
+    """Yield the problems of rules: duplicates, conflicts with other rules or with the score."""
     kinds = {rule.kind for rule in rules}
     levels = [rule.level for rule in rules]
     for level in sorted({level for level in levels if levels.count(level) > 1}):
         yield Problem(f"balance names {level} more than once.", "Keep one.", "balance")
-    if score == "softmax" and "expert_bias" in kinds:
-        what = "an expert bias is added to scores that do not depend on each other, and score: softmax has none."
-        yield Problem(what, "Use score: sigmoid or sqrtsoftplus, or balance by aux_loss.", "balance")
     for rival in sorted(kinds & {"aux_loss", "expert_bias"} if "quantile" in kinds else ()):
         what = f"quantile and {rival} both balance: quantile already gives every expert its fair share."
         yield Problem(what, f"Keep quantile or {rival}.", "balance")
+    if "expert_bias" in kinds and score == "softmax":
+        what = "an expert bias is added to scores that do not depend on each other, and score: softmax has none."
+        yield Problem(what, "Use score: sigmoid or sqrtsoftplus, or balance by aux_loss.", "balance")
 
 
-def check_quantile(dims: Dims, groups: Groups | None) -> Iterator[Problem]:
+def check_quantile(dims: Dims, groups: Groups | None, rules: Sequence[Balance]) -> Iterator[Problem]:
     """Yield problems of quantile, whose threshold is a token's best score not chosen, among all experts."""
+    if "quantile" not in {rule.kind for rule in rules}:
+        return
     if dims.top_k >= dims.num_experts:
         what = f"balance kind quantile needs an expert that is not chosen; top_k is {dims.top_k} of {dims.num_experts}."
         yield Problem(what, "Use a smaller model.top_k, or leave quantile out.", "balance")
