@@ -7,6 +7,8 @@ import json
 import click
 
 from moefw.commands import specs
+from moefw.compose.assembly import Assembly
+from moefw.compose.spec.source import counted
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError
 
@@ -15,31 +17,41 @@ from moefw.core.errors import MoefwError
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--world", type=click.IntRange(min=1), help="Ranks to lay out over; by default the smallest that fits.")
+@click.option("--deep", is_flag=True, help="Also build the parts of a rank, up to the first that fails to import.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def check(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool) -> int:
+def check(spec: str, overrides: tuple[str, ...], world: int | None, deep: bool, as_json: bool) -> int:
     """Report every problem of SPEC (with key=value overrides), without a GPU or a process group.
 
-    Exits with 2 if there is any.
+    Exits with 2 if there is any. --deep imports torch and what the parts import to be built, on tensors without memory.
     """
     try:
         assembly = specs.read(spec, overrides, world)
+        unbuilt = _try_to_build(assembly) if deep else ""
     except MoefwError as error:
         if not as_json:
             raise
         click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
         return 2
-    layout, resolved = assembly.layout, assembly.resolved()
+    layout, resolved, warnings = assembly.layout, assembly.resolved(), assembly.registry.warnings
     if as_json:
-        click.echo(
-            json.dumps(
-                {"ok": True, "problems": [], "notes": assembly.notes, "world": layout.world, "resolved": resolved}
-            )
-        )
+        found = {"ok": True, "problems": [], "notes": assembly.notes, "world": layout.world, "resolved": resolved}
+        click.echo(json.dumps({**found, "warnings": warnings, "unbuilt": unbuilt}))
         return 0
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
     name = click.format_filename(spec)
     sizes = " ".join(f"{axis}={size}" for axis, size in layout.sizes.items())
-    click.echo(f"{name} is sound: {layout.world} ranks ({sizes}), {len(assembly.layers)} MoE layers")
+    ranks, layers = counted(layout.world, "rank"), counted(len(assembly.layers), "MoE layer")
+    click.echo(f"{name} is sound: {ranks} ({sizes}), {layers}")
     click.echo("  ".join(f"{key}: {resolved[key]['use']}" for key in ("routing", "dispatch", "gemm", "precision")))
     for note in assembly.notes:
         click.echo(note)
+    if deep:
+        click.echo(f"not built here: {unbuilt}" if unbuilt else "every part builds")
     return 0
+
+
+def _try_to_build(assembly: Assembly) -> str:
+    from moefw.planner.measure import try_to_build
+
+    return try_to_build(assembly)

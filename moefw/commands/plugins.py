@@ -38,7 +38,8 @@ def plugins(as_json: bool, facts: bool) -> None:
     listed = [describe(part, site) for part in registry.parts()]
     if as_json:
         others = {"observers": [*map(_origin, registry.observers)], "not_allowed": [*map(_origin, registry.barred)]}
-        click.echo(json.dumps({"plugins": listed, **others, "problems": plain(problems)}, indent=2, default=str))
+        said = {"warnings": registry.warnings, "problems": plain(problems)}
+        click.echo(json.dumps({"plugins": listed, **others, **said}, indent=2, default=str))
         return
     console = Console(markup=False, highlight=False)
     if console.is_terminal:
@@ -48,6 +49,8 @@ def plugins(as_json: bool, facts: bool) -> None:
     for kind, offers in (("observer", registry.observers), ("not allowed", registry.barred)):
         for offer in offers:
             console.print(f"{kind}: {' '.join(_origin(offer).values())}", soft_wrap=True)
+    for warning in registry.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True)
     for problem in problems:
         console.print(f"broken: {problem}", style="bold red", soft_wrap=True)
 

@@ -6,7 +6,6 @@ import inspect
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
@@ -131,8 +130,6 @@ class _Writer:
             return {"type": "object", "additionalProperties": self.of_type(args[1])}
         if attrs.has(kind) and not hasattr(kind, "from_data"):
             return self.of_class(kind, {})
-        if isinstance(kind, type) and issubclass(kind, Enum):
-            return {"enum": [member.value for member in kind]}
         return {}
 
     def of_union(self, kinds: Sequence[Any]) -> Schema:

@@ -274,7 +274,8 @@ class ModelParts(ModelContext):
 
 def open_layout(assembly: Assembly, device: str) -> Layout:
     """Return the assembly's layout on this rank of an initialised world."""
-    return open_by(assembly.parts.parallel, assembly.layout, device)
+    with assembly.registry.calling(assembly.parts.parallel, "build()"):
+        return open_by(assembly.parts.parallel, assembly.layout, device)
 
 
 def build_model(

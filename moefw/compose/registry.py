@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -17,8 +20,9 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from moefw.compose.process_state import kept
+from moefw.compose.spec.structure import require_readable
 from moefw.core import hooks
-from moefw.core.errors import MoefwError, PluginError, Problem, nearest
+from moefw.core.errors import MoefwError, PluginError, Problem, closest, nearest
 from moefw.core.plugin import FAMILIES, Plugin
 
 GROUP = "moefw"
@@ -60,9 +64,13 @@ class Offer:
 
 
 class Registry:
-    """The plugins of one process. ``extra`` adds modules that have no entry point, for tests and notebooks."""
+    """The plugins of one process. ``extra`` adds modules that have no entry point, for tests and notebooks.
+
+    ``warnings``: what the authors of loaded plugins should change.
+    """
 
     def __init__(self, extra: Iterable[Any] = ()) -> None:
+        self.warnings: list[str] = []
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hooks)
         self._families = {family.hook: family for family in FAMILIES}
@@ -113,14 +121,16 @@ class Registry:
                 offer = self._barred[name]
                 what = f"plugin {name!r} is of distribution {offer.distribution} {offer.version}, which is not allowed."
                 raise PluginError(what, f"Name it in {ALLOWED} if you trust its code.")
-            raise PluginError(f"no plugin is called {name!r}.", nearest(name, self.names))
+            raise PluginError(f"no plugin is called {name!r}.", self._likely(name))
         if len(found) > 1:
             rivals = " and ".join(f"{offer.distribution} {offer.version}" for offer in found)
             what = f"two distributions bring a plugin called {name!r}: {rivals}."
             raise PluginError(what, _way_out(name, [offer.distribution for offer in found]))
         (offer,) = found
-        what = f"plugin {name!r} (distribution {offer.distribution} {offer.version}) fails to import"
+        who = f"plugin {name!r} (distribution {offer.distribution} {offer.version})"
+        what = f"{who} fails to import"
         fix = f"Mend or uninstall {offer.distribution}."
+        began, torch_was_there = time.perf_counter(), "torch" in sys.modules
         try:
             with _as_it_was(offer.distribution, what):
                 module = offer.entry.load()
@@ -128,10 +138,23 @@ class Registry:
             raise
         except (Exception, SystemExit) as error:
             raise PluginError(f"{what}: {type(error).__name__}: {error}.", fix) from error
+        if not torch_was_there and "torch" in sys.modules:
+            seconds = time.perf_counter() - began
+            self.warnings.append(f"{who} takes {seconds:.1f} s to declare, as it imports torch. Import it in build().")
+        if offer.distribution != OURS and not hasattr(module, "moefw_api"):
+            fix = f'Write moefw_api = ">={hooks.API_VERSION}" in {module.__name__}.'
+            self.warnings.append(f"{who} does not state the hook API that it is written for. {fix}")
         self.register(module, offer.distribution, offer.version, promised=name)
         if self._only_observes(module):
             self._observers[name] = offer
         self._loaded.add(name)
+
+    def _likely(self, name: str) -> str:
+        """Return the likely meaning of an unknown name: a misspelt name, or that of a package that is not installed."""
+        known = nearest(name, self.names)
+        if closest(name, self.names) or not re.fullmatch(r"[a-z][\w-]*", name):
+            return known
+        return f"If a package brings it (moefw-{name}, say), that is not installed here. {known}"
 
     def register(self, module: Any, distribution: str, version: str, *, promised: str | None = None) -> None:
         """Check and register one plugin module.
@@ -159,8 +182,9 @@ class Registry:
             if isinstance(error, PluginError):
                 raise
             specs = [name for name in vars(hooks) if name.startswith("moefw_")]
-            typo = next((name for name in vars(module) if name.startswith("moefw_") and name not in specs), "")
-            hint = nearest(typo, specs) if typo and typo != "moefw_api" else "See moefw/core/hooks.py."
+            marked = (name for name, value in vars(module).items() if hasattr(value, "moefw_impl"))
+            typo = next((name for name in marked if name not in specs), None)
+            hint = nearest(typo, specs) if typo else "See moefw/core/hooks.py."
             raise PluginError(
                 f"plugin {label} breaks the hook interface: {' '.join(str(error).split())}.", hint
             ) from error
@@ -217,10 +241,19 @@ class Registry:
         """Return the registered plugin that is ``plugin``, or of which it is an instance."""
         return next(part for part in self._parts.values() if part.declaration in (plugin, type(plugin)))
 
-    def calling(self, plugin: Plugin, method: str) -> AbstractContextManager[None]:
-        """Enter a call of a plugin before training. Raises PluginError if the call changes shared process state."""
+    @contextmanager
+    def calling(self, plugin: Plugin, method: str) -> Iterator[None]:
+        """Enter a call of a plugin before training.
+
+        Raises PluginError if the call changes shared process state, or fails to import a module.
+        """
         part = self.origin(plugin)
-        return _as_it_was(part.distribution, f"{part} breaks its contract in {method}")
+        try:
+            with _as_it_was(part.distribution, f"{part} breaks its contract in {method}"):
+                yield
+        except (ImportError, SyntaxError) as error:
+            what = f"{part} fails to import a module in {method}: {type(error).__name__}: {error}."
+            raise PluginError(what, f"Install that module, or mend or uninstall {part.distribution}.") from error
 
     def load_all(self) -> list[Problem]:
         """Load every installed plugin and return the problems of those that fail."""
@@ -321,6 +354,13 @@ def _checked_name(declaration: type[Plugin], label: str) -> str:
     except NameError as error:
         what = f"plugin {label}: an annotation of {declaration.__name__} does not resolve: {error}."
         raise PluginError(what, "Import the name at module level.") from error
+    for field in (field for field in attrs.fields(declaration) if field.init):
+        try:
+            require_readable(field.type)
+        except PluginError as error:
+            (problem,) = error.problems
+            what = f"plugin {label}: {field.name!r} of {declaration.__name__}: {problem.what}"
+            raise PluginError(what, problem.fix) from error
     return name
 
 

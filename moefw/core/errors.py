@@ -87,9 +87,10 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``Did you mean 'x'?``, or the known names if none is close, for the end of an error."""
+    """Return ``Did you mean 'x'?``, or the known names (of many, the nearest) if none is close, to end an error."""
     choices = sorted(known)
     close = closest(name, choices)
     if close is not None:
         return f"Did you mean {close!r}?"
-    return f"Known: {', '.join(choices)}." if choices else ""
+    few = choices if len(choices) <= 16 else difflib.get_close_matches(name, choices, 5, cutoff=0.0)
+    return f"{'Known' if few is choices else 'Nearest'}: {', '.join(few)}." if choices else ""

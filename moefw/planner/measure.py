@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any, ClassVar, Final
 
@@ -16,7 +16,7 @@ from moefw.compose.build import Shared, open_layout
 from moefw.compose.registry import Registry
 from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout, Precision
-from moefw.core.errors import MoefwError
+from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPlugin, Plugin, PrecisionPlugin
 from moefw.planner.micro_batch import BUFFERS, POOL, MicroBatch
 from moefw.planner.optimizer_states import measure_states
@@ -51,6 +51,20 @@ def measure(assembly: Assembly, micro_batches: int) -> Ledger:
     with _recorded(evolve(assembly, parts=evolve(parts, memory=())), gradients=False) as (batch, _, _):
         batch.forward()
         return evolve(found, regions=_beside(found.regions, _regions(batch)))
+
+
+def try_to_build(assembly: Assembly) -> str:
+    """Build the parts of the first rank. Return why that ended early, where a part needs what this machine lacks.
+
+    Raises PluginError if a part fails to import a module, or breaks its contract.
+    """
+    try:
+        _held(assembly, 1)
+    except PluginError:
+        raise
+    except (MoefwError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def _ledger(assembly: Assembly, count: int) -> Ledger:
@@ -160,8 +174,9 @@ class _Unwatched(Registry):
     def __init__(self) -> None:
         pass
 
-    def calling(self, plugin: Plugin, method: str) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def calling(self, plugin: Plugin, method: str) -> Iterator[None]:
+        yield
 
 
 @frozen

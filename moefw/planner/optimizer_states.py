@@ -34,8 +34,10 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
             _put(stored, name, made)
             copies[made] = number.get(parameter, 1)
     before = recorder.now
+    assembly = batch.assembly
     with recorder.places.phase("optimizer"):
-        optimizer = build_optimizer(batch.assembly, stored, layout, torch.device("cpu"), shared)
+        with assembly.registry.calling(assembly.parts.optimizer, "build()"):
+            optimizer = build_optimizer(assembly, stored, layout, torch.device("cpu"), shared)
         for parameter in copies:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

@@ -1,6 +1,7 @@
 """``moefw plugins`` lists the names that a spec may use, and reports broken plugins."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 import moefw
 from command_cases import HEAD, dispatch_branches, dispatcher, listed, listing, refusal, written_schema
 from moefw.commands import plugins as plugins_module
+from moefw.commands.check import check
 from moefw.commands.facts import SETTLED
 from moefw.commands.plugins import plugins
 from moefw.commands.schema import schema
@@ -119,6 +121,22 @@ BROKEN = {
         HEAD + "@moefw.hookimpl\ndef moefw_dispatcher(): return []",
         "Did you mean 'moefw_dispatchers'?",
     ),
+    "misspells a hook and states its api": (
+        HEAD + 'moefw_api = ">=2,<3"\n@moefw.hookimpl\ndef moefw_dispatcher(): return []',
+        "Did you mean 'moefw_dispatchers'?",
+    ),
+    "misspells the prefix of a hook": (
+        HEAD + "@moefw.hookimpl\ndef moe_dispatchers(): return []",
+        "Did you mean 'moefw_dispatchers'?",
+    ),
+    "has an option that no spec can hold": (
+        dispatcher("broken", "phase: complex = 1j"),
+        "'phase' of Part: an option of type <class 'complex'> cannot be written in a spec.",
+    ),
+    "has an inner option that no spec can hold": (
+        dispatcher("broken", "names: tuple[set[str] | None, ...] = ()"),
+        "'names' of Part: an option of type set[str] cannot be written in a spec.",
+    ),
     "is for another api": (
         'moefw_api = ">=3,<4"\n' + dispatcher("broken", "pass"),
         f"is written for hook API >=3,<4; this moefw has {moefw.API_VERSION}",
@@ -197,6 +215,87 @@ class TestBrokenPlugins:
         assert {"const": "alltoall"} in names
         assert "bad-parts 1.5" in result.stderr
         assert "'NoSuchType' is not defined" in result.stderr
+
+
+class TestAdvice:
+    def test_an_unknown_fact_names_the_plugin_and_its_distribution_and_no_place_in_the_spec(self, install):
+        body = "def offers(self, site): return moefw.offers(rowz=1)"
+        install("other-parts", dispatcher("fast", body), names=["fast"])
+        assert refusal({"dispatch": {"use": "fast"}}) == (
+            "plugin 'fast' (distribution other-parts 1.5), offers(): 'rowz' is not a fact that parts agree on. "
+            "Did you mean 'rows'?"
+        )
+
+    def test_a_plugin_that_states_no_api_is_told_so(self, install, tmp_path):
+        install("other-parts", dispatcher("fast", "pass"), names=["fast"])
+        install("new-parts", 'moefw_api = ">=2,<3"\n' + dispatcher("new", "pass")[len(HEAD) :], names=["new"])
+        (warning,) = listing()["warnings"]
+        assert warning == (
+            "plugin 'fast' (distribution other-parts 1.5) does not state the hook API that it is written for. "
+            f'Write moefw_api = ">={moefw.API_VERSION}" in other_parts.'
+        )
+        assert f"warning: {warning}" in CliRunner().invoke(plugins).stdout
+
+    def test_a_name_that_no_installed_package_brings_may_be_of_one_that_is_not_installed(self):
+        said = refusal({"dispatch": {"use": "ring"}})
+        assert "If a package brings it (moefw-ring, say), that is not installed here. Nearest: " in said
+        assert len(said.rpartition("Nearest: ")[2].split(", ")) == 5
+        assert "If a package" not in refusal({"dispatch": {"use": "all2all"}}) + refusal({"dispatch": {"use": "?"}})
+
+    def test_check_names_a_declaration_that_imports_torch_with_the_seconds_that_it_takes(self, install, tmp_path):
+        install("slow-parts", "import torch\n" + dispatcher("slow", OFFERS).partition("\n")[2], names=["slow"])
+        (tmp_path / "spec.yaml").write_text("{dispatch: {use: slow}, run: {device: cpu}}")
+        command = [sys.executable, "-m", "moefw", "check", str(tmp_path / "spec.yaml")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        slow, _ = done.stderr.splitlines()
+        told = (
+            r"warning: plugin 'slow' \(distribution slow-parts 1.5\) takes \d+\.\d s to declare, as it imports torch\."
+        )
+        assert re.match(told, slow)
+
+
+OFFERS = """
+def offers(self, site):
+    return moefw.offers(row_alignment=moefw.ANY, rows=("ragged",), counts=("host", "device"))
+"""
+
+
+class TestDeepCheck:
+    @pytest.fixture
+    def spec(self, install, tmp_path):
+        """A spec whose dispatcher declares well, and imports a module that is not there to be built."""
+        build = "def build(self, context): import no_such_runtime"
+        install("other-parts", dispatcher("lazy", OFFERS + build), names=["lazy"])
+        path = tmp_path / "a.yaml"
+        path.write_text("{model: {num_layers: 1}, dispatch: {use: lazy}, run: {device: cpu}}")
+        return str(path)
+
+    def test_imports_what_build_imports_and_names_the_plugin_whose_module_is_missing(self, spec):
+        told = CliRunner().invoke(check, [spec, "--json"], standalone_mode=False, catch_exceptions=False)
+        assert json.loads(told.stdout)["ok"] is True
+        told = CliRunner().invoke(check, [spec, "--deep", "--json"], standalone_mode=False, catch_exceptions=False)
+        assert told.return_value == 2
+        (problem,) = json.loads(told.stdout)["problems"]
+        assert problem["what"] == (
+            "plugin 'lazy' (distribution other-parts 1.5) fails to import a module in build(): "
+            "ModuleNotFoundError: No module named 'no_such_runtime'."
+        )
+        assert problem["fix"] == "Install that module, or mend or uninstall other-parts."
+
+    def test_says_that_every_part_builds(self, spec):
+        told = CliRunner().invoke(check, [spec, "dispatch.use=alltoall", "--deep"], standalone_mode=False)
+        assert told.stdout.splitlines()[-1] == "every part builds"
+        assert "1 rank (" in told.stdout
+        assert "1 MoE layer\n" in told.stdout
+
+    def test_says_what_this_machine_cannot_build(self, spec):
+        precision = "precision={use: fp8-blockwise, backend: torch}"
+        overrides = ["dispatch.use=alltoall", "run.device=cuda", precision]
+        told = CliRunner().invoke(check, [spec, *overrides, "--deep"], standalone_mode=False)
+        assert told.return_value == 0
+        assert told.stdout.splitlines()[-1].startswith("not built here: ")
 
 
 def test_plugins_and_schema_answer_without_torch_and_doctor_imports_without():

@@ -299,6 +299,11 @@ def _step(holder: object, key: str, path: KeyPath, place: str) -> str | int:
     return int(key)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``1 rank`` or ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def show(value: object, *, limit: int = 60) -> str:
     """Return a value as errors print it: in YAML notation, cut to ``limit`` characters."""
     try:

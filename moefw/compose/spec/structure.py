@@ -36,8 +36,7 @@ def structure(
         what = f"{show(data)} is not a mapping of options."
         problems.append(Problem(what, "Write for example {key: value}.", marks.where(path)))
         return None
-    options: Any = attrs.fields(attrs.resolve_types(cls))  # type: ignore[type-var, arg-type]
-    fields: dict[str, attrs.Attribute[Any]] = {field.name: field for field in options if field.init}
+    fields = {field.name: field for field in _options(cls)}
     given = {key: value for key, value in data.items() if key in fields}
     for key in (str(key) for key in data if key not in fields and key not in also):
         what = f"{show(key)} is not an option here."
@@ -69,6 +68,10 @@ def structure(
                 problems.append(Problem(_sentence(error), where=marks.where((*path, name))))
                 object.__setattr__(built, name, UNREAD)
     return built
+
+
+def _options(cls: Any) -> list[attrs.Attribute[Any]]:
+    return [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
 
 
 def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
@@ -141,7 +144,21 @@ def _words(kind: Any) -> str:
         return "a list"
     if origin in _MAPPINGS or attrs.has(kind):
         return "a mapping"
-    raise PluginError(f"an option of type {kind} cannot be written in a spec.")
+    raise PluginError(
+        f"an option of type {kind} cannot be written in a spec.", "Use numbers, text, lists or attrs classes."
+    )
+
+
+def require_readable(kind: Any) -> None:
+    """Raise PluginError unless a spec can hold values of type ``kind``."""
+    kinds = [kind]
+    for each in kinds:
+        origin, inner = get_origin(each), get_args(each)
+        if attrs.has(each):
+            inner = () if hasattr(each, "from_data") else tuple(field.type for field in _options(each))
+        elif origin not in (Union, types.UnionType) and each not in (Any, types.NoneType, Ellipsis):
+            _words(each)
+        kinds += [one for one in inner if origin is not Literal and one not in kinds]
 
 
 def _hint(kind: Any, data: object) -> str:
