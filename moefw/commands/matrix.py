@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moefw.compose.registry import Registry
+from moefw.compose.spec.source import counted
 from moefw.compose.spec.structure import plain
 from moefw.testing.matrix import Matrix, Refusal, survey
 from moefw.testing.variants import Variant
@@ -109,13 +110,9 @@ def _grid(
     ending = ["yes"] if beside else []
     body = [[way.label, *(cell(way, column) for column in columns), *ending] for way in rows]
     if more:
-        body.append([_others(more), *("yes" for _ in columns), *ending])
-    head = [title, *(column.label for column in columns), *([_others(beside)] if beside else [])]
+        body.append([counted(more, "other"), *("yes" for _ in columns), *ending])
+    head = [title, *(column.label for column in columns), *([counted(beside, "other")] if beside else [])]
     return Grid(title, head, body, [f"[{number + 1}] {note}" for number, note in enumerate(notes)])
-
-
-def _others(number: int) -> str:
-    return "1 other" if number == 1 else f"{number} others"
 
 
 def _together(found: Matrix) -> str:

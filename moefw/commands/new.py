@@ -26,11 +26,12 @@ LONGEST_NAME: Final = 32
 
 @frozen
 class Kind:
-    """A kind of plugin that ``moefw new`` writes.
+    """A kind of plugin that ``moefw new`` writes, called ``noun`` in a sentence.
 
     ``spec`` chooses it in a spec. ``runtime`` says what to change in its file, or at ``where`` if it has none.
     """
 
+    noun: str
     suite: str
     spec: str
     runtime: str
@@ -39,33 +40,39 @@ class Kind:
 
 KINDS: Final[Mapping[str, Kind]] = {
     "dispatcher": Kind(
+        "dispatcher",
         "DispatcherSuite",
         "dispatch: {use: sample}",
         "how rows travel: `plan` exchanges metadata, each movement is a start and a finish.",
     ),
     "router": Kind(
+        "router",
         "RouterSuite",
         "routing: {use: sample}",
         "how tokens choose. What is to be known after a step goes into `stats`; state is declared in\n"
         "  `state_spec` and moves in `update`. If tokens look at each other, `offers` must say so: `partition`.",
     ),
     "gemm": Kind(
+        "GEMM",
         "GemmSuite",
         "gemm: {use: sample}",
         "the experts. It owns their parameters and names them in `canonical`, so that\n"
         "  checkpoints and layouts find them.",
     ),
     "precision": Kind(
+        "precision recipe",
         "PrecisionSuite",
         "precision: {use: sample}",
         "how operands are rounded, and in which dtype activations flow.",
     ),
     "memory": Kind(
+        "memory policy",
         "MemorySuite",
         "memory:\n  - {use: sample, regions: [experts]}",
         "what happens to what a region saves between forward and backward.",
     ),
     "layout": Kind(
+        "layout",
         "LayoutSuite",
         "parallel: {use: sample, ep: 2}",
         "how ranks are arranged into two meshes; the core opens the groups.",
@@ -83,7 +90,7 @@ def new(kind: str, name: str, into: Path) -> int:
 
     Nothing is written where NAME or the folder is taken.
     """
-    named = Names.of(name)
+    named = Names.of(name, kind)
     problems = [*_name_problems(named, kind), *_place_problems(named, into)]
     if problems:
         raise SpecError(problems)
@@ -91,7 +98,7 @@ def new(kind: str, name: str, into: Path) -> int:
         target = _write(kind, named, into)
     except OSError as error:
         raise SpecError(f"{into}: {named.distribution} cannot be written: {error.strerror}.") from error
-    click.echo(f"{click.format_filename(target)} holds a {kind} called {named.part}. Next:")
+    click.echo(f"{click.format_filename(target)} holds a {KINDS[kind].noun} called {named.part}. Next:")
     click.echo(f"  cd {click.format_filename(target)}")
     click.echo("  pip install --editable '.[test]'")
     click.echo("  pytest                 # certifies it")
@@ -108,8 +115,11 @@ class Names:
     declaration: str
 
     @classmethod
-    def of(cls, name: str) -> Names:
-        """Return the names of a part, normalised as package indexes do. Raises SpecError."""
+    def of(cls, name: str, kind: str) -> Names:
+        """Return the names of a part, normalised as package indexes do. Raises SpecError.
+
+        The class of ``hash-router`` is ``Hash``, which builds a ``HashRouter``.
+        """
         part = re.sub(r"[-_.]+", "-", name).lower().removeprefix("moefw-")
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", part) or len(part) > LONGEST_NAME:
             what = f"{name!r} cannot be the name of a package, of a module and of a class."
@@ -120,7 +130,7 @@ class Names:
             part=part,
             module="_".join(["moefw", *words]),
             distribution=f"moefw-{part}",
-            declaration="".join(map(str.capitalize, words)),
+            declaration="".join(map(str.capitalize, words[:-1] if words[1:] and words[-1] == kind else words)),
         )
 
 
@@ -163,7 +173,7 @@ def _write(kind: str, names: Names, into: Path) -> Path:
     """Write the package to a temporary folder and rename that, so that it appears whole or not at all."""
     where = KINDS[kind].where or f"`moefw_sample/{kind}.py`"
     words = {
-        "{kind}": kind,
+        "{kind}": KINDS[kind].noun,
         "{spec}": KINDS[kind].spec,
         "{changes}": f"- {where}: {KINDS[kind].runtime}",
         "moefw>=0.0": "moefw>=" + ".".join(moefw.__version__.split(".")[:2]),

@@ -35,7 +35,7 @@ def memory_note(assembly: Assembly) -> str:
     }
     largest = sorted(categories, key=lambda name: -categories[name])[:LARGEST]
     parts = ", ".join(f"{name} {_told(categories[name])}" for name in largest)
-    said = f"The plan of each of {found.world} ranks: {parts}; {_told(found.peak_bytes)} at the peak."
+    said = f"The plan of {found.ranks}: {parts}; {_told(found.peak_bytes)} at the peak."
     if assembly.site.machine.device != "cpu":
         return f"{said} See `moefw plan`."
     return f"{said} This machine has {_told(usable_bytes())} for all of them. See `moefw plan`."

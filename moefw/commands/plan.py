@@ -62,7 +62,7 @@ def show(found: Ledger) -> None:
     """Print the tables, as plain lines if not on a terminal."""
     console = Console(markup=False, highlight=False)
     tokens = f"{found.tokens} tokens a micro-batch, {found.micro_batches} a step"
-    click.echo(f"memory of each of {found.world} ranks; {tokens}")
+    click.echo(f"memory of {found.ranks}; {tokens}")
     for sheet in sheets(found):
         click.echo()
         _print(console, sheet)

@@ -143,6 +143,11 @@ class Ledger:
         return None if self.peak is None else self.held.device + self.pools + self.peak.total
 
     @property
+    def ranks(self) -> str:
+        """The ranks that hold it, in words."""
+        return "the rank" if self.world == 1 else f"each of {self.world} ranks"
+
+    @property
     def totals(self) -> dict[str, int]:
         """The sum of all regions by column."""
         return {column: sum(getattr(row, column) for row in self.regions) for column in COLUMNS}

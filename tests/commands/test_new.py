@@ -21,7 +21,7 @@ LONG = "a" * (LONGEST_NAME - 6) + "-sampl"
 def new(kind: str, name: str, into: Path) -> Path:
     result = CliRunner().invoke(cli, ["new", kind, name, "--into", str(into)], catch_exceptions=False)
     assert result.exit_code == 0
-    (made,) = (path for path in into.iterdir() if result.output.startswith(f"{path} holds a {kind} called "))
+    (made,) = (path for path in into.iterdir() if result.output.startswith(f"{path} holds a "))
     return made
 
 
@@ -63,8 +63,17 @@ def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: 
         if "dist-info" not in path:
             assert not any(word in path + text for word in ("sample", "Sample", "{kind}", "{spec}", "{changes}"))
     assert f'my-{kind} = "moefw_my_{kind}"' in files["pyproject.toml"]
-    assert f"    plugin = My{kind.capitalize()}" in files[f"tests/test_my_{kind}.py"]
+    assert "    plugin = My\n" in files[f"tests/test_my_{kind}.py"]
+    noun = {"gemm": "GEMM", "precision": "precision recipe", "memory": "memory policy"}.get(kind, kind)
+    assert f'description = "A {noun} for moefw"' in files["pyproject.toml"]
+    assert f"A {noun} for moefw. " in files["README.md"]
     assert len(files[f"tests/test_my_{kind}.py"].split("class ")[1].splitlines()) <= 3
+
+
+@pytest.mark.parametrize(("name", "declaration"), [("hash-router", "Hash"), ("hash", "Hash")])
+def test_a_router_that_is_called_one_is_not_a_router_router(tmp_path: Path, name: str, declaration: str) -> None:
+    (module,) = new("router", name, tmp_path).glob("moefw_*/__init__.py")
+    assert f"class {declaration}(moefw.RouterPlugin):" in module.read_text()
 
 
 @pytest.mark.parametrize("name", ["x", "a-b-c", LONG])

@@ -8,6 +8,7 @@ from typing import Any, Final
 import pytest
 from attrs import evolve, frozen
 
+from moefw.compose.spec.source import counted
 from moefw.core.errors import ContractError, PlanError
 from moefw.testing.layer_case import LayerCase, Outcome, assert_matches, solve, truth
 from moefw.testing.oracle import Rule
@@ -112,13 +113,13 @@ class LayerChecks(DispatcherRunner):
             ranks = self.job(solved, world, [drawn for _, drawn in tried])
         except ContractError as error:
             about = "; ".join(str(layer) for layer, _ in tried)
-            fail(f"{self.plugin.name}: {crash(error)} In a layer of {world} ranks, one of: {about}.")
+            fail(f"{self.plugin.name}: {crash(error)} In a layer of {counted(world, 'rank')}, one of: {about}.")
         for number, (layer, drawn) in enumerate(tried):
             wanted = truth(self._with_builtin(drawn), layer.rule)
             try:
                 assert_matches([outcomes[number] for outcomes in ranks], wanted, rtol=rtol[layer.precision])
             except AssertionError as error:
-                fail(f"{self.plugin.name}: in a layer of {world} ranks {error}. With {layer}.")
+                fail(f"{self.plugin.name}: in a layer of {counted(world, 'rank')} {error}. With {layer}.")
 
     def _with_builtin(self, drawn: LayerCase) -> LayerCase:
         """Return the layer case with the default dispatcher. The oracle needs only its weights."""
