@@ -270,13 +270,25 @@ class Registry:
         order = list(self._families)
         return sorted(self._parts.values(), key=lambda part: (order.index(part.hook), part.name))
 
-    def gather(self, hook: str, **arguments: Any) -> list[Any]:
-        """Call a hook that returns lists in every loaded plugin and join the lists."""
-        found: list[Any] = []
-        for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
+    def problems(self, assembly: Any) -> list[Problem]:
+        """Return what ``moefw_check`` of every loaded plugin finds. Raises PluginError if one raises anything else."""
+        found: list[Problem] = []
+        for implementation in reversed(self._manager.hook.moefw_check.get_hookimpls()):
             distribution, version = self._owners[id(implementation.plugin)]
-            with _as_it_was(distribution, f"a plugin of {distribution} {version} breaks its contract in {hook}"):
-                found += implementation.function(**{name: arguments[name] for name in implementation.argnames})
+            who = f"a plugin of {distribution} {version} breaks its contract in moefw_check"
+            try:
+                with _as_it_was(distribution, who):
+                    answer: Any = implementation.function(*(assembly for _ in implementation.argnames))
+                    answer = list(answer)
+                wrong = [item for item in answer if not isinstance(item, Problem)]
+                if wrong:
+                    raise TypeError(f"{wrong[0]!r} is not a Problem")
+                found += answer
+            except MoefwError:
+                raise
+            except Exception as error:
+                what = f"{who}: {type(error).__name__}: {' '.join(str(error).split())}."
+                raise PluginError(what, f"Mend or uninstall {distribution}.") from error
         return found
 
     def notify(
@@ -351,7 +363,7 @@ def _checked_name(declaration: type[Plugin], label: str) -> str:
         )
     try:
         attrs.resolve_types(declaration)
-    except NameError as error:
+    except Exception as error:
         what = f"plugin {label}: an annotation of {declaration.__name__} does not resolve: {error}."
         raise PluginError(what, "Import the name at module level.") from error
     for field in (field for field in attrs.fields(declaration) if field.init):

@@ -71,7 +71,7 @@ def assemble_tree(
     assembly = Assembly(spec=spec, parts=work.parts(), layers=layers, site=site, registry=work.registry)
     spelled = structure(Spec, assembly.resolved(), (), marks, work.problems[SpecError])
     assembly = attrs.evolve(assembly, spec=spelled or spec)
-    for problem in work.ask((), work.registry.gather, "moefw_check", assembly=assembly) or ():
+    for problem in work.registry.problems(assembly):
         work.tell(key_path(problem.where), problem)
     work.raise_problems()
     return assembly
@@ -163,10 +163,10 @@ class _Resolution:
             return question(*args, **kwargs)
         return None
 
-    def answer(self, placed: _Placed, method: str, *args: Any) -> Any:
-        """Return the answer of a part, or None if it raises."""
+    def answer(self, placed: _Placed, method: str, kind: type[A], *args: Any) -> A | None:
+        """Return the answer of a part, or None if it raises or is not of kind ``kind``."""
         with self.asking(placed.path, placed.part, f"{method}()"):
-            return getattr(placed.part, method)(*args)
+            return _of_kind(kind, getattr(placed.part, method)(*args))
         return None
 
     def listed(self, placed: _Placed, method: str, kind: type[A], *args: Any) -> list[A]:
@@ -177,10 +177,8 @@ class _Resolution:
                 for item in items(*args) if callable(items) else items:
                     if isinstance(item, Iterator):
                         read(item)
-                    elif isinstance(item, kind):
-                        found.append(item)
                     else:
-                        raise TypeError(f"{show(item)} is not a {kind.__name__}")
+                        found.append(_of_kind(kind, item))
 
         found: list[A] = []
         read(getattr(placed.part, method))
@@ -228,20 +226,23 @@ class _Resolution:
         """Report regions named twice. One policy may treat a region, or one per mechanism if the policies join."""
         owners: dict[tuple[str, str], tuple[_Placed, int]] = {}
         for placed in self.placed:
-            named = placed.part.regions if placed.section == "memory" else ()
-            for index, region in enumerate(() if named is UNREAD else named):
-                if region is UNREAD:
-                    continue
+            if placed.section != "memory":
+                continue
+            with self.asking(placed.path, placed.part, "regions"):
                 mechanism = placed.part.mechanism if placed.part.joins else ""
-                first = owners.setdefault((region, mechanism), (placed, index))
-                if first != (placed, index):
-                    what = f"{placed} and {first[0]} both treat region {region!r}."
-                    self.tell((*placed.path, "regions", index), Problem(what, "Name it once."))
+                for index, region in enumerate(placed.part.regions):
+                    first = (
+                        (placed, index) if region is UNREAD else owners.setdefault((region, mechanism), (placed, index))
+                    )
+                    if first != (placed, index):
+                        what = f"{placed} and {first[0]} both treat region {region!r}."
+                        self.tell((*placed.path, "regions", index), Problem(what, "Name it once."))
 
     def lay_out(self, world: int | None) -> LayoutPlan | None:
         """Return the layout plan of the world, or report why there is none."""
         placed = self._find("parallel")
-        return self.answer(placed, "plan", world) if placed else None
+        layout = self.answer(placed, "plan", LayoutPlan, world) if placed else None  # type: ignore[type-abstract]
+        return None if layout is None or self.left_out(dict(layout.sizes)) else layout
 
     def fit(self, layout: LayoutPlan | None, machine: Machine) -> tuple[Site, dict[int, LayerAssembly]]:
         """Run the checks of the parts, and match offers and needs at every MoE layer, or once if there is none.
@@ -249,7 +250,7 @@ class _Resolution:
         Equal layers share their facts.
         """
         model, parallel = self._find("model"), self._find("parallel")
-        dims = self.answer(model, "dims") if model else None
+        dims = self.answer(model, "dims", Dims) if model else None
         layers: list[int] | None = None
         num_layers: int = UNREAD
         if model:
@@ -280,7 +281,6 @@ class _Resolution:
 
     def _state(self, here: Site, layout: LayoutPlan | None) -> _Statements:
         """Return the offers and needs of all parts at ``here``, and the offers of the layout and the machine."""
-        demands = [(placed, need) for placed in self.placed for need in self.listed(placed, "needs", Need, here)]
         promises: list[tuple[object, Offers]] = []
         heard, unread = set[str](), set[str]()
         for placed in self.placed:
@@ -296,10 +296,15 @@ class _Resolution:
             heard.discard("parallel")
         else:
             promises.append(("the layout", offers(axis=tuple(layout.sizes), axis_divides=tuple(layout.sizes.items()))))
-        wanted = (need.value for _, need in demands if need.fact == "package")
-        packages = tuple(package for package in wanted if here.machine.has_package(package))
+        demands, packages = list[tuple[_Placed, Need]](), list[str]()
+        for placed in self.placed:
+            for need in self.listed(placed, "needs", Need, here):
+                with self.asking(placed.path, placed.part, "needs()"):
+                    if need.fact == "package" and here.machine.has_package(need.value):
+                        packages.append(need.value)
+                    demands.append((placed, need))
         capability = (here.machine.capability,) if here.machine.capability else ANY
-        has = offers(device=(here.machine.device,), capability=capability, package=packages)
+        has = offers(device=(here.machine.device,), capability=capability, package=tuple(packages))
         promises.append(("this machine", has))
         unheard = {name for name, fact in FACTS.items() if not heard.issuperset(fact.offered_by)}
         return _Statements(promises, demands, unread | unheard)
@@ -329,6 +334,12 @@ def _fault(error: Exception) -> Problem:
     """Return the problem of a method that raises."""
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return Problem(f"{what.rstrip(':.')}.", "This is a mistake in the plugin.")
+
+
+def _of_kind(kind: type[A], answer: object) -> A:
+    if not isinstance(answer, kind):
+        raise TypeError(f"{show(answer)} is not a {kind.__name__}")
+    return answer
 
 
 def _moe_layers(model: ModelPlugin) -> list[int]:

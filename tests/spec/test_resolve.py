@@ -23,7 +23,7 @@ from moefw.compose.registry import Registry
 from moefw.compose.resolve import MAX_LAYERS, assemble, assemble_tree
 from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError
-from moefw.core.plugin import DispatcherPlugin, LayoutPlugin, ModelPlugin
+from moefw.core.plugin import DispatcherPlugin, LayoutPlugin, MemoryPlugin, ModelPlugin
 from moefw.core.site import Machine, Site
 
 REGISTRY = Registry()
@@ -431,6 +431,52 @@ class TestOtherPeoplesMistakes:
     def test_answers_of_the_wrong_form(self, method: str, answer: object) -> None:
         problem = refusal("dispatch: {use: broken}", PluginError, registry=dispatcher(**{method: lambda *_: answer}))
         assert problem.what.startswith(f"plugin 'broken' (distribution this process 0), {method}(): ")
+
+    def test_answers_of_the_wrong_kind(self) -> None:
+        @frozen
+        class Nowhere(LayoutPlugin):
+            name: ClassVar[str] = "nowhere"
+
+            def plan(self, world: int | None) -> Any:
+                return None
+
+        @frozen
+        class Sizeless(ModelPlugin):
+            name: ClassVar[str] = "sizeless"
+
+            def dims(self) -> Any:
+                return 3
+
+            def moe_layers(self) -> Sequence[int]:
+                return []
+
+        @frozen
+        class Idle(MemoryPlugin):
+            name: ClassVar[str] = "idle"
+            joins: ClassVar[bool] = True
+
+            def needs(self, site: Site) -> Sequence[moefw.Need]:
+                return [moefw.need("package", 3, reason="why")]
+
+        more = registry(layouts=[Nowhere], models=[Sizeless], memory_policies=[Idle])
+        text = "{parallel: {use: nowhere}, model: {use: sizeless}, memory: [{use: idle, regions: [layer]}]}"
+        assert [
+            problem.what.partition(" (distribution this process 0), ")[::2]
+            for problem in refused(text, PluginError, registry=more)
+        ] == [
+            ("plugin 'idle'", "regions: AttributeError: 'Idle' object has no attribute 'mechanism'."),
+            ("plugin 'nowhere'", "plan(): TypeError: null is not a LayoutPlan."),
+            ("plugin 'sizeless'", "dims(): TypeError: 3 is not a Dims."),
+            ("plugin 'idle'", "needs(): AttributeError: 'int' object has no attribute 'partition'."),
+        ]
+
+    @pytest.mark.parametrize("answer", [raising, lambda assembly: 3, lambda assembly: ["no"]])
+    def test_a_check_of_the_whole_that_breaks(self, answer: Callable[..., Any]) -> None:
+        module = types.ModuleType("watchful")
+        module.moefw_check = moefw.hookimpl(lambda assembly: answer(assembly))  # type: ignore[attr-defined]
+        problem = refusal("{}", PluginError, registry=Registry([module]))
+        assert problem.what.startswith("a plugin of this process 0 breaks its contract in moefw_check: ")
+        assert problem.where == ""
 
     def test_options_that_contradict_each_other_are_the_users_mistake(self) -> None:
         @frozen
