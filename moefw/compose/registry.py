@@ -239,7 +239,8 @@ class Registry:
 
     def origin(self, plugin: Plugin | type[Plugin]) -> RegisteredPlugin:
         """Return the registered plugin that is ``plugin``, or of which it is an instance."""
-        return next(part for part in self._parts.values() if part.declaration in (plugin, type(plugin)))
+        declaration = plugin if isinstance(plugin, type) else type(plugin)
+        return next(part for part in self._parts.values() if part.declaration is declaration)
 
     @contextmanager
     def calling(self, plugin: Plugin, method: str) -> Iterator[None]:
