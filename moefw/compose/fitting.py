@@ -9,8 +9,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from attrs import frozen
 
-from moefw.core.errors import Problem, nearest
-from moefw.core.facts import ANY, FACTS, NONE, Fact, Need, Offers, Rule
+from moefw.core.errors import PluginError, Problem, nearest
+from moefw.core.facts import ANY, FACTS, NONE, Fact, Need, Offers, Rule, offers
 
 Settled = tuple[Any, list[int]]
 """The value that a fact settles on (None if it cannot), and the positions of the needs that stay unmet."""
@@ -48,6 +48,15 @@ def silence(section: str) -> Offers:
     return {
         name: fact.silence for name, fact in FACTS.items() if section in fact.offered_by and fact.silence is not None
     }
+
+
+def offers_of(section: str, stated: Offers) -> Offers:
+    """Return the offers of a part of a section, checked. Raises PluginError for a fact that others offer."""
+    for name in offers(**stated):
+        if section not in FACTS[name].offered_by:
+            whose = " or ".join(FACTS[name].offered_by) or "the machine"
+            raise PluginError(f"fact {name} is offered by {whose}, not by {section}.", "Leave it out.")
+    return stated
 
 
 def match(

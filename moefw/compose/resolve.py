@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import attrs
 
 from moefw.compose.assembly import Assembly, ChosenPlugins, LayerAssembly
-from moefw.compose.fitting import RULES, match, silence
+from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
 from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, plugin_fields, with_defaults
@@ -285,7 +285,7 @@ class _Resolution:
         heard, unread = set[str](), set[str]()
         for placed in self.placed:
             with self.asking(placed.path, placed.part, "offers()"):
-                stated = {**silence(placed.section), **offers(**placed.part.offers(here))}
+                stated = {**silence(placed.section), **offers_of(placed.section, placed.part.offers(here))}
                 known = {fact: value for fact, value in stated.items() if not self.left_out(value)}
                 for fact, value in known.items():
                     RULES[FACTS[fact].rule]([value], ())

@@ -1,4 +1,4 @@
-"""Facts, and the offers and needs with which parts agree on them."""
+"""Facts, and the offers and needs with which parts agree on them. docs/guides/facts.md says what each fact means."""
 
 from __future__ import annotations
 
@@ -92,31 +92,6 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("package", "package {}", "some", itemised=True),
     )
 }
-
-MEANINGS: Final[Mapping[str, str]] = {
-    "row_alignment": "a number: the rows of each expert's group are a multiple of it",
-    "rows": "`ragged`: groups of any size; `padded`: of a capacity at least; `static`: their sum is known beforehand",
-    "budget": "a number: static rows over those of a balanced rank; a step with more runs again without a budget",
-    "operand": "formats of the operands of GEMMs: `fp32`, `bf16`, or codes that multiply themselves, such as `fp8`",
-    "wire": "formats of rows on their way to experts: `fp32`, `bf16`, `fp8`",
-    "counts": "where the numbers of rows of each expert are known: `host`, `device`",
-    "axis": "axes: `pp`, `dp`, `cp`, `tp`, `edp`, `ep`, `etp`. The plan of the layout offers them",
-    "axis_divides": "pairs of an axis and its size, or in a need the number to divide; offered in the same way",
-    "split": "axes along which a model can be split: `pp`, `cp`, `tp`",
-    "token_ids": "a number: how many token ids a model accepts",
-    "partition": "tokens on which a routing depends: one `token`, `sequence`, `micro_batch` or `global_batch`",
-    "region": 'pairs (region, mechanism) that memory policies may use: `("experts", "offload")`',
-    "by_pass": "GEMMs go through `moefw.linear`, or quantize for each pass of backward themselves",
-    "named_products": "each GEMM has a recipe of its own, `Precision.at(name, groups=...)`, that may remember steps",
-    "rtol": "a number: the largest error of an operand, or of a gradient under a memory policy, over the largest value",
-    "row_scales": "roles whose rows (columns, if a product sums over rows) are scaled alone: outliers spoil no others",
-    "activations_kept": "activations that backward reads are saved through `Precision.keep_activation`",
-    "row_keys": "each row that a GEMM gets comes with the key of its token, if the recipe draws random numbers",
-    "device": "device types: `cpu`, `cuda`",
-    "capability": "compute capabilities of a GPU: `9.0`",
-    "package": "a package that is installed, or a part of one",
-}
-"""The values of each fact and what they mean, for ``moefw plugins --facts``."""
 
 
 def _look_at(name: str, value: Any) -> None:

@@ -16,10 +16,10 @@ import moefw
 from command_cases import HEAD, dispatch_branches, dispatcher, listed, listing, refusal, written_schema
 from moefw.commands import plugins as plugins_module
 from moefw.commands.check import check
-from moefw.commands.facts import SETTLED
+from moefw.commands.facts import MEANINGS, SETTLED
 from moefw.commands.plugins import plugins
 from moefw.commands.schema import schema
-from moefw.core.facts import FACTS, MEANINGS, Rule
+from moefw.core.facts import FACTS, Rule
 from moefw.core.plugin import FAMILIES
 from moefw.core.site import Machine
 

@@ -417,6 +417,11 @@ class TestOtherPeoplesMistakes:
         assert str(problem).startswith("plugin 'broken' (distribution this process 0), offers(): 'rowz' is not a fact")
         assert problem.fix == "Did you mean 'rows'?"
 
+    def test_a_fact_that_others_offer(self) -> None:
+        more = dispatcher(offers=lambda *_: moefw.offers(partition=("token",)))
+        problem = refusal("dispatch: {use: broken}", PluginError, registry=more)
+        assert "offers(): fact partition is offered by routing, not by dispatch." in problem.what
+
     @pytest.mark.parametrize(
         ("method", "answer"),
         [
