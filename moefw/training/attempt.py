@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -11,7 +14,11 @@ from torch import Tensor
 
 from moefw.core.contracts import Layout
 from moefw.core.stages import LayerStats
+from moefw.runtime.memory.static_rows import UNSAVED
 from moefw.runtime.parallel.gradients import STAGE
+
+OVERFLOWS: Final = ("overflow", UNSAVED)
+"""Statistics of rows for which a step is run again without budgets."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +35,27 @@ class LayerTally:
                 total[name] = total.get(name, 0.0) + value.detach().double()
 
 
+class HostCopy:
+    """Tensors of one dtype on their way to the host, on a GPU through one asynchronous copy to pinned memory."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._shapes, self._arrived = [tensor.shape for tensor in tensors], None
+        self._flat = torch.cat([tensor.flatten() for tensor in tensors])
+        if self._flat.is_cuda:
+            self._flat = torch.empty_like(self._flat, device="cpu", pin_memory=True).copy_(
+                self._flat, non_blocking=True
+            )
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> Iterator[Tensor]:
+        """Wait, and return the copies in order."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        pieces = self._flat.split([shape.numel() for shape in self._shapes])
+        return (piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True))
+
+
 class Tally:
     """Sums over micro-batches and ranks: losses, tokens, and each layer's statistics, in fp64."""
 
@@ -42,17 +70,30 @@ class Tally:
             self.layers.setdefault(number, LayerTally()).add(new)
 
     def reduce(self, layout: Layout) -> None:
-        """Sum over all ranks that hold different tokens, in one all-reduce."""
-        group = layout.group(*STAGE)
-        if group is None:
-            return
-        tensors = [self.loss]
+        """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host."""
+        group, tensors = layout.group(*STAGE), [self.loss]
         for layer in self.layers.values():
             tensors += [*layer.stats.values(), *layer.aux_losses.values()]
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat, group=group)
-        for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
+        if group is not None:
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(flat, group=group)
+            for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(piece.view_as(tensor))
+        self._copy = HostCopy(tensors)
+
+    def on_host(self) -> Tally:
+        """Return the sums in host memory, once they are reduced."""
+        told, values = Tally(torch.device("cpu")), self._copy.read()
+        told.loss = next(values)
+        for number, layer in self.layers.items():
+            stats, aux = ({name: next(values) for name in names} for names in (layer.stats, layer.aux_losses))
+            told.layers[number] = LayerTally(stats, aux)
+        return told
+
+    def overflowed(self) -> bool:
+        """Return whether rows exceeded a budget. Waits for the host's copy only if something reports it."""
+        reported = any(not layer.stats.keys().isdisjoint(OVERFLOWS) for layer in self.layers.values())
+        return reported and any(map(self.on_host().counts().get, OVERFLOWS))
 
     def counts(self) -> dict[str, float]:
         """Return the scalar statistics by name, summed over layers."""
@@ -69,16 +110,32 @@ class Attempt:
     """A step up to its update: its sums, and the norm of the gradient that it leaves on the parameters."""
 
     tally: Tally
-    counts: dict[str, float]
+    first: Tally
+    """The sums before the step was run again without budgets, or ``tally``."""
     norm: Tensor
+
+    @cached_property
+    def told(self) -> Tally:
+        """The sums in host memory."""
+        return self.tally.on_host()
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """The scalar statistics of the first run by name, summed over layers."""
+        return (self.told if self.first is self.tally else self.first.on_host()).counts()
+
+    @cached_property
+    def grad_norm(self) -> float:
+        """The norm in host memory."""
+        return self.norm.item()
 
     @property
     def loss(self) -> float:
         """The global mean loss over tokens, in nats."""
-        loss_sum, tokens = self.tally.loss.tolist()
+        loss_sum, tokens = self.told.loss.tolist()
         return float(loss_sum / max(tokens, 1))
 
     @property
     def finite(self) -> bool:
         """Whether loss and gradient are finite, the same on every rank."""
-        return bool(torch.isfinite(torch.cat([self.tally.loss, self.norm.view(1)])).all())
+        return all(map(math.isfinite, (*self.told.loss.tolist(), self.grad_norm)))

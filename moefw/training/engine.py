@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
 from moefw.runtime.layer import MoELayer
-from moefw.runtime.memory.static_rows import UNSAVED
 from moefw.runtime.parallel.gradients import Gradients
 from moefw.training.attempt import Attempt, Tally
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
@@ -89,12 +88,12 @@ class Engine:
     def _attempt(self, batches: Sequence[Batch], clock: Clock) -> Attempt:
         """Run the step up to its update, and run it again without budgets if one overflowed."""
         tally = self._accumulate(batches, clock)
-        counts = tally.counts()
-        if counts.get("overflow") or counts.get(UNSAVED):
+        first = tally
+        if tally.overflowed():
             tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock)
         with clock("gradients"):
             self.gradients.add_up()
-            return Attempt(tally=tally, counts=counts, norm=self.gradients.norm())
+            return Attempt(tally=tally, first=first, norm=self.gradients.norm())
 
     def _update(self, made: Attempt, lr: float, clock: Clock) -> None:
         """Advance parameters, optimizer, routers and meters."""
@@ -128,15 +127,14 @@ class Engine:
 
 
 def _result(made: Attempt) -> StepResult:
-    layers, (_, tokens) = made.tally.layers.values(), made.tally.loss.tolist()
+    layers, (_, tokens) = made.told.layers.values(), made.told.loss.tolist()
     aux: dict[str, float] = {}
     for layer in layers:
         for name, value in layer.aux_losses.items():
             aux[name] = aux.get(name, 0.0) + value.item() / max(tokens, 1)
     loads: list[Any] = [layer.stats["tokens_per_expert"] for layer in layers]
     shares = [(load / load.mean().clamp_min(1e-9)).tolist() for load in loads]
-    norm = made.norm.item()
-    return StepResult(loss=made.loss, aux_losses=aux, counts=made.counts, grad_norm=norm, load_LE=shares)
+    return StepResult(loss=made.loss, aux_losses=aux, counts=made.counts, grad_norm=made.grad_norm, load_LE=shares)
 
 
 @torch.no_grad()
@@ -151,5 +149,5 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
         tally.add(output.loss_sum, output.num_tokens, {})
     tally.reduce(layout)
     model.train(was_training)
-    loss_sum, tokens = tally.loss.tolist()
+    loss_sum, tokens = tally.on_host().loss.tolist()
     return float(loss_sum / max(tokens, 1))

@@ -87,7 +87,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world))
         store = meet(place, timeout=timeout)
         backend = _backend(device, dist.PrefixStore("gpus", store), place.world)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+        _join(backend, device, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
         met(store)
     ended_well = False
     try:
@@ -148,6 +148,11 @@ def _backend(device: torch.device, store: Any, world: int) -> str:
         store.set("all", "")
     store.wait(["all"])
     return "gloo" if store.check(["shared"]) else "nccl"
+
+
+def _join(backend: str, device: torch.device, **world: Any) -> None:
+    """Join the world. NCCL is told its GPU, so that it connects at once and smaller groups are split from the world."""
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None, **world)
 
 
 def _prepare_once(assembly: Assembly, place: Place, layout: Layout) -> DataSource:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -42,6 +44,15 @@ def test_ranks_talk_over_nccl_where_none_shares_its_gpu(
 
 def test_cpus_talk_over_gloo() -> None:
     assert session._backend(torch.device("cpu"), dist.HashStore(), 8) == "gloo"
+
+
+@pytest.mark.parametrize(("backend", "told"), [("nccl", torch.device("cuda", 3)), ("gloo", None)])
+def test_nccl_is_told_its_gpu(backend: str, told: torch.device | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = create_autospec(dist.init_process_group)
+    monkeypatch.setattr(dist, "init_process_group", joined)
+    session._join(backend, torch.device("cuda", 3), store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(1))
+    assert joined.call_args.args == (backend,)
+    assert joined.call_args.kwargs["device_id"] == told
 
 
 class Held:

@@ -16,6 +16,7 @@ from moefw.core.errors import ContractError
 from moefw.core.records import RowGroups, SavedOperand
 from moefw.runtime.compute import wgrads
 from moefw.runtime.memory.dropped import output_of
+from moefw_kernels.empty_groups import clear_empty_groups
 
 
 class SharedInput:
@@ -95,8 +96,7 @@ def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
         return a.new_zeros(*groups, len(a), b.shape[-1])
     product = F.grouped_mm(a, b, offs=ends_e)
     if b.dim() == 2 and _leaves_empty_sums_unwritten(product.device):
-        sizes_e = ends_e.diff(prepend=ends_e.new_zeros(1))
-        product.masked_fill_((sizes_e == 0).view(-1, 1, 1), 0.0)
+        clear_empty_groups(product, ends_e)
     return product
 
 

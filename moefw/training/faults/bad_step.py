@@ -67,7 +67,7 @@ class BadSteps:
 
 
 def _told(number: int, bad: Attempt, second: Attempt, tensor: str) -> str:
-    seen = f"the loss was {bad.loss:.4g}, the gradient's norm {bad.norm.item():.4g}"
+    seen = f"the loss was {bad.loss:.4g}, the gradient's norm {bad.grad_norm:.4g}"
     if second.finite:
         return f"step {number}: {seen}; run again, it is finite: the fault does not repeat itself."
     if not tensor:

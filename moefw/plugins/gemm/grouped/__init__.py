@@ -13,7 +13,6 @@ from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
 
 DIM_MULTIPLE = 8
-GPU_ROW_ALIGNMENT = 8
 
 
 @frozen
@@ -43,7 +42,7 @@ class Grouped(GemmPlugin):
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the needs: contiguous groups aligned to ``pad_rows``, on a GPU to 16 bytes; even shares of experts."""
+        """Return the needs: contiguous groups of any size, or aligned to ``pad_rows``; even shares of experts."""
         needs = [
             moefw.need("rows", ("ragged", "padded", "static"), reason="grouped_mm takes groups that lie end to end"),
             moefw.need(
@@ -61,9 +60,6 @@ class Grouped(GemmPlugin):
         ]
         if self.pad_rows > 1:
             needs.append(moefw.need("row_alignment", self.pad_rows, reason="pad_rows asks for it", option="pad_rows"))
-        if site.machine.device == "cuda":
-            reason = "the weight gradient reads groups at 16-byte boundaries"
-            needs.append(moefw.need("row_alignment", GPU_ROW_ALIGNMENT, reason=reason))
         return needs
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:

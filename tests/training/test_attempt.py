@@ -1,0 +1,47 @@
+"""The sums of a step reach the host in one copy, with the same bits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moefw.core.stages import LayerStats
+from moefw.training.attempt import Tally
+
+ALONE: Any = SimpleNamespace(group=lambda *axes: None)
+
+
+def tally(**stats: float) -> Tally:
+    made = Tally(torch.device("cpu"))
+    for micro_batch in range(3):
+        values = {name: torch.tensor(value * micro_batch) for name, value in stats.items()}
+        load = {"tokens_per_expert": torch.arange(4.0) / 3}
+        layer = LayerStats(expert_ids_TK=torch.zeros(2, 1), stats={**load, **values}, aux_losses={"z": torch.ones(())})
+        made.add(torch.tensor(0.1), torch.tensor(7), {3: layer, 5: layer})
+    made.reduce(ALONE)
+    return made
+
+
+def test_what_the_host_reads_are_the_sums() -> None:
+    sums = tally(dropped=1.5)
+    told = sums.on_host()
+    assert torch.equal(told.loss, sums.loss)
+    assert [*told.layers] == [3, 5]
+    for number, layer in sums.layers.items():
+        for kind in ("stats", "aux_losses"):
+            read = getattr(told.layers[number], kind)
+            assert {name: value.tolist() for name, value in read.items()} == {
+                name: value.tolist() for name, value in getattr(layer, kind).items()
+            }
+    assert told.counts() == {"dropped": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("stats", "overflowed"),
+    [({}, False), ({"overflow": 0.0}, False), ({"overflow": 2.0}, True), ({"unsaved_rows": 1.0}, True)],
+)
+def test_rows_beyond_a_budget_are_seen(stats: dict[str, float], overflowed: bool) -> None:
+    assert tally(**stats).overflowed() is overflowed
