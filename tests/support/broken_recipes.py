@@ -205,6 +205,15 @@ class ScalesRowsInWgrad(Int8ByPass):
 
 
 @frozen
+class KeepsTheWeightOfForward(Int8ByPass):
+    name: ClassVar[str] = "keeps-the-weight-of-forward"
+
+    def keep(self, x: Tensor, used: Any, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
+        kept = super().keep(x, used, role=role, during=during, rows=rows)
+        return SavedOperand((used,), lambda saved: saved[0]) if role == "weight" else kept
+
+
+@frozen
 class FlowsInWholeNumbers(_Recipe):
     name: ClassVar[str] = "flows-in-whole-numbers"
     residual_dtype: ClassVar[Any] = torch.int8
