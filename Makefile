@@ -57,7 +57,7 @@ test-gpu: setup
 	$(BIN)/python benchmarks/on_gpu.py
 
 test-layouts: setup
-	$(BIN)/python scripts/layout_table.py
+	PYTHONPATH=tests/support $(BIN)/python scripts/layout_table.py
 
 test-third-party: setup
 	PYTHON=$(BIN)/python scripts/certify_third_party.sh

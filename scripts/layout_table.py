@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moefw.testing.layouts import LOSS, NORM, STEPS, WEIGHTS, Deviation, LayoutTable, Row
+from layout_runs import LOSS, NORM, STEPS, WEIGHTS, Deviation, LayoutTable, Row
 from moefw.testing.pool import RankPool
 
 ROOT = Path(__file__).parent.parent

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fake_steps import fake_assembly
 from memory_cases import qwen3_235b
 from moefw.core.errors import ContractError
-from moefw.testing.fake_world import fake_assembly
 from moefw.testing.measured import Measured, measure, measure_here
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL

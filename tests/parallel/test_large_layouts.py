@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from fake_steps import FakeStep, fake_assembly, fake_step
 from moefw.recording.fake_tensors import fake_world
-from moefw.testing.fake_world import FakeStep, fake_assembly, fake_step
 from python_lines import at_most
 
 SEQ_LEN = 4096

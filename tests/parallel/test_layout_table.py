@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moefw.testing.layouts import LayoutTable, Row
+from layout_runs import LayoutTable, Row
 from moefw.testing.pool import RankPool
 
 PATH = Path(__file__).parents[1] / "layouts.yaml"

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fake_steps import fake_assembly
 from moefw.core.errors import CheckpointError
 from moefw.runtime.parallel.opened_layout import OpenedLayout
-from moefw.testing.fake_world import fake_assembly
 from moefw.testing.training import SMALL
 from moefw.training import checkpoint
 

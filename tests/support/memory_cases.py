@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fake_steps import fake_assembly
 from moefw.compose.assembly import Assembly
-from moefw.testing.fake_world import fake_assembly
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.memory_case import Observed, observed

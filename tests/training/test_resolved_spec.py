@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fake_steps import fake_assembly
 from moefw.core.errors import PlanError
-from moefw.testing.fake_world import fake_assembly
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL
 from moefw.training.resolved_spec import agree_on_spec, write_resolved

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fake_steps import fake_assembly
 from moefw.compose.build import Shared
 from moefw.runtime.parallel.opened_layout import OpenedLayout
-from moefw.testing.fake_world import fake_assembly
 from moefw.testing.training import SMALL
 from moefw.training import session
 from moefw.training.checkpoint.saving import owned

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fake_steps import fake_assembly
 from moefw.commands import specs
 from moefw.core.errors import MoefwError, SpecError
-from moefw.testing.fake_world import fake_assembly
 from moefw.testing.training import SMALL
 from moefw.training.resolved_spec import write_resolved
 
