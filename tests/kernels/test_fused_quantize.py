@@ -37,7 +37,6 @@ from moefw_kernels.swiglu import weighted_swiglu
 from moefw_kernels.swiglu_quantize import reference as swiglu_reference
 from moefw_kernels.swiglu_quantize import swiglu_quantize
 from quantized_oracle import FORMATS
-from triton_compiled import assembled, compiled
 
 ALL: tuple[Scales, ...] = get_args(Scales)
 SIZES = [(1, 1), (3, 17), (37, 130), (29, 257), (0, 5), (4, 0)]
@@ -166,40 +165,6 @@ def test_what_does_not_fit_is_named(case: int) -> None:
     call, message = list(refusals())[case]
     with pytest.raises(ValueError, match=message):
         call()
-
-
-KERNELS: dict[str, tuple[str, str, str]] = {
-    "swiglu_quantize": ("_swiglu_kernel", "*bf16 *fp32 *u8 {scale} i32 i32 i32 fp32", "h codes columns h_stride"),
-    "permute_quantize": (
-        "_permute_kernel",
-        "*bf16 *i64 *i64 *u8 {scale} i32 i32 i32 i32 i32 i32 i32 fp32",
-        "x codes columns x_stride codes_stride",
-    ),
-}
-
-
-def for_hopper(package: str, scales: Scales) -> tuple[str, str]:
-    """Return the PTX and the assembler's report."""
-    from moefw_kernels.quantize.triton import ROW_RULES
-
-    module = importlib.import_module(f"moefw_kernels.{package}.triton")
-    name, types, aligned = KERNELS[package]
-    kernel = getattr(module, name)
-    constants = {"C": module._COLUMNS, "B": row_block(scales), "RULE": ROW_RULES[scales]}
-    constants |= {"R": module._ROWS, "COMPILED": True} if "R" in kernel.arg_names else {"T": module._TOKENS}
-    scale = "*u8" if scales == "e8m0" else "*fp32"
-    code = str(compiled(kernel, types.format(scale=scale), aligned, constants)["ptx"])
-    return code, assembled(code)
-
-
-@pytest.mark.parametrize("scales", ["power_of_two", "e8m0"])
-@pytest.mark.parametrize("package", KERNELS)
-def test_a_kernel_compiles_for_hopper(compiler: ProcessPoolExecutor, package: str, scales: Scales) -> None:
-    code, said = compiler.submit(for_hopper, package, scales).result()
-    assert "0 bytes spill stores, 0 bytes spill loads" in said
-    assert "ld.global.v" in code, "loads are wide"
-    assert "div.full" not in code
-    assert code.count(".approx") == code.count("ex2.approx.ftz.f32"), "the exp of CUDA has no other approximation"
 
 
 def test_tensors_on_a_gpu_go_to_the_kernel() -> None:

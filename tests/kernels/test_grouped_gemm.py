@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 
 from moefw_kernels.grouped_gemm import blockwise_grouped_mm, reference, tensorwise_grouped_mm
 from moefw_kernels.quantize import E5M2, Quantized, quantize_fp8, quantize_tensor
-from triton_compiled import assembled, compiled
 
 GROUPS = [(128, 0, 5, 300, 1), (7,), (0, 0), (0, 131, 0), (1, 1, 2, 3, 5, 7, 11, 13, 17)]
 BLOCKS = [(128, 0, 256), (0, 0), (0, 384, 0), (128,)]
@@ -210,62 +208,3 @@ def test_what_has_no_scale_for_each_group_is_named(case: int) -> None:
     a, b, ends, message = list(tensorwise_refusals())[case]
     with pytest.raises(ValueError, match=message):
         tensorwise_grouped_mm(a, b, ends)
-
-
-def for_hopper(name: str, types: str, aligned: str, blocks: bool, tile: tuple[int, int, int, int]) -> tuple[str, str]:
-    """Return the PTX and the assembler's report."""
-    code = ptx(name, types, aligned, blocks, tile, 90)
-    return code, assembled(code)
-
-
-def ptx(name: str, types: str, aligned: str, blocks: bool, tile: tuple[int, int, int, int], capability: int) -> str:
-    """Return the PTX of a kernel, for sizes that are multiples of 16, as in use."""
-    from moefw_kernels.grouped_gemm import triton as ours
-
-    kernel, (m, n, warps, stages) = getattr(ours, name), tile
-    constants = {"BLOCKS": blocks, "BM": m, "BN": n, **({"G": 8} if "G" in kernel.arg_names else {})}
-    options = {"num_warps": warps, "num_stages": stages}
-    return str(compiled(kernel, types, aligned, constants, capability=capability, **options)["ptx"])
-
-
-POINTERS = "a a_scales b b_scales ends out"
-ROWS = ("_rows_kernel", "*bf16" + " i32" * 8, f"{POINTERS} N K")
-GRADIENT = ("_weight_gradient_kernel", "*fp32" + " i32" * 7, f"{POINTERS} M N K")
-KERNELS = {
-    "blockwise rows": (*ROWS, True, "e4m3"),
-    "blockwise gradient": (*GRADIENT, True, "e4m3"),
-    "tensorwise fprop": (*ROWS, False, "e4m3"),
-    "tensorwise dgrad": (*ROWS, False, "e5m2"),
-    "tensorwise gradient": (*GRADIENT, False, "e5m2"),
-}
-
-
-A_FEW_BYTES = 16
-"""Largest spill: four of 255 registers for a tile of 128 x 128 in Triton 3.6; none in 3.7."""
-
-
-@pytest.mark.parametrize("tile", range(4))
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_compiles_to_the_tensor_cores_of_hopper(compiler: ProcessPoolExecutor, kernel: str, tile: int) -> None:
-    from moefw_kernels.grouped_gemm.triton import _TILES
-
-    name, types, aligned, blocks, fmt = KERNELS[kernel]
-    a = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[fmt]
-    types = f"{a} *fp32 *fp8e4nv *fp32 *i32 {types}"
-    code, said = compiler.submit(for_hopper, name, types, aligned, blocks, _TILES[tile]).result()
-    assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.{fmt}\.e4m3", code)
-    assert "cp.async.cg.shared.global" in code, "loads of codes are wide and run ahead"
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert spilled
-    assert max(map(int, spilled.groups())) <= A_FEW_BYTES
-
-
-@pytest.mark.parametrize(("capability", "product"), [(89, "mma.sync.aligned.m16n8k32"), (100, "tcgen05.mma")])
-def test_one_scale_for_each_group_compiles_for_ada_and_blackwell(
-    compiler: ProcessPoolExecutor, capability: int, product: str
-) -> None:
-    from moefw_kernels.grouped_gemm.triton import _TILES
-
-    name, types, aligned, blocks, _ = KERNELS["tensorwise dgrad"]
-    types = f"*fp8e5 *fp32 *fp8e4nv *fp32 *i32 {types}"
-    assert product in compiler.submit(ptx, name, types, aligned, blocks, _TILES[0], capability).result()

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from moefw_kernels import paged_copy
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, reference, store, take
-from triton_compiled import compiled
 
 SIZES = [(4, 1, 0), (4, 7, 0), (4, 5, 3), (1, 3, 2), (64, 4, 4), (2, 3000, 1), (2, 1, 3000)]
 """Rows of a page, pages on the device, pages on the host."""
@@ -136,33 +135,6 @@ def tables_as_the_reference(sizes: tuple[int, int, int]) -> None:
         reference.free(right, table)
         assert torch.equal(mine.ring, right.ring)
         assert torch.equal(mine.counters, right.counters)
-
-
-def ptx(name: str, types: str, constants: dict[str, Any]) -> str:
-    from moefw_kernels.paged_copy import triton as ours
-
-    return str(compiled(getattr(ours, name), types, "", constants)["ptx"])
-
-
-BLOCK = {"BLOCK": 1024}
-KERNELS = {
-    "take": ("_take_kernel", "*i64 *i64 *i32 *i64 *fp32 i32 i32 i32", {"PAGE": 64, **BLOCK}),
-    "free": ("_free_kernel", "*i64 *i64 *i64 i32 i32 i32", BLOCK),
-    **{
-        f"{'load' if back else 'store'} {rows}": (
-            "_copy_kernel",
-            f"*{rows} *{rows} *{rows} *i64 *i32 i32 i32 i32 i32",
-            {"PAGE": 64, "BLOCK": 128, "BACK": back},
-        )
-        for rows in ("u8", "i16", "i32", "i64")
-        for back in (False, True)
-    },
-}
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_compiles_for_hopper(compiler: ProcessPoolExecutor, kernel: str) -> None:
-    assert ".target sm_90" in compiler.submit(ptx, *KERNELS[kernel]).result()
 
 
 @pytest.mark.parametrize(

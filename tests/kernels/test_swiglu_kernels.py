@@ -5,7 +5,6 @@ Kernels run in separate processes, like those of ``test_fused_quantize.py``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from moefw_kernels.swiglu import reference, weighted_swiglu, weighted_swiglu_backward
-from triton_compiled import assembled, compiled
 
 SIZES = [(1, 1), (3, 17), (8, 128), (37, 130), (29, 257), (7, 389), (0, 5), (4, 0), (0, 0)]
 
@@ -274,34 +272,3 @@ def test_a_tensor_on_the_cpu_takes_operations_of_pytorch(calls: Calls, monkeypat
     weighted_swiglu(h_RH, weights_R)
     weighted_swiglu_backward(grad_RF, h_RH, weights_R)
     assert calls == []
-
-
-KERNELS: dict[str, tuple[str, str]] = {
-    "_forward_kernel": ("*bf16 *fp32 *bf16 i32 i32 i32", "h a columns h_stride"),
-    "_backward_kernel": (
-        "*bf16 *bf16 *fp32 *bf16 *fp32 *bf16 i32 i32 i32 i32",
-        "grad h grad_h a columns grad_stride h_stride",
-    ),
-}
-
-
-def for_hopper(name: str) -> tuple[str, str, str]:
-    """Return Triton's own code, the PTX, and the assembler's report."""
-    from moefw_kernels.swiglu import triton as module
-
-    types, aligned = KERNELS[name]
-    constants = {"R": module._ROWS, "C": module._COLUMNS, "COMPILED": True}
-    made = compiled(getattr(module, name), types, aligned, constants)
-    return str(made["ttir"]), str(made["ptx"]), assembled(made["ptx"])
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_compiles_for_hopper(compiler: ProcessPoolExecutor, name: str) -> None:
-    triton_code, code, said = compiler.submit(for_hopper, name).result()
-    assert "0 bytes spill stores, 0 bytes spill loads" in said
-    widths = {width for kind in ("ld", "st") for width in re.findall(rf"{kind}\.global\.(\S+)", code)}
-    assert widths == {"v4.b32", "b32"}, "numbers of a row move by 16 bytes, what there is one of a row by 4"
-    assert "div.full" not in code
-    assert code.count(".approx") == code.count("ex2.approx.ftz.f32"), "the exp of CUDA has no other approximation"
-    assert "atom" not in code
-    assert not re.search(r"arith\.muli .*i32", triton_code), "what is multiplied for an address is 64 bits wide"

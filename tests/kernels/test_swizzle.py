@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from moefw_kernels.swizzle import reference, swizzle
-from triton_compiled import compiled
 
 SHAPES = [(1, 1), (128, 4), (130, 5), (257, 9), (31, 3), (0, 4), (4, 0), (3, 1, 7), (2, 129, 6), (0, 2, 2)]
 GROUPS = [(128, 0, 5, 300, 1), (0, 0), (7,), (0, 131, 0), (4, 8, 3), ()]
@@ -98,20 +97,6 @@ def test_the_kernel_of_groups(interpreter: ProcessPoolExecutor, sizes: Sequence[
     for across in (5, 130):
         scales = drawn(sum(sizes) + 3, across)
         interpreter.submit(kernel_as_the_reference, scales if axis == -2 else scales.T, ends_of(sizes), axis).result()
-
-
-def ptx(of_groups: bool, along_rows: bool) -> str:
-    from moefw_kernels.swizzle.triton import _swizzle_kernel
-
-    constants = {"G": 8, "ALONG_ROWS": along_rows, **({} if of_groups else {"ends": None})}
-    types = f"*u8 *u8 {'*i32 ' if of_groups else ''}i32 i32 i32 i32 i32 i32"
-    return str(compiled(_swizzle_kernel, types, "out", constants, capability=100)["ptx"])
-
-
-@pytest.mark.parametrize(("of_groups", "along_rows"), [(False, True), (True, True), (True, False)])
-def test_the_kernel_compiles_for_blackwell(compiler: ProcessPoolExecutor, of_groups: bool, along_rows: bool) -> None:
-    """Four bytes of a thread are contiguous and are written at once."""
-    assert "st.global.b32" in compiler.submit(ptx, of_groups, along_rows).result()
 
 
 def test_what_cannot_be_swizzled_is_named() -> None:

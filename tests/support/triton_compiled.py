@@ -1,38 +1,102 @@
-"""Kernels compiled for a GPU that need not be present, and the assembler's report."""
+"""Kernels compiled for GPUs that need not be present, exactly as production launches them, and their machine code."""
 
 from __future__ import annotations
 
+import re
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
+
+from torch import Tensor
 
 
-def compiled(
-    kernel: Any, types: str, aligned: str, constants: Mapping[str, Any], *, capability: int = 90, **options: int
-) -> Mapping[str, Any]:
-    """Compile a kernel with Triton and return its ``ttir``, ``ptx`` and so on.
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel: Triton's own code, PTX, and the instructions of the machine (SASS) with their modifiers."""
 
-    ``types``: types of the non-constant arguments, in order. ``aligned``: names of the arguments divisible by 16.
+    ttir: str
+    ptx: str
+    sass: tuple[str, ...]
+
+    @property
+    def spills(self) -> int:
+        """Return the number of instructions that move registers to local memory or back."""
+        return sum(op.startswith(("STL", "LDL")) for op in self.sass)
+
+    def narrow(self, *kinds: str) -> int:
+        """Return how many accesses to global memory move less than 16 bytes a thread; ``LDGSTS`` loads to shared memory."""
+        return sum(op.split(".")[0] in kinds and _bits(op) < 128 for op in self.sass)
+
+
+def compile_launches(produce: Callable[[], Any], capability: int) -> list[Compiled]:
+    """Return what ``produce`` launches, compiled instead of run; an autotuned launch once for each of its configs.
+
+    Tensors may be on the device ``meta``; every device has the compute capability, 90 for 9.0. Arguments are
+    specialized as in a launch: 1 is a constant, and multiples of 16 are known to be such.
     """
+    launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+    with _recording(launched), mock.patch("torch.cuda.get_device_capability", return_value=divmod(capability, 10)):
+        produce()
+    return [_compiled(kernel, given, options, capability) for kernel, given, options in launched]
+
+
+@contextmanager
+def _recording(launched: list[tuple[Any, dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
+    from triton.runtime import Autotuner, JITFunction
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=False))
+        given |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+        launched.append((kernel, given, options))
+
+    def tune(tuner: Any, *args: Any, **options: Any) -> None:
+        for config in tuner.configs:
+            tuner.fn.run(*args, **options, **config.all_kwargs())
+
+    with mock.patch.object(JITFunction, "run", launch), mock.patch.object(Autotuner, "run", tune):
+        yield
+
+
+def _compiled(kernel: Any, given: Mapping[str, Any], options: Mapping[str, Any], capability: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import mangle_type
 
-    names = [argument for argument in kernel.arg_names if argument not in constants]
-    kinds = dict(zip(names, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
-    place = kernel.arg_names.index
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature={argument: kinds[argument] for argument in kernel.arg_names},
-        constexprs={(place(argument),): value for argument, value in constants.items()},
-        attrs={(place(argument),): [["tt.divisibility", 16]] for argument in aligned.split()},
-    )
-    asm: Mapping[str, Any] = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
-    return asm
+    kinds, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        kind = "constexpr" if parameter.is_constexpr else mangle_type(value, specialize=True)
+        kinds[parameter.name] = kind
+        if kind == "constexpr":
+            constants[(place,)] = value
+        elif _is_aligned(value):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=attributes)
+    asm = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options)).asm
+    return Compiled(str(asm["ttir"]), str(asm["ptx"]), _disassembled(asm["cubin"]))
 
 
-def assembled(ptx: str) -> str:
-    """Return the assembler's report on PTX for Hopper: registers and spills."""
-    from triton.backends.nvidia.compiler import get_ptxas
+def _is_aligned(value: Any) -> bool:
+    number = value.data_ptr() if isinstance(value, Tensor) else value
+    return isinstance(number, int) and number % 16 == 0
 
-    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "/dev/stdin"]
-    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+
+def _disassembled(cubin: bytes) -> tuple[str, ...]:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "--print-code", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE))
+
+
+def _bits(op: str) -> int:
+    """Return the number of bits that an instruction moves for each thread."""
+    found = re.search(r"\.[US]?(8|16|64|128|256)\b", op)
+    return int(found[1]) if found else 32

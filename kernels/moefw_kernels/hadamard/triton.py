@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefw_kernels.casts import as_bf16, is_compiled
 from moefw_kernels.hadamard.reference import SIGNS
 
 MINUS: Final = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
@@ -18,17 +19,9 @@ MINUS: Final = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 
 
 @triton.jit
-def _bf16_bits(x):
-    """Round to nearest, ties to even, in integers, because the interpreter's conversion truncates."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
-
-
-@triton.jit
 def _hadamard_kernel(
     x, out, groups, rows, per_row, x_stride, r_stride, c_stride,
-    G: tl.constexpr, MINUS: tl.constexpr, AS_BITS: tl.constexpr,
+    G: tl.constexpr, MINUS: tl.constexpr, AS_BITS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Transform ``groups`` groups of 16, ``per_row`` in each of the ``rows`` rows of a matrix; ``out`` is contiguous.
 
@@ -47,7 +40,8 @@ def _hadamard_kernel(
     values = values * 0.25
     to = out + group[:, None] * 16 + lane[None, :]
     if AS_BITS:
-        tl.store(to, _bf16_bits(values), mask=inside)
+        bits = as_bf16(values, COMPILED).to(tl.int32, bitcast=True) >> 16
+        tl.store(to, bits.to(tl.int16), mask=inside)
     else:
         tl.store(to, values, mask=inside)
 
@@ -61,6 +55,6 @@ def hadamard(x: Tensor) -> Tensor:
         bits = x.dtype is torch.bfloat16
         _hadamard_kernel[(triton.cdiv(groups, 64),)](
             x_BRC, out.view(torch.int16) if bits else out,
-            groups, x.shape[-2], x.shape[-1] // 16, *x_BRC.stride(), 64, MINUS, bits,
+            groups, x.shape[-2], x.shape[-1] // 16, *x_BRC.stride(), 64, MINUS, bits, is_compiled(),
         )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefw_kernels.casts import casts_fp8
 from moefw_kernels.permute import RowMap
 from moefw_kernels.quantize import Quantized, Scales, row_block
 from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
@@ -28,7 +29,7 @@ def _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, code
 def _permute_kernel(
     x, rows_of_token, padding, codes, scales, tokens, K, num_padding, columns,
     x_stride, codes_stride, scales_stride, largest,
-    T: tl.constexpr, C: tl.constexpr, B: tl.constexpr, RULE: tl.constexpr,
+    T: tl.constexpr, C: tl.constexpr, B: tl.constexpr, RULE: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
     """Quantize the tokens, followed by ``num_padding`` tokens of zeros with one row each."""
     program = tl.program_id(0).to(tl.int64)
@@ -38,7 +39,7 @@ def _permute_kernel(
     c = (program % across * C + tl.arange(0, C).to(tl.int64))[None, :]
     block = (program % across * (C // B) + tl.arange(0, C // B).to(tl.int64))[None, :]
     tile = tl.load(x + t * x_stride + c, mask=(t < tokens) & (c < columns), other=0.0).to(tl.float32)
-    code, scale = quantize_rows_tile(tile, largest, B, RULE)
+    code, scale = quantize_rows_tile(tile, largest, B, RULE, CVT)
     for k in range(K):
         row = tl.load(rows_of_token + t * K + k, mask=t < tokens, other=-1).to(tl.int64)
         _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride)
@@ -59,5 +60,5 @@ def permute_quantize(x_TD: Tensor, rows: RowMap, scales: Scales, out: Quantized)
         x_TD, row_TK, rows.padding, out.codes.view(torch.uint8), written,
         tokens, row_TK.shape[1], num_padding, columns,
         x_TD.stride(0), out.codes.stride(0), written.stride(0), torch.finfo(x_TD.dtype).max,
-        _TOKENS, _COLUMNS, row_block(scales), ROW_RULES[scales],
+        _TOKENS, _COLUMNS, row_block(scales), ROW_RULES[scales], casts_fp8(x_TD.device),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Encoders as Triton kernels. One read of ``x`` gives the codes and scales of both orientations.
 
-Casts work on bits and on products with powers of two, which are exact. So an interpreter or hardware that rounds
-conversions differently cannot change a code. Column copies are written as rows of the transpose.
+Casts to FP8 are instructions of the GPU where it has them. Everywhere else, and for E2M1, casts work on bits and on
+products with powers of two, which are exact. Column copies are written as rows of the transpose.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefw_kernels.casts import casts_fp8
 from moefw_kernels.quantize.formats import E2M1, Format
 from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.reference import axis_of
@@ -50,6 +51,17 @@ def _float(bits):
 def _magnitude(x):
     """Return the bits of |x|: integers in the order of the numbers, with infinity and then NaN above all."""
     return _bits(x) & 0x7FFFFFFF
+
+
+@triton.jit
+def _encode_fp8(x, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr):
+    """Return codes of E4M3 or E5M2, rounded to nearest, in uint8. CVT: by a saturating instruction of the GPU."""
+    if CVT:
+        code = x.to(tl.float8e4nv if M == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
+        code = tl.where(_magnitude(x) > _INF, 0x7F, code)
+    else:
+        code = _encode(x, None, M, LEAST, MAX, 7, 0x7F)
+    return code.to(tl.uint8)
 
 
 @triton.jit
@@ -105,7 +117,7 @@ def _e8m0_scale(amax, MAX: tl.constexpr, RULE: tl.constexpr):
 @triton.jit
 def _quantize_tile(
     tile, largest, B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
-    M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr,
+    M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
     """Return codes and scales of a tile in blocks along its columns, or in one block of B x B."""
     R: tl.constexpr = tile.shape[0]
@@ -118,25 +130,28 @@ def _quantize_tile(
         multiplier, scale = _fp32_scale(amax, largest, TOP, RULE)
     else:
         multiplier, scale = _e8m0_scale(amax, MAX, RULE)
-    code = tl.reshape(_encode(blocks * multiplier, None, M, LEAST, MAX, 7, 0x7F), (R, C)).to(tl.uint8)
+    code = tl.reshape(_encode_fp8(blocks * multiplier, M, LEAST, MAX, CVT), (R, C))
     S: tl.constexpr = 1 if SQUARE else R
     return code, tl.reshape(scale, (S, C // B))
 
 
 @triton.jit
-def quantize_rows_tile(tile, largest, B: tl.constexpr, RULE: tl.constexpr):
-    """Return E4M3 codes (R, C) and scales (R, C / B) of an fp32 tile in blocks of 1 x B; RULE is of ``ROW_RULES``."""
-    return _quantize_tile(tile, largest, B, False, RULE, 448.0, 3, -6, 0x43E00000)
+def quantize_rows_tile(tile, largest, B: tl.constexpr, RULE: tl.constexpr, CVT: tl.constexpr):
+    """Return E4M3 codes (R, C) and scales (R, C / B) of an fp32 tile in blocks of 1 x B.
+
+    RULE is of ``ROW_RULES``, CVT what ``casts_fp8`` says.
+    """
+    return _quantize_tile(tile, largest, B, False, RULE, 448.0, 3, -6, 0x43E00000, CVT)
 
 
 @triton.jit
 def _store_blocks(
     tile, r0, c0, rows, columns, codes, scales, largest,
     B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
-    M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr,
+    M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store a tile of a (rows, columns) matrix in blocks along its columns, or in one block of B x B."""
-    code, scale = _quantize_tile(tile, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX)
+    code, scale = _quantize_tile(tile, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX, CVT)
     _store(codes, code, r0, c0, rows, columns)
     first = r0 // B if SQUARE else r0
     height = tl.cdiv(rows, B) if SQUARE else rows
@@ -171,22 +186,22 @@ def _place(rows, columns, R: tl.constexpr, C: tl.constexpr):
 def _blocks_kernel(
     x, row_codes, row_scales, column_codes, column_scales,
     rows, columns, x_stride, r_stride, c_stride, largest,
-    B: tl.constexpr, T: tl.constexpr, SQUARE: tl.constexpr, BOTH: tl.constexpr, RULE: tl.constexpr,
-    TOP: tl.constexpr, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr, BOTH: tl.constexpr, RULE: tl.constexpr,
+    TOP: tl.constexpr, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
-    matrix, r0, c0 = _place(rows, columns, T, T)
-    tile = _tile(x + matrix * x_stride, r0, c0, rows, columns, r_stride, c_stride, T, T)
+    matrix, r0, c0 = _place(rows, columns, R, C)
+    tile = _tile(x + matrix * x_stride, r0, c0, rows, columns, r_stride, c_stride, R, C)
     row_codes += matrix * rows * columns
     row_scales += matrix * (tl.cdiv(rows, B) if SQUARE else rows) * tl.cdiv(columns, B)
     _store_blocks(
-        tile, r0, c0, rows, columns, row_codes, row_scales, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX
+        tile, r0, c0, rows, columns, row_codes, row_scales, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX, CVT
     )  # fmt: skip
     if BOTH:
         column_codes += matrix * rows * columns
         column_scales += matrix * columns * tl.cdiv(rows, B)
         _store_blocks(
             tl.trans(tile), c0, r0, columns, rows, column_codes, column_scales, largest,
-            B, SQUARE, RULE, TOP, M, LEAST, MAX,
+            B, SQUARE, RULE, TOP, M, LEAST, MAX, CVT,
         )  # fmt: skip
 
 
@@ -314,12 +329,13 @@ def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both:
         outputs.append(matrix.new_empty(matrix.shape, dtype=torch.uint8))
         outputs.append(x.new_empty(*x.shape[:-2], height, -(-matrix.shape[-1] // size), dtype=scale_dtype))
     if x.numel():
-        side = size if square else max(size, 64)
+        tile_rows, tile_columns, warps = _tiling(size, square=square, both=both, along_rows=x_BRC.stride(2) == 1)
         top = struct.unpack("i", struct.pack("f", fmt.max))[0]
-        _blocks_kernel[(num * triton.cdiv(rows, side) * triton.cdiv(columns, side),)](
+        _blocks_kernel[(num * triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)](
             x_BRC, *(outputs if both else (*outputs, None, None)),
             rows, columns, *x_BRC.stride(), torch.finfo(x.dtype).max,
-            size, side, square, both, rule, fmt.max, fmt.mantissa_bits, fmt.min_exponent, top,
+            tile_rows, tile_columns, size, square, both, rule,
+            fmt.max, fmt.mantissa_bits, fmt.min_exponent, top, casts_fp8(x.device), num_warps=warps,
         )  # fmt: skip
     block = (size if square else 1, size)
     found = []
@@ -328,6 +344,17 @@ def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both:
             scales = scales.view(torch.float8_e8m0fnu)
         found.append(Quantized(codes.view(fmt.dtype), scales, fmt, block, -1, tuple(codes.shape)))
     return tuple(found)
+
+
+def _tiling(size: int, *, square: bool, both: bool, along_rows: bool) -> tuple[int, int, int]:
+    """Return rows and columns of a tile, and warps: at most 64 numbers a thread, which stay in registers.
+
+    ``along_rows``: numbers of a row lie side by side. Else those of a column do, and a tile reads 128 bytes of each.
+    """
+    if square or both:
+        side = size if square else max(size, 64)
+        return side, side, 8 if side == 128 else 4
+    return (32, 128, 4) if along_rows else (64, 128, 8)
 
 
 def _matrices(x: Tensor) -> Tensor:

@@ -14,15 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from moefw_kernels.casts import as_bf16, is_compiled
+
 _ROWS, _COLUMNS = 8, 128
-
-
-@triton.jit
-def as_bf16(x):
-    """Round to nearest, ties to even, in integers, because the interpreter's conversion truncates."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -75,13 +69,13 @@ def _forward_kernel(
     across = tl.cdiv(columns, C)
     r = program // across * R + tl.arange(0, R).to(tl.int64)
     c = (program % across * C + tl.arange(0, C).to(tl.int64))[None, :]
-    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))[:, None]
+    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0), COMPILED)[:, None]
     r_R1 = r[:, None]
     inside = (r_R1 < rows) & (c < columns)
     gate = _load(h + r_R1 * h_stride + c, inside)
     up = _load(h + r_R1 * h_stride + columns + c, inside)
-    unweighted = as_bf16(as_bf16(silu(gate, COMPILED)) * up)
-    _store(a + r_R1 * columns + c, as_bf16(unweighted * weight), inside)
+    unweighted = as_bf16(as_bf16(silu(gate, COMPILED), COMPILED) * up, COMPILED)
+    _store(a + r_R1 * columns + c, as_bf16(unweighted * weight, COMPILED), inside)
 
 
 @triton.jit
@@ -91,7 +85,7 @@ def _backward_kernel(
 ):  # fmt: skip
     """Compute R whole rows in each program, so no sum spans two. Products of two bf16 numbers are exact in fp32."""
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R).to(tl.int64)
-    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))[:, None]
+    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0), COMPILED)[:, None]
     total = tl.zeros((R, C), tl.float32)
     r_R1 = r[:, None]
     for start in range(0, columns, C):
@@ -100,15 +94,15 @@ def _backward_kernel(
         dy = _load(grad + r_R1 * grad_stride + c, inside)
         gate = _load(h + r_R1 * h_stride + c, inside)
         up = _load(h + r_R1 * h_stride + columns + c, inside)
-        activated = as_bf16(silu(gate, COMPILED))
-        unweighted = as_bf16(activated * up)
+        activated = as_bf16(silu(gate, COMPILED), COMPILED)
+        unweighted = as_bf16(activated * up, COMPILED)
         total += dy * unweighted
-        weighted_dy = as_bf16(dy * weight)
+        weighted_dy = as_bf16(dy * weight, COMPILED)
         s, rest = _silu_slope(gate, COMPILED)
         to = grad_h + r_R1 * 2 * columns + c
-        _store(to, as_bf16(as_bf16(weighted_dy * up) * s * rest), inside)
-        _store(to + columns, as_bf16(weighted_dy * activated), inside)
-        _store(a + r_R1 * columns + c, as_bf16(unweighted * weight), inside)
+        _store(to, as_bf16(as_bf16(weighted_dy * up, COMPILED) * s * rest, COMPILED), inside)
+        _store(to + columns, as_bf16(weighted_dy * activated, COMPILED), inside)
+        _store(a + r_R1 * columns + c, as_bf16(unweighted * weight, COMPILED), inside)
     tl.store(grad_weights + r, tl.sum(total, 1), mask=r < rows)
 
 
@@ -120,7 +114,7 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
     if a_RF.numel():
         _forward_kernel[(triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)](
             h_RH, weights_R, a_RF, rows, columns, h_RH.stride(0),
-            _ROWS, _COLUMNS, not triton.knobs.runtime.interpret,
+            _ROWS, _COLUMNS, is_compiled(),
         )  # fmt: skip
     return a_RF
 
@@ -135,7 +129,7 @@ def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -
         _backward_kernel[(triton.cdiv(rows, _ROWS),)](
             grad_RF, h_RH, weights_R, grad_h, grad_weights, a_RF,
             rows, columns, grad_RF.stride(0), h_RH.stride(0),
-            _ROWS, _COLUMNS, not triton.knobs.runtime.interpret,
+            _ROWS, _COLUMNS, is_compiled(),
         )  # fmt: skip
     return grad_h, grad_weights, a_RF
 

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefw_kernels.casts import as_bf16, casts_fp8, is_compiled
 from moefw_kernels.quantize import Quantized, Scales, empty_rows, row_block
 from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
-from moefw_kernels.swiglu.triton import as_bf16, silu
+from moefw_kernels.swiglu.triton import silu
 
 _ROWS, _COLUMNS = 32, 128
 
@@ -22,7 +23,7 @@ _ROWS, _COLUMNS = 32, 128
 @triton.jit
 def _swiglu_kernel(
     h, weights, codes, scales, rows, columns, h_stride, largest,
-    R: tl.constexpr, C: tl.constexpr, B: tl.constexpr, RULE: tl.constexpr, COMPILED: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, B: tl.constexpr, RULE: tl.constexpr, COMPILED: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(columns, C)
@@ -31,9 +32,9 @@ def _swiglu_kernel(
     inside = (r < rows) & (c < columns)
     gate = tl.load(h + r * h_stride + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h + r * h_stride + columns + c, mask=inside, other=0.0).to(tl.float32)
-    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0))
-    a = as_bf16(as_bf16(as_bf16(silu(gate, COMPILED)) * up) * weight)
-    code, scale = quantize_rows_tile(a, largest, B, RULE)
+    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0), COMPILED)
+    a = as_bf16(as_bf16(as_bf16(silu(gate, COMPILED), COMPILED) * up, COMPILED) * weight, COMPILED)
+    code, scale = quantize_rows_tile(a, largest, B, RULE, CVT)
     tl.store(codes + r * columns + c, code, mask=inside)
     blocks = tl.cdiv(columns, B)
     block = (program % across * (C // B) + tl.arange(0, C // B).to(tl.int64))[None, :]
@@ -50,6 +51,6 @@ def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, scales: Scales) -> Quantize
         _swiglu_kernel[(triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)](
             h_RH, weights_R, found.codes.view(torch.uint8), written,
             rows, columns, h_RH.stride(0), torch.finfo(h_RH.dtype).max,
-            _ROWS, _COLUMNS, row_block(scales), ROW_RULES[scales], not triton.knobs.runtime.interpret,
+            _ROWS, _COLUMNS, row_block(scales), ROW_RULES[scales], is_compiled(), casts_fp8(h_RH.device),
         )  # fmt: skip
     return found

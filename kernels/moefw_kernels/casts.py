@@ -1,0 +1,39 @@
+"""Casts in Triton kernels: an instruction of the GPU where it has one, the same rounding in integers elsewhere.
+
+Both round to nearest, ties to even. The interpreter needs the integers: it truncates to bf16, and rounds to FP8 in
+another way. Only the bits of a NaN in bf16 differ.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def is_compiled() -> bool:
+    """Return whether kernels are compiled: ``COMPILED`` of ``as_bf16``."""
+    return not triton.knobs.runtime.interpret
+
+
+def casts_fp8(device: torch.device) -> bool:
+    """Return whether kernels are compiled for a GPU that casts fp32 to E4M3 and E5M2: compute capability 8.9."""
+    return is_compiled() and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def as_bf16(x, COMPILED: tl.constexpr):
+    """Round fp32 numbers to bf16 and return them in fp32.
+
+    The way back to fp32 is one of bits: LLVM would make one operation in bf16 of an exact cast, a product and a cast,
+    which rounds once where PyTorch rounds twice, below 2**-126.
+    """
+    if COMPILED:
+        bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded)
+    return bits.to(tl.float32, bitcast=True)

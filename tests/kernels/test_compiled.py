@@ -1,0 +1,228 @@
+"""Every kernel, compiled as production launches it, for Hopper and Blackwell: registers, widths, tensor cores, rounding.
+
+Launches are those of the kernels' own functions on tensors without memory, so tiles and warps are written down once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefw_kernels.grouped_gemm import blockwise_grouped_mm, tensorwise_grouped_mm
+from moefw_kernels.paged_copy import Pages
+from moefw_kernels.permute import RowMap
+from moefw_kernels.quantize import E4M3, E5M2, Quantized, Scales, empty_rows, quantize_fp8, quantize_tensor
+from triton_compiled import Compiled, compile_launches
+
+A_FEW = 8
+"""Most spills of a product: Triton 3.6 stores and loads four of 255 registers for a tile of 128 x 128, 3.7 none."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch, and what of its code is not as everywhere.
+
+    ``narrow``: the most loads and stores of less than 16 bytes, of what is one number of a row, block or group, or of
+    what does not lie side by side. ``has``: instructions in the PTX. ``product``: it uses tensor cores. ``deep``: its code
+    nearly equals another's.
+    """
+
+    launch: Callable[[], Any]
+    narrow: tuple[int, int] = (0, 1)
+    has: tuple[str, ...] = ()
+    product: bool = False
+    deep: bool = False
+
+
+def none(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def call(package: str, name: str, *args: Any) -> Any:
+    return getattr(import_module(f"moefw_kernels.{package}.triton"), name)(*args)
+
+
+X = none(16384, 2048)
+WEIGHTS = none(16384, dtype=torch.float32)
+INDEX = none(16384, dtype=torch.int64)
+ENDS = none(8, dtype=torch.int32)
+COUNT = none(dtype=torch.int32)
+BYTES = none(16384, 64, dtype=torch.uint8)
+CVT = {fmt: (f"cvt.rn.satfinite.{fmt.name}x2.f32",) for fmt in (E4M3, E5M2)}
+TO_BF16 = ("cvt.rn.bf16x2.f32",)
+
+
+def quantizers() -> dict[str, Case]:
+    cases = {}
+    for fmt, plain in product((E4M3, E5M2), (True, False)):
+        deep = fmt is E5M2 or not plain
+        for name, size, option in (("fp8", 128, plain), ("mxfp8", 32, "rceil" if plain else "floor")):
+            narrow = (0, 1 if name == "fp8" else 2)
+            for block in ((1, size), (size, 1), (size, size)):
+                launch = partial(call, "quantize", f"quantize_{name}", X, block, fmt, option)
+                cases[f"{name} {block} {fmt.name} {option}"] = Case(launch, narrow, CVT[fmt], deep=deep)
+            both = partial(call, "quantize", f"quantize_{name}_both", X, fmt, option)
+            cases[f"{name} both {fmt.name} {option}"] = Case(both, (0, 2), CVT[fmt], deep=deep)
+    masters = partial(
+        call, "quantize", "quantize_fp8", none(8, 2048, 2048, dtype=torch.float32), (128, 128), E4M3, True
+    )
+    cases["fp8 of fp32"] = Case(masters, has=CVT[E4M3])
+    for block, keys in product(((1, 16), (16, 1), (16, 16)), (None, INDEX)):
+        launch = partial(call, "quantize", "quantize_nvfp4", X, block, none(dtype=torch.float32), keys)
+        cases[f"nvfp4 {block} keyed={keys is not None}"] = Case(launch, (3, 5), deep=keys is None)
+    return cases
+
+
+def fused() -> dict[str, Case]:
+    h, out, ids = (
+        none(16384, 1536),
+        partial(empty_rows, 131072, 2048, device=X.device),
+        none(16384, 8, dtype=torch.int32),
+    )
+    cases = {
+        "swiglu": Case(partial(call, "swiglu", "weighted_swiglu", h, WEIGHTS), (1, 0), TO_BF16),
+        "swiglu backward": Case(
+            partial(call, "swiglu", "weighted_swiglu_backward", none(16384, 768), h, WEIGHTS), (1, 1), TO_BF16
+        ),
+    }
+    for scales in get_args(Scales):
+        deep = scales == "fp32"
+        launch = partial(call, "swiglu_quantize", "swiglu_quantize", h, WEIGHTS, scales)
+        cases[f"swiglu_quantize {scales}"] = Case(launch, (2, 1), TO_BF16 + CVT[E4M3], deep=deep)
+        for padding in (None, INDEX[:100]):
+            rows = RowMap(none(131072, dtype=torch.int32), ids, padding, None)
+            launch = partial(call, "permute_quantize", "permute_quantize", X, rows, scales, out(scales=scales))
+            name = f"permute_quantize {scales} padding={padding is not None}"
+            cases[name] = Case(launch, (27, 9), CVT[E4M3], deep=deep or padding is None)
+    return cases
+
+
+def others() -> dict[str, Case]:
+    cases = {
+        "hadamard": Case(partial(call, "hadamard", "hadamard", X), (0, 0), TO_BF16),
+        "hadamard of columns": Case(partial(call, "hadamard", "hadamard", X.mT), (8, 0), TO_BF16),
+        "swizzle": Case(partial(call, "swizzle", "swizzle", BYTES, None, -2), (4, 1)),
+        "swizzle rows": Case(partial(call, "swizzle", "swizzle", BYTES, ENDS, -2), (6, 1)),
+        "swizzle columns": Case(partial(call, "swizzle", "swizzle", BYTES, ENDS, -1), (6, 1)),
+    }
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        near, rows, deep = none(1024, 64, 2048, dtype=dtype), none(16384, 2048, dtype=dtype), dtype.itemsize > 1
+        pages = Pages(near, near, INDEX[:2048], none(2, 2, dtype=torch.int64))
+        store = partial(call, "paged_copy", "store", rows, pages, INDEX[:256], COUNT)
+        load = partial(call, "paged_copy", "load", pages, INDEX[:256], COUNT, rows)
+        cases |= {f"store {dtype}": Case(store, (2, 0), deep=deep), f"load {dtype}": Case(load, (2, 0), deep=deep)}
+    cases["take"] = Case(partial(call, "paged_copy", "take", pages, COUNT, 16384), (13, 3))
+    cases["free"] = Case(partial(call, "paged_copy", "free", pages, INDEX[:256]), (2, 10))
+    return cases
+
+
+def multiply(function: Callable[..., Any], operands: Callable[[], tuple[Quantized, Quantized]]) -> None:
+    name = function.__name__
+    call("grouped_gemm", name, *operands(), ENDS, torch.bfloat16)
+
+
+def blockwise_fprop() -> tuple[Quantized, Quantized]:
+    return quantize_fp8(X, block=(1, 128)), quantize_fp8(none(8, 768, 2048), block=(128, 128)).mT
+
+
+def blockwise_dgrad() -> tuple[Quantized, Quantized]:
+    return quantize_fp8(X, block=(1, 128)), quantize_fp8(none(8, 2048, 768), block=(128, 128)).along(-2)
+
+
+def blockwise_gradient() -> tuple[Quantized, Quantized]:
+    return quantize_fp8(X, block=(128, 1)).mT, quantize_fp8(none(16384, 768), block=(128, 1))
+
+
+def tensorwise_fprop() -> tuple[Quantized, Quantized]:
+    return quantize_tensor(X, ends_e=ENDS), quantize_tensor(none(8, 768, 2048)).mT
+
+
+def tensorwise_dgrad() -> tuple[Quantized, Quantized]:
+    return quantize_tensor(X, fmt=E5M2, ends_e=ENDS), quantize_tensor(none(8, 2048, 768)).along(-2)
+
+
+def tensorwise_gradient() -> tuple[Quantized, Quantized]:
+    gradient = quantize_tensor(X, fmt=E5M2, ends_e=ENDS)
+    return gradient.along(-2).mT, quantize_tensor(none(16384, 768), ends_e=ENDS).along(-2)
+
+
+PRODUCTS = {
+    function.__name__: Case(partial(multiply, of, function), narrow, product=True, deep=deep)
+    for of, function, narrow, deep in (
+        (blockwise_grouped_mm, blockwise_fprop, (6, 0), False),
+        (blockwise_grouped_mm, blockwise_dgrad, (6, 0), True),
+        (blockwise_grouped_mm, blockwise_gradient, (20, 0), False),
+        (tensorwise_grouped_mm, tensorwise_fprop, (6, 0), True),
+        (tensorwise_grouped_mm, tensorwise_dgrad, (6, 0), False),
+        (tensorwise_grouped_mm, tensorwise_gradient, (67, 0), False),
+    )
+}
+CASES = {**quantizers(), **fused(), **others(), **PRODUCTS}
+
+
+def machine_code(name: str, capability: int) -> list[Compiled]:
+    return compile_launches(CASES[name].launch, capability)
+
+
+def hold(case: Case, code: Compiled, capability: int) -> None:
+    """Test a kernel's code. The exp of CUDA is all of it that is approximate, and uses one instruction for that."""
+    assert code.spills <= (A_FEW if case.product else 0)
+    loads, stores = case.narrow
+    assert code.narrow("LDG", "LDGSTS") <= loads, "loads of 16 bytes are possible"
+    assert code.narrow("STG") <= stores, "stores of 16 bytes are possible"
+    exp = "ex2.approx.ftz.f32"
+    assert not re.search(r"\.approx|div\.full|\batom|\bred\.", code.ptx.replace(exp, ""))
+    assert exp in code.ptx or ".ftz" not in code.ptx
+    assert not re.search(r"\b(add|sub|mul|fma)[\w.]*(?<!f32)\.bf16", code.ptx), (
+        "products of bf16 numbers are fp32, then rounded"
+    )
+    assert all(instruction in code.ptx for instruction in case.has)
+    if case.product:
+        wanted = {90: r"wgmma\.mma_async\.\S+\.f32\.e[45]m[23]\.e4m3", 100: r"tcgen05\.mma"}[capability]
+        assert re.search(wanted, code.ptx), "a product uses the newest tensor cores"
+        assert "cp.async.cg.shared.global" in code.ptx, "loads of codes are wide and run ahead"
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] if case.deep else []) for name, case in CASES.items()]
+)
+def test_a_kernel_spills_nothing_moves_16_bytes_and_uses_the_tensor_cores(
+    compiler: ProcessPoolExecutor, name: str, capability: int
+) -> None:
+    found = compiler.submit(machine_code, name, capability).result()
+    assert found
+    for code in found:
+        hold(CASES[name], code, capability)
+
+
+def test_a_product_is_compiled_for_each_tile(compiler: ProcessPoolExecutor) -> None:
+    """Ada, whose tensor cores have FP8, too, uses them."""
+    from moefw_kernels.grouped_gemm.triton import _TILES
+
+    found = compiler.submit(machine_code, "tensorwise_dgrad", 89).result()
+    assert len(found) == len(_TILES)
+    assert all("mma.sync.aligned.m16n8k32" in code.ptx for code in found)
+
+
+@pytest.mark.parametrize("name", ["fp8 (1, 128) e4m3 True", "swiglu_quantize e8m0"])
+def test_a_gpu_without_fp8_rounds_in_integers(compiler: ProcessPoolExecutor, name: str) -> None:
+    (code,) = compiler.submit(machine_code, name, 80).result()
+    assert not re.search(r"cvt\S*e4m3", code.ptx)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "swiglu backward"])
+def test_addresses_are_products_of_64_bits(compiler: ProcessPoolExecutor, name: str) -> None:
+    (code,) = compiler.submit(machine_code, name, 90).result()
+    assert not re.search(r"arith\.muli .*i32", code.ttir)
