@@ -122,6 +122,11 @@ def others() -> dict[str, Case]:
         store = partial(call, "paged_copy", "store", rows, pages, INDEX[:256], COUNT)
         load = partial(call, "paged_copy", "load", pages, INDEX[:256], COUNT, rows)
         cases |= {f"store {dtype}": Case(store, (2, 0), deep=deep), f"load {dtype}": Case(load, (2, 0), deep=deep)}
+    for dtype, choices in product((torch.bfloat16, torch.float32), (1, 8)):
+        rows, row_TK = none(16384 * choices, 2048, dtype=dtype), none(16384, choices, dtype=torch.int32)
+        launch = partial(call, "permute", "gather_sum", rows, row_TK)
+        deep = dtype is torch.float32 and choices > 1
+        cases[f"gather_sum {dtype} {choices}"] = Case(launch, (choices * dtype.itemsize, 0), deep=deep)
     cases["take"] = Case(partial(call, "paged_copy", "take", pages, COUNT, 16384), (13, 3))
     cases["free"] = Case(partial(call, "paged_copy", "free", pages, INDEX[:256]), (2, 10))
     return cases

@@ -19,6 +19,7 @@ PACKAGES = (
     "grouped_gemm",
     "hadamard",
     "paged_copy",
+    "permute",
     "permute_quantize",
     "quantize",
     "swiglu",

@@ -2,7 +2,7 @@
 
 from moefw_kernels.permute.arrival import Arrival, arrange
 from moefw_kernels.permute.groups import Groups, Slots, distinct, group_chunks, sort_slots
-from moefw_kernels.permute.reference import RowMap, gather, gather_sum
+from moefw_kernels.permute.rows import RowMap, gather, gather_sum
 
 __all__ = [
     "Arrival",

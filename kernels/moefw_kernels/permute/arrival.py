@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefw_kernels.permute.groups import padded
-from moefw_kernels.permute.reference import RowMap, gather, gather_sum, row_map
+from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map
 
 
 @dataclass(frozen=True, slots=True, eq=False)

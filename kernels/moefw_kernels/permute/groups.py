@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moefw_kernels.permute.reference import RowMap, gather, gather_sum, row_map
+from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map
 
 N = TypeVar("N", int, NDArray[np.int64])
 

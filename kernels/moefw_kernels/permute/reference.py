@@ -1,93 +1,14 @@
-"""Permutation with gathers and no scatter: deterministic, with the same sums on every device."""
+"""The sum of a token's rows in plain PyTorch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowMap:
-    """Map between rows and tokens: the token of each row and the rows of each token. Both int32, mutually inverse.
-
-    ``padding``, int64, lists the rows that come from no token (their ``token_R`` is 0), None if there are none.
-    ``row_TK`` holds -1 for a dropped choice. ``bags`` then holds the rows of all tokens, concatenated, and the start
-    of each token's rows.
-    """
-
-    token_R: Tensor
-    row_TK: Tensor
-    padding: Tensor | None
-    bags: tuple[Tensor, Tensor] | None
-
-    def gather(self, x_TD: Tensor) -> Tensor:
-        """Call the function ``gather``."""
-        return gather(x_TD, self)
-
-    def gather_sum(self, rows_RD: Tensor) -> Tensor:
-        """Call the function ``gather_sum``."""
-        return gather_sum(rows_RD, self)
-
-
-def row_map(token_R: Tensor, row_TK: Tensor, *, padding: Tensor | None = None, dropped: bool = False) -> RowMap:
-    """Return the map; ``dropped`` says whether ``row_TK`` holds -1."""
-    if not dropped:
-        return RowMap(token_R, row_TK, padding, None)
-    kept_TK = row_TK >= 0
-    counts_T = kept_TK.sum(1, dtype=torch.int32)
-    begin_T = counts_T.cumsum(0, dtype=torch.int32) - counts_T
-    return RowMap(token_R, row_TK, padding, (row_TK[kept_TK], begin_T))
-
-
-def gather(x_TD: Tensor, rows: RowMap) -> Tensor:
-    """Return ``rows_RD`` with ``rows_RD[r] = x_TD[token_R[r]]``, zero for padding. Differentiable."""
-    out: Tensor = _Gather.apply(x_TD, rows)  # type: ignore[no-untyped-call]
-    return out
-
-
-def gather_sum(rows_RD: Tensor, rows: RowMap) -> Tensor:
-    """Return ``out_TD[t] = sum_k rows_RD[row_TK[t, k]]`` without dropped choices. Differentiable."""
-    out: Tensor = _GatherSum.apply(rows_RD, rows)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _rows(x_TD: Tensor, rows: RowMap) -> Tensor:
-    if not len(x_TD):
-        return x_TD.new_zeros(len(rows.token_R), *x_TD.shape[1:])
-    taken = x_TD.index_select(0, rows.token_R)
-    return taken if rows.padding is None else taken.index_fill_(0, rows.padding, 0)
-
-
-def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:
-    if not rows.row_TK.numel() or not len(rows_RD):
-        return rows_RD.new_zeros(len(rows.row_TK), *rows_RD.shape[1:])
-    if rows.bags is None:
-        return F.embedding_bag(rows.row_TK, rows_RD, mode="sum")
-    row_N, begin_T = rows.bags
+def gather_sum(rows_RD: Tensor, row_TK: Tensor, bags: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Implement ``moefw_kernels.permute.gather_sum`` for at least one row and one choice; ``bags`` is ``RowMap``'s."""
+    if bags is None:
+        return F.embedding_bag(row_TK, rows_RD, mode="sum")
+    row_N, begin_T = bags
     return F.embedding_bag(row_N, rows_RD, begin_T, mode="sum")
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, rows: RowMap) -> Tensor:
-        ctx.rows = rows
-        return _rows(x_TD, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        return _sums(grad_RD.contiguous(), ctx.rows), None
-
-
-class _GatherSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, rows: RowMap) -> Tensor:
-        ctx.rows = rows
-        return _sums(rows_RD, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
-        return _rows(grad_TD, ctx.rows), None

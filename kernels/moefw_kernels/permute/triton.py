@@ -1,0 +1,56 @@
+"""Triton kernel. A program adds up some columns of a few tokens' rows, in fp32 and in the order of the choices.
+
+bf16 is loaded and stored as integers, because the interpreter reads subnormal numbers wrongly and truncates.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefw_kernels.casts import as_bf16, is_compiled
+
+_TOKENS, _COLUMNS = 8, 256
+
+
+@triton.jit
+def _gather_sum_kernel(
+    rows, row_of_token, out, tokens, columns, stride,
+    T: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BF16: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Leave out a choice whose row is -1. The loop is unrolled, so that loads of all choices are under way at once."""
+    program = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(columns, C)
+    t = (program // across * T + tl.arange(0, T).to(tl.int64))[:, None]
+    c = (program % across * C + tl.arange(0, C).to(tl.int64))[None, :]
+    total = tl.zeros((T, C), tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(row_of_token + t * K + k, mask=t < tokens, other=-1).to(tl.int64)
+        found = tl.load(rows + row * stride + c, mask=(row >= 0) & (c < columns), other=0)
+        if BF16:
+            found = (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        total += found.to(tl.float32)
+    if BF16:
+        bits = as_bf16(total, COMPILED).to(tl.int32, bitcast=True) >> 16
+        tl.store(out + t * columns + c, bits.to(tl.int16), mask=(t < tokens) & (c < columns))
+    else:
+        tl.store(out + t * columns + c, total, mask=(t < tokens) & (c < columns))
+
+
+def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+    """Implement ``reference.gather_sum`` for bf16, fp16 and fp32; ``row_TK`` is -1 for a dropped choice."""
+    (tokens, choices), columns = row_TK.shape, rows_RD.shape[1]
+    rows_RD, row_TK = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous(), row_TK.contiguous()
+    out_TD = rows_RD.new_empty(tokens, columns)
+    if out_TD.numel():
+        bf16 = rows_RD.dtype is torch.bfloat16
+        given, result = (tensor.view(torch.int16) if bf16 else tensor for tensor in (rows_RD, out_TD))
+        _gather_sum_kernel[(triton.cdiv(tokens, _TOKENS) * triton.cdiv(columns, _COLUMNS),)](
+            given, row_TK, result, tokens, columns, rows_RD.stride(0),
+            _TOKENS, _COLUMNS, choices, bf16, is_compiled(),
+        )  # fmt: skip
+    return out_TD
