@@ -1,8 +1,9 @@
 """Speedup of quantization fused into the producing kernel, against separate kernels.
 
 Codes and scales of both ways are compared first, bit for bit. Both run in one process on the same tensors and
-alternate; a time is the median over rounds. Without a GPU, the references run on a small shape. This only shows that
-both ways run and agree, so nothing is written.
+alternate; a time is the median over rounds.
+
+``--dry`` runs the same code on a CPU with a small shape, where references take the place of kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, get_args
 
 import record
 import torch
-from attrs import asdict, frozen
+from attrs import asdict
+from fp8_layer import DEEPSEEK
+from moe_layer import TINY, Shape
 from timing import race
 from torch import Tensor
 
@@ -28,34 +31,17 @@ WARM_UP = 5
 Way = Callable[[], Quantized]
 
 
-@frozen(kw_only=True)
-class Shape:
-    """The experts of DeepSeek-V3 on one of 32 ranks, with 2,048 rows each."""
-
-    dim: int = 7168
-    expert_dim: int = 2048
-    num_experts: int = 8
-    top_k: int = 2
-    tokens: int = 8192
-
-
-SMALL = Shape(dim=512, expert_dim=256, tokens=256)
-
-
 def main() -> None:
-    """Measure and print; write ``results/fused_quantize.json`` on a GPU. Exits with 1 if bits differ."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print and write ``fused_quantize.json``. Exits with 1 if bits differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--dry", action="store_true")
     given = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    if not gpu:
-        print("torch sees no GPU: these are references on a small shape, whose times say nothing of the kernels")
-    measured = measure(torch.device("cuda" if gpu else "cpu"), Shape() if gpu else SMALL, given.rounds)
+    measured = measure(torch.device("cpu" if given.dry else "cuda"), TINY if given.dry else DEEPSEEK, given.rounds)
     for row in measured["rows"]:
         ms, what = row["ms"], f"{row['operation']}, {row['scales']} scales"
         print(f"{what}: {ms['apart']:.3f} ms apart, {ms['fused']:.3f} ms fused, {row['differ']} bytes differ")
-    if gpu:
-        print(record.write("fused_quantize", measured))
+    print(record.write("fused_quantize", measured))
     sys.exit(any(row["differ"] for row in measured["rows"]))
 
 

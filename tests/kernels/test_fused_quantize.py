@@ -374,7 +374,7 @@ def test_dispatchers_pack_tokens_and_not_their_rows(use: str, packs: int) -> Non
 def test_the_benchmark_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     fused = importlib.import_module("fused_quantize")
-    shape = fused.Shape(dim=256, expert_dim=128, tokens=16, num_experts=4)
+    shape = fused.Shape(dim=256, expert_dim=128, tokens=16, num_experts=4, top_k=2)
     rows = fused.measure(torch.device("cpu"), shape, rounds=1)["rows"]
     assert {(row["operation"], row["scales"]) for row in rows} == set(product(("swiglu", "permute"), ALL))
     assert all(row["differ"] == 0 and min(row["ms"].values()) > 0 for row in rows)

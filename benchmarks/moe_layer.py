@@ -1,0 +1,137 @@
+"""An MoE layer to measure: built as in a model, with weights and tokens drawn on its device."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import asdict, frozen
+from torch import Tensor
+
+from moefw.compose.build import ModelParts, Shared, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.context import ModelContext
+from moefw.core.site import Machine
+from moefw.core.stages import Batch
+from moefw.runtime.naming import canonical_parameters
+from moefw.runtime.phases import straight
+
+
+@frozen(kw_only=True)
+class Shape:
+    """Sizes of an MoE layer and the number of its tokens."""
+
+    tokens: int
+    dim: int
+    expert_dim: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of all experts."""
+        return self.tokens * self.top_k
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the experts in forward; backward has twice as many."""
+        return 6 * self.rows * self.dim * self.expert_dim
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the experts."""
+        return 3 * self.num_experts * self.dim * self.expert_dim
+
+
+TINY = Shape(tokens=64, dim=128, expert_dim=128, num_experts=4, top_k=2)
+"""For runs on a CPU that only show that the code runs."""
+
+
+class Layer:
+    """The MoE layer in a precision, with its tokens.
+
+    ``memory``: the spec's. ``ids_TK``: each token's experts; None: those that the router chooses.
+    """
+
+    def __init__(
+        self,
+        precision: Mapping[str, Any],
+        device: torch.device,
+        shape: Shape,
+        *,
+        memory: Sequence[Mapping[str, Any]] = (),
+        ids_TK: Tensor | None = None,
+    ) -> None:
+        context = model_context(precision, device, shape, memory=memory)
+        recipe = context.at(0).recipe("moe.experts")
+        self.module = context.moe_layer(0)
+        self._run = straight(context.at(0).layer((lambda given: self.module.route(*given), *self.module.phases)))
+        draw(self.module)
+        generator = torch.Generator(device).manual_seed(0)
+        size = (2, shape.tokens, shape.dim)
+        drawn = torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16)
+        self.x_TD, self.probe_TD = (tensor.to(recipe.residual_dtype) for tensor in drawn)
+        self.x_TD.requires_grad_()
+        ids = torch.zeros(1, shape.tokens, dtype=torch.int64, device=device)
+        self.batch = Batch(ids_BS=ids, labels_BS=ids, routes=None if ids_TK is None else {0: ids_TK})
+
+    def forward(self) -> Tensor:
+        """Return the output, ``(T, D)``."""
+        out_TD: Tensor = self._run((self.x_TD, self.batch)).out_TD
+        return out_TD
+
+    def run(self) -> Tensor:
+        """Run forward and backward with new gradients, and return the output."""
+        self.module.zero_grad()
+        self.x_TD.grad = None
+        out_TD = self.forward()
+        out_TD.backward(self.probe_TD)
+        return out_TD.detach()
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return output and gradients by name, with those of all experts concatenated."""
+        found = {"out": [self.run()], "x": [grad_of(self.x_TD)]}
+        for piece in canonical_parameters(self.module):
+            found.setdefault(piece.name.split(".")[-2], []).append(piece.of(grad_of(piece.parameter)))
+        return {name: torch.cat([tensor.flatten() for tensor in tensors]) for name, tensors in found.items()}
+
+
+def model_context(
+    precision: Mapping[str, Any], device: torch.device, shape: Shape, *, memory: Sequence[Mapping[str, Any]] = ()
+) -> ModelContext:
+    """Return the context from which a model of one layer is built."""
+    sizes = {name: size for name, size in asdict(shape).items() if name != "tokens"}
+    tree = {"model": {"num_layers": 1, **sizes}, "precision": dict(precision), "memory": list(memory)}
+    assembly = assemble_tree(tree, Marks("benchmark"), defaults=defaults(), machine=Machine(device=device.type))
+    return ModelParts(assembly, open_layout(assembly, device.type), device, Shared())
+
+
+@torch.no_grad()
+def draw(module: torch.nn.Module) -> None:
+    """Draw each matrix on its device by its name, such that products keep the size of their operands; vectors are 1."""
+    for name, parameter in module.named_parameters():
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        else:
+            parameter.fill_(1.0)
+
+
+def grad_of(tensor: Tensor) -> Tensor:
+    """Return the gradient of a tensor."""
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def off(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the error of each figure."""
+    return {name: relative(got[name], wanted[name]) for name in wanted}
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference over the norm of ``wanted``."""
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
