@@ -6,9 +6,6 @@ import importlib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-
-from moefw.commands.check import check
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -31,11 +28,3 @@ def test_dropped_rows_leave_the_tokens_and_the_pre_activation(monkeypatch: pytes
     assert held["recompute dispatch and router"] < held["recompute dispatch"] < held["keep"] < held[saved_bytes.PEER]
     assert held["recompute dispatch and router"] < 1.02
     assert held["keep"] - held["recompute dispatch"] == pytest.approx(rows, abs=0.02)
-
-
-@pytest.mark.parametrize("name", ["quickstart", "quickstart, offload"])
-def test_what_trains_on_a_gpu_has_a_sound_spec(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    _, _, _, *spec_and_overrides = importlib.import_module("on_gpu").PARTS[name]
-    monkeypatch.chdir(BENCHMARKS.parent)
-    assert CliRunner().invoke(check, spec_and_overrides).exit_code == 0
