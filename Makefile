@@ -19,7 +19,7 @@ help:
 	@echo "make test-faults  every fault that a run must survive or name, and what came of it, as a table"
 	@echo "make soak    train 2,000 steps through faults drawn from a seed, and count what they cost"
 	@echo "make test-oldest  the same with the oldest PyTorch that is supported"
-	@echo "make test-gpu  what awaits a GPU: kernels against their references, layers against fp32, times"
+	@echo "make test-gpu  all that needs a GPU: kernels, layers, dispatchers, training, and goals beside their measurement"
 	@echo "make test-layouts  train under every layout of tests/layouts.yaml and write docs/layouts.md"
 	@echo "make test-third-party  install a plugin from a wheel into a fresh environment, certify it, train with it"
 	@echo "make lint    ruff and mypy"
@@ -54,7 +54,7 @@ test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 test-gpu: setup
-	$(BIN)/python benchmarks/on_gpu.py
+	$(BIN)/python benchmarks/on_gpu.py $(ARGS)
 
 test-layouts: setup
 	PYTHONPATH=tests/support $(BIN)/python scripts/layout_table.py
