@@ -84,6 +84,7 @@ PARTS: Mapping[str, Part] = {
     "quickstart-fp8": quickstart(FP8, small=["precision.backend=emulate"]),
     "quickstart-offload": quickstart(OFFLOAD),
     "goals": script("layer_goals", "--only", "a", "b", "c"),
+    "others": script("layer_goals", "--only", "others-a", "others-c", "others-b"),
     "limits": script("layer_goals", "--only", "granularity", "few tokens", "skew", "counters"),
     "offload": script("offload_overlap"),
     "quantizers": script("fused_quantize"),
