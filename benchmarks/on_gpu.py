@@ -75,7 +75,8 @@ FP8 = "precision={use: fp8-blockwise, backend: torch}"
 OFFLOAD = "memory=[{use: offload, regions: [experts, attention], min_bytes: 1}]"
 PARTS: Mapping[str, Part] = {
     "kernels": kernels(
-        "quantize_kernels", "swiglu_kernels", "paged_copy", "swizzle", some="both_orientations or kernel_of_matrices"
+        *("quantize_kernels", "swiglu_kernels", "paged_copy", "swizzle", "gather_sum", "empty_groups"),
+        some="both_orientations or kernel_of_matrices",
     ),
     "products": kernels("grouped_gemm", "fused_quantize", some="each_tile"),
     "dispatchers": script("one_rank", small=()),

@@ -1,4 +1,4 @@
-"""Sums over no rows are zero: the reference, the kernel in Triton's interpreter, and its compiled stores."""
+"""Sums over no rows are zero: the reference, and the kernel in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moefw_kernels.empty_groups import clear_empty_groups, reference
-from triton_compiled import compiled
 
 SIZES = [(0, 3, 0, 0, 5), (2, 1), (0,), (0, 0, 7)]
 
@@ -40,10 +39,3 @@ def test_the_kernel(interpreter: ProcessPoolExecutor, shape: tuple[int, int], dt
 def test_a_product_that_is_not_contiguous_is_refused() -> None:
     with pytest.raises(ValueError, match="not contiguous"):
         clear_empty_groups(torch.zeros(2, 3, 4).mT, torch.zeros(2, dtype=torch.int32))
-
-
-def test_zeros_are_stored_by_16_bytes() -> None:
-    from moefw_kernels.empty_groups import triton
-
-    asm = compiled(triton._clear_kernel, "*bf16 *i32 i32", "product ends size", {"BLOCK": triton.BLOCK}, num_warps=8)
-    assert "st.global.v4.b32" in asm["ptx"]

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 PACKAGES = (
+    "empty_groups",
     "grouped_gemm",
     "hadamard",
     "paged_copy",
