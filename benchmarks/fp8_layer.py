@@ -20,7 +20,7 @@ import record
 import torch
 from attrs import asdict
 from moe_layer import TINY, Layer, Shape, model_context, off, relative
-from timing import race
+from timing import device_to_measure, race
 from torch import Tensor
 
 import moefw
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--dry", action="store_true")
     given = parser.parse_args()
-    device = torch.device("cpu" if given.dry else "cuda")
+    device = device_to_measure(dry=given.dry)
     found: dict[str, Any] = {}
     for recipe in given.recipe:
         found[recipe] = measure_if_multiplied(device, given.rounds, recipe, dry=given.dry)

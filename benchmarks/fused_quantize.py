@@ -18,7 +18,7 @@ import torch
 from attrs import asdict
 from fp8_layer import DEEPSEEK
 from moe_layer import TINY, Shape
-from timing import race
+from timing import device_to_measure, race
 from torch import Tensor
 
 from moefw_kernels.permute import RowMap, arrange, gather
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dry", action="store_true")
     given = parser.parse_args()
-    measured = measure(torch.device("cpu" if given.dry else "cuda"), TINY if given.dry else DEEPSEEK, given.rounds)
+    measured = measure(device_to_measure(dry=given.dry), TINY if given.dry else DEEPSEEK, given.rounds)
     for row in measured["rows"]:
         ms, what = row["ms"], f"{row['operation']}, {row['scales']} scales"
         print(f"{what}: {ms['apart']:.3f} ms apart, {ms['fused']:.3f} ms fused, {row['differ']} bytes differ")

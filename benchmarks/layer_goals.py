@@ -22,7 +22,7 @@ import torch
 import traced
 from attrs import asdict, evolve
 from moe_layer import TINY, Layer, Shape, off
-from timing import race
+from timing import device_to_measure, race
 from torch import Tensor
 
 BF16 = {"use": "bf16"}
@@ -80,7 +80,7 @@ class Run:
 
     def __init__(self, *, dry: bool, rounds: int) -> None:
         self.dry, self.rounds = dry, rounds
-        self.device = torch.device("cpu" if dry else "cuda")
+        self.device = device_to_measure(dry=dry)
 
     def shape(self, shape: Shape) -> Shape:
         """Return the shape, or in a dry run a small one."""

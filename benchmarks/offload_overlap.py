@@ -17,7 +17,7 @@ import record
 import torch
 import traced
 from moe_layer import draw, grad_of
-from timing import race
+from timing import device_to_measure, race
 from torch import Tensor
 
 from moefw.compose.build import Shared, build_model, open_layout
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--dry", action="store_true")
     given = parser.parse_args()
-    device = torch.device("cpu" if given.dry else "cuda")
+    device = device_to_measure(dry=given.dry)
     memory = [{**OFFLOAD[0], "min_bytes": 1}] if given.dry else OFFLOAD
     steps = {"kept": Step([], device, dry=given.dry), "offloaded": Step(memory, device, dry=given.dry)}
     kept, again, offloaded = (steps[name].grads() for name in ("kept", "kept", "offloaded"))

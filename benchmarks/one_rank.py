@@ -15,6 +15,7 @@ import record
 import torch
 import torch.distributed as dist
 from moe_layer import draw, grad_of, off
+from timing import device_to_measure
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -56,9 +57,9 @@ def main() -> None:
     """Check every dispatcher with every skew, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="on a CPU")
-    device = torch.device("cpu" if parser.parse_args().dry else "cuda:0")
+    device = device_to_measure(dry=parser.parse_args().dry)
     backend = "gloo" if device.type == "cpu" else "nccl"
-    bound = None if device.type == "cpu" else device
+    bound = None if device.type == "cpu" else torch.device("cuda", 0)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
     try:
         errors = {f"{name}, {skew}": check(name, skew, device) for name in DISPATCHERS for skew in SKEWS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -9,6 +10,14 @@ from statistics import median
 import torch
 
 Way = Callable[[], object]
+
+
+def device_to_measure(*, dry: bool) -> torch.device:
+    """Return the GPU, or in a dry run the CPU. Exits with 2 where there is no GPU."""
+    if not dry and not torch.cuda.is_available():
+        print("torch sees no GPU. Run it where there is one, with a CUDA build of torch, or --dry.", file=sys.stderr)
+        sys.exit(2)
+    return torch.device("cpu" if dry else "cuda")
 
 
 def race(ways: Mapping[str, Way], rounds: int, *, warm_up: int) -> dict[str, float]:

@@ -337,7 +337,7 @@ def test_the_benchmark_says_that_it_needs_a_gpu() -> None:
     done = subprocess.run(command, cwd=BENCHMARKS, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "fp8-blockwise on a GPU of compute capability 9.0: torch sees no GPU. Run it on such a GPU" in done.stderr
+    assert "torch sees no GPU. Run it where there is one" in done.stderr
 
 
 @pytest.mark.usefixtures("gpu")
@@ -345,8 +345,13 @@ def test_the_benchmark_finds_products_that_are_off(monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(BENCHMARKS)
     fp8_layer = importlib.import_module("fp8_layer")
     monkeypatch.setattr(fp8_layer, "WARM_UP", 0)
-    shape = fp8_layer.Shape(dim=256, expert_dim=128, tokens=128)
-    right = fp8_layer.measure(torch.device("cpu"), shape, 1)
+    monkeypatch.setattr("moe_layer.Machine", lambda device: Machine(device="cuda"))
+    shape = fp8_layer.Shape(tokens=128, dim=256, expert_dim=128, num_experts=8, top_k=2)
+
+    def measure() -> Any:
+        return fp8_layer.measure(torch.device("cpu"), shape, 1, "fp8-blockwise", dry=False)
+
+    right = measure()
     assert right["products"].keys() == {"fprop", "dgrad", "wgrad"}
     assert (
         right["errors"].keys()
@@ -359,4 +364,4 @@ def test_the_benchmark_finds_products_that_are_off(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         blockwise_products, "blockwise_grouped_mm", lambda *args, **how: 1.01 * blockwise_grouped_mm(*args, **how)
     )
-    assert set(fp8_layer.measure(torch.device("cpu"), shape, 1)["wrong"]) >= {"fprop", "dgrad", "wgrad"}
+    assert set(measure()["wrong"]) >= {"fprop", "dgrad", "wgrad"}

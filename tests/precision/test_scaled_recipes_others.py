@@ -312,8 +312,9 @@ def test_the_benchmark_measures_every_recipe(recipe: str, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     fp8_layer = importlib.import_module("fp8_layer")
     monkeypatch.setattr(fp8_layer, "WARM_UP", 0)
-    shape = fp8_layer.Shape(dim=128, expert_dim=64, num_experts=4, tokens=64)
-    measured = fp8_layer.measure(torch.device("cpu"), shape, 1, recipe)
+    monkeypatch.setattr("moe_layer.Machine", lambda device: Machine(device="cuda"))
+    shape = fp8_layer.Shape(tokens=64, dim=128, expert_dim=64, num_experts=4, top_k=2)
+    measured = fp8_layer.measure(torch.device("cpu"), shape, 1, recipe, dry=False)
     assert measured["products"].keys() == {"fprop", "dgrad", "wgrad"}
     assert measured["wrong"] == []
     assert measured["ms"].keys() == {"bf16", recipe}
