@@ -114,6 +114,8 @@ def main() -> int:
             print(f"{name:20} {outcome(parts[name]):24} {parts[name]['seconds']:7.1f} s", flush=True)
             for folder in folders:
                 replace(folder / "gpu.json", [*earlier[folder], run])
+    if given.dry:
+        print("A dry run: these are small shapes on a CPU, whose numbers say nothing of the goals.")
     print(goal.table(goals(parts)))
     return int(any(part["failed"] for part in parts.values()))
 
