@@ -53,7 +53,7 @@ def main() -> None:
         found[recipe] = measure_if_multiplied(device, given.rounds, recipe, dry=given.dry)
         ratio = found.get("fp8-blockwise", {}).get("ratio")
         goals = [goal.at_least("12 fp8-blockwise over own bf16, 16,384 rows, fwd+bwd", ratio, GOAL)]
-        path = record.write("fp8_layer", {"recipes": found, "goals": goals})
+        path = record.write("fp8_layer", {"recipes": found, "goals": goals}, dry=given.dry)
     print(path)
     sys.exit(any(one["wrong"] for one in found.values()))
 

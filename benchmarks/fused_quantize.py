@@ -41,7 +41,7 @@ def main() -> None:
     for row in measured["rows"]:
         ms, what = row["ms"], f"{row['operation']}, {row['scales']} scales"
         print(f"{what}: {ms['apart']:.3f} ms apart, {ms['fused']:.3f} ms fused, {row['differ']} bytes differ")
-    print(record.write("fused_quantize", measured))
+    print(record.write("fused_quantize", measured, dry=given.dry))
     sys.exit(any(row["differ"] for row in measured["rows"]))
 
 

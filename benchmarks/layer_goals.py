@@ -67,8 +67,8 @@ def main() -> None:
                 found[name], more = {"failed": str(failure)[:500]}, []
             goals += more
             print(goal.table(more), flush=True)
-            record.write("layer_goals", {**found, "goals": goals})
-    print(record.write("layer_goals", {**found, "goals": goals}))
+            record.write("layer_goals", {**found, "goals": goals}, dry=given.dry)
+    print(record.write("layer_goals", {**found, "goals": goals}, dry=given.dry))
     sys.exit(bool(wrong) or any("failed" in found[name] for name in given.only))
 
 

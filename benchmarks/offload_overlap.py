@@ -89,7 +89,7 @@ def main() -> None:
     print(goal.table(goals))
     ms = {name: 1e3 * each for name, each in seconds.items()}
     measured = {"regions": REGIONS, "ms": ms, **copies, "gradients_that_differ": differing}
-    print(record.write("offload_overlap", {**measured, "that_differ_anyway": noisy, "goals": goals}))
+    print(record.write("offload_overlap", {**measured, "that_differ_anyway": noisy, "goals": goals}, dry=given.dry))
     sys.exit(differing > noisy)
 
 

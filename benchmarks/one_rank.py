@@ -57,7 +57,8 @@ def main() -> None:
     """Check every dispatcher with every skew, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="on a CPU")
-    device = device_to_measure(dry=parser.parse_args().dry)
+    given = parser.parse_args()
+    device = device_to_measure(dry=given.dry)
     backend = "gloo" if device.type == "cpu" else "nccl"
     bound = None if device.type == "cpu" else torch.device("cuda", 0)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
@@ -68,7 +69,8 @@ def main() -> None:
     wrong = [case for case, error in errors.items() if not error <= ALLOWED]
     for case, error in errors.items():
         print(f"{case:24} {error:.1e}")
-    print(record.write("one_rank", {"backend": backend, "errors": errors, "allowed": ALLOWED, "wrong": wrong}))
+    found = {"backend": backend, "errors": errors, "allowed": ALLOWED, "wrong": wrong}
+    print(record.write("one_rank", found, dry=given.dry))
     sys.exit(bool(wrong))
 
 

@@ -1,6 +1,7 @@
 """Writes the results of a benchmark with date, commit and machine.
 
-They go to ``benchmarks/results``, or to the folder that the environment variable ``MOEFW_RESULTS`` names.
+They go to ``benchmarks/results``, or to the folder that the environment variable ``MOEFW_RESULTS`` names. Those of a
+dry run go only there, or to a temporary folder: they are no results.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,10 +24,10 @@ GATHERED = HERE.parent / ".offline" / "commit"
 """The commit from which ``gather_wheels.py`` ran: the best that is known where git is absent."""
 
 
-def write(name: str, measured: dict[str, Any]) -> Path:
+def write(name: str, measured: dict[str, Any], *, dry: bool = False) -> Path:
     """Write ``NAME.json`` and return its path."""
     described = {"date": date.today().isoformat(), "commit": commit(), "machine": machine(), **measured}
-    folder = Path(os.environ.get("MOEFW_RESULTS", RESULTS))
+    folder = Path(os.environ.get("MOEFW_RESULTS") or (tempfile.mkdtemp() if dry else RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(described, indent=1) + "\n")
