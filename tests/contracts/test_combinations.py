@@ -14,7 +14,7 @@ from attrs import evolve
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy, integers
 
-from broken_parts import Half, LosesMoreThanItSays
+from broken_policies import Half, LosesMoreThanItSays
 from combination_parts import Again, Crashing, Exact, Faulty, Forgetful, Hashed, Puzzling, Sulky
 from moefw.compose.defaults import defaults
 from moefw.compose.registry import Registry

@@ -8,30 +8,30 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-import broken_parts as parts
+import broken_layouts as layouts
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import Folded
 from moefw.testing.suites.layout import LayoutSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
-    (parts.Overlapping, "groups_partition_the_world", "groups overlap"),
-    (parts.Backwards, "groups_are_the_ranks", "in ascending order"),
-    (parts.Miscounted, "the_sizes_of_each_mesh", "do not multiply to"),
-    (parts.Crowded, "coordinates_give_every_rank", "have the same place in"),
-    (parts.Transposed, "groups_are_the_ranks", "by coordinates it is"),
-    (parts.Curt, "a_world_fits_or_is_refused", "with ValueError: no"),
-    (parts.Wasteful, "a_world_fits_or_is_refused", "ranks when asked for"),
-    (parts.Wasteful, "the_smallest_world", "are the fewest, and arranges"),
-    (parts.Slow, "4096_ranks", "s is allowed"),
-    (parts.Scattered, "in_an_expert_group", "ranks of one position are neighbours"),
-    (parts.Uneven, "copies_are_rows", "rows are of unequal length"),
-    (parts.Forgetful, "copies_are_rows", "together they are"),
-    (parts.Selfish, "copies_are_rows", "of them says"),
-    (parts.BackwardRows, "copies_are_rows", "ranks ascend along a row"),
-    (parts.BackwardCopies, "copies_are_rows", "and from row to row in one place"),
-    (parts.OpensAgain, "opened_groups", "are the same ranks and have two groups"),
-    (parts.OpensOthers, "opened_groups", "is this rank alone, and should be None"),
-    (parts.HasNoNodes, "opened_groups", "ranks_per_node is 0"),
+    (layouts.Overlapping, "groups_partition_the_world", "groups overlap"),
+    (layouts.Backwards, "groups_are_the_ranks", "in ascending order"),
+    (layouts.Miscounted, "the_sizes_of_each_mesh", "do not multiply to"),
+    (layouts.Crowded, "coordinates_give_every_rank", "have the same place in"),
+    (layouts.Transposed, "groups_are_the_ranks", "by coordinates it is"),
+    (layouts.Curt, "a_world_fits_or_is_refused", "with ValueError: no"),
+    (layouts.Wasteful, "a_world_fits_or_is_refused", "ranks when asked for"),
+    (layouts.Wasteful, "the_smallest_world", "are the fewest, and arranges"),
+    (layouts.Slow, "4096_ranks", "s is allowed"),
+    (layouts.Scattered, "in_an_expert_group", "ranks of one position are neighbours"),
+    (layouts.Uneven, "copies_are_rows", "rows are of unequal length"),
+    (layouts.Forgetful, "copies_are_rows", "together they are"),
+    (layouts.Selfish, "copies_are_rows", "of them says"),
+    (layouts.BackwardRows, "copies_are_rows", "ranks ascend along a row"),
+    (layouts.BackwardCopies, "copies_are_rows", "and from row to row in one place"),
+    (layouts.OpensAgain, "opened_groups", "are the same ranks and have two groups"),
+    (layouts.OpensOthers, "opened_groups", "is this rank alone, and should be None"),
+    (layouts.HasNoNodes, "opened_groups", "ranks_per_node is 0"),
 ]
 LAYOUTS: dict[str, Any] = {
     "drawn": st.just({"dense": {"shard": 2}, "experts": {"ep": 2, "etp": 3}}),

@@ -7,32 +7,32 @@ from typing import Any
 
 import pytest
 
-import broken_parts as parts
+import broken_policies as policies
 from moefw.plugins.memory.keep import Keep
 from moefw.plugins.memory.offload import Offload
 from moefw.plugins.memory.recompute import Recompute
 from moefw.testing.suites.memory import MemorySuite
 
 BROKEN: list[tuple[Any, str, str]] = [
-    (parts.RunsTwice, "a_region_runs_once", "runs a region 2 times in forward"),
-    (parts.RunsTwiceInBackward, "a_region_runs_once", "2 times more in backward"),
-    (parts.KeepsGradientsInHalf, "no_bit_changes", "other bits in the gradient of"),
-    (parts.SavesInHalf, "two_micro_batches_in_flight", "other bits in the gradient of"),
+    (policies.RunsTwice, "a_region_runs_once", "runs a region 2 times in forward"),
+    (policies.RunsTwiceInBackward, "a_region_runs_once", "2 times more in backward"),
+    (policies.KeepsGradientsInHalf, "no_bit_changes", "other bits in the gradient of"),
+    (policies.SavesInHalf, "two_micro_batches_in_flight", "other bits in the gradient of"),
     (
-        parts.SavesLargeTensorsInHalf,
+        policies.SavesLargeTensorsInHalf,
         "large_tensors_come_back",
         "the gradient of x, the gradient of its factor has other",
     ),
-    (parts.LosesMoreThanItSays, "no_bit_changes", "gradients that are off by more than 1e-05 of"),
-    (parts.LosesMoreThanItSays, "large_tensors_come_back", "is off by more than 1e-05 of its largest value"),
-    (parts.LosesInForward, "no_bit_changes", "other bits in aux_losses"),
-    (parts.NeedsElements, "tensors_without_elements", "fails on tensors without elements"),
-    (parts.LosesStructures, "a_region_gets_what", "the gradient of a tensor in an argument"),
-    (parts.ForgetsKeywords, "a_region_gets_what", "does not pass arguments or results on as they are"),
-    (parts.KeepsOneFunction, "regions_are_told_apart", "the wrong one runs"),
-    (parts.AttachesAgain, "auxiliary_losses_arrive_once", "2 times; once is right"),
-    (parts.AcceptsAnything, "a_region_that_is_not_there", "accepts the region 'nowhere'"),
-    (parts.PlansAgain, "counts_are_not_exchanged", "times instead of 4"),
+    (policies.LosesMoreThanItSays, "no_bit_changes", "gradients that are off by more than 1e-05 of"),
+    (policies.LosesMoreThanItSays, "large_tensors_come_back", "is off by more than 1e-05 of its largest value"),
+    (policies.LosesInForward, "no_bit_changes", "other bits in aux_losses"),
+    (policies.NeedsElements, "tensors_without_elements", "fails on tensors without elements"),
+    (policies.LosesStructures, "a_region_gets_what", "the gradient of a tensor in an argument"),
+    (policies.ForgetsKeywords, "a_region_gets_what", "does not pass arguments or results on as they are"),
+    (policies.KeepsOneFunction, "regions_are_told_apart", "the wrong one runs"),
+    (policies.AttachesAgain, "auxiliary_losses_arrive_once", "2 times; once is right"),
+    (policies.AcceptsAnything, "a_region_that_is_not_there", "accepts the region 'nowhere'"),
+    (policies.PlansAgain, "counts_are_not_exchanged", "times instead of 4"),
 ]
 
 
@@ -44,7 +44,7 @@ def test_what_is_broken_is_caught_and_named(
 
 
 class TestHalf(MemorySuite):
-    plugin = parts.Half
+    plugin = policies.Half
 
 
 class TestKeep(MemorySuite):
