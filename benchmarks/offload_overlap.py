@@ -29,10 +29,12 @@ from moefw.core.stages import Batch
 
 REGIONS = ["attn_norm", "mlp_norm"]
 OFFLOAD = [{"use": "offload", "regions": REGIONS}]
-MODEL = {"num_layers": 8, "dim": 2048, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "vocab_size": 2048}
+MODEL = {"num_layers": 8, "dim": 2048, "vocab_size": 2048}
 MODEL |= {"num_experts": 32, "top_k": 8, "expert_dim": 768}
-SMALL = {"num_layers": 2, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 256}
+ATTENTION = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
+SMALL = {"num_layers": 2, "dim": 32, "vocab_size": 256}
 SMALL |= {"num_experts": 4, "top_k": 2, "expert_dim": 32}
+SMALL_ATTENTION = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 SEQUENCES, POSITIONS = 2, 4096
 GOAL_HIDDEN, GOAL_TIME = 0.95, 1.02
 WARM_UP = 3
@@ -42,7 +44,8 @@ class Step:
     """Forward and backward of a model on random tokens."""
 
     def __init__(self, memory: list[dict[str, Any]], device: torch.device, *, dry: bool) -> None:
-        tree = {"model": SMALL if dry else MODEL, "precision": {"use": "bf16"}, "memory": memory}
+        tree = {"model": SMALL if dry else MODEL, "attention": SMALL_ATTENTION if dry else ATTENTION}
+        tree |= {"precision": {"use": "bf16"}, "memory": memory}
         assembly = assemble_tree(tree, Marks("offload"), defaults=defaults(), machine=Machine(device=device.type))
         self.shared = Shared()
         self.model = build_model(assembly, open_layout(assembly, device.type), device, self.shared)

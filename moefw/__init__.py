@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moefw.core.contracts import (
+    Attention,
     Dispatcher,
     ExpertGemm,
     Layout,
@@ -32,6 +33,7 @@ from moefw.core.errors import (
 from moefw.core.facts import ANY, Need, Offers, need, offers
 from moefw.core.hooks import API_VERSION, Assembly, hookimpl
 from moefw.core.plugin import (
+    AttentionPlugin,
     DataSourcePlugin,
     DispatcherPlugin,
     GemmPlugin,
@@ -82,6 +84,8 @@ __all__ = [
     "ANY",
     "API_VERSION",
     "Assembly",
+    "Attention",
+    "AttentionPlugin",
     "Batch",
     "BuildContext",
     "Canonical",

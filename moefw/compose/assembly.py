@@ -12,6 +12,7 @@ from attrs import field, fields, frozen
 from moefw.compose.spec.sections import Spec
 from moefw.compose.spec.structure import plain
 from moefw.core.plugin import (
+    AttentionPlugin,
     DataSourcePlugin,
     DispatcherPlugin,
     GemmPlugin,
@@ -35,6 +36,7 @@ class ChosenPlugins:
     """The plugins that a spec names, with their options: one per hook point, and any number of memory policies."""
 
     model: ModelPlugin
+    attention: AttentionPlugin
     routing: RouterPlugin
     dispatch: DispatcherPlugin
     gemm: GemmPlugin
@@ -79,7 +81,7 @@ class Assembly:
     def resolved(self) -> dict[str, Any]:
         """Return the spec with every option spelled out, as plain data that can be loaded again."""
         data: dict[str, Any] = plain(self.spec)
-        for section in ("model", "routing", "dispatch", "gemm", "precision", "parallel", "data"):
+        for section in ("model", "attention", "routing", "dispatch", "gemm", "precision", "parallel", "data"):
             data[section] = _spelled(getattr(self.parts, section))
         data["memory"] = [_spelled(part) for part in self.parts.memory]
         data["train"]["optimizer"] = _spelled(self.parts.optimizer)

@@ -239,6 +239,14 @@ class ModelParts(ModelContext):
     def _calling(self, part: Plugin) -> AbstractContextManager[None]:
         return self.assembly.registry.calling(part, "build()")
 
+    def attention(self, layer: int) -> nn.Module:
+        """Return the attention of layer ``layer``."""
+        context, plugin = self.at(layer), self.assembly.parts.attention
+        with self._calling(plugin):
+            attention = plugin.build(context)
+        assert isinstance(attention, nn.Module)
+        return context.unit(attention, context.recipe("attention"))
+
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
         """Return the MoE layer of layer ``layer``. Equal layers share one dispatcher."""
         context, parts = self.at(layer), self.assembly.parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +55,8 @@ def assemble_tree(
 ) -> Assembly:
     """Resolve a spec given as plain data, whose ``problems`` so far are given; see :func:`assemble`."""
     work = _Resolution(registry or Registry(), marks, problems)
-    spec = structure(Spec, with_defaults(tree, defaults), (), marks, work.problems[SpecError])
+    tree = with_defaults(work.with_sections_of(tree, defaults), defaults)
+    spec = structure(Spec, tree, (), marks, work.problems[SpecError])
     assert spec is not None, "every section is a choice or has a default"
     work.choose(spec)
     device = spec.run.device
@@ -218,6 +219,21 @@ class _Resolution:
             )
             self.tell((*path, "preset"), problem, SpecError)
         return {field.name: UNREAD for field in attrs.fields(declaration) if field.init}
+
+    def with_sections_of(self, tree: Tree, defaults: Tree) -> Tree:
+        """Return the tree, filled with the choices of the model's preset in other sections; unread if it is unknown."""
+        model = with_defaults({"model": tree.get("model")}, {"model": defaults["model"]})["model"]
+        if not isinstance(model, Mapping) or model.get("preset") is None:
+            return tree
+        with suppress(Exception):  # choosing the model reports it
+            declaration: Any = self.registry.get("moefw_models", model["use"]).declaration
+            if model["preset"] in declaration.presets():
+                return with_defaults(tree, declaration.sections(model["preset"]))
+        attention, routing = tree.get("attention") or UNREAD, tree.get("routing") or UNREAD
+        return tree | {
+            "attention": {**attention, "preset": UNREAD} if isinstance(attention, dict) else attention,
+            "routing": routing,
+        }
 
     def _find(self, section: str) -> _Placed | None:
         return next((placed for placed in self.placed if placed.section == section), None)

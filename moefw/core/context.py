@@ -164,5 +164,8 @@ class ModelContext(Protocol):
     def at(self, layer: int) -> BuildContext:
         """Return the context of one layer, dense or MoE."""
 
+    def attention(self, layer: int) -> Any:
+        """Return the attention of layer ``layer``, a :class:`moefw.Attention` that is a unit of weights."""
+
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> Any:
         """Return the MoE layer of layer ``layer``, a :class:`moefw.MoELayer`."""

@@ -129,6 +129,21 @@ class Named(ABC):
         """Yield every parameter of the module under its name within the module."""
 
 
+class Attention(ABC):
+    """Module that owns the attention of one layer on this rank: projections around a core."""
+
+    @abstractmethod
+    def tables(self, batch: Batch) -> Any:
+        """Return what the attentions of all layers compute alike from positions, once per forward: a pytree."""
+
+    @abstractmethod
+    def __call__(self, x_tD: Tensor, tables: Any, batch: Batch) -> Tensor:
+        """Return ``(t, D)``, given and returned for this rank's part of the tokens.
+
+        A token sees itself and the earlier tokens of its sequence and its document.
+        """
+
+
 class ExpertGemm(Named):
     """Module that owns the parameters of one layer's experts on this rank."""
 

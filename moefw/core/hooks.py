@@ -39,6 +39,11 @@ def moefw_models() -> Sequence[type[plugin.ModelPlugin]]:  # type: ignore[empty-
 
 
 @hookspec
+def moefw_attentions() -> Sequence[type[plugin.AttentionPlugin]]:  # type: ignore[empty-body]
+    """Return the attentions (``attention:``)."""
+
+
+@hookspec
 def moefw_routers() -> Sequence[type[plugin.RouterPlugin]]:  # type: ignore[empty-body]
     """Return the routers (``routing:``)."""
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from moefw.core.context import BuildContext, ModelContext
     from moefw.core.contracts import (
+        Attention,
         Dispatcher,
         ExpertGemm,
         Layout,
@@ -57,6 +58,17 @@ class Plugin:
         Each iterator among them is read by itself: an option that could not be read ends only those that look at it.
         """
         return ()
+
+
+@frozen
+class AttentionPlugin(Plugin):
+    """Declares attention: how a token reads the earlier tokens of its sequence."""
+
+    hook: ClassVar[str] = "moefw_attentions"
+
+    def build(self, context: BuildContext) -> Attention:
+        """Return the attention of one layer, with its parameters."""
+        raise NotImplementedError
 
 
 @frozen
@@ -184,6 +196,11 @@ class ModelPlugin(Plugin):
 
     hook: ClassVar[str] = "moefw_models"
 
+    @classmethod
+    def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return what a preset chooses in other sections, unless a spec says otherwise: ``{"attention": {...}}``."""
+        return {}
+
     def dims(self) -> Dims:
         """Return the sizes of the MoE layers."""
         raise NotImplementedError
@@ -248,6 +265,7 @@ class SchedulePlugin(Plugin):
 
 FAMILIES: tuple[type[Plugin], ...] = (
     ModelPlugin,
+    AttentionPlugin,
     RouterPlugin,
     DispatcherPlugin,
     GemmPlugin,

@@ -41,6 +41,10 @@ class Batch:
     labels_BS: Tensor
     mask_BS: Tensor | None = None
     """bool, False for padding tokens, which are not routed and have no loss. None: all tokens are valid."""
+    positions_BS: Tensor | None = None
+    """int64: positions for rotary embeddings. None: from 0 on in each sequence."""
+    documents_BS: Tensor | None = None
+    """int64: the number of each token's document, within which it attends. None: a sequence is one document."""
     loss_scale: Tensor | None = None
     """None outside training: auxiliary losses are not attached."""
     seeds_B: Tensor | None = None
@@ -66,6 +70,11 @@ class Batch:
     def rows(self) -> RowGroups | None:
         """The row groups of the flattened tokens, for a recipe. None: nothing is drawn."""
         return None if self.keys_T is None else RowGroups(keys_R=self.keys_T)
+
+    @property
+    def own_rows(self) -> RowGroups | None:
+        """The row groups of this rank's tokens."""
+        return None if self.keys_T is None else RowGroups(keys_R=self.own(self.keys_T))
 
     @property
     def mask_T(self) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""``decoder``: a decoder-only transformer with grouped-query attention and MoE layers."""
+"""``decoder``: a decoder-only transformer with MoE layers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,23 @@ class Decoder(Sizes, ModelPlugin):
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:
         """Return named sizes."""
-        return PRESETS
+        return {name: preset["model"] for name, preset in PRESETS.items()}
+
+    @classmethod
+    def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return the attention of a preset."""
+        return {section: choice for section, choice in PRESETS[preset].items() if section != "model"}
 
     def dims(self) -> Dims:
         """Return the sizes of the MoE layers."""
         return Dims(model_dim=self.dim, expert_dim=self.expert_dim, num_experts=self.num_experts, top_k=self.top_k)
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Offer the model's regions outside the expert GEMMs. All may be kept, recomputed or offloaded.
+        """Offer the model's regions outside attention and expert GEMMs. All may be kept, recomputed or offloaded.
 
         ``dispatch`` may only be kept or recomputed (repeated), because the experts save the rows that it returns.
         """
-        regions = ["layer", "attn_norm", "attention", "qkv", "core_attn", "attn_proj", "mlp_norm"]
+        regions = ["layer", "attn_norm", "attention", "mlp_norm"]
         regions += ["router", "experts"] if self.moe_layers() else []
         regions += ["shared_experts"] if self.shared_expert_dim and self.moe_layers() else []
         regions += ["dense_mlp"] if len(self.moe_layers()) < self.num_layers else []
@@ -56,7 +61,6 @@ class Decoder(Sizes, ModelPlugin):
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:
         """Yield the need that tp divides each size that it splits."""
-        yield self._divided("num_heads")
         yield self._divided("vocab_size", ", or a larger vocab_size")
         if len(self.moe_layers()) < self.num_layers:
             yield self._divided("dense_dim")
@@ -69,18 +73,8 @@ class Decoder(Sizes, ModelPlugin):
         return moefw.need("axis_divides", ("tp", getattr(self, option)), reason=reason, fix=fix, option=option)
 
     def check(self, site: Site) -> Sequence[Iterator[moefw.Problem]]:
-        """Check that heads group evenly, RoPE has pairs to rotate, and dense layers are at most all layers."""
-        return [self._check_heads(), self._check_head_dim(), self._check_layers()]
-
-    def _check_heads(self) -> Iterator[moefw.Problem]:
-        if self.num_heads % self.num_kv_heads:
-            what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly."
-            yield moefw.Problem(what, "Use a divisor of num_heads.", "num_kv_heads")
-
-    def _check_head_dim(self) -> Iterator[moefw.Problem]:
-        if self.head_dim % 2:
-            what = f"head_dim {self.head_dim} is odd, and RoPE turns pairs of values."
-            yield moefw.Problem(what, "Use an even size.", "head_dim")
+        """Check that dense layers are at most all layers."""
+        return [self._check_layers()]
 
     def _check_layers(self) -> Iterator[moefw.Problem]:
         if self.num_dense_layers > self.num_layers:

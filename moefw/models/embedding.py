@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from moefw.core.contracts import Named
 from moefw.core.records import Canonical
-from moefw.models.tensor_parallel import TensorParallel
 from moefw.runtime.communication.gather import all_gather
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
 IGNORED = -100
 """The label of tokens without loss."""

@@ -19,17 +19,12 @@ class Sizes:
     dim: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
     num_layers: int = field(default=4, validator=ge(1))
     num_dense_layers: int = field(default=0, validator=ge(0))
-    num_heads: int = field(default=4, validator=and_(ge(1), le(MOST)))
-    num_kv_heads: int = field(default=2, validator=and_(ge(1), le(MOST)))
-    head_dim: int = field(default=64, validator=and_(ge(2), le(MOST)))
     dense_dim: int = field(default=1024, validator=and_(ge(1), le(WIDEST)))
     num_experts: int = field(default=16, validator=and_(ge(1), le(MOST)))
     top_k: int = field(default=4, validator=and_(ge(1), le(MOST)))
     expert_dim: int = field(default=256, validator=and_(ge(1), le(WIDEST)))
     shared_expert_dim: int = field(default=0, validator=and_(ge(0), le(WIDEST)))
-    qk_norm: bool = True
     tie_embeddings: bool = False
-    rope_theta: float = field(default=10000.0, validator=gt(0.0))
     norm_eps: float = field(default=1e-6, validator=gt(0.0))
     init_std: float = field(default=0.02, validator=gt(0.0))
     embed_init_std: float = field(default=0.02, validator=gt(0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +12,25 @@ from torch.nn import functional as F
 
 from moefw.core.context import BuildContext, ModelContext
 from moefw.core.stages import Batch, LayerStats, Output, stage
-from moefw.models.attention import Attention
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
-from moefw.models.modules import Linear, RMSNorm, SwiGLU, rope_table
+from moefw.models.mlp import SwiGLU
 from moefw.models.sizes import Sizes
-from moefw.models.tensor_parallel import TensorParallel
 from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.layer import Collected, MoELayer, Routed
+from moefw.runtime.modules import Linear, RMSNorm
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import Phase, straight
-
-Rope = tuple[Tensor, Tensor]
 
 
 @stage
 class Stream:
-    """The residual stream between two blocks, and the statistics of the MoE layers so far, by number."""
+    """The residual stream between two blocks, and the statistics of the MoE layers so far, by number.
+
+    ``tables``: see :meth:`moefw.Attention.tables`.
+    """
 
     x_TD: Tensor
-    rope: Rope
+    tables: Any
     batch: Batch
     layers: Mapping[int, LayerStats] = field(default_factory=dict)
 
@@ -38,10 +39,10 @@ class Stream:
 class DenseBlock(nn.Module):
     """Attention and a plain MLP, each with a norm before it and a residual connection: one phase."""
 
-    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel) -> None:
+    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, attention: nn.Module) -> None:
         super().__init__()
         mlp = context.recipe("mlp")
-        self.attention = context.unit(Attention(options, context, tp), context.recipe("attention"))
+        self.attention = attention
         self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, mlp, tp), mlp)
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
@@ -53,7 +54,7 @@ class DenseBlock(nn.Module):
 
     def transform(self, stream: Stream) -> Stream:
         """Add attention and the MLP to the residual stream."""
-        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.rope, stream.batch)
+        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
         return replace(stream, x_TD=x_TD + self._mlp(self._mlp_norm(x_TD), stream.batch))
 
 
@@ -61,10 +62,9 @@ class DenseBlock(nn.Module):
 class MoEBlock(nn.Module):
     """Attention and an MoE layer, each with a norm before it and a residual connection."""
 
-    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, moe: MoELayer) -> None:
+    def __init__(self, options: Sizes, context: BuildContext, attention: nn.Module, moe: MoELayer) -> None:
         super().__init__()
-        self.attention = context.unit(Attention(options, context, tp), context.recipe("attention"))
-        self.moe = moe
+        self.attention, self.moe = attention, moe
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
         self._attention = context.region("attention", self.attention.__call__)
@@ -74,7 +74,7 @@ class MoEBlock(nn.Module):
 
     def attend_and_route(self, stream: Stream) -> Routed:
         """Add attention to the residual stream, and choose experts."""
-        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.rope, stream.batch)
+        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
         return self.moe.route(self._mlp_norm(x_TD), stream.batch, beside=replace(stream, x_TD=x_TD))
 
     def add(self, collected: Collected) -> Stream:
@@ -105,14 +105,14 @@ class Transformer(nn.Module):
             self.head = context.unit(head, precision.weight_dtype)
 
     def _block(self, layer: int, context: ModelContext) -> DenseBlock | MoEBlock:
-        here, options = context.at(layer), self.options
+        here, options, attention = context.at(layer), self.options, context.attention(layer)
         if layer not in options.moe_layers():
-            return DenseBlock(options, here, self.tp)
+            return DenseBlock(options, here, self.tp, attention)
         shared = None
         if options.shared_expert_dim:
             precision = here.recipe("moe.shared_expert")
             shared = here.unit(SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp), precision)
-        return MoEBlock(options, here, self.tp, context.moe_layer(layer, shared_expert=shared))
+        return MoEBlock(options, here, attention, context.moe_layer(layer, shared_expert=shared))
 
     def forward(self, batch: Batch) -> Output:
         """Return the summed next-token loss of a micro-batch, with the statistics of its MoE layers."""
@@ -124,8 +124,8 @@ class Transformer(nn.Module):
         batch = replace(batch, part=self.tp.shard(0))
         batch = keyed(batch) if self.draws else batch
         x_TD = self.embed(batch.ids_BS.flatten()).to(self.residual_dtype)
-        rope = rope_table(batch.ids_BS.shape[1], self.options.head_dim, self.options.rope_theta, x_TD.device)
-        return Stream(x_TD=x_TD, rope=rope, batch=batch)
+        first: Any = self.layers[0]
+        return Stream(x_TD=x_TD, tables=first.attention.tables(batch), batch=batch)
 
     def end(self, stream: Stream) -> Output:
         """Return the loss of the tokens that are neither padding nor masked."""
@@ -143,7 +143,13 @@ class Transformer(nn.Module):
         padding = -length % self.tp.size
         if padding:
             mask_BS = torch.ones_like(batch.ids_BS, dtype=torch.bool) if batch.mask_BS is None else batch.mask_BS
-            batch = replace(batch, ids_BS=F.pad(batch.ids_BS, (0, padding)), mask_BS=F.pad(mask_BS, (0, padding)))
+            batch = replace(
+                batch,
+                ids_BS=F.pad(batch.ids_BS, (0, padding)),
+                mask_BS=F.pad(mask_BS, (0, padding)),
+                positions_BS=None if batch.positions_BS is None else F.pad(batch.positions_BS, (0, padding)),
+                documents_BS=None if batch.documents_BS is None else F.pad(batch.documents_BS, (0, padding)),
+            )
         stream: Stream = straight(self.phases[:-1])(batch)
         logits_VT = self.tp.gather(self._head(stream.x_TD).t())
         return logits_VT.t().unflatten(0, batch.ids_BS.shape)[:, :length], stream.layers
@@ -155,7 +161,9 @@ class Transformer(nn.Module):
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of initial values by canonical name; None means ones (norms)."""
-        options, kind = self.options, name.rsplit(".", 2)[-2]
+        options, (*_, kind, leaf) = self.options, name.split(".")
+        if leaf == "bias":
+            return 0.0
         if kind.endswith("norm"):
             return None
         if kind == "embed":

@@ -25,12 +25,12 @@ from moefw.core.plugin import Plugin
 from moefw.core.records import Canonical
 from moefw.core.site import Machine
 from moefw.core.stages import Batch, ExpertBatch, LayerStats, Routing
-from moefw.models.modules import SwiGLU
-from moefw.models.tensor_parallel import TensorParallel
+from moefw.models.mlp import SwiGLU
 from moefw.runtime.compute.row_keys import SALT
 from moefw.runtime.layer import Collected, MoELayer
 from moefw.runtime.naming import by_parameter, canonical_parameters, expert_parameters, initialise
 from moefw.runtime.parallel.pieces import is_shared_out, whole
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import straight
 from moefw.testing.announce import with_plugins
 from moefw.testing.oracle import Rule, Truth, dense_moe
@@ -109,9 +109,10 @@ class LayerCase:
         """Return the spec of the layer case as plain data."""
         sizes = {"dim": self.dim, "expert_dim": self.expert_dim, "num_experts": self.num_experts, "top_k": self.top_k}
         shared_dim = self.expert_dim if self.shared else 0
-        model = {"num_layers": 1, "num_heads": 2, "head_dim": 4, "shared_expert_dim": shared_dim, **sizes}
+        model = {"num_layers": 1, "shared_expert_dim": shared_dim, **sizes}
         train = {"tokens_per_step": 16 * self.world, "micro_batch": 1, "seq_len": 16}
-        return {"model": model, "train": train, "run": {"device": "cpu"}, **self.parts}
+        attention = {"use": "gqa", "num_heads": 2, "head_dim": 4}
+        return {"model": model, "attention": attention, "train": train, "run": {"device": "cpu"}, **self.parts}
 
     def resolve(self) -> Assembly:
         """Resolve the layer case's spec without changes. Raises the errors of resolve."""

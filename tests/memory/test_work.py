@@ -8,13 +8,13 @@ from typing import Any
 from click.testing import CliRunner
 from test_ledger import QUICKSTART
 
-from ledger_cases import LOOPING, MODEL, TRAIN, assembly_of, in_all, recompute
+from ledger_cases import ATTENTION, LOOPING, MODEL, TRAIN, assembly_of, in_all, recompute
 from moefw.commands.plan import plan
 from moefw.planner import Ledger, ledger
 from moefw.planner.report import Product, Transfer
 
 TOKENS = TRAIN["micro_batch"] * TRAIN["seq_len"]
-LAYERS, DIM, HEADS = MODEL["num_layers"], MODEL["dim"], MODEL["num_heads"] * MODEL["head_dim"]
+LAYERS, DIM, HEADS = MODEL["num_layers"], MODEL["dim"], ATTENTION["num_heads"] * ATTENTION["head_dim"]
 ALONE = {**LOOPING, "parallel": {}}
 
 
@@ -28,7 +28,7 @@ def flops(found: Ledger) -> Counter[str]:
 
 
 def test_the_products_are_those_of_the_model() -> None:
-    attention = DIM * (2 * HEADS + 2 * MODEL["num_kv_heads"] * MODEL["head_dim"])
+    attention = DIM * (2 * HEADS + 2 * ATTENTION["num_kv_heads"] * ATTENTION["head_dim"])
     experts = 3 * DIM * (MODEL["top_k"] * MODEL["expert_dim"] + LOOPING["model"]["shared_expert_dim"])
     weights = LAYERS * (attention + experts + DIM * MODEL["num_experts"]) + DIM * MODEL["vocab_size"]
     core = LAYERS * 2 * TOKENS * TRAIN["seq_len"] * HEADS

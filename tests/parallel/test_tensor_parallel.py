@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from moefw.core.stages import Batch
 from moefw.models.embedding import Embedding, cross_entropy
-from moefw.models.tensor_parallel import TensorParallel
 from moefw.runtime.parallel.meshes import Mesh, MeshPlan
 from moefw.runtime.parallel.opened_layout import OpenedLayout
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import open_model, whole_model
 from moefw.testing.training import SMALL, short_run
@@ -86,8 +86,9 @@ def test_logits_are_whole_for_any_length(pool: RankPool, length: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (6, 2), (6, 1), (12, 4), (9, 9)])
 def test_heads_may_share_keys_in_any_way(pool: RankPool, heads: int, kv_heads: int) -> None:
     """Over three ranks: whole groups a rank, one group over ranks, and groups that end within a rank."""
-    sizes = {"vocab_size": 63, "num_heads": heads, "num_kv_heads": kv_heads, "dense_dim": 48, "shared_expert_dim": 24}
+    sizes = {"vocab_size": 63, "dense_dim": 48, "shared_expert_dim": 24}
     tree = {**SMALL, "model": {**SMALL["model"], **sizes}, "train": {**SMALL["train"], "seq_len": 24}}
+    tree["attention"] = {**SMALL["attention"], "num_heads": heads, "num_kv_heads": kv_heads}
     tree["train"]["tokens_per_step"] = 96
     (alone,) = pool.run(short_run, 1, {**tree, "parallel": {}}, 2)
     runs = pool.run(short_run, 3, {**tree, "parallel": {"dense": {"tp": 3}}}, 2)
@@ -100,10 +101,11 @@ BALANCE = [{"kind": "aux_loss", "over": "sequence"}, {"kind": "aux_loss", "over"
 
 def test_routers_draw_and_balance_over_sequences_that_lie_on_several_ranks(pool: RankPool) -> None:
     """Three ranks of tp share two sequences of a micro-batch, so one rank has tokens of both."""
-    sizes = {"vocab_size": 66, "num_heads": 6, "dense_dim": 66, "shared_expert_dim": 24}
+    sizes = {"vocab_size": 66, "dense_dim": 66, "shared_expert_dim": 24}
     tree = {
         **SMALL,
         "model": {**SMALL["model"], **sizes},
+        "attention": {**SMALL["attention"], "num_heads": 6},
         "routing": {"use": "topk", "score": "sigmoid", "jitter": 0.1, "balance": BALANCE},
         "train": {**SMALL["train"], "seq_len": 24, "tokens_per_step": 96},
     }

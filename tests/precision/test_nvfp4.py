@@ -255,7 +255,8 @@ def test_a_block_that_is_computed_again_draws_the_same() -> None:
 
 
 SPEC = """\
-model: {dim: 32, num_layers: 3, num_heads: 2, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 32}
+model: {dim: 32, num_layers: 3, num_experts: 4, top_k: 2, expert_dim: 32}
+attention: {num_heads: 2, num_kv_heads: 1, head_dim: 16}
 precision: {use: nvfp4, backend: emulate}
 data: {use: text, path: %s}
 train: {steps: 8, tokens_per_step: 64, micro_batch: 1, seq_len: 32, lr: 3.0e-3, checkpoint_every: 4, eval_every: 0}

@@ -46,13 +46,11 @@ SIZES = {
     "num_layers": 2,
     "num_dense_layers": 1,
     "dense_dim": 512,
-    "num_heads": 4,
-    "num_kv_heads": 4,
-    "head_dim": 128,
     "num_experts": 4,
     "expert_dim": 256,
     "shared_expert_dim": 256,
 }
+ATTENTION = {**SMALL["attention"], "num_kv_heads": 4, "head_dim": 128}
 MOE = {"num_layers": 1, "num_dense_layers": 0, "shared_expert_dim": 0}
 TRAIN = {**SMALL["train"], "tokens_per_step": 64, "micro_batch": 1}
 ALL = {"dense": {"shard": "all"}, "experts": {"shard": "all"}}
@@ -65,7 +63,13 @@ def layer_case(
     primary: str, parallel: Any = ALL, *, world: int = 1, sizes: Any = None, precision: Any = None, **parts: Any
 ) -> LayerCase:
     recipe = {"use": "fp8-blockwise", "backend": "emulate", "primary_weights": primary, **(precision or {})}
-    given: dict[str, Any] = {"parallel": parallel, "precision": recipe, "train": TRAIN, **parts}
+    given: dict[str, Any] = {
+        "attention": ATTENTION,
+        "parallel": parallel,
+        "precision": recipe,
+        "train": TRAIN,
+        **parts,
+    }
     world = dist.get_world_size() if dist.is_initialized() else world
     return whole_model(world, parts=given, plugins=(), sizes={**SIZES, **(sizes or {})})
 
@@ -267,24 +271,28 @@ def test_what_a_recipe_spares_and_what_is_no_matrix_is_gathered_as_before(pool: 
     assert not [name for name in everything if "norm" in name or "router" in name or "embed" in name or "head" in name]
 
 
-def refusal(sizes: Any, gemm: str) -> str:
+def refusal(sizes: Any, given: Any) -> str:
     with pytest.raises(PlanError) as error:
-        open_model(layer_case("fp8", sizes=sizes, gemm={"use": gemm}))
+        open_model(layer_case("fp8", sizes=sizes, **given))
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "gemm", "says"),
+    ("sizes", "given", "says"),
     [
-        ({"num_kv_heads": 1}, "grouped", "layers.0: Attention.k_proj.weight is 128x256: no whole blocks"),
-        ({"shared_expert_dim": 320}, "grouped", "SwiGLU.gate_proj.weight is 320x256"),
-        ({"expert_dim": 128}, "loop", "LoopExperts.gate.0 is 128x256"),
-        ({"expert_dim": 192}, "grouped", "GroupedExperts.down is 4x256x192: no whole blocks of 128x128. "),
-        ({"num_experts": 3, "expert_dim": 128}, "grouped", "2 ranks cannot shard 3 experts evenly. Use gemm: loop"),
+        (
+            {},
+            {"attention": {**ATTENTION, "num_kv_heads": 1}},
+            "GroupedQueryAttention.k_proj.weight is 128x256: no whole",
+        ),
+        ({"shared_expert_dim": 320}, {}, "SwiGLU.gate_proj.weight is 320x256"),
+        ({"expert_dim": 128}, {"gemm": {"use": "loop"}}, "LoopExperts.gate.0 is 128x256"),
+        ({"expert_dim": 192}, {}, "GroupedExperts.down is 4x256x192: no whole blocks of 128x128. "),
+        ({"num_experts": 3, "expert_dim": 128}, {}, "2 ranks cannot shard 3 experts evenly. Use gemm: loop"),
     ],
 )
-def test_shards_that_are_no_whole_blocks_are_refused(pool: RankPool, sizes: Any, gemm: str, says: str) -> None:
-    for message in pool.run(refusal, 2, sizes, gemm):
+def test_shards_that_are_no_whole_blocks_are_refused(pool: RankPool, sizes: Any, given: Any, says: str) -> None:
+    for message in pool.run(refusal, 2, sizes, given):
         assert says in message
         assert "keep_bf16" in message
 

@@ -106,10 +106,10 @@ class TestRefusals:
         assert [problem.fix for problem in told] == ["Use pp: 1.", "Use dense.cp: 1."]
 
     def test_sizes_that_tensor_parallelism_does_not_divide(self) -> None:
-        model = "{num_heads: 4, vocab_size: 257, num_dense_layers: 1, dense_dim: 100, shared_expert_dim: 60}"
+        model = "{vocab_size: 257, num_dense_layers: 1, dense_dim: 100, shared_expert_dim: 60}"
         told = refused(f"{{model: {model}, parallel: {{dense: {{tp: 8}}}}, train: {{tokens_per_step: 8192}}}}")
-        sizes = ("num_heads", "vocab_size", "dense_dim", "shared_expert_dim")
-        assert [problem.where.split()[1] for problem in told] == [f"model.{size}" for size in sizes]
+        sizes = [f"model.{size}" for size in ("vocab_size", "dense_dim", "shared_expert_dim")]
+        assert [problem.where.split()[1] for problem in told] == [*sizes, "attention.num_heads"]
         resolved(f"{{model: {model}, parallel: {{dense: {{tp: 1}}}}, train: {{tokens_per_step: 8192}}}}")
 
     def test_tokens_that_do_not_divide_into_parts_of_a_micro_batch(self) -> None:
@@ -237,6 +237,14 @@ class TestResolvedSpec:
 
         base = resolved("{}")
         others = {
+            "attention.use": None,
+            "attention.kernel": None,
+            "attention.qk_norm": "all",
+            "attention.window": 8,
+            "attention.full_layers": None,
+            "attention.clip": 1.0,
+            "attention.rope.pairs": "neighbours",
+            "attention.rope.kind": None,
             "routing.use": None,
             "data.use": None,
             "model.use": None,
@@ -280,7 +288,8 @@ class TestResolvedSpec:
                 other = value / 2 if 0 < value < 1 else value * 2 or 1
             else:
                 other = f"{value}x" if isinstance(value, str) else ["x"]
-            if other is None or re.search(r"^parallel\.(pp|dense\.cp)$", path):
+            of_other_kinds = path.startswith("attention.rope.") and value is None
+            if other is None or of_other_kinds or re.search(r"^parallel\.(pp|dense\.cp)$", path):
                 continue
             tree: Any = {}
             *parents, last = path.split(".")

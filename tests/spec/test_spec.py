@@ -136,7 +136,7 @@ class TestNoFollowOnNoise:
         assert problem.where.startswith("spec.yaml:1:")
 
     def test_the_rest_is_checked_all_the_same(self) -> None:
-        text = "{model: {top_k: many, num_experts: 15, head_dim: 3}, parallel: {experts: {ep: 2}}, gemm: {use: loop}}"
+        text = "{model: {top_k: many, num_experts: 15}, attention: {head_dim: 3}, parallel: {experts: {ep: 2}}, gemm: {use: loop}}"
         first, *others = complaints(text, "memory=[{use: keep, regions: [nowhere]}]", "train.tokens_per_step=1000")
         assert "'many' is not a whole number" in first
         assert len(others) == 4

@@ -27,7 +27,7 @@ class TestOverrides:
             ("train.clip_norm=null", None),
             ("train.clip_norm=", None),
             ("model.num_experts=0x10", 16),
-            ("model.qk_norm=false", False),
+            ("model.zero_init=false", False),
             ("parallel.experts.ep=4", 4),
             ("memory=[]", []),
             ("memory.0.regions=[router]", ["router"]),

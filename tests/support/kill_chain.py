@@ -16,7 +16,8 @@ EVERY, STEPS = 6, 260
 """Steps between checkpoints, and of the run: enough for twenty starts of at most ``2 * EVERY`` steps each."""
 STEP_S = 0.03
 SPEC = f"""\
-model: {{dim: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16, num_experts: 4, top_k: 2, expert_dim: 16}}
+model: {{dim: 16, num_layers: 1, num_experts: 4, top_k: 2, expert_dim: 16}}
+attention: {{num_heads: 1, num_kv_heads: 1, head_dim: 16}}
 routing: {{use: topk, score: sigmoid, balance: [{{kind: expert_bias}}]}}
 parallel: {{experts: {{ep: 2}}}}
 data: {{use: text, path: %s}}

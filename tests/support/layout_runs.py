@@ -47,7 +47,7 @@ class Row:
         shape = {"micro_batch": self.micro_batch, "tokens_per_step": self.tokens_per_step, "seq_len": self.seq_len}
         return {
             **SMALL,
-            "model": {**SMALL["model"], **models[self.model]},
+            **{section: {**SMALL[section], **options} for section, options in models[self.model].items()},
             "dispatch": DISPATCHERS[self.dispatch],
             "parallel": dict(self.parallel),
             "train": {**SMALL["train"], **shape, "optimizer": {"use": "adamw", "eps": EPS}},

@@ -44,27 +44,27 @@ MODEL = {
     "vocab_size": 512,
     "dim": 256,
     "num_layers": 2,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "head_dim": 32,
     "dense_dim": 512,
     "num_experts": 16,
     "top_k": 4,
     "expert_dim": 128,
 }
+ATTENTION = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
 TRAIN = {"micro_batch": 2, "seq_len": 256, "tokens_per_step": 4096}
 BRIEF = {**TRAIN, "tokens_per_step": 2048}
 """One micro-batch where dp is 4."""
 RUN = {"device": "cpu"}
 SHARED_OUT: dict[str, Any] = {
     "model": {**MODEL, "num_layers": 3, "num_dense_layers": 1},
+    "attention": ATTENTION,
     "precision": {"use": "bf16"},
     "parallel": {"dense": {"tp": 2, "shard": "all"}, "experts": {"ep": 4, "shard": "all"}},
     "train": TRAIN,
     "run": RUN,
 }
 LOOPING: dict[str, Any] = {
-    "model": {**MODEL, "shared_expert_dim": 128, "qk_norm": False},
+    "model": {**MODEL, "shared_expert_dim": 128},
+    "attention": {**ATTENTION, "qk_norm": "none"},
     "routing": {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias"}, {"kind": "z_loss"}]},
     "gemm": {"use": "loop"},
     "parallel": {"experts": {"ep": 4}},
@@ -73,6 +73,7 @@ LOOPING: dict[str, Any] = {
 }
 ONCE_A_RANK: dict[str, Any] = {
     "model": MODEL,
+    "attention": ATTENTION,
     "precision": {"use": "bf16"},
     "routing": {"use": "topk", "balance": [{"kind": "aux_loss", "over": "sequence"}]},
     "dispatch": {"use": "deepep", "backend": "torch"},
@@ -82,6 +83,7 @@ ONCE_A_RANK: dict[str, Any] = {
 }
 IN_PARTS: dict[str, Any] = {
     "model": {**MODEL, "tie_embeddings": True},
+    "attention": ATTENTION,
     "precision": {"use": "bf16"},
     "routing": {"use": "forced"},
     "dispatch": {"use": "allgather"},

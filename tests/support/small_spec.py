@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-MODEL = {
-    **{"dim": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16},
-    **{"num_experts": 4, "top_k": 2, "expert_dim": 16},
-}
+MODEL = {"dim": 16, "num_layers": 1, "num_experts": 4, "top_k": 2, "expert_dim": 16}
+ATTENTION = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 16}
 TRAIN = {"steps": 2, "tokens_per_step": 512, "micro_batch": 2, "seq_len": 64, "eval_tokens": 64}
 
 
@@ -18,6 +16,7 @@ def small_spec(folder: Path, *, ranks: int = 1, source: str = "text", name: str 
     text.write_text("a fox jumps over a dog\n" * 200)
     tree = {
         "model": MODEL,
+        "attention": ATTENTION,
         "parallel": {"experts": {"ep": ranks}},
         "data": {"use": source, "path": str(text)},
         "train": TRAIN | train,

@@ -39,7 +39,7 @@ class Run:
     def __init__(self, policy: str, **parts: Any) -> None:
         world = dist.get_world_size()
         parts = {**parts, "train": {**SMALL["train"], "tokens_per_step": 64, "micro_batch": 1}}
-        layer_case = whole_model(world, parts=parts, plugins=(Faulty,), sizes={"vocab_size": 64, "num_heads": 2})
+        layer_case = whole_model(world, parts=parts, plugins=(Faulty,), sizes={"vocab_size": 64})
         self.model, self.assembly, self.layout, self.shared = open_model(layer_case)
         self.optimizer = build_optimizer(self.assembly, self.model, self.layout, torch.device("cpu"), self.shared)
         self.engine = Engine(self.model, self.optimizer, self.layout, clip_norm=1.0, on_bad_step=policy)

@@ -26,7 +26,8 @@ from moefw.training.session import Session
 from moefw.training.trainer import Trainer
 
 SPEC = """\
-model: {dim: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2, head_dim: 8, num_experts: 4, top_k: 2, expert_dim: 16}
+model: {dim: 16, num_layers: 1, num_experts: 4, top_k: 2, expert_dim: 16}
+attention: {num_heads: 2, num_kv_heads: 2, head_dim: 8}
 data: {use: text, path: %s}
 train: {steps: 3, tokens_per_step: 512, micro_batch: 1, seq_len: 64, eval_every: 2, eval_tokens: 512}
 run: {dir: %s, device: cpu}

@@ -26,7 +26,8 @@ from moefw.training.session import Session
 from moefw.training.trainer import Trainer
 
 SPEC = """\
-model: {dim: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, num_experts: 8, top_k: 2, expert_dim: 32}
+model: {dim: 32, num_layers: 2, num_experts: 8, top_k: 2, expert_dim: 32}
+attention: {num_heads: 2, num_kv_heads: 1, head_dim: 16}
 routing: {use: topk, score: sigmoid, balance: [{kind: expert_bias}]}
 parallel: %s
 data: {use: text, path: %s}

@@ -100,6 +100,7 @@ class Spec:
     """A whole spec file. Missing sections without a default here are filled from the defaults file."""
 
     model: Choice = chosen("moefw_models")
+    attention: Choice = chosen("moefw_attentions")
     routing: Choice = chosen("moefw_routers")
     dispatch: Choice = chosen("moefw_dispatchers")
     gemm: Choice = chosen("moefw_gemms")

@@ -1,0 +1,1 @@
+"""Attention: projections around a core."""

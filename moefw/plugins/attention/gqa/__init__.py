@@ -1,0 +1,35 @@
+"""``gqa``: grouped-query attention."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from attrs import frozen
+
+import moefw
+from moefw.plugins.attention.gqa.options import Options
+
+
+@frozen(kw_only=True)
+class GroupedQuery(Options):
+    """``num_heads`` queries of ``head_dim`` values share ``num_kv_heads`` keys and values (arXiv 2305.13245).
+
+    ``qk_norm``: queries and keys are normalised within each ``head``, or across ``all`` heads. ``clip``: the largest
+    magnitude of queries, keys and values. ``window``: a token sees this many tokens, itself included; null: all.
+    ``full_layers``: layers without the window. ``sinks``: each head has a learned score that takes a share of the
+    softmax and has no value (gpt-oss). ``kernel``: PyTorch's flash attention, or FlexAttention (a GPU only).
+    """
+
+    name: ClassVar[str] = "gqa"
+
+    def build(self, context: moefw.BuildContext) -> Any:
+        """Return the attention of one layer."""
+        from moefw.plugins.attention.gqa.attention import GroupedQueryAttention
+
+        return GroupedQueryAttention(self, context)
+
+
+@moefw.hookimpl
+def moefw_attentions() -> list[type[moefw.AttentionPlugin]]:
+    """Declare the attention."""
+    return [GroupedQuery]

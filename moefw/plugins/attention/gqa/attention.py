@@ -1,0 +1,116 @@
+"""Grouped-query attention, its heads split over the ranks of tp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+import moefw
+from moefw.core.contracts import Named
+from moefw.core.records import Canonical, Shard
+from moefw.core.stages import Batch
+from moefw.plugins.attention.gqa.norm import NormAcrossHeads
+from moefw.plugins.attention.gqa.options import Options
+from moefw.runtime.attention.mask import Mask
+from moefw.runtime.attention.rope import Table, rope_table, rotate
+from moefw.runtime.compute.product import SharedInput
+from moefw.runtime.modules import Linear, RMSNorm, RowParallelLinear
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+
+
+@final
+class Sinks(nn.Module, Named):
+    """A learned score for each head that joins the softmax over its keys, and has no value."""
+
+    def __init__(self, num_heads: int, shard: Shard | None) -> None:
+        super().__init__()
+        self.shard = shard
+        self.weight = nn.Parameter(torch.empty(shard.shape((num_heads,)) if shard else num_heads))
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield ``weight`` (num_heads)."""
+        yield Canonical("weight", self.weight, shard=self.shard)
+
+
+@final
+class GroupedQueryAttention(nn.Module, moefw.Attention):
+    """Each rank of tp computes an equal share of the queries.
+
+    Where tp does not divide the key-value heads, every rank holds all of them and computes those of its queries.
+    """
+
+    def __init__(self, options: Options, context: moefw.BuildContext) -> None:
+        super().__init__()
+        self.options, self.tp = options, TensorParallel(context.layout)
+        dim, width, precision = context.site.dims.model_dim, options.head_dim, context.recipe("attention")
+        heads, across = options.num_heads // self.tp.size, options.qk_norm == "all"
+        needed = [
+            head * options.num_kv_heads // options.num_heads
+            for head in range(self.tp.index * heads, self.tp.index * heads + heads)
+        ]
+        first, count = needed[0], needed[-1] + 1 - needed[0]
+        split = options.num_kv_heads % self.tp.size == 0
+        shard = self.tp.shard(0) if split else None
+        self._used = slice(first, first + count) if across and not split else None
+        rows = None if split or across else slice(first * width, (first + count) * width)
+        queries, keys = options.num_heads * width, options.num_kv_heads * width
+        into_q, into_k, into_v, out_of = (precision.at(f"{name}_proj", groups=1) for name in "qkvo")
+        self.q_proj = Linear(dim, queries, into_q, shard=self.tp.shard(0), bias=options.qkv_bias)
+        self.k_proj = Linear(dim, keys, into_k, shard=shard, rows=rows, bias=options.qkv_bias)
+        self.v_proj = Linear(dim, keys, into_v, shard=shard, rows=rows, bias=options.qkv_bias)
+        self.o_proj = RowParallelLinear(queries, dim, out_of, self.tp, bias=options.out_bias)
+        self.q_norm, self.k_norm = self._norm(queries, self.tp.shard(0)), self._norm(keys, shard)
+        self.sinks = Sinks(options.num_heads, self.tp.shard(0)) if options.sinks else None
+        even = heads % count == 0 and needed == [first + head * count // heads for head in range(heads)]
+        self._spread = None if even else [head - first for head in needed]
+        self._window, self._attend = options.window_at(context.site.layer), options.attend()
+        self._project_in = context.region("qkv", self._qkv)
+        self._core = context.region("core_attn", self._core_attn)
+        self._project_out = context.region("attn_proj", self._attn_proj)
+
+    def _norm(self, width: int, shard: Shard | None) -> nn.Module | None:
+        if self.options.qk_norm == "none":
+            return None
+        if self.options.qk_norm == "head":
+            return RMSNorm(self.options.head_dim, self.options.norm_eps)
+        return NormAcrossHeads(width, self.options.norm_eps, shard, self.tp.group)
+
+    def tables(self, batch: Batch) -> Table:
+        """Return the table of rotary positions."""
+        return rope_table(self.options.rope, self.options.head_dim, batch)
+
+    def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
+        """Return ``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
+        q, k, v = self._project_in(x_tD, tables, batch)
+        out_tD: Tensor = self._project_out(self._core(q, k, v, batch.documents_BS), batch)
+        return out_tD
+
+    def _qkv(self, x_tD: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries ``(B, heads, S, head_dim)``, and keys and values of fewer heads."""
+        x_TD, rows = self.tp.gather(x_tD), batch.rows
+        shared = SharedInput(x_TD)
+        shape, projections = (*batch.ids_BS.shape, -1, self.options.head_dim), (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(x_TD, rows, shared).view(shape) for project in projections)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self._used is not None:
+            k, v = k[:, :, self._used], v[:, :, self._used]
+        if self.options.clip is not None:
+            q, k, v = (each.clamp(-self.options.clip, self.options.clip) for each in (q, k, v))
+        q, k = rotate(q, table, self.options.rope), rotate(k, table, self.options.rope)
+        if self._spread is not None:  # queries of a rank share keys unevenly, so each gets a copy
+            k, v = k[:, :, self._spread], v[:, :, self._spread]
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
+        """Return ``(T, heads * head_dim)``."""
+        mask = Mask(window=self._window, documents_BS=documents_BS)
+        out, _ = self._attend(q, k, v, mask, sinks_H=None if self.sinks is None else self.sinks.weight)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    def _attn_proj(self, out: Tensor, batch: Batch) -> Tensor:
+        out_tD: Tensor = self.o_proj(out, batch.rows)
+        return out_tD

@@ -1,0 +1,54 @@
+"""Options of ``use: gqa`` and their checks. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, optional
+
+import moefw
+from moefw.core.site import Site
+from moefw.plugins.attention.options import SIZE, Heads
+from moefw.runtime.attention.rope_options import check_rope
+
+
+@frozen(kw_only=True)
+class Options(Heads):
+    """Options of :class:`moefw.plugins.attention.gqa.GroupedQuery`."""
+
+    num_kv_heads: int = field(default=2, validator=SIZE)
+    head_dim: int = field(default=64, validator=SIZE)
+    qk_norm: Literal["head", "all", "none"] = "head"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    clip: float | None = field(default=None, validator=optional(gt(0.0)))
+    window: int | None = field(default=None, validator=optional(ge(1)))
+    full_layers: tuple[int, ...] = ()
+    sinks: bool = False
+
+    def regions(self) -> tuple[str, ...]:
+        """Return the regions inside the attention."""
+        return "qkv", "core_attn", "attn_proj"
+
+    def window_at(self, layer: int) -> int | None:
+        """Return the window of a layer."""
+        return None if layer in self.full_layers else self.window
+
+    def check(self, site: Site) -> Sequence[Iterator[moefw.Problem]]:
+        """Check that heads group evenly, that RoPE has pairs to rotate, and that only windows have exceptions."""
+        return [self._check_heads(), check_rope(self.rope, self.head_dim, "head_dim"), self._check_layers(site)]
+
+    def _check_heads(self) -> Iterator[moefw.Problem]:
+        if self.num_heads % self.num_kv_heads:
+            what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly."
+            yield moefw.Problem(what, "Use a divisor of num_heads.", "num_kv_heads")
+
+    def _check_layers(self, site: Site) -> Iterator[moefw.Problem]:
+        if self.full_layers and self.window is None:
+            yield moefw.Problem("full_layers are those without a window, and there is none.", "", "full_layers")
+        for layer in self.full_layers:
+            if not 0 <= layer < site.num_layers:
+                what = f"layer {layer} is none of the {site.num_layers} layers."
+                yield moefw.Problem(what, "Layers count from 0.", "full_layers")

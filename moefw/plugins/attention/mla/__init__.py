@@ -1,0 +1,35 @@
+"""``mla``: multi-head latent attention."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from attrs import frozen
+
+import moefw
+from moefw.plugins.attention.mla.options import Options
+
+
+@frozen(kw_only=True)
+class Latent(Options):
+    """Keys and values are made of one latent of ``kv_rank`` values a token (DeepSeek-V2, arXiv 2405.04434 section 2.1).
+
+    Queries are made of one of ``q_rank`` values; null: of the token. Each head compares ``nope_dim`` values without
+    positions, and ``rope_dim`` values with, whose key all heads share; its own values are ``v_dim``.
+    ``in_bias`` and ``out_bias``: biases of the projections into the latents, and of the last one. ``kernel``: PyTorch's
+    flash attention, or FlexAttention (a GPU only).
+    """
+
+    name: ClassVar[str] = "mla"
+
+    def build(self, context: moefw.BuildContext) -> Any:
+        """Return the attention of one layer."""
+        from moefw.plugins.attention.mla.attention import LatentAttention
+
+        return LatentAttention(self, context)
+
+
+@moefw.hookimpl
+def moefw_attentions() -> list[type[moefw.AttentionPlugin]]:
+    """Declare the attention."""
+    return [Latent]

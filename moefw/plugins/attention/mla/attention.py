@@ -1,0 +1,86 @@
+"""Multi-head latent attention, its heads split over the ranks of tp."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+import moefw
+from moefw.core.stages import Batch
+from moefw.plugins.attention.mla.options import Options
+from moefw.runtime.attention.mask import Mask
+from moefw.runtime.attention.rope import Table, rope_table, rotate
+from moefw.runtime.compute.product import SharedInput
+from moefw.runtime.modules import Linear, RMSNorm, RowParallelLinear
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+
+
+@final
+class LatentAttention(nn.Module, moefw.Attention):
+    """Each rank of tp makes the latents of its tokens, gathers those of all, and computes an equal share of heads."""
+
+    def __init__(self, options: Options, context: moefw.BuildContext) -> None:
+        super().__init__()
+        self.options, self.tp = options, TensorParallel(context.layout)
+        dim, precision = context.site.dims.model_dim, context.recipe("attention")
+        self._key_dim = options.nope_dim + options.rope_dim
+        queries, heads = options.num_heads * self._key_dim, self.tp.shard(0)
+        into_q, into_kv, up_q, up_kv, out_of = (
+            precision.at(f"{name}_proj", groups=1) for name in ("q_a", "kv_a", "q_b", "kv_b", "o")
+        )
+        self.q_a_proj: Linear | None = None
+        if options.q_rank is not None:
+            self.q_a_proj = Linear(dim, options.q_rank, into_q, bias=options.in_bias)
+            self.q_a_norm = RMSNorm(options.q_rank, options.norm_eps)
+        self.q_b_proj = Linear(options.q_rank or dim, queries, up_q, shard=heads)
+        self.kv_a_proj = Linear(dim, options.kv_rank + options.rope_dim, into_kv, bias=options.in_bias)
+        self.kv_a_norm = RMSNorm(options.kv_rank, options.norm_eps)
+        keys_and_values = options.num_heads * (options.nope_dim + options.v_dim)
+        self.kv_b_proj = Linear(options.kv_rank, keys_and_values, up_kv, shard=heads)
+        self.o_proj = RowParallelLinear(options.num_heads * options.v_dim, dim, out_of, self.tp, bias=options.out_bias)
+        self._attend = options.attend()
+        self._down = context.region("mla_down_proj", self._mla_down_proj)
+        self._up = context.region("mla_up_proj", self._mla_up_proj)
+        self._core = context.region("core_attn", self._core_attn)
+        self._project_out = context.region("attn_proj", self._attn_proj)
+
+    def tables(self, batch: Batch) -> Table:
+        """Return the table of rotary positions."""
+        return rope_table(self.options.rope, self.options.rope_dim, batch)
+
+    def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
+        """Return ``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
+        q, k, v = self._up(*self._down(x_tD, batch), tables, batch)
+        out_tD: Tensor = self._project_out(self._core(q, k, v, batch.documents_BS), batch)
+        return out_tD
+
+    def _mla_down_proj(self, x_tD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return what queries are made of, and what keys and values are made of, of all tokens: ``(T, ...)``."""
+        rows, shared = batch.own_rows, SharedInput(x_tD)
+        q_t = x_tD if self.q_a_proj is None else self.q_a_proj(x_tD, rows, shared)
+        return self.tp.gather(q_t), self.tp.gather(self.kv_a_proj(x_tD, rows, shared))
+
+    def _mla_up_proj(self, q_T: Tensor, kv_T: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys ``(B, heads, S, nope_dim + rope_dim)``, and values ``(B, heads, S, v_dim)``."""
+        options, rows, shape = self.options, batch.rows, batch.ids_BS.shape
+        q_T = q_T if self.q_a_proj is None else self.q_a_norm(q_T)
+        q = self.q_b_proj(q_T, rows).view(*shape, -1, self._key_dim)
+        q_nope, q_rope = q.split([options.nope_dim, options.rope_dim], -1)
+        latent_T, k_rope_T = kv_T.split([options.kv_rank, options.rope_dim], -1)
+        kv = self.kv_b_proj(self.kv_a_norm(latent_T), rows).view(*shape, -1, options.nope_dim + options.v_dim)
+        k_nope, v = kv.split([options.nope_dim, options.v_dim], -1)
+        k_rope = rotate(k_rope_T.view(*shape, 1, -1), table, options.rope).expand(*k_nope.shape[:-1], -1)
+        q = torch.cat([q_nope, rotate(q_rope, table, options.rope)], -1)
+        k = torch.cat([k_nope, k_rope], -1)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
+        """Return ``(T, heads * v_dim)``."""
+        out, _ = self._attend(q, k, v, Mask(documents_BS=documents_BS), scale=self.options.scale)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    def _attn_proj(self, out: Tensor, batch: Batch) -> Tensor:
+        out_tD: Tensor = self.o_proj(out, batch.rows)
+        return out_tD

@@ -1,0 +1,63 @@
+"""Options and facts that the built-in attentions share. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, le
+
+import moefw
+from moefw.core.site import Site
+from moefw.runtime.attention.rope_options import Rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST = 2**14
+"""Upper limit of heads and of their widths. Larger values are mistakes."""
+
+SIZE = and_(ge(1), le(MOST))
+
+
+@frozen(kw_only=True)
+class Heads(moefw.AttentionPlugin):
+    """``kernel``: PyTorch's flash attention, or FlexAttention (a GPU only)."""
+
+    num_heads: int = field(default=4, validator=SIZE)
+    rope: Rope = Rope()
+    norm_eps: float = field(default=1e-6, validator=gt(0.0))
+    kernel: Literal["sdpa", "flex"] = "sdpa"
+
+    def regions(self) -> tuple[str, ...]:
+        """Return the regions inside the attention. All may be kept, recomputed or offloaded."""
+        raise NotImplementedError
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """Offer the regions inside the attention, and GEMMs that all recipes can serve."""
+        treated = tuple((region, way) for region in self.regions() for way in ("keep", "recompute", "offload"))
+        return moefw.offers(region=treated, by_pass=True, named_products=True, row_keys=True)
+
+    def needs(self, site: Site) -> Iterator[moefw.Need]:
+        """Yield the needs: a tp that divides the heads, and a GPU for FlexAttention."""
+        yield moefw.need(
+            "axis_divides",
+            ("tp", self.num_heads),
+            reason="each rank of tp has an equal share of num_heads",
+            fix="Use a tp that divides num_heads.",
+            option="num_heads",
+        )
+        if self.kernel == "flex":
+            reason = "FlexAttention has no backward on a CPU"
+            yield moefw.need("device", ("cuda",), reason=reason, fix="Use kernel: sdpa.", option="kernel")
+
+    def attend(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return the core of the attention."""
+        if self.kernel == "flex":
+            from moefw.runtime.attention.flex import attend
+
+            return attend
+        from moefw.runtime.attention.attend import attend as flash
+
+        return flash

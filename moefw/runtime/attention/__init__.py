@@ -1,0 +1,1 @@
+"""The core of attention, and the positions and masks that it computes with."""

@@ -1,0 +1,115 @@
+"""Attention with grouped heads, a mask and sinks, as one node of autograd.
+
+Legend, in addition to that of ``moefw/core/stages.py``: ``H`` heads of queries, ``G`` heads of keys and values,
+``d`` width of a head of queries and keys, ``e`` that of values. ``S`` is the queries of ``q``, ``out`` and ``lse``, and
+the keys of ``k``, ``v`` and ``documents``.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefw.core.errors import ContractError
+from moefw.runtime.attention import kernels
+from moefw.runtime.attention.mask import Mask
+
+
+def attend(
+    q_BHSd: Tensor,
+    k_BGSd: Tensor,
+    v_BGSe: Tensor,
+    mask: Mask,
+    *,
+    sinks_H: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``out_BHSe`` in the dtype of ``q_BHSd``, and ``lse_BHS``, the logarithm of the softmax's denominator.
+
+    Query head h attends to key head ``h // (H // G)`` (arXiv 2305.13245), with scores ``q k * scale``; ``scale`` is
+    ``1 / sqrt(d)`` if None. The sink of a head is a score of one more key, whose value is zero: a row of weights sums
+    to less than one (arXiv 2309.17453; learned as in gpt-oss, arXiv 2508.10925).
+
+    ``lse_BHS`` includes the sink, has no gradient, and is fp32, or fp64 for fp64 queries. B and the number of queries
+    may be 0. Raises ContractError on shapes that do not fit each other, and on a window below 1.
+    """
+    check(q_BHSd, k_BGSd, v_BGSe, mask, sinks_H)
+    scale = 1.0 / sqrt(q_BHSd.shape[-1]) if scale is None else scale
+    given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, mask.documents_BS, mask.window, scale)
+    out_BHSe, lse_BHS = _Attend.apply(*given)  # type: ignore[no-untyped-call]
+    return out_BHSe, lse_BHS
+
+
+def check(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, mask: Mask, sinks_H: Tensor | None) -> None:
+    """Raise ContractError if the arguments of :func:`attend` do not fit each other."""
+    (batch, heads, queries, width), (groups, keys) = q_BHSd.shape, k_BGSd.shape[1:3]
+    sizes: tuple[tuple[str, Tensor | None, tuple[int, ...]], ...] = (
+        ("k", k_BGSd, (batch, groups, keys, width)),
+        ("v", v_BGSe, (batch, groups, keys, v_BGSe.shape[-1])),
+        ("sinks", sinks_H, (heads,)),
+        ("documents", mask.documents_BS, (batch, keys)),
+    )
+    wrong = [
+        f"{name} is {tuple(found.shape)} and not {wanted}"
+        for name, found, wanted in sizes
+        if found is not None and found.shape != wanted
+    ]
+    if groups < 1 or heads % groups:
+        wrong.append(f"{heads} heads of queries do not share {groups} heads of keys evenly")
+    if queries > keys:
+        wrong.append(f"{queries} queries are not the last of {keys} keys")
+    if mask.window is not None and mask.window < 1:
+        wrong.append(f"a window of {mask.window} positions does not hold the query's own")
+    if wrong:
+        raise ContractError(f"attention to q {tuple(q_BHSd.shape)}: {'; '.join(wrong)}.", "Give it shapes that fit.")
+
+
+class _Attend(torch.autograd.Function):
+    """Saves its inputs, output and lse; makes the dense mask again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_H: Tensor | None,
+        documents_BS: Tensor | None,
+        window: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse_BHS = kernels.forward(q, k, v, _scores(q, k, documents_BS, window, scale))
+        if sinks_H is not None:
+            whole_BHS = torch.logaddexp(lse_BHS, sinks_H.to(lse_BHS.dtype).unsqueeze(-1))
+            out.mul_((lse_BHS - whole_BHS).exp_().unsqueeze(-1))
+            lse_BHS = whole_BHS
+        ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
+        ctx.mark_non_differentiable(lse_BHS)
+        ctx.set_materialize_grads(False)
+        ctx.window, ctx.scale = window, scale
+        return out, lse_BHS
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
+        q, k, v, out, lse_BHS, sinks_H, documents_BS = ctx.saved_tensors
+        scores, grad_sinks = _scores(q, k, documents_BS, ctx.window, ctx.scale), None
+        grad_q, grad_k, grad_v = kernels.backward(grad, q, k, v, out, lse_BHS, scores)
+        if ctx.needs_input_grad[3]:
+            weights_BHS = (sinks_H.unsqueeze(-1) - lse_BHS).exp_()
+            along_BHS = (grad.to(lse_BHS.dtype) * out).sum(-1)
+            grad_sinks = -(weights_BHS * along_BHS).sum((0, 2)).to(sinks_H.dtype)
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None
+
+
+def _scores(q: Tensor, k: Tensor, documents_BS: Tensor | None, window: int | None, scale: float) -> kernels.Scores:
+    mask, queries, keys = Mask(window=window, documents_BS=documents_BS), q.shape[2], k.shape[2]
+    if mask.is_plain(queries, keys):
+        return kernels.Scores(scale, causal=True)
+    return kernels.Scores(scale, causal=False, visible_BHSS=mask.visible(queries, keys, q.device))

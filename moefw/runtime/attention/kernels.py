@@ -1,0 +1,172 @@
+"""PyTorch's attention kernels, with the log-sum-exp of the scores, and their backward of an outside log-sum-exp.
+
+The backward of FlashAttention (arXiv 2205.14135, algorithm 4; 2307.08691, algorithm 2) computes probabilities again as
+``exp(score - lse)``. Of an ``out`` and ``lse`` over more scores than those with ``k``, it therefore returns the exact
+gradients through these scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+aten = torch.ops.aten
+FLASH_WIDTH = 256
+"""The widest head of the flash kernels for CUDA."""
+ALIGNMENT = 8
+"""Kernels for CUDA take heads of a multiple of so many elements, and masks with such strides."""
+LSE_ALIGNMENT = 32
+"""The efficient kernels for CUDA pad ``lse`` to a multiple of so many positions."""
+
+
+class Scores(NamedTuple):
+    """How queries and keys make scores."""
+
+    scale: float
+    causal: bool
+    """Whether query i sees keys up to i only. There are as many keys as queries then, and ``visible`` is None."""
+    visible_BHSS: Tensor | None = None
+    """bool, B and H may be 1: whether a query sees a key. Each sees one. None: all that ``causal`` leaves."""
+
+
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+class _Kernel(NamedTuple):
+    """The kernel of a device. Heads of queries, keys, values and output have one width, their elements are adjacent."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
+    """Of q, k, v: output and lse."""
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores], Gradients]
+    """Of the output's gradient, q, k, v, output and lse: gradients of q, k, v."""
+    alignment: int
+    """The width of heads is a multiple of it."""
+
+
+def forward(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Return ``out_BHSe`` in the dtype of ``q_BHSd``, and ``lse_BHS`` in fp32, or in fp64 if ``q_BHSd`` is."""
+    out_shape = (*q_BHSd.shape[:-1], v_BGSe.shape[-1])
+    if not q_BHSd.numel():
+        dtype = torch.promote_types(q_BHSd.dtype, torch.float32)
+        return q_BHSd.new_empty(out_shape), q_BHSd.new_empty(out_shape[:-1], dtype=dtype)
+    kernel = _KERNELS[q_BHSd.device.type]
+    q, k, v = _widened(kernel, q_BHSd, k_BGSd, v_BGSe)
+    out, lse_BHS = kernel.forward(q, k, v, scores)
+    return _narrowed(out, v_BGSe.shape[-1]), lse_BHS
+
+
+def backward(
+    grad_BHSe: Tensor,
+    q_BHSd: Tensor,
+    k_BGSd: Tensor,
+    v_BGSe: Tensor,
+    out_BHSe: Tensor,
+    lse_BHS: Tensor,
+    scores: Scores,
+) -> Gradients:
+    """Return the gradients of ``q_BHSd``, ``k_BGSd`` and ``v_BGSe`` through their scores.
+
+    ``out_BHSe`` and ``lse_BHS`` may be of these scores and others.
+    """
+    if not q_BHSd.numel():
+        return torch.zeros_like(q_BHSd), torch.zeros_like(k_BGSd), torch.zeros_like(v_BGSe)
+    kernel = _KERNELS[q_BHSd.device.type]
+    grad, q, k, v, out = _widened(kernel, grad_BHSe, q_BHSd, k_BGSd, v_BGSe, out_BHSe)
+    grad_q, grad_k, grad_v = kernel.backward(grad, q, k, v, out, lse_BHS, scores)
+    widths = q_BHSd.shape[-1], v_BGSe.shape[-1]
+    return _narrowed(grad_q, widths[0]), _narrowed(grad_k, widths[0]), _narrowed(grad_v, widths[1])
+
+
+def _widened(kernel: _Kernel, *tensors: Tensor) -> list[Tensor]:
+    """Return heads padded with zeros to the widest, with adjacent elements."""
+    widest = max(x.shape[-1] for x in tensors)
+    width = widest + -widest % kernel.alignment
+    padded = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+
+
+def _narrowed(x: Tensor, width: int) -> Tensor:
+    """Return the first ``width`` elements of heads, in storage of their own."""
+    return x if x.shape[-1] == width else x.narrow(-1, 0, width).clone()
+
+
+def _bias(q: Tensor, visible_BHSS: Tensor | None, alignment: int) -> Tensor | None:
+    """Return what a mask adds to scores, with rows a multiple of ``alignment`` elements apart."""
+    if visible_BHSS is None:
+        return None
+    keys = visible_BHSS.shape[-1]
+    bias = q.new_full((*visible_BHSS.shape[:-1], keys + -keys % alignment), -inf).narrow(-1, 0, keys)
+    return bias.masked_fill_(visible_BHSS, 0.0)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    bias = _bias(q, scores.visible_BHSS, 1)
+    run = aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = run(q, k, v, 0.0, scores.causal, attn_mask=bias, scale=scores.scale)
+    return out, lse
+
+
+def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
+    bias = _bias(q, scores.visible_BHSS, 1)
+    run = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grad_q, grad_k, grad_v = run(grad, q, k, v, out, lse, 0.0, scores.causal, attn_mask=bias, scale=scores.scale)
+    return grad_q, grad_k, grad_v
+
+
+def _takes_flash(q: Tensor, scores: Scores) -> bool:
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return half and scores.visible_BHSS is None and q.shape[-1] <= FLASH_WIDTH
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    if _takes_flash(q, scores):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, scores.causal, scale=scores.scale)
+        return out, lse
+    bias, (k, v) = _cuda_bias(q, scores), _spread(q, k, v)
+    run = aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = run(q, k, v, bias, True, 0.0, scores.causal, scale=scores.scale)
+    return out, lse.narrow(-1, 0, q.shape[2])
+
+
+def _cuda_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+) -> Gradients:
+    """Without dropout, no kernel reads the states of its random numbers."""
+    if _takes_flash(q, scores):
+        states = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
+        about = (None, None, q.shape[2], k.shape[2], 0.0, scores.causal, *states)
+        flash = aten._scaled_dot_product_flash_attention_backward
+        grad_q, grad_k, grad_v = flash(grad, q, k, v, out, lse.contiguous(), *about, scale=scores.scale)
+        return grad_q, grad_k, grad_v
+    states = q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
+    bias, (spread_k, spread_v) = _cuda_bias(q, scores), _spread(q, k, v)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the only layout whose rows the kernel finds
+    lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=inf)
+    made = (bias, out, lse, *states, 0.0, [True, True, True, False], scores.causal)
+    efficient = aten._scaled_dot_product_efficient_attention_backward
+    grad_q, grad_k, grad_v, _ = efficient(grad, q, spread_k, spread_v, *made, scale=scores.scale)
+    return grad_q, _gathered(grad_k, k), _gathered(grad_v, v)
+
+
+def _cuda_bias(q: Tensor, scores: Scores) -> Tensor | None:
+    bias = _bias(q, scores.visible_BHSS, ALIGNMENT)
+    return None if bias is None else bias.expand(*q.shape[:2], -1, -1)
+
+
+def _spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with a head for each of the queries."""
+    times = q.shape[1] // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+
+
+def _gathered(grad: Tensor, of: Tensor) -> Tensor:
+    """Return the gradient of ``of`` from that of its heads spread."""
+    return grad if grad.shape == of.shape else grad.unflatten(1, (of.shape[1], -1)).sum(2)
+
+
+_KERNELS = {"cpu": _Kernel(_cpu_forward, _cpu_backward, 1), "cuda": _Kernel(_cuda_forward, _cuda_backward, ALIGNMENT)}

@@ -1,0 +1,38 @@
+"""Which keys a query sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefw.core.stages import stage
+
+
+@stage
+class Mask:
+    """A causal mask, whose queries are the last ``queries`` of ``keys`` positions. Each of them sees its own key."""
+
+    window: int | None = None
+    """A query sees only the last ``window`` positions, its own included: key j is visible to query i if i - j < window
+    (arXiv 2004.05150). At least 1. None: all positions before it."""
+    documents_BS: Tensor | None = None
+    """Of an integer dtype: the number of each key's document. A query sees only keys of its own. None: one document."""
+
+    def is_plain(self, queries: int, keys: int) -> bool:
+        """Return whether a kernel's causal mask over as many queries as keys is this mask."""
+        wide = self.window is None or self.window >= keys
+        return wide and self.documents_BS is None and queries == keys
+
+    def visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Return a bool tensor (1, 1, queries, keys), or (B, 1, queries, keys) with documents; True where visible."""
+        first = keys - queries
+        key_S = torch.arange(keys, device=device)
+        distance = key_S.narrow(0, first, queries).unsqueeze(1) - key_S
+        visible = distance >= 0
+        if self.window is not None:
+            visible = visible & (distance < self.window)
+        visible = visible.expand(1, 1, queries, keys)
+        if self.documents_BS is None:
+            return visible
+        of_keys = self.documents_BS.unsqueeze(1).unsqueeze(1)
+        return visible & (of_keys.mT.narrow(2, first, queries) == of_keys)

@@ -1,0 +1,73 @@
+"""Rotary positions: a table of cosines and sines, and the rotation of queries and keys by it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moefw.core.stages import Batch
+from moefw.runtime.attention.rope_options import Rope
+
+Table = tuple[Tensor, Tensor]
+"""Cosines and sines, each fp32 ``(1 or B, S, d/2)``."""
+
+
+def rope_table(rope: Rope, width: int, batch: Batch) -> Table:
+    """Return the table for heads of which ``width`` values turn (arXiv 2104.09864 eq. 15)."""
+    device = batch.ids_BS.device
+    positions_BS = batch.positions_BS
+    if positions_BS is None:
+        positions_BS = torch.arange(batch.ids_BS.shape[1], device=device).unsqueeze(0)
+    angles = positions_BS.float().unsqueeze(-1) * frequencies(rope, width, device)
+    return angles.cos() * rope.length_factor, angles.sin() * rope.length_factor
+
+
+def rotate(x_BSHd: Tensor, table: Table, rope: Rope) -> Tensor:
+    """Rotate each pair of values by the angle of its position. Both kinds of pairs come out as (i, i + d/2)."""
+    cos, sin = (part.to(x_BSHd.dtype).unsqueeze(2) for part in table)
+    halves = rope.pairs == "halves"
+    first, second = x_BSHd.chunk(2, dim=-1) if halves else (x_BSHd[..., 0::2], x_BSHd[..., 1::2])
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def frequencies(rope: Rope, width: int, device: torch.device) -> Tensor:
+    """Return the angle by which each pair turns from one position to the next, fp32 ``(width/2)``."""
+    pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+    plain: Tensor = 1.0 / rope.theta ** (pairs / width)
+    if rope.kind == "linear":
+        plain /= rope.option("factor")
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    return _yarn(rope, plain) if rope.kind == "yarn" else plain
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and blend between."""
+    factor, low, high = (rope.option(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = rope.option("trained_positions") * plain / (2 * math.pi)
+    kept: Tensor = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    blended: Tensor = (1 - kept) * plain / factor + kept * plain
+    return blended
+
+
+def _yarn(rope: Rope, plain: Tensor) -> Tensor:
+    """Divide frequencies by the factor from ``beta_slow`` turns of the trained length on, keep them from ``beta_fast``.
+
+    Between, they are blended along the pair's number (arXiv 2309.00071 section 3.2).
+    """
+    pairs = len(plain)
+
+    def pair_that_turns(times: float) -> float:
+        length = rope.option("trained_positions") / (2 * math.pi * times)
+        return pairs * math.log(length) / math.log(rope.theta)
+
+    first, last = pair_that_turns(rope.option("beta_fast")), pair_that_turns(rope.option("beta_slow"))
+    if rope.option("truncate"):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    span = last - first if last != first else 0.001
+    divided = ((torch.arange(pairs, device=plain.device, dtype=torch.float32) - first) / span).clamp(0.0, 1.0)
+    blended: Tensor = divided * plain / rope.option("factor") + (1 - divided) * plain
+    return blended

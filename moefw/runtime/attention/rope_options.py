@@ -1,0 +1,97 @@
+"""Kinds of rotary positions, as options of an attention. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, optional
+
+from moefw.core.errors import Problem
+
+OWN: Final[Mapping[str, Mapping[str, Any]]] = {
+    "default": {},
+    "linear": {"factor": None},
+    "llama3": {"factor": None, "trained_positions": None, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {
+        "factor": None,
+        "trained_positions": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "mscale": 0.0,
+        "mscale_all_dim": 0.0,
+        "attention_factor": 0.0,
+    },
+}
+"""The options of each kind, with their defaults. None: the option must be set."""
+
+OPTIONS: Final = tuple(dict.fromkeys(name for options in OWN.values() for name in options))
+
+_positive = optional(gt(0.0))
+
+
+@frozen(kw_only=True)
+class Rope:
+    """Rotary positions (arXiv 2104.09864). Each kind but ``default`` stretches positions to a longer context.
+
+    ``linear`` {factor} (arXiv 2306.15595). ``llama3`` {factor, trained_positions, low_freq_factor, high_freq_factor}.
+    ``yarn`` {factor, trained_positions, beta_fast, beta_slow, truncate, mscale, mscale_all_dim, attention_factor}
+    (arXiv 2309.00071). ``pairs``: values (i, i + d/2) turn together, or (2i, 2i + 1).
+    """
+
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    theta: float = field(default=10000.0, validator=gt(1.0))
+    pairs: Literal["halves", "neighbours"] = "halves"
+    factor: float | None = field(default=None, validator=optional(ge(1.0)))
+    trained_positions: int | None = field(default=None, validator=optional(ge(1)))
+    low_freq_factor: float | None = field(default=None, validator=_positive)
+    high_freq_factor: float | None = field(default=None, validator=_positive)
+    beta_fast: float | None = field(default=None, validator=_positive)
+    beta_slow: float | None = field(default=None, validator=_positive)
+    truncate: bool | None = None
+    mscale: float | None = field(default=None, validator=optional(ge(0.0)))
+    mscale_all_dim: float | None = field(default=None, validator=optional(ge(0.0)))
+    attention_factor: float | None = field(default=None, validator=_positive)
+
+    def option(self, name: str) -> Any:
+        """Return an option of this kind: as set, else its default."""
+        value = getattr(self, name)
+        return OWN[self.kind][name] if value is None else value
+
+    @property
+    def length_factor(self) -> float:
+        """The factor of cosines and sines: 1, or yarn's ``0.1 ln(factor) + 1`` (arXiv 2309.00071 eq. 22)."""
+        if self.kind != "yarn":
+            return 1.0
+        whole, numerator, denominator = (self.option(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+        if whole:
+            return float(whole)
+        return self._mscale(numerator) / self._mscale(denominator) if numerator and denominator else self._mscale(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of attention scores: 1, or the square of yarn's for ``mscale_all_dim`` (DeepSeek-V3)."""
+        return self._mscale(self.option("mscale_all_dim")) ** 2 if self.kind == "yarn" else 1.0
+
+    def _mscale(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.option("factor")) + 1.0
+
+
+def check_rope(rope: Rope, width: int, width_name: str) -> Iterator[Problem]:
+    """Yield the problems of options for heads of which ``width`` values turn."""
+    if width % 2:
+        what = f"{width_name} {width} is odd, and RoPE turns pairs of values."
+        yield Problem(what, "Use an even size.", width_name)
+    for name in OPTIONS:
+        given, own = getattr(rope, name) is not None, OWN[rope.kind]
+        if given and name not in own:
+            names = f"which has {', '.join(own)}" if own else "which has none"
+            yield Problem(f"{name} is no option of rope kind {rope.kind}, {names}.", "Leave it out.", f"rope.{name}")
+        elif not given and name in own and own[name] is None:
+            yield Problem(f"rope kind {rope.kind} needs {name}.", f"Set rope.{name}.", "rope")
+    if rope.kind == "llama3" and rope.option("low_freq_factor") >= rope.option("high_freq_factor"):
+        what = "low_freq_factor is not below high_freq_factor, between which frequencies are blended."
+        yield Problem(what, "Use for example 1.0 and 4.0.", "rope.low_freq_factor")

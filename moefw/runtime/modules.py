@@ -1,0 +1,94 @@
+"""Modules that attentions and models are made of: linear layers and norm. They compute in the recipe's precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from moefw.core.contracts import Named, Precision
+from moefw.core.records import Canonical, RowGroups, Shard
+from moefw.runtime.compute.product import SharedInput, linear
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+from moefw_kernels.rmsnorm import rms_norm
+
+
+@final
+class Linear(nn.Module, Named):
+    """``y = x W^T + b``; weight ``(out_dim, in_dim)`` in fp32, operands from the precision recipe.
+
+    ``shard``: the part of the outputs that this rank holds. ``rows``: the only outputs that are computed.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        precision: Precision,
+        *,
+        shard: Shard | None = None,
+        rows: slice | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.precision, self.shard, self.rows = precision, shard, rows
+        shape = (out_dim, in_dim) if shard is None else shard.shape((out_dim, in_dim))
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
+
+    def forward(self, x: Tensor, rows: RowGroups | None = None, shared: SharedInput | None = None) -> Tensor:
+        """Return ``(..., out_dim)``, or this rank's part of it."""
+        weight = self.weight if self.rows is None else self.weight[self.rows]
+        out = linear(x, weight, self.precision, rows, shared=shared)
+        if self.bias is None:
+            return out
+        return out + (self.bias if self.rows is None else self.bias[self.rows]).to(out.dtype)
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield ``weight`` (out_dim, in_dim) and ``bias`` (out_dim), if there is one."""
+        yield Canonical("weight", self.weight, shard=self.shard)
+        if self.bias is not None:
+            yield Canonical("bias", self.bias, shard=self.shard)
+
+
+@final
+class RowParallelLinear(nn.Module, Named):
+    """``y = x W^T + b``, its inputs split over the ranks of tp, which sum their results and share the rows out.
+
+    Weight ``(out_dim, in_dim / tp)`` and bias ``(out_dim)`` in fp32, operands from the precision recipe.
+    """
+
+    def __init__(
+        self, in_dim: int, out_dim: int, precision: Precision, tp: TensorParallel, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.precision, self.tp = precision, tp
+        self.weight = nn.Parameter(torch.empty(out_dim, in_dim // tp.size))
+        self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
+
+    def forward(self, x_Ti: Tensor, rows: RowGroups | None = None) -> Tensor:
+        """Return ``(t, out_dim)`` for this rank's part of the tokens."""
+        out_tO = self.tp.reduce(linear(x_Ti, self.weight, self.precision, rows))
+        return out_tO if self.bias is None else out_tO + self.bias.to(out_tO.dtype)
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield ``weight`` (out_dim, in_dim) and ``bias`` (out_dim), if there is one."""
+        yield Canonical("weight", self.weight, shard=self.tp.shard(1))
+        if self.bias is not None:
+            yield Canonical("bias", self.bias)
+
+
+@final
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight``, the mean in fp32 (arXiv 1910.07467)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` normalised over its last dimension, in its dtype."""
+        return rms_norm(x, self.weight, self.eps)
