@@ -19,7 +19,8 @@ from torch import Tensor
 class Rule:
     """Definition of a routing, with the names of the routers' options. A coefficient of 0 disables its loss.
 
-    ``kind`` is the router: topk, sinkhorn or forced. ``groups`` is (count, keep), ``capacity`` (factor, drop).
+    ``kind`` is the router: topk, sinkhorn or forced. ``groups`` is (count, keep), ``group_best`` how many score a group
+    (None: K // keep), ``capacity`` (factor, drop).
     """
 
     kind: str = "topk"
@@ -29,6 +30,7 @@ class Rule:
     renormalise: bool = True
     scale: float = 1.0
     groups: tuple[int, int] | None = None
+    group_best: int | None = None
     capacity: tuple[float, str] | None = None
     aux_coeff: float = 0.0
     sequence_aux_coeff: float = 0.0
@@ -162,11 +164,11 @@ def _choices(
 
 
 def _best_groups(row: Tensor, rule: Rule) -> Tensor:
-    """Return one token's ranking, -inf outside its best groups. A group's value is the sum of its best K // keep."""
+    """Return one token's ranking, -inf outside its best groups. A group's value is the sum of its ``best`` best."""
     assert rule.groups is not None
-    count, keep = rule.groups
+    (count, keep), best = rule.groups, rule.group_best or rule.top_k // rule.groups[1]
     groups = row.chunk(count)
-    worth = [sum(sorted(group.tolist(), reverse=True)[: rule.top_k // keep]) for group in groups]
+    worth = [sum(sorted(group.tolist(), reverse=True)[:best]) for group in groups]
     kept = sorted(range(count), key=lambda group: -worth[group])[:keep]
     out = torch.full_like(row, -math.inf).chunk(count)
     return torch.cat([groups[g] if g in kept else out[g] for g in range(count)])

@@ -49,16 +49,18 @@ def dense_moe(
 ) -> Truth:
     """Return the truth for the loss ``sum(out * probe) + auxiliary losses``.
 
-    ``parameters`` holds ``router.weight`` (E, D), ``experts.{e}.{gate,up,down}_proj.weight`` and, if ``shared``,
-    ``shared_expert.{gate,up,down}_proj.weight``. ``micro_batches``, ``sequences`` and ``ranks`` are the lengths of the
-    consecutive pieces of ``x_TD`` that are routed together; ``bias_E``, ``beta_E`` and ``load_E`` are router state:
-    see :func:`moefw.testing.choices.route`. Auxiliary losses are means over all valid tokens. ``jitter_TD`` multiplies
-    the router's input. ``dropped_TK``, bool: choices that are dropped after the router.
+    ``parameters`` holds ``router.weight`` (E, D) and perhaps ``router.bias`` (E),
+    ``experts.{e}.{gate,up,down}_proj.weight`` and, if ``shared``, ``shared_expert.{gate,up,down}_proj.weight``.
+    ``micro_batches``, ``sequences`` and ``ranks`` are the lengths of the consecutive pieces of ``x_TD`` that are routed
+    together; ``bias_E``, ``beta_E`` and ``load_E`` are router state: see :func:`moefw.testing.choices.route`. Auxiliary
+    losses are means over all valid tokens. ``jitter_TD`` multiplies the router's input. ``dropped_TK``, bool: choices
+    that are dropped after the router.
     """
     weights = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     x = x_TD.detach().double().requires_grad_()
     valid = torch.ones(len(x), dtype=torch.bool) if mask_T is None else mask_T
     logits = (x if jitter_TD is None else x * jitter_TD.double()) @ weights["router.weight"].T
+    logits = logits + weights.get("router.bias", 0.0)
     routed = route(
         logits,
         rule,

@@ -18,6 +18,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pre_softmax": ({"pre_softmax": True, "scale": 1.5}, {"score": "softmax", "pre_softmax": True, "scale": 1.5}),
     "sqrtsoftplus": ({"score": "sqrtsoftplus"}, {"score": "sqrtsoftplus"}),
     "groups": ({"score": "sigmoid", "groups": {"count": 4, "keep": 2}}, {"groups": (4, 2)}),
+    "bias, best of groups": (
+        {"score": "sigmoid", "bias": True, "groups": {"count": 4, "keep": 1, "best": 1}},
+        {"groups": (4, 1), "group_best": 1},
+    ),
     "sequences": ({"balance": [{**AUX, "over": "sequence"}]}, {"score": "softmax", "sequence_aux_coeff": 0.2}),
     "global batch": (
         {"score": "sigmoid", "balance": [{**AUX, "over": "global_batch"}, {"kind": "z_loss", "coeff": 0.1}]},

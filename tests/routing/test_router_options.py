@@ -35,6 +35,7 @@ REFUSED: list[tuple[str, dict[str, int], list[str]]] = [
     ("{groups: {count: 4, keep: 2}}", {"top_k": 3}, ["routing.groups.keep", "keep 2 does not divide top_k 3"]),
     ("{groups: {count: 3, keep: 1}}", {}, ["routing.groups.count", "8 experts do not divide into 3 groups"]),
     ("{groups: {count: 2, keep: 4}}", {}, ["routing.groups.keep", "4 groups of 2 cannot be kept"]),
+    ("{groups: {count: 4, keep: 2, best: 3}}", {}, ["groups.best", "a group of 2 experts cannot be scored by its best 3"]),
     ("{groups: {count: 4, keep: 1}}", {"top_k": 4}, ["groups.keep", "1 groups of 2 experts have 2, and top_k is 4"]),
     ("{groups: {count: 0, keep: 1}}", {}, ["routing.groups.count", "must be >= 1"]),
     ("{groups: {count: 4}}", {}, ["routing.groups.keep", "'keep' is missing"]),

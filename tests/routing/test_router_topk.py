@@ -44,7 +44,8 @@ def router(top_k: int = 2, experts: int = EXPERTS, dim: int = DIM, layer: int = 
     declared = TopK(**options)
     assert not [problem for found in declared.check(site) for problem in found]
     made = TopKRouter(site, declared)
-    torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(1))
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
     return made
 
 
@@ -77,7 +78,9 @@ def assert_equals_formulas(
     count = max(1, int(valid.sum()))
     routing = made(x_TD, batch)
     x, weight = x_TD.detach().double().requires_grad_(), made.weight.detach().double().requires_grad_()
-    wanted = route(x @ weight.T, rule, valid=valid, sequences=[shape[1]] * shape[0], **state)
+    bias = torch.zeros(EXPERTS) if made.bias is None else made.bias.detach()
+    bias = bias.double().requires_grad_()
+    wanted = route(x @ weight.T + bias, rule, valid=valid, sequences=[shape[1]] * shape[0], **state)
     by_k = torch.arange(rule.top_k).double() + probe(routing, rule.top_k)
     ((routing.weights_TK * by_k.float()).sum()).backward()
     ((wanted.weights_TK * by_k).sum() + wanted.loss).backward()
@@ -88,7 +91,9 @@ def assert_equals_formulas(
     losses = sum((loss.item() for loss in routing.aux_losses.values()), 0.0) / count
     assert losses == pytest.approx(wanted.loss.item(), rel=1e-5, abs=1e-9)
     worst = 0.0
-    for got, want in ((routing.weights_TK, wanted.weights_TK), (x_TD.grad, x.grad), (made.weight.grad, weight.grad)):
+    pairs = [(routing.weights_TK, wanted.weights_TK), (x_TD.grad, x.grad), (made.weight.grad, weight.grad)]
+    pairs += [] if made.bias is None else [(made.bias.grad, bias.grad)]
+    for got, want in pairs:
         scale = max(want.abs().max().item(), 1e-3) if want.numel() else 1.0
         error = (got.double() - want).abs().max().item() / scale if want.numel() else 0.0
         worst = max(worst, error)
@@ -107,6 +112,20 @@ def test_every_score_chooses_and_weighs_as_its_formula_says(score: str, choice: 
     made = router(k, groups=None if groups is None else Groups(count=groups[0], keep=groups[1]), scale=2.5, **options)
     rule = Rule(top_k=k, groups=groups, scale=2.5, **options)
     assert_equals_formulas(made, rule, batch_of((3, 7), masked=masked))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_learned_bias_is_added_to_the_logits(score: str) -> None:
+    made = router(2, bias=True, **SCORES[score])
+    assert_equals_formulas(made, Rule(top_k=2, **SCORES[score]), batch_of((3, 7)))
+
+
+@pytest.mark.parametrize("best", [1, 2])
+def test_a_group_may_be_scored_by_fewer_than_are_chosen_from_it(best: int) -> None:
+    """DeepSeek-V3 as in ``transformers``: by the best two, whatever top_k is."""
+    made = router(3, score="sigmoid", groups=Groups(count=4, keep=2, best=best))
+    rule = Rule(top_k=3, score="sigmoid", groups=(4, 2), group_best=best)
+    assert_equals_formulas(made, rule, batch_of((3, 7)))
 
 
 @pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])

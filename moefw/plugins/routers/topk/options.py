@@ -50,10 +50,14 @@ class Balance:
 
 @frozen(kw_only=True)
 class Groups:
-    """Experts in ``count`` equal groups, of which a token uses the ``keep`` best (DeepSeek-V3 section 2.1.2)."""
+    """Experts in ``count`` equal groups, of which a token uses the ``keep`` best (DeepSeek-V3 section 2.1.2).
+
+    A group is scored by the sum of its ``best`` best experts; null: top_k / keep.
+    """
 
     count: int = field(validator=ge(1))
     keep: int = field(validator=ge(1))
+    best: int | None = field(default=None, validator=optional(ge(1)))
 
 
 @frozen(kw_only=True)
@@ -77,6 +81,7 @@ class Options:
     pre_softmax: bool | None = None
     renormalise: bool | None = None
     scale: float = field(default=1.0, validator=gt(0.0))
+    bias: bool = False
     groups: Groups | None = None
     balance: tuple[Balance, ...] = ()
     capacity: Capacity | None = None
@@ -136,9 +141,12 @@ def check_groups(dims: Dims, groups: Groups) -> Iterator[Problem]:
         yield Problem(f"{keep} groups of {count} cannot be kept.", f"Use at most {count}.", "groups.keep")
         return
     each = experts // count
-    if k % keep:
+    if groups.best is None and k % keep:
         what = f"a group is scored by its best top_k / keep experts, and keep {keep} does not divide top_k {k}."
-        yield Problem(what, "Use a divisor of model.top_k.", "groups.keep")
+        yield Problem(what, "Use a divisor of model.top_k, or set groups.best.", "groups.keep")
+    elif groups.best is not None and groups.best > each:
+        what = f"a group of {each} experts cannot be scored by its best {groups.best}."
+        yield Problem(what, f"Use at most {each}.", "groups.best")
     elif k > keep * each:
         what = f"{keep} groups of {each} experts have {keep * each}, and top_k is {k}."
         yield Problem(what, "Keep more groups, or lower model.top_k.", "groups.keep")

@@ -40,7 +40,9 @@ BIAS, BETA = "expert_bias", "quantile_beta"
 
 @final
 class TopKRouter(nn.Module, Router):
-    """Weight ``(E, D)``; state (E) for each rule that has one: ``expert_bias``, ``quantile_beta``, ``global_load``.
+    """Weight ``(E, D)`` and, as an option, bias ``(E)``.
+
+    State (E) for each rule that has one: ``expert_bias``, ``quantile_beta``, ``global_load``.
 
     ``stats["tokens_per_expert"]`` counts choices before a capacity drops any, as balance requires.
     """
@@ -49,6 +51,7 @@ class TopKRouter(nn.Module, Router):
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
+        self.bias = nn.Parameter(torch.empty(dims.num_experts)) if options.bias else None
         self.rules = {rule.kind: rule for rule in options.balance}
         self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
         self._fp64 = options.dtype == "fp64"
@@ -58,7 +61,9 @@ class TopKRouter(nn.Module, Router):
         competing = options.score == "softmax" and not options.pre_softmax
         self._by_logits = competing or "quantile" in self.rules
         self._weigh = _weigh(options, dims.top_k)
-        groups = None if options.groups is None else (options.groups.count, options.groups.keep)
+        limits, groups = options.groups, None
+        if limits is not None:
+            groups = limits.count, limits.keep, limits.best or dims.top_k // limits.keep
         quantile = "quantile" in self.rules
         self._select: Select = BelowQuantile(dims.top_k, dims.num_experts) if quantile else Best(dims.top_k, groups)
         self._limit = None if options.capacity is None else Limit(options.capacity, dims)
@@ -91,6 +96,8 @@ class TopKRouter(nn.Module, Router):
         if self._jitter and self.training:
             x_TD = jittered(x_TD.to(self._dtype), batch, self._jitter, self._layer)
         logits_TE = wide_linear(x_TD, self.weight, self._dtype)
+        if self.bias is not None:
+            logits_TE = logits_TE + self.bias.to(self._dtype)
         scores_TE = self._score(logits_TE if self._through_scores else logits_TE.detach())
         bias_E = None if self._bias is None else getattr(self, self._bias)
         ids_TK, stats = self._select(logits_TE if self._by_logits else scores_TE, bias_E, mask_T)

@@ -20,9 +20,9 @@ class Select(Protocol):
 
 @final
 class Best:
-    """The K best of all experts, or of the experts in the best groups."""
+    """The K best of all experts, or of the experts in the best groups: see :func:`in_best_groups`."""
 
-    def __init__(self, k: int, groups: tuple[int, int] | None) -> None:
+    def __init__(self, k: int, groups: tuple[int, int, int] | None) -> None:
         self.k, self.groups = k, groups
 
     def __call__(self, ranking_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None) -> tuple[Tensor, Stats]:
@@ -30,17 +30,17 @@ class Best:
         if bias_E is not None:
             ranking_TE = ranking_TE + bias_E
         if self.groups is not None:
-            ranking_TE = in_best_groups(ranking_TE, *self.groups, k=self.k)
+            ranking_TE = in_best_groups(ranking_TE, *self.groups)
         return ranking_TE.topk(self.k).indices, {}
 
 
-def in_best_groups(ranking_TE: Tensor, count: int, keep: int, *, k: int) -> Tensor:
+def in_best_groups(ranking_TE: Tensor, count: int, keep: int, best: int) -> Tensor:
     """Return the ranking with -inf outside each token's ``keep`` best groups of ``count``.
 
-    A group's score is the sum of its ``k // keep`` best (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
+    A group's score is the sum of its ``best`` best (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
     """
     grouped_TGe: Tensor = ranking_TE.unflatten(1, (count, -1))
-    worth_TG = grouped_TGe.topk(k // keep).values.sum(-1)
+    worth_TG = grouped_TGe.topk(best).values.sum(-1)
     lost_TG = torch.ones_like(worth_TG, dtype=torch.bool).scatter(1, worth_TG.topk(keep).indices, False)
     left_TGe: Tensor = grouped_TGe.masked_fill(lost_TG.unsqueeze(-1), float("-inf"))
     return left_TGe.flatten(1)
