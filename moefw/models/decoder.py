@@ -18,7 +18,8 @@ from moefw.models.sizes import Sizes
 class Decoder(Sizes, ModelPlugin):
     """Sizes of the transformer. The first ``num_dense_layers`` layers have a plain MLP of ``dense_dim``, no experts.
 
-    ``shared_expert_dim`` 0: no shared expert. ``vocab_size`` must hold the tokenizer's ids (bytes: 256).
+    So do ``dense_layers``, by number. ``shared_expert_dim`` 0: no shared expert; with ``shared_expert_gate``, a sigmoid
+    of the token multiplies its output (Qwen2-MoE). ``vocab_size`` must hold the tokenizer's ids (bytes: 256).
     ``zero_init`` starts the head and the projections into the residual stream at zero; otherwise the projections
     start at ``init_std / sqrt(2 * num_layers)`` (GPT-2).
     """
@@ -73,13 +74,23 @@ class Decoder(Sizes, ModelPlugin):
         return moefw.need("axis_divides", ("tp", getattr(self, option)), reason=reason, fix=fix, option=option)
 
     def check(self, site: Site) -> Sequence[Iterator[moefw.Problem]]:
-        """Check that dense layers are at most all layers."""
-        return [self._check_layers()]
+        """Check that dense layers are layers, and that a gate has a shared expert."""
+        return [self._check_layers(), self._check_dense_layers(), self._check_gate()]
 
     def _check_layers(self) -> Iterator[moefw.Problem]:
         if self.num_dense_layers > self.num_layers:
             what = f"{self.num_dense_layers} dense layers are more than the {self.num_layers} layers."
             yield moefw.Problem(what, "Use at most num_layers.", "num_dense_layers")
+
+    def _check_dense_layers(self) -> Iterator[moefw.Problem]:
+        for index, layer in enumerate(self.dense_layers):
+            if not self.num_dense_layers <= layer < self.num_layers:
+                what = f"layer {layer} is none of the layers {self.num_dense_layers} to {self.num_layers - 1}."
+                yield moefw.Problem(what, "Layers count from 0.", f"dense_layers[{index}]")
+
+    def _check_gate(self) -> Iterator[moefw.Problem]:
+        if self.shared_expert_gate and not self.shared_expert_dim:
+            yield moefw.Problem("there is no shared expert to gate.", "Set shared_expert_dim.", "shared_expert_gate")
 
     def build(self, context: moefw.ModelContext) -> Any:
         """Return the transformer."""

@@ -1,9 +1,10 @@
-"""The plain MLP of dense layers and shared experts."""
+"""The plain MLP of dense layers and shared experts, and the gate of a shared expert."""
 
 from __future__ import annotations
 
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,4 +33,20 @@ class SwiGLU(nn.Module):
         shared = SharedInput(x_TD)
         gate_TF, up_TF = self.gate_proj(x_TD, rows, shared), self.up_proj(x_TD, rows, shared)
         out_tD: Tensor = self.down_proj(F.silu(gate_TF) * up_TF, rows)
+        return out_tD
+
+
+@final
+class GatedSharedExpert(nn.Module):
+    """``sigmoid(v . x) * mlp(x)``; the gate's vector v (D) is fp32."""
+
+    def __init__(self, mlp: SwiGLU, dim: int) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.gate = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        """Return ``(t, D)`` for this rank's part of the tokens of ``batch``."""
+        gate_t = torch.mv(x_tD, self.gate.to(x_tD.dtype)).sigmoid()
+        out_tD: Tensor = gate_t.unsqueeze(1) * self.mlp(x_tD, batch)
         return out_tD

@@ -17,13 +17,15 @@ class Sizes:
 
     vocab_size: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
     dim: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
-    num_layers: int = field(default=4, validator=ge(1))
+    num_layers: int = field(default=4, validator=and_(ge(1), le(MOST)))
     num_dense_layers: int = field(default=0, validator=ge(0))
+    dense_layers: tuple[int, ...] = ()
     dense_dim: int = field(default=1024, validator=and_(ge(1), le(WIDEST)))
     num_experts: int = field(default=16, validator=and_(ge(1), le(MOST)))
     top_k: int = field(default=4, validator=and_(ge(1), le(MOST)))
     expert_dim: int = field(default=256, validator=and_(ge(1), le(WIDEST)))
     shared_expert_dim: int = field(default=0, validator=and_(ge(0), le(WIDEST)))
+    shared_expert_gate: bool = False
     tie_embeddings: bool = False
     norm_eps: float = field(default=1e-6, validator=gt(0.0))
     init_std: float = field(default=0.02, validator=gt(0.0))
@@ -31,5 +33,6 @@ class Sizes:
     zero_init: bool = False
 
     def moe_layers(self) -> Sequence[int]:
-        """Return the numbers of the layers after the dense ones."""
-        return range(self.num_dense_layers, self.num_layers)
+        """Return the numbers of the layers with experts."""
+        layers = range(self.num_dense_layers, self.num_layers)
+        return [layer for layer in layers if layer not in self.dense_layers] if self.dense_layers else layers

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from moefw.core.context import BuildContext, ModelContext
 from moefw.core.stages import Batch, LayerStats, Output, stage
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
-from moefw.models.mlp import SwiGLU
+from moefw.models.mlp import GatedSharedExpert, SwiGLU
 from moefw.models.sizes import Sizes
 from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.layer import Collected, MoELayer, Routed
@@ -111,7 +111,8 @@ class Transformer(nn.Module):
         shared = None
         if options.shared_expert_dim:
             precision = here.recipe("moe.shared_expert")
-            shared = here.unit(SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp), precision)
+            mlp = SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp)
+            shared = here.unit(GatedSharedExpert(mlp, options.dim) if options.shared_expert_gate else mlp, precision)
         return MoEBlock(options, here, attention, context.moe_layer(layer, shared_expert=shared))
 
     def forward(self, batch: Batch) -> Output:

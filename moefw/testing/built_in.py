@@ -29,6 +29,10 @@ _ROUTERS: Final = (
     _topk("sigmoid, not renormalised", "sigmoid", renormalise=False, scale=2.5),
     _topk("sqrtsoftplus", "sqrtsoftplus"),
     _topk("groups", "sigmoid", {"groups": {"count": 4, "keep": 2}}, groups=(4, 2)),
+    _topk(
+        "groups by their best", "sigmoid", {"groups": {"count": 4, "keep": 2, "best": 1}}, groups=(4, 2), group_best=1
+    ),
+    _topk("learned bias", "softmax", {"bias": True}),
     _topk("aux_loss over micro_batch", "softmax", {"balance": [_aux("micro_batch")]}, aux_coeff=0.2),
     _topk("aux_loss over sequence", "softmax", {"balance": [_aux("sequence")]}, sequence_aux_coeff=0.2),
     _topk("aux_loss over global_batch", "sigmoid", {"balance": [_aux("global_batch")]}, global_aux_coeff=0.2),

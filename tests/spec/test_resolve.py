@@ -63,7 +63,7 @@ class TestParts:
         assert "a size of axis ep that divides 6" in told[1].what
 
     def test_too_many_layers_are_refused_in_no_time(self) -> None:
-        assert "more than 1000 MoE layers" in refusal(f"model: {{num_layers: {2**62}}}").what
+        assert "more than 1000 MoE layers" in refusal("model: {num_layers: 8192}").what
         assert len(resolved(f"model: {{num_layers: {MAX_LAYERS}}}").layers) == MAX_LAYERS
 
     def test_two_memory_policies_are_told_apart(self) -> None:
@@ -237,6 +237,7 @@ class TestResolvedSpec:
 
         base = resolved("{}")
         others = {
+            "model.dense_layers": None,
             "attention.use": None,
             "attention.kernel": None,
             "attention.qk_norm": "all",
