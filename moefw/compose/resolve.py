@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from moefw.compose.assembly import Assembly, ChosenPlugins, LayerAssembly
 from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
-from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, plugin_fields, with_defaults
+from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, over, plugin_fields, with_defaults
 from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, depends_on_unread, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
 from moefw.core.contracts import LayoutPlan
@@ -55,7 +55,7 @@ def assemble_tree(
 ) -> Assembly:
     """Resolve a spec given as plain data, whose ``problems`` so far are given; see :func:`assemble`."""
     work = _Resolution(registry or Registry(), marks, problems)
-    tree = with_defaults(work.with_sections_of(tree, defaults), defaults)
+    tree = with_defaults(work.with_preset(tree, defaults), defaults)
     spec = structure(Spec, tree, (), marks, work.problems[SpecError])
     assert spec is not None, "every section is a choice or has a default"
     work.choose(spec)
@@ -220,20 +220,40 @@ class _Resolution:
             self.tell((*path, "preset"), problem, SpecError)
         return {field.name: UNREAD for field in attrs.fields(declaration) if field.init}
 
-    def with_sections_of(self, tree: Tree, defaults: Tree) -> Tree:
-        """Return the tree, filled with the choices of the model's preset in other sections; unread if it is unknown."""
+    def with_preset(self, tree: Tree, defaults: Tree) -> Tree:
+        """Return the tree over what the model's preset says in all sections; these are unread if it is unknown."""
         model = with_defaults({"model": tree.get("model")}, {"model": defaults["model"]})["model"]
         if not isinstance(model, Mapping) or model.get("preset") is None:
             return tree
-        with suppress(Exception):  # choosing the model reports it
-            declaration: Any = self.registry.get("moefw_models", model["use"]).declaration
-            if model["preset"] in declaration.presets():
-                return with_defaults(tree, declaration.sections(model["preset"]))
+        preset, sections = model["preset"], None
+        found = self.ask(("model", "use"), self.registry.get, "moefw_models", model.get("use"))
+        if found is not None and preset is not UNREAD:
+            sections = self._sections(found.declaration, preset)
+        if sections is not None:
+            without = {key: value for key, value in model.items() if key != "preset"}
+            return over(dict(sections), {**tree, "model": without})
         attention, routing = tree.get("attention") or UNREAD, tree.get("routing") or UNREAD
         return tree | {
+            "model": {**model, "preset": UNREAD},
             "attention": {**attention, "preset": UNREAD} if isinstance(attention, dict) else attention,
             "routing": routing,
         }
+
+    def _sections(self, declaration: Any, preset: Any) -> Mapping[str, Any] | None:
+        """Return what a model's preset says, or report why it says nothing."""
+        path: KeyPath = ("model", "preset")
+        with self.asking(path, declaration, "sections()"):
+            try:
+                sections: Mapping[str, Any] | None = declaration.sections(preset) if isinstance(preset, str) else None
+            except SpecError as error:
+                for problem in error.problems:
+                    self.tell(path, problem, SpecError)
+                return None
+            if sections is None:
+                known = nearest(preset if isinstance(preset, str) else "", declaration.presets())
+                self.tell(path, Problem(f"{declaration.name} has no preset {show(preset)}.", known), SpecError)
+            return sections
+        return None
 
     def _find(self, section: str) -> _Placed | None:
         return next((placed for placed in self.placed if placed.section == section), None)

@@ -197,9 +197,13 @@ class ModelPlugin(Plugin):
     hook: ClassVar[str] = "moefw_models"
 
     @classmethod
-    def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]]:
-        """Return what a preset chooses in other sections, unless a spec says otherwise: ``{"attention": {...}}``."""
-        return {}
+    def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]] | None:
+        """Return what a preset says in a spec, ``{"model": {...}, "attention": {...}}``; None: it is unknown.
+
+        A spec overrides it option by option. Raises SpecError for a preset that is known and cannot be read.
+        """
+        options = cls.presets().get(preset)
+        return None if options is None else {"model": options}
 
     def dims(self) -> Dims:
         """Return the sizes of the MoE layers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from attrs import frozen
@@ -10,7 +11,8 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import ModelPlugin
 from moefw.core.site import Dims, Site
-from moefw.models.presets import PRESETS
+from moefw.models.huggingface.families import sections_of
+from moefw.models.presets import PRESETS, preset_sections
 from moefw.models.sizes import Sizes
 
 
@@ -19,9 +21,9 @@ class Decoder(Sizes, ModelPlugin):
     """Sizes of the transformer. The first ``num_dense_layers`` layers have a plain MLP of ``dense_dim``, no experts.
 
     So do ``dense_layers``, by number. ``shared_expert_dim`` 0: no shared expert; with ``shared_expert_gate``, a sigmoid
-    of the token multiplies its output (Qwen2-MoE). ``vocab_size`` must hold the tokenizer's ids (bytes: 256).
-    ``zero_init`` starts the head and the projections into the residual stream at zero; otherwise the projections
-    start at ``init_std / sqrt(2 * num_layers)`` (GPT-2).
+    of the token multiplies its output (Qwen2-MoE). ``vocab_size`` must hold the tokenizer's ids (bytes: 256); the
+    embedding of ``pad_id`` is not trained. ``zero_init`` starts the head and the projections into the residual stream
+    at zero; otherwise the projections start at ``init_std / sqrt(2 * num_layers)`` (GPT-2).
     """
 
     name: ClassVar[str] = "decoder"
@@ -29,12 +31,14 @@ class Decoder(Sizes, ModelPlugin):
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:
         """Return named sizes."""
-        return {name: preset["model"] for name, preset in PRESETS.items()}
+        found = {name: preset_sections(name) for name in PRESETS}
+        return {name: sections["model"] for name, sections in found.items() if sections is not None}
 
     @classmethod
-    def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]]:
-        """Return the attention of a preset."""
-        return {section: choice for section, choice in PRESETS[preset].items() if section != "model"}
+    def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]] | None:
+        """Return what a preset says: a name, or the path of a ``config.json`` of Hugging Face or of its folder."""
+        is_path = "/" in preset or preset.endswith(".json")
+        return sections_of(Path(preset)) if is_path else preset_sections(preset)
 
     def dims(self) -> Dims:
         """Return the sizes of the MoE layers."""

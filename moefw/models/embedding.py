@@ -21,20 +21,22 @@ IGNORED = -100
 
 @final
 class Embedding(nn.Module, Named):
-    """Weight ``(vocabulary / tp, D)``, fp32."""
+    """Weight ``(vocabulary / tp, D)``, fp32. The row of ``pad_id`` gets no gradient."""
 
-    def __init__(self, vocab_size: int, dim: int, tp: TensorParallel) -> None:
+    def __init__(self, vocab_size: int, dim: int, tp: TensorParallel, pad_id: int | None = None) -> None:
         super().__init__()
         self.tp = tp
+        here = range(vocab_size // tp.size * tp.index, vocab_size // tp.size * (tp.index + 1))
+        self.pad_row = here.index(pad_id) if pad_id is not None and pad_id in here else None
         self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, dim))
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """Return ``(t, D)`` for this rank's part of the tokens; ``ids_T`` are those of all tokens."""
         if self.tp.size == 1:
-            return F.embedding(ids_T, self.weight)
+            return F.embedding(ids_T, self.weight, self.pad_row)
         own_T = ids_T - self.tp.index * len(self.weight)
         absent_T = (own_T < 0) | (own_T >= len(self.weight))
-        found_TD = F.embedding(own_T.masked_fill(absent_T, 0), self.weight)
+        found_TD = F.embedding(own_T.masked_fill(absent_T, 0), self.weight, self.pad_row)
         return self.tp.reduce(found_TD.masked_fill(absent_T.unsqueeze(1), 0.0))
 
     def canonical(self) -> Iterator[Canonical]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attrs import field, frozen
-from attrs.validators import and_, ge, gt, le
+from attrs.validators import and_, ge, gt, le, optional
 
 WIDEST, MOST = 2**22, 2**14
 """Upper limits of a matrix's columns, and of heads and experts. Larger values are mistakes."""
@@ -16,6 +16,7 @@ class Sizes:
     """Sizes and switches: see :class:`moefw.models.decoder.Decoder`."""
 
     vocab_size: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
+    pad_id: int | None = field(default=None, validator=optional(ge(0)))
     dim: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
     num_layers: int = field(default=4, validator=and_(ge(1), le(MOST)))
     num_dense_layers: int = field(default=0, validator=ge(0))

@@ -93,7 +93,7 @@ class Transformer(nn.Module):
         self.options, self.tp = options, TensorParallel(context.layout)
         precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
-        self.embed = Embedding(options.vocab_size, options.dim, self.tp)
+        self.embed = Embedding(options.vocab_size, options.dim, self.tp, options.pad_id)
         blocks = [self._block(layer, context) for layer in range(options.num_layers)]
         self.layers = nn.ModuleList(blocks)
         self.phases: tuple[Phase, ...] = (self.begin, *(phase for block in blocks for phase in block.phases), self.end)

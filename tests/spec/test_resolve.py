@@ -238,6 +238,8 @@ class TestResolvedSpec:
         base = resolved("{}")
         others = {
             "model.dense_layers": None,
+            "model.pad_id": 3,
+            "model.shared_expert_gate": None,
             "attention.use": None,
             "attention.kernel": None,
             "attention.qk_norm": "all",

@@ -139,6 +139,20 @@ def with_defaults(tree: Tree, defaults: Tree) -> Tree:
     return filled
 
 
+def over(base: Tree, tree: Tree) -> Tree:
+    """Return ``base`` with what ``tree`` says, mapping by mapping. Another ``use`` or ``kind`` drops what base says."""
+    merged = dict(base)
+    for key, value in tree.items():
+        below = base.get(key)
+        if not isinstance(below, dict) or not isinstance(value, dict):
+            merged[key] = below if value is None and isinstance(below, dict) else value
+        else:
+            both = [word for word in ("use", "kind") if word in value and word in below]
+            same = all(value[word] == below[word] for word in both)
+            merged[key] = over(below, value) if same else value
+    return merged
+
+
 def _same_use(value: Tree, default: Tree) -> bool:
     use = value.get("use")
     return "use" not in value or "use" not in default or (isinstance(use, str) and use == default["use"])

@@ -30,11 +30,13 @@ class LatentAttention(nn.Module, moefw.Attention):
         into_q, into_kv, up_q, up_kv, out_of = (
             precision.at(f"{name}_proj", groups=1) for name in ("q_a", "kv_a", "q_b", "kv_b", "o")
         )
-        self.q_a_proj: Linear | None = None
-        if options.q_rank is not None:
+        self.q_proj: Linear | None = None
+        if options.q_rank is None:
+            self.q_proj = Linear(dim, queries, up_q, shard=heads)
+        else:
             self.q_a_proj = Linear(dim, options.q_rank, into_q, bias=options.in_bias)
             self.q_a_norm = RMSNorm(options.q_rank, options.norm_eps)
-        self.q_b_proj = Linear(options.q_rank or dim, queries, up_q, shard=heads)
+            self.q_b_proj = Linear(options.q_rank, queries, up_q, shard=heads)
         self.kv_a_proj = Linear(dim, options.kv_rank + options.rope_dim, into_kv, bias=options.in_bias)
         self.kv_a_norm = RMSNorm(options.kv_rank, options.norm_eps)
         keys_and_values = options.num_heads * (options.nope_dim + options.v_dim)
@@ -59,14 +61,14 @@ class LatentAttention(nn.Module, moefw.Attention):
     def _mla_down_proj(self, x_tD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return what queries are made of, and what keys and values are made of, of all tokens: ``(T, ...)``."""
         rows, shared = batch.own_rows, SharedInput(x_tD)
-        q_t = x_tD if self.q_a_proj is None else self.q_a_proj(x_tD, rows, shared)
+        q_t = self.q_a_proj(x_tD, rows, shared) if self.q_proj is None else x_tD
         return self.tp.gather(q_t), self.tp.gather(self.kv_a_proj(x_tD, rows, shared))
 
     def _mla_up_proj(self, q_T: Tensor, kv_T: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys ``(B, heads, S, nope_dim + rope_dim)``, and values ``(B, heads, S, v_dim)``."""
         options, rows, shape = self.options, batch.rows, batch.ids_BS.shape
-        q_T = q_T if self.q_a_proj is None else self.q_a_norm(q_T)
-        q = self.q_b_proj(q_T, rows).view(*shape, -1, self._key_dim)
+        q_T = self.q_b_proj(self.q_a_norm(q_T), rows) if self.q_proj is None else self.q_proj(q_T, rows)
+        q = q_T.view(*shape, -1, self._key_dim)
         q_nope, q_rope = q.split([options.nope_dim, options.rope_dim], -1)
         latent_T, k_rope_T = kv_T.split([options.kv_rank, options.rope_dim], -1)
         kv = self.kv_b_proj(self.kv_a_norm(latent_T), rows).view(*shape, -1, options.nope_dim + options.v_dim)

@@ -1,0 +1,159 @@
+"""Reads a ``config.json``: every key is used, neutral or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from moefw.core.errors import Problem, SpecError, nearest
+
+NEUTRAL: Final = frozenset(
+    {
+        *("_name_or_path", "architectures", "auto_map", "model_type", "problem_type", "transformers_version"),
+        *("dtype", "torch_dtype", "quantization_config", "pretraining_tp", "ep_size"),
+        *("bos_token_id", "eos_token_id", "id2label", "label2id", "num_labels"),
+        *("max_position_embeddings", "initializer_range", "use_cache", "return_dict"),
+        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder"),
+        *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "experts_implementation"),
+    }
+)
+"""Keys that cannot change a logit, the loss or a gradient, given the weights, or that matter only beside a key that is read.
+
+``router_aux_loss_coef`` matters with ``output_router_logits``, ``max_position_embeddings`` where RoPE lacks the
+trained length, and ``quantization_config`` when the folder's tensors are read.
+"""
+
+Sections = dict[str, dict[str, Any]]
+"""What a model says in a spec, by section."""
+
+_MISSING: Final[Any] = object()
+
+
+class Keys:
+    """The keys of a configuration. Which ones are read is remembered, problems are collected."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        self.where, self.problems = where, list[Problem]()
+        self._values, self._read = dict(values), set[str]()
+
+    def take(self, *names: str, default: Any = _MISSING) -> Any:
+        """Return the value of the first of ``names`` that is set, else ``default``. They are names of one thing."""
+        self._read.update(names)
+        found = {name: self._values[name] for name in names if self._values.get(name) is not None}
+        for name, value in found.items():
+            first = next(iter(found))
+            if value != found[first]:
+                self.tell(f"{name} {value!r} contradicts {first} {found[first]!r}.", "Leave one of them out.")
+        if not found and default is _MISSING:
+            self.tell(f"{names[0]} is missing.", f"Set {' or '.join(names)}.")
+            return None
+        return next(iter(found.values()), default)
+
+    def has(self, name: str) -> bool:
+        """Return whether a key is written, be it as null."""
+        return name in self._values
+
+    def only(self, name: str, *supported: Any, default: Any) -> None:
+        """Report a value of ``name`` other than the ``supported`` ones; ``default`` is the value if it is not set."""
+        value = self.take(name, default=default)
+        if value not in supported:
+            known = " or ".join(map(repr, supported))
+            self.tell(f"{name} {value!r} is not supported.", f"Supported: {known}.")
+
+    def tell(self, what: str, fix: str) -> None:
+        """Report a problem."""
+        self.problems.append(Problem(f"{self.where}: {what}", fix))
+
+    def raise_problems(self) -> None:
+        """Raise SpecError with all problems, keys that nobody read among them."""
+        for name in self._values.keys() - self._read - NEUTRAL:
+            known = nearest(name, self._read | NEUTRAL) if self._values[name] is not None else ""
+            if self._values[name] is not None:
+                self.tell(f"{name} is not supported for {self._values.get('model_type')!r}.", known.split(" Known:")[0])
+        if self.problems:
+            raise SpecError(sorted(self.problems, key=lambda problem: problem.what))
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Return the configuration in a ``config.json``, or in the folder that holds one. Raises SpecError."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}.", "Name a folder with a config.json.") from error
+    except ValueError as error:
+        raise SpecError(f"{path} is not JSON: {error}.", "Download it again.") from error
+    if not isinstance(values, dict):
+        raise SpecError(f"{path} holds no mapping.", "Download it again.")
+    return values
+
+
+def rope_of(keys: Keys, pairs: str = "halves", default: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options of RoPE: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
+    written = keys.take("rope_parameters", default=None) or keys.take("rope_scaling", default=None)
+    given = dict(written or default or {})
+    theta = keys.take("rope_theta", default=given.pop("rope_theta", 10000.0))
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    if given.pop("partial_rotary_factor", 1.0) != 1.0 or keys.take("partial_rotary_factor", default=1.0) != 1.0:
+        keys.tell("partial_rotary_factor is not supported.", "All values of a head turn.")
+    options = {"kind": kind, "theta": float(theta), "pairs": pairs}
+    if kind not in _ROPE:
+        keys.tell(f"RoPE of type {kind!r} is not supported.", f"Supported: {', '.join(_ROPE)}.")
+        return {}
+    if kind == "default":
+        return options
+    longest = keys.take("max_position_embeddings", default=None)
+    trained = given.pop("original_max_position_embeddings", None) or longest
+    if "trained_positions" in _ROPE[kind]:
+        options["trained_positions"] = trained
+    if given.get("factor") is None and kind == "yarn" and trained and longest:
+        given["factor"] = longest / trained
+    for name, value in given.items():
+        if value is not None and name not in _ROPE[kind]:
+            keys.tell(f"{name} is no option of RoPE of type {kind!r}.", "Leave it out.")
+        elif value is not None:
+            options[name] = value
+    return {name: value for name, value in options.items() if not (name in _UNSET_AT_ZERO and not value)}
+
+
+_ROPE: Final[Mapping[str, tuple[str, ...]]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "trained_positions", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", "trained_positions", "beta_fast", "beta_slow", "truncate"),
+        *("mscale", "mscale_all_dim", "attention_factor"),
+    ),
+}
+_UNSET_AT_ZERO: Final = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+
+
+def decoder_of(keys: Keys) -> dict[str, Any]:
+    """Return what all families say of the model, and report the options that none of them may set."""
+    keys.only("hidden_act", "silu", "swish", default="silu")
+    keys.only("attention_dropout", 0, 0.0, default=0.0)
+    keys.only("output_router_logits", False, default=False)
+    return {
+        "vocab_size": keys.take("vocab_size"),
+        "pad_id": keys.take("pad_token_id", default=None),
+        "dim": keys.take("hidden_size"),
+        "num_layers": keys.take("num_hidden_layers"),
+        "top_k": keys.take("num_experts_per_tok"),
+        "tie_embeddings": keys.take("tie_word_embeddings", default=False),
+    }
+
+
+def heads_of(keys: Keys, *, head_dim: bool = True) -> dict[str, Any]:
+    """Return the heads of a grouped-query attention. ``head_dim``: whether the family has this key."""
+    heads = keys.take("num_attention_heads")
+    width = keys.take("head_dim", default=None) if head_dim else None
+    dim = keys.take("hidden_size")
+    return {
+        "use": "gqa",
+        "num_heads": heads,
+        "num_kv_heads": keys.take("num_key_value_heads", default=heads),
+        "head_dim": width or (dim // heads if dim and heads else None),
+    }

@@ -1,0 +1,45 @@
+"""Mixtral (arXiv 2401.04088): every layer has experts, chosen by softmax."""
+
+from __future__ import annotations
+
+from moefw.models.huggingface.config import Keys, Sections, decoder_of, heads_of, rope_of
+from moefw.models.huggingface.origins import DECODER, Family, Origin, to
+
+WEIGHTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def sections(keys: Keys) -> Sections:
+    """Return what a configuration says in a spec."""
+    model, eps = decoder_of(keys), keys.take("rms_norm_eps", default=1e-5)
+    keys.only("router_jitter_noise", 0, 0.0, default=0.0)
+    return {
+        "model": model
+        | {
+            "norm_eps": eps,
+            "num_experts": keys.take("num_local_experts", "num_experts", default=8),
+            "expert_dim": keys.take("intermediate_size", default=14336),
+        },
+        "attention": heads_of(keys)
+        | {
+            "rope": rope_of(keys),
+            "norm_eps": eps,
+            "qk_norm": "none",
+            "window": keys.take("sliding_window", default=None),
+        },
+        "routing": {"use": "topk", "score": "softmax"},
+    }
+
+
+FAMILY = Family(
+    sections,
+    (
+        (r"layers\.(\d+)\.moe\.router\.weight", to("model.layers.{}.block_sparse_moe.gate.weight")),
+        (
+            r"layers\.(\d+)\.moe\.experts\.(\d+)\.(.*)\.weight",
+            lambda layer, expert, part: Origin(
+                f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{WEIGHTS[part]}.weight"
+            ),
+        ),
+        *DECODER,
+    ),
+)

@@ -1,0 +1,34 @@
+"""OLMoE (arXiv 2409.02060): queries and keys normalised across all heads, optionally clipped."""
+
+from __future__ import annotations
+
+from moefw.models.huggingface.config import Keys, Sections, decoder_of, heads_of, rope_of
+from moefw.models.huggingface.origins import DECODER, Family
+from moefw.models.huggingface.qwen3_moe import softmax_routing
+
+
+def sections(keys: Keys) -> Sections:
+    """Return what a configuration says in a spec."""
+    model, eps = decoder_of(keys), keys.take("rms_norm_eps", default=1e-5)
+    bias = keys.take("attention_bias", default=False)
+    return {
+        "model": model
+        | {
+            "norm_eps": eps,
+            "num_experts": keys.take("num_experts", "num_local_experts", default=64),
+            "expert_dim": keys.take("intermediate_size", default=2048),
+        },
+        "attention": heads_of(keys, head_dim=False)
+        | {
+            "rope": rope_of(keys),
+            "norm_eps": eps,
+            "qk_norm": "all",
+            "clip": keys.take("clip_qkv", default=None),
+            "qkv_bias": bias,
+            "out_bias": bias,
+        },
+        "routing": softmax_routing(keys),
+    }
+
+
+FAMILY = Family(sections, DECODER)

@@ -1,0 +1,190 @@
+"""Small models of ``transformers`` with drawn options, saved as folders, and ours with their weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.site import Machine
+from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.origins import Origin, origin_of
+from moefw.runtime.naming import canonical_parameters, state_tensors
+
+CLASSES = {
+    "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
+    "mixtral": "Mixtral",
+    "olmoe": "Olmoe",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+}
+"""How ``transformers`` calls each family."""
+VOCABULARY = 61
+
+
+@st.composite
+def configurations(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """Draw a small configuration: sizes that every family has, and its own options."""
+    experts = draw(st.sampled_from([4, 6, 8]))
+    rope: dict[str, Any] = draw(st.sampled_from(ROPES))
+    shared = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": draw(st.sampled_from([24, 32])),
+        "intermediate_size": 24,
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_experts_per_tok": draw(st.integers(2, experts)),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_theta": draw(st.sampled_from([1e4, 1e6])), **rope},
+        "initializer_range": 0.2,
+    }
+    return shared | draw(OWN[family](experts, shared["num_hidden_layers"]))
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.7},
+    {
+        **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+]
+
+
+def _heads(own: Mapping[str, Any], *, head_dim: bool = True) -> st.SearchStrategy[dict[str, Any]]:
+    """Return a strategy of heads, one key head and as many as queries among them, and a family's options."""
+    pairs = st.sampled_from([(4, 2), (4, 1), (4, 4), (2, 2)])
+    width = {"head_dim": st.sampled_from([4, 8])} if head_dim else {}
+    return st.tuples(pairs, st.fixed_dictionaries({**width, **own})).map(
+        lambda drawn: {"num_attention_heads": drawn[0][0], "num_key_value_heads": drawn[0][1], **drawn[1]}
+    )
+
+
+def _steps(layers: int) -> dict[str, Any]:
+    listed = st.lists(st.integers(0, layers - 1), unique=True, max_size=1)
+    return {"decoder_sparse_step": st.integers(1, 2), "mlp_only_layers": listed, "norm_topk_prob": st.booleans()}
+
+
+def _qwen3(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
+    own = {"num_experts": st.just(experts), "moe_intermediate_size": st.just(16), "attention_bias": st.booleans()}
+    window = {"use_sliding_window": st.booleans(), "sliding_window": st.sampled_from([3, 40])}
+    return _heads({**own, **window, **_steps(layers)})
+
+
+def _qwen2(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
+    own = {"num_experts": st.just(experts), "moe_intermediate_size": st.just(16), "qkv_bias": st.booleans()}
+    own |= {"shared_expert_intermediate_size": st.sampled_from([8, 24])}
+    window = {"use_sliding_window": st.booleans(), "sliding_window": st.just(3), "max_window_layers": st.integers(0, 3)}
+    return _heads({**own, **window, **_steps(layers)}, head_dim=False)
+
+
+def _mixtral(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
+    return _heads({"num_local_experts": st.just(experts), "sliding_window": st.sampled_from([None, 3, 40])})
+
+
+def _olmoe(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
+    own = {"num_experts": st.just(experts), "norm_topk_prob": st.booleans(), "attention_bias": st.booleans()}
+    return _heads({**own, "clip_qkv": st.sampled_from([None, 0.5])}, head_dim=False)
+
+
+def _gpt_oss(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
+    own = {"num_local_experts": st.just(experts), "sliding_window": st.sampled_from([3, 40])}
+    kinds = st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=layers, max_size=layers)
+    own |= {"attention_bias": st.booleans(), "swiglu_limit": st.sampled_from([7.0, 0.5]), "layer_types": kinds}
+    return _heads(own)
+
+
+def _deepseek(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
+    own = {"n_routed_experts": st.just(experts), "moe_intermediate_size": st.just(16), "norm_topk_prob": st.booleans()}
+    own |= {"q_lora_rank": st.sampled_from([None, 12]), "kv_lora_rank": st.just(10), "attention_bias": st.booleans()}
+    own |= {"qk_nope_head_dim": st.sampled_from([6, 8]), "qk_rope_head_dim": st.just(4), "v_head_dim": st.just(5)}
+    own |= {"n_shared_experts": st.integers(1, 2), "routed_scaling_factor": st.sampled_from([1.0, 2.5])}
+    own |= {"first_k_dense_replace": st.integers(0, layers), "rope_interleave": st.booleans()}
+    own |= {"pad_token_id": st.sampled_from([None, 3])}
+    own |= {"num_attention_heads": st.sampled_from([2, 4])}
+    own |= {"num_experts_per_tok": st.integers(2, experts // 2)}
+    return st.tuples(st.fixed_dictionaries(own), st.sampled_from([(1, 1), (2, 1), (2, 2)])).map(
+        lambda drawn: {
+            **drawn[0],
+            **{"num_key_value_heads": drawn[0]["num_attention_heads"]},
+            **{"n_group": drawn[1][0], "topk_group": drawn[1][1]},
+        }
+    )
+
+
+OWN = {
+    "deepseek_v3": _deepseek,
+    "gpt_oss": _gpt_oss,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen2_moe": _qwen2,
+    "qwen3_moe": _qwen3,
+}
+
+
+def theirs(family: str, values: Mapping[str, Any], seed: int = 0) -> Any:
+    """Return a model of ``transformers`` with drawn weights, biases and norms among them, in training mode."""
+    import transformers
+
+    config = getattr(transformers, f"{CLASSES[family]}Config")(**values)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("norm.weight"):
+                tensor.normal_(1.0, 0.2, generator=generator)
+            elif "rotary" not in name and "inv_freq" not in name:
+                tensor.normal_(0.0, 0.2, generator=generator)
+    return model.train()
+
+
+@frozen(eq=False)
+class Ours:
+    """Our model of a saved one, and the origin of every parameter and state."""
+
+    model: nn.Module
+    origins: Mapping[str, Origin]
+
+
+def ours(folder: Path, **sections: Any) -> Ours:
+    """Return our model with the weights of a saved folder, on this rank. ``sections`` are those of a spec."""
+    tree = {"model": {"preset": f"{folder}/config.json"}, "run": {"device": "cpu"}, **sections}
+    assembly = assemble_tree(tree, Marks("hf"), defaults=defaults(), machine=Machine(device="cpu"))
+    model = build_model(assembly, open_layout(assembly, "cpu"), torch.device("cpu"), Shared())
+    rules = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]].rules
+    saved, origins = tensors_of(folder), dict[str, Origin]()
+    with torch.no_grad():
+        for piece in canonical_parameters(model):
+            origins[piece.name] = origin_of(piece.name, rules)
+            whole = origins[piece.name].of(saved[origins[piece.name].name])
+            piece.of(piece.parameter).copy_(whole if piece.shard is None else piece.shard.of(whole))
+        for name, state in state_tensors(model).items():
+            state.copy_(saved[origin_of(name, rules).name])
+    return Ours(model, origins)
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a saved folder by name."""
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+    return dict(read())
