@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Named, Precision
 from moefw.core.records import Canonical, RowGroups, Shard
+from moefw.core.stages import Batch
 from moefw.runtime.compute.product import SharedInput, linear
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw_kernels.rmsnorm import rms_norm
@@ -92,3 +93,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` normalised over its last dimension, in its dtype."""
         return rms_norm(x, self.weight, self.eps)
+
+
+def in_heads(x_TW: Tensor, batch: Batch, width: int) -> Tensor:
+    """Return ``(B, S, W / width, width)``: the tokens of ``batch``, their values in heads."""
+    return x_TW.view(*batch.ids_BS.shape, x_TW.shape[-1] // width, width)

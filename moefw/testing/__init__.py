@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DispatcherSuite": "suites.dispatcher",
+    "AttentionSuite": "suites.attention",
     "RouterSuite": "suites.router",
     "GemmSuite": "suites.gemm",
     "PrecisionSuite": "suites.precision",

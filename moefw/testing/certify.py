@@ -29,6 +29,7 @@ class Kind:
 
 KINDS: Final[Mapping[str, Kind]] = {
     "dispatcher": Kind("moefw_dispatchers", "dispatch", "DispatcherSuite"),
+    "attention": Kind("moefw_attentions", "attention", "AttentionSuite"),
     "router": Kind("moefw_routers", "routing", "RouterSuite"),
     "gemm": Kind("moefw_gemms", "gemm", "GemmSuite"),
     "precision": Kind("moefw_precisions", "precision", "PrecisionSuite"),

@@ -7,17 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
-from moefw.core.errors import SpecError
 from moefw.core.site import Machine
-from moefw.models.presets import PRESETS, PUBLISHED
-from hf_models import CLASSES
+from moefw.models.presets import PUBLISHED
 
 PUBLIC = {
     "deepseek-v3": (671e9, 37e9),

@@ -19,7 +19,7 @@ NEUTRAL: Final = frozenset(
         *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "experts_implementation"),
     }
 )
-"""Keys that cannot change a logit, the loss or a gradient, given the weights, or that matter only beside a key that is read.
+"""Keys that cannot change a logit, the loss or a gradient, given the weights, or that matter only beside another key.
 
 ``router_aux_loss_coef`` matters with ``output_router_logits``, ``max_position_embeddings`` where RoPE lacks the
 trained length, and ``quantization_config`` when the folder's tensors are read.

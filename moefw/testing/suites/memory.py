@@ -81,7 +81,8 @@ class MemorySuite(Suite):
             return self.regions
         assembly = self.model((), world=1).assemble()
         site, mechanism = assembly.site.at(0), getattr(self.plugin, "mechanism", None)
-        offers = [part.offers(site).get("region", ()) for part in (assembly.parts.model, assembly.parts.gemm)]
+        parts = (assembly.parts.model, assembly.parts.attention, assembly.parts.gemm)
+        offers = [part.offers(site).get("region", ()) for part in parts]
         found = [region for offer in offers if offer != ANY for region, way in offer if way == mechanism]
         if found and getattr(type(self._built(found)), "wrap_movement", None) is MemoryPolicy.wrap_movement:
             found = [region for region in found if region not in self.movements]

@@ -17,7 +17,7 @@ from moefw.plugins.attention.gqa.options import Options
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.attention.rope import Table, rope_table, rotate
 from moefw.runtime.compute.product import SharedInput
-from moefw.runtime.modules import Linear, RMSNorm, RowParallelLinear
+from moefw.runtime.modules import Linear, RMSNorm, RowParallelLinear, in_heads
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
 
@@ -92,8 +92,8 @@ class GroupedQueryAttention(nn.Module, moefw.Attention):
         """Return queries ``(B, heads, S, head_dim)``, and keys and values of fewer heads."""
         x_TD, rows = self.tp.gather(x_tD), batch.rows
         shared = SharedInput(x_TD)
-        shape, projections = (*batch.ids_BS.shape, -1, self.options.head_dim), (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (project(x_TD, rows, shared).view(shape) for project in projections)
+        projected = (project(x_TD, rows, shared) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (in_heads(each, batch, self.options.head_dim) for each in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self._used is not None:

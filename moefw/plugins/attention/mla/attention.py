@@ -13,7 +13,7 @@ from moefw.plugins.attention.mla.options import Options
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.attention.rope import Table, rope_table, rotate
 from moefw.runtime.compute.product import SharedInput
-from moefw.runtime.modules import Linear, RMSNorm, RowParallelLinear
+from moefw.runtime.modules import Linear, RMSNorm, RowParallelLinear, in_heads
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
 
@@ -66,14 +66,14 @@ class LatentAttention(nn.Module, moefw.Attention):
 
     def _mla_up_proj(self, q_T: Tensor, kv_T: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys ``(B, heads, S, nope_dim + rope_dim)``, and values ``(B, heads, S, v_dim)``."""
-        options, rows, shape = self.options, batch.rows, batch.ids_BS.shape
+        options, rows = self.options, batch.rows
         q_T = self.q_b_proj(self.q_a_norm(q_T), rows) if self.q_proj is None else self.q_proj(q_T, rows)
-        q = q_T.view(*shape, -1, self._key_dim)
+        q = in_heads(q_T, batch, self._key_dim)
         q_nope, q_rope = q.split([options.nope_dim, options.rope_dim], -1)
         latent_T, k_rope_T = kv_T.split([options.kv_rank, options.rope_dim], -1)
-        kv = self.kv_b_proj(self.kv_a_norm(latent_T), rows).view(*shape, -1, options.nope_dim + options.v_dim)
+        kv = in_heads(self.kv_b_proj(self.kv_a_norm(latent_T), rows), batch, options.nope_dim + options.v_dim)
         k_nope, v = kv.split([options.nope_dim, options.v_dim], -1)
-        k_rope = rotate(k_rope_T.view(*shape, 1, -1), table, options.rope).expand(*k_nope.shape[:-1], -1)
+        k_rope = rotate(in_heads(k_rope_T, batch, options.rope_dim), table, options.rope).expand(*k_nope.shape[:-1], -1)
         q = torch.cat([q_nope, rotate(q_rope, table, options.rope)], -1)
         k = torch.cat([k_nope, k_rope], -1)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -1,0 +1,230 @@
+"""The contract of attentions: ``class TestMine(AttentionSuite): plugin = Mine``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefw.core.contracts import Attention
+from moefw.core.errors import PlanError
+from moefw.runtime.naming import canonical_parameters
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.attention_case import (
+    AttentionCase,
+    Results,
+    attended,
+    attention_of,
+    begun,
+    computed,
+    finished,
+    regions_of,
+    sequences,
+    weights_of,
+)
+from moefw.testing.suites.base import Suite
+from moefw.testing.suites.gemm_case import differing
+from moefw.testing.suites.gemm_passes import PRODUCTS, Noting
+from moefw.testing.suites.watch import changed, held, same_bits, worst_error
+
+RTOL, FLOOR = 2e-5, 1e-2
+"""Largest error as a share of a tensor's largest value, or of this share of the largest gradient."""
+Reference = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
+
+
+class AttentionSuite(Suite):
+    """Tests an attention against its contract: what it may see, its formula in fp64, heads split over ranks.
+
+    ``reference(weights, x_SD, positions_S) -> out_SD`` is the formula for one document, written densely. ``weights``
+    are the parameters by canonical name, everything is fp64. Without one, its check is skipped. ``dim`` is the width
+    of the model. ``policies`` names a memory plugin for each mechanism of a region.
+    """
+
+    section = "attention"
+    dim: ClassVar[int] = 16
+    reference: ClassVar[Reference | None] = None
+    policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}
+
+    def on(self, **settings: Any) -> LayerCase:
+        """Return a layer case with the attention."""
+        return self.layer_case(**{"dim": self.dim, **settings})
+
+    def attention(self, **parts: Any) -> Any:
+        """Return the attention of one layer on one rank."""
+        attention, *_ = attention_of(self.on(parts=parts))
+        assert isinstance(attention, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
+        assert isinstance(attention, Attention), f"{self.plugin.name} builds something that is no moefw.Attention."
+        return attention
+
+    def test_returns_a_row_for_each_token(self) -> None:
+        """Also of a single token, and of none. Each parameter has one name."""
+        attention = self.attention()
+        names = [piece.name for piece in canonical_parameters(attention)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        assert not twice, f"{self.plugin.name} names {', '.join(twice)} twice."
+        for case in (AttentionCase(), AttentionCase(documents=((1,),)), AttentionCase(documents=())):
+            results = computed(attention, case, self.dim)
+            for name, tensor in results.items():
+                says = f"{self.plugin.name}: of {case.shape[0]} sequences of {case.shape[1]} tokens"
+                assert tensor.isfinite().all(), f"{says}, {'the gradient of ' * (name != 'out')}{name} is not finite."
+
+    def test_a_token_sees_itself_and_earlier_tokens_of_its_document(self) -> None:
+        """No gradient reaches a later token, another document or another sequence."""
+        attention, case = self.attention(), AttentionCase(documents=((3, 5), (4, 4)))
+        x_BSD, probe_BSD = case.drawn(self.dim, torch.float32)
+        documents_BS = case.batch().documents_BS
+        assert documents_BS is not None
+        for place in (0, 2, 3, 5, 7):
+            x, out = begun(attention, case, x_BSD)
+            (out[0, place] * probe_BSD[0, place]).sum().backward()
+            assert x.grad is not None
+            reached = x.grad.abs().sum(-1) > 0
+            says = f"{self.plugin.name}: the output at position {place} depends on"
+            assert not reached[1].any(), f"{says} another sequence."
+            assert not reached[0, place + 1 :].any(), f"{says} later tokens."
+            elsewhere = documents_BS[0] != documents_BS[0, place]
+            assert not reached[0, elsewhere].any(), f"{says} another document. Batch.documents_BS numbers them."
+
+    def test_equals_its_formula(self) -> None:
+        """``reference`` in fp64: outputs and the gradients of tokens and parameters, document by document."""
+        formula = type(self).reference
+        if formula is None:
+            pytest.skip(f"{self.plugin.name} has no formula to be compared with: the suite's `reference`")
+        attention = self.attention()
+
+        def check(case: AttentionCase) -> None:
+            wanted = _by_formula(formula, attention, case, self.dim)
+            self._compare(computed(attention, case, self.dim), wanted, f"is not that of its formula for {case}")
+
+        self.for_all(check, sequences())
+
+    def test_packed_documents_are_as_if_alone(self) -> None:
+        """Each with positions from 0 on, as ``Batch.positions_BS`` says."""
+        attention = self.attention()
+        lengths = (4, 1, 5)
+        packed = AttentionCase(documents=(lengths,), seed=3)
+        x_BSD, probe_BSD = packed.drawn(self.dim, torch.float32)
+        together = finished(attention, *begun(attention, packed, x_BSD), probe_BSD)
+        alone: Results = {}
+        for x_1sD, probe_1sD in zip(x_BSD.split(lengths, 1), probe_BSD.split(lengths, 1), strict=True):
+            case = AttentionCase(documents=((x_1sD.shape[1],),))
+            found = finished(attention, *begun(attention, case, x_1sD), probe_1sD)
+            for name, value in found.items():
+                along = name in ("out", "x")
+                known = alone.get(name)
+                alone[name] = value if known is None else torch.cat([known, value], 1) if along else known + value
+        self._compare(together, alone, "changes if documents are packed into one sequence")
+
+    def test_keeps_nothing_and_writes_into_nothing(self) -> None:
+        """Two batches in flight give the bits of each alone, and what is given stays as it is."""
+        self.must_repeat()
+        attention = self.attention()
+        cases = [AttentionCase(seed=1), AttentionCase(documents=((2, 3), (4, 1)), seed=2)]
+        before = held(attention)
+        alone = [computed(attention, case, self.dim) for case in cases]
+        wrote = ", ".join(changed(before, held(attention)))
+        assert not wrote, f"{self.plugin.name} writes {wrote} in forward or backward. It must keep nothing."
+        drawn = [case.drawn(self.dim, torch.float32) for case in cases]
+        started = [begun(attention, case, x_BSD) for case, (x_BSD, _) in zip(cases, drawn, strict=True)]
+        for one, (x_BSD, out_BSD), (given, probe_BSD) in zip(alone, started, drawn, strict=True):
+            kept = probe_BSD.clone()
+            wrong = differing(one, finished(attention, x_BSD, out_BSD, probe_BSD))
+            assert not wrong, f"{self.plugin.name}: with two batches in flight, {wrong} changes."
+            clean = same_bits(x_BSD, given) and same_bits(probe_BSD, kept)
+            assert clean, f"{self.plugin.name} writes into the tokens or the gradient that it is given."
+
+    def test_promised_regions_change_no_bit(self) -> None:
+        """A region under a policy that it allows gives the same bits, and runs inside the attention."""
+        self.must_repeat()
+        case = AttentionCase(documents=((3, 4), (6, 1)))
+        plain = computed(self.attention(), case, self.dim)
+        for region, mechanism in self.promised("region", dim=self.dim):
+            if mechanism not in self.policies:
+                continue
+            treated = self.attention(memory=[{"use": self.policies[mechanism], "regions": [region]}])
+            wrong = differing(plain, computed(treated, case, self.dim))
+            assert not wrong, f"{self.plugin.name}: with the region {region} under {mechanism}, {wrong} changes."
+        unused = {region for region, _ in self.promised("region", dim=self.dim)} - regions_of(self.on())
+        regions = ", ".join(sorted(unused))
+        assert not unused, f"{self.plugin.name} offers the regions {regions}. Is context.region(...) used for them?"
+
+    def test_heads_split_over_ranks_give_the_whole(self) -> None:
+        """Each rank of tp has its part of the tokens; its gradients of parameters are shares that sum to the whole."""
+        name = self.plugin.name
+        for world in self.profile.worlds:
+            layer_case = self.on(tokens=(1,) * world, parts={"parallel": {"dense": {"tp": world}}})
+            try:
+                layer_case.resolve()
+            except PlanError:
+                continue
+            attention = self.attention()
+            for case in (AttentionCase(documents=((8,), (8,))), AttentionCase(documents=((3, 5), (7, 1)), seed=1)):
+                ranks = self.pool.run(attended, world, layer_case, case)
+                wanted = computed(attention, case, self.dim)
+                found = {key: torch.cat([rank[key] for rank in ranks]).view(wanted[key].shape) for key in ("out", "x")}
+                found |= {key: torch.stack([rank[key] for rank in ranks]).sum(0) for key in wanted.keys() - found}
+                assert found.keys() == wanted.keys(), f"{name} names other parameters on {world} ranks of tp."
+                self._compare(found, wanted, f"changes with heads split over {world} ranks of tp")
+
+    def test_products_keep_their_promises(self) -> None:
+        """Products go through ``moefw.linear`` with recipes of their own and the keys of their rows, where offered."""
+        offered, name = self.offers(dim=self.dim), self.plugin.name
+        promises = [fact for fact in ("by_pass", "named_products", "row_keys") if offered.get(fact)]
+        if not promises:
+            pytest.skip(f"{name} offers none of by_pass, named_products and row_keys")
+        layer_case = self.on()
+        attention, *_ = attention_of(
+            replace(
+                layer_case,
+                parts={**layer_case.parts, "precision": {"use": Noting.name}},
+                plugins=(*layer_case.plugins, Noting),
+            )
+        )
+        case = AttentionCase(documents=((3, 4), (6, 1)))
+        x_BSD, probe_BSD = case.drawn(self.dim, torch.float32)
+        x_TD, batch = x_BSD.flatten(0, 1).requires_grad_(), case.batch(keys_T=torch.arange(1, 15))
+        out_TD = attention(x_TD, attention.tables(batch), batch)
+        (out_TD * probe_BSD.flatten(0, 1)).sum().backward()
+        asked, keyed = Noting.recipe.asked, Noting.recipe.keyed
+        if "by_pass" in promises:
+            for during, roles in PRODUCTS.items():
+                counts = [asked[role, during] for role in roles]
+                assert min(counts) > 0, f"{name} offers by_pass, but quantizes nothing during {during}."
+            same = asked["weight", "fprop"] == asked["weight", "dgrad"]
+            assert same, f"{name} offers by_pass, but quantizes other weights in dgrad than in fprop."
+        if "named_products" in promises:
+            shared = ", ".join(repr(one) if one else "the module's recipe" for one in sorted(Noting.recipe.shared))
+            says = f"{name} offers named_products, but {shared} serves several GEMMs."
+            assert not Noting.recipe.shared, f"{says} Give each its own recipe, Precision.at(name, groups=1)."
+        if "row_keys" in promises:
+            for during in ("dgrad", "wgrad"):
+                values = asked["grad", during]
+                says = f"{name} offers row_keys, but has {keyed['grad', during]} of {values} values of gradients keyed"
+                assert keyed["grad", during] == values, f"{says} during {during}. Call moefw.linear(..., rows)."
+
+    def _compare(self, got: Results, wanted: Results, says: str) -> None:
+        grads = [value.abs().max().item() for key, value in wanted.items() if key != "out" and value.numel()]
+        floor = FLOOR * max(1e-3, *grads)
+        for key, value in wanted.items():
+            error = worst_error(got[key], value, floor=1e-30 if key == "out" else floor)
+            thing = "the output" if key == "out" else f"the gradient of {key}"
+            assert error <= RTOL, f"{self.plugin.name}: {thing} {says} (off by {error:.1e} of its largest value)."
+
+
+def _by_formula(formula: Reference, attention: nn.Module, case: AttentionCase, dim: int) -> Results:
+    weights = weights_of(attention)
+    x_BSD, probe_BSD = (tensor.double() for tensor in case.drawn(dim, torch.float32))
+    x_BSD.requires_grad_()
+    rows = []
+    for x_SD, lengths in zip(x_BSD, case.documents, strict=True):
+        alone = [formula(weights, x_sD, torch.arange(len(x_sD)) * case.stride) for x_sD in x_SD.split(lengths)]
+        rows.append(torch.cat(alone))
+    out_BSD = torch.stack(rows)
+    (out_BSD * probe_BSD).sum().backward()
+    grads = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in weights.items()}
+    assert x_BSD.grad is not None
+    return {"out": out_BSD.detach(), "x": x_BSD.grad, **grads}

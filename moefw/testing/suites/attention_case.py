@@ -1,0 +1,167 @@
+"""Sequences for an attention, and what it computes of them on a rank of tp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import ModelParts, Shared, open_layout
+from moefw.core.records import Canonical
+from moefw.core.stages import Batch
+from moefw.runtime.naming import canonical_parameters, initialise
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+from moefw.testing.layer_case import LayerCase
+
+Results = dict[str, Tensor]
+"""``out`` (B, S, D), and gradients: of ``x`` (B, S, D) and of each parameter by canonical name."""
+STD = 0.3
+
+
+@frozen(kw_only=True)
+class AttentionCase:
+    """Sequences of one length, each with the lengths of its documents, whose positions go up by ``stride``."""
+
+    documents: tuple[tuple[int, ...], ...] = ((7,), (7,))
+    stride: int = 1
+    seed: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Sequences B and positions S."""
+        return len(self.documents), sum(self.documents[0]) if self.documents else 5
+
+    def drawn(self, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return tokens, and the gradient of the output, both (B, S, D)."""
+        generator = torch.Generator().manual_seed(self.seed)
+        x_BSD, probe_BSD = torch.randn(2, *self.shape, dim, generator=generator).to(dtype)
+        return x_BSD, probe_BSD
+
+    def batch(self, tp: TensorParallel | None = None, keys_T: Tensor | None = None) -> Batch:
+        """Return the batch, with positions and documents unless both are the default."""
+        ids = torch.zeros(self.shape, dtype=torch.int64)
+        batch = Batch(ids_BS=ids, labels_BS=ids, part=None if tp is None else tp.shard(0), keys_T=keys_T)
+        if self.stride == 1 and all(len(lengths) == 1 for lengths in self.documents):
+            return batch
+        positions = [torch.cat([torch.arange(length) for length in lengths]) for lengths in self.documents]
+        numbers = [torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in self.documents]
+        return Batch(
+            ids_BS=ids,
+            labels_BS=ids,
+            positions_BS=torch.stack(positions) * self.stride,
+            documents_BS=torch.stack(numbers),
+            part=batch.part,
+            keys_T=keys_T,
+        )
+
+
+def sequences(multiple: int = 1) -> st.SearchStrategy[AttentionCase]:
+    """Return a strategy for cases whose number of tokens is a multiple of ``multiple``."""
+    lengths = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(lambda found: _filled(found, multiple))
+    return st.builds(
+        lambda found, count, stride, seed: AttentionCase(documents=(tuple(found),) * count, stride=stride, seed=seed),
+        lengths,
+        st.integers(1, 3),
+        st.sampled_from([1, 3]),
+        st.integers(0, 1000),
+    )
+
+
+def _filled(lengths: list[int], multiple: int) -> list[int]:
+    return [*lengths[:-1], lengths[-1] + -sum(lengths) % multiple]
+
+
+def attention_of(layer_case: LayerCase) -> tuple[Any, Assembly, TensorParallel]:
+    """Return the attention of a layer case on this rank, initialised by name."""
+    assembly = layer_case.resolve()
+    layout = open_layout(assembly, "cpu")
+    attention = ModelParts(assembly, layout, torch.device("cpu"), Shared()).attention(0)
+    initialise(attention, seed=layer_case.seed, std=lambda _: STD)
+    return attention, assembly, TensorParallel(layout)
+
+
+class _Entered:
+    """Notes the regions that run."""
+
+    def __init__(self) -> None:
+        self.regions = set[str]()
+
+    def inside(self, region: str, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.regions.add(region)
+            return function(*args)
+
+        return run
+
+    def around(self, region: str, layer: int, treated: Callable[..., Any]) -> Callable[..., Any]:
+        return treated
+
+
+def regions_of(layer_case: LayerCase) -> set[str]:
+    """Return the regions that a forward of the attention runs."""
+    assembly, entered = layer_case.resolve(), _Entered()
+    parts = ModelParts(assembly, open_layout(assembly, "cpu"), torch.device("cpu"), Shared(), watch=entered)
+    attention, case = parts.attention(0), AttentionCase()
+    begun(attention, case, case.drawn(layer_case.dim, torch.float32)[0])
+    return entered.regions
+
+
+def computed(attention: Any, case: AttentionCase, dim: int, dtype: torch.dtype = torch.float32) -> Results:
+    """Return output and gradients of a whole attention on one rank."""
+    x_BSD, probe_BSD = case.drawn(dim, dtype)
+    return finished(attention, *begun(attention, case, x_BSD), probe_BSD)
+
+
+def begun(attention: Any, case: AttentionCase, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens, which require a gradient, and the output, both (B, S, D)."""
+    x_BSD, batch = x_BSD.clone().requires_grad_(), case.batch()
+    out_TD = attention(x_BSD.flatten(0, 1), attention.tables(batch), batch)
+    return x_BSD, out_TD.view(x_BSD.shape)
+
+
+def finished(attention: nn.Module, x_BSD: Tensor, out_BSD: Tensor, probe_BSD: Tensor) -> Results:
+    """Return output and gradients of what was begun."""
+    attention.zero_grad()
+    (out_BSD * probe_BSD).sum().backward()
+    grads = {piece.name: _grad(piece) for piece in canonical_parameters(attention)}
+    return {"out": out_BSD.detach(), "x": _zero(x_BSD.grad, x_BSD), **grads}
+
+
+def attended(layer_case: LayerCase, case: AttentionCase) -> Results:
+    """Return this rank's tokens (t, D) of output and gradient, and its share of each parameter's gradient, whole."""
+    attention, _, tp = attention_of(layer_case)
+    x_BSD, probe_BSD = case.drawn(layer_case.dim, torch.float32)
+    batch = case.batch(tp)
+    x_tD = batch.own(x_BSD.flatten(0, 1)).clone().requires_grad_()
+    out_tD = attention(x_tD, attention.tables(batch), batch)
+    (out_tD * batch.own(probe_BSD.flatten(0, 1))).sum().backward()
+    shares = {piece.name: _whole(piece) for piece in canonical_parameters(attention)}
+    return {"out": out_tD.detach(), "x": _zero(x_tD.grad, x_tD), **shares}
+
+
+def weights_of(attention: nn.Module) -> Mapping[str, Tensor]:
+    """Return the parameters by canonical name in fp64. They require gradients."""
+    pieces = canonical_parameters(attention)
+    return {piece.name: piece.of(piece.parameter.detach()).double().requires_grad_() for piece in pieces}
+
+
+def _grad(piece: Canonical) -> Tensor:
+    return piece.of(_zero(piece.parameter.grad, piece.parameter)).clone()
+
+
+def _zero(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def _whole(piece: Canonical) -> Tensor:
+    part = _grad(piece)
+    if piece.shard is None:
+        return part
+    whole = part.new_zeros(piece.shard.whole(part.shape))
+    piece.shard.of(whole).copy_(part)
+    return whole

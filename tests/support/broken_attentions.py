@@ -1,0 +1,189 @@
+"""Attentions that break the contract, each in one way, and the check that sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+import moefw
+from moefw.core.contracts import Attention
+from moefw.core.site import Site
+from moefw.core.stages import Batch
+from moefw.runtime.attention.attend import attend
+from moefw.runtime.attention.mask import Mask
+from moefw.runtime.attention.rope import Table, rope_table, rotate
+from moefw.runtime.attention.rope_options import Rope
+from moefw.runtime.compute.product import SharedInput
+from moefw.runtime.modules import Linear, RowParallelLinear, in_heads
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+
+HEADS, WIDTH = 4, 4
+
+
+class PlainAttention(nn.Module, Attention):
+    """Multi-head attention with rotary positions, right in every way."""
+
+    def __init__(self, context: moefw.BuildContext) -> None:
+        super().__init__()
+        self.tp, dim = TensorParallel(context.layout), context.site.dims.model_dim
+        recipe = context.recipe("attention")
+        self.recipes = {name: self.recipe_of(recipe, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, Linear(dim, HEADS * WIDTH, self.recipes[name], shard=self.tp.shard(0), bias=True))
+        self.o_proj = RowParallelLinear(HEADS * WIDTH, dim, self.recipes["o_proj"], self.tp, bias=True)
+        self.core = context.region("core_attn", self.attend)
+
+    def recipe_of(self, recipe: Any, name: str) -> Any:
+        return recipe.at(name, groups=1)
+
+    def tables(self, batch: Batch) -> Table:
+        return rope_table(Rope(), WIDTH, batch)
+
+    def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
+        x_TD = self.tp.gather(x_tD)
+        shared = SharedInput(x_TD)
+        projections: Any = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (in_heads(project(x_TD, self.rows(batch), shared), batch, WIDTH) for project in projections)
+        q, k = rotate(q, tables, Rope()), rotate(k, tables, Rope())
+        out_tD: Tensor = self.o_proj(self.core(q, k, v, batch), self.rows(batch))
+        return out_tD
+
+    def rows(self, batch: Batch) -> Any:
+        return batch.rows
+
+    def mask(self, batch: Batch) -> Mask:
+        return Mask(documents_BS=batch.documents_BS)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        out, _ = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.mask(batch))
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+@frozen
+class PlainPlugin(moefw.AttentionPlugin):
+    """Plain attention."""
+
+    name: ClassVar[str] = "plain_attention"
+    made: ClassVar[type[PlainAttention]] = PlainAttention
+    regions: ClassVar[tuple[str, ...]] = ("core_attn",)
+
+    def offers(self, site: Site) -> moefw.Offers:
+        regions = tuple((region, way) for region in self.regions for way in ("keep", "recompute", "offload"))
+        return moefw.offers(region=regions, by_pass=True, named_products=True, row_keys=True)
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        return [moefw.need("axis_divides", ("tp", HEADS), reason="each rank has an equal share of the heads")]
+
+    def build(self, context: moefw.BuildContext) -> Attention:
+        return self.made(context)
+
+
+class SeesAhead(PlainAttention):
+    """A token sees the one after it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        ahead = [torch.cat([each[:, 1:], each[:, -1:]], 1) for each in (k, v)]
+        return super().attend(q, *ahead, batch)
+
+
+class IgnoresDocuments(PlainAttention):
+    def mask(self, batch: Batch) -> Mask:
+        return Mask()
+
+
+class CountsPositionsItself(PlainAttention):
+    def tables(self, batch: Batch) -> Table:
+        return super().tables(replace(batch, positions_BS=None))
+
+
+class ForgetsTheFirst(PlainAttention):
+    """The first token of a sequence has no value, that of a later document has one."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return super().attend(q, k, torch.cat([torch.zeros_like(v[:, :1]), v[:, 1:]], 1), batch)
+
+
+class MixesSequences(PlainAttention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return super().attend(q, k + k.mean(0, keepdim=True), v, batch)
+
+
+class Remembers(PlainAttention):
+    """The output depends on the last batch."""
+
+    last: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        before, self.last = self.last, q.detach().mean()
+        return super().attend(q, k, v if before is None else v + before, batch)
+
+
+class WritesIntoTokens(PlainAttention):
+    def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
+        out_tD = super().forward(x_tD, tables, batch)
+        x_tD.data.mul_(1.5)
+        return out_tD
+
+
+class AddsTheBiasOnEveryRank(PlainAttention):
+    """The last bias is added once a rank of tp."""
+
+    def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
+        bias: Any = self.o_proj.bias
+        return super().forward(x_tD, tables, batch) + bias * (self.tp.size - 1)
+
+
+class ForgetsToGather(PlainAttention):
+    """A rank of tp sees only its own tokens' values."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        keep = torch.zeros(v.shape[:2])
+        part = self.tp.shard(0)
+        (keep.view(-1) if part is None else part.of(keep.view(-1))).fill_(1.0)
+        return super().attend(q, k, v * keep.unsqueeze(-1).unsqueeze(-1), batch)
+
+
+class FailsAlone(PlainAttention):
+    """A single token divides by the spread of its sequence."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        spread = 1.0 + 0.0 * (q.shape[1] - 1) / (q.shape[1] - 1) if q.shape[1] > 1 else float("nan")
+        return super().attend(q * spread, k, v, batch)
+
+
+class HalfScale(PlainAttention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return super().attend(q * 0.5, k, v, batch)
+
+
+class OneRecipe(PlainAttention):
+    def recipe_of(self, recipe: Any, name: str) -> Any:
+        return recipe
+
+
+class LosesKeys(PlainAttention):
+    def rows(self, batch: Batch) -> Any:
+        return None
+
+
+class EntersNoRegion(PlainAttention):
+    def __init__(self, context: moefw.BuildContext) -> None:
+        super().__init__(context)
+        self.core = self.attend
+
+
+def declaration_of(made: type[PlainAttention]) -> type[PlainPlugin]:
+    """Return a plugin that builds ``made``. Ranks find it in this module."""
+    body = {"made": made, "name": made.__name__.lower(), "__module__": __name__, "__doc__": PlainPlugin.__doc__}
+    declared: type[PlainPlugin] = frozen(type(f"{made.__name__}Plugin", (PlainPlugin,), body))
+    globals()[declared.__name__] = declared
+    return declared
+
+
+PLUGINS = {made: declaration_of(made) for made in (PlainAttention, *PlainAttention.__subclasses__())}
+"""The plugin of each."""
