@@ -37,6 +37,11 @@ class Kind:
     runtime: str
     where: str = ""
 
+    @property
+    def one(self) -> str:
+        """The noun with its article."""
+        return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
+
 
 KINDS: Final[Mapping[str, Kind]] = {
     "dispatcher": Kind(
@@ -44,6 +49,13 @@ KINDS: Final[Mapping[str, Kind]] = {
         "DispatcherSuite",
         "dispatch: {use: sample}",
         "how rows travel: `plan` exchanges metadata, each movement is a start and a finish.",
+    ),
+    "attention": Kind(
+        "attention",
+        "AttentionSuite",
+        "attention: {use: sample}",
+        "how a token reads the earlier tokens of its document: projections around\n"
+        "  `attend`, heads split over the ranks of tp. `tests` has its formula.",
     ),
     "router": Kind(
         "router",
@@ -98,7 +110,7 @@ def new(kind: str, name: str, into: Path) -> int:
         target = _write(kind, named, into)
     except OSError as error:
         raise SpecError(f"{into}: {named.distribution} cannot be written: {error.strerror}.") from error
-    click.echo(f"{click.format_filename(target)} holds a {KINDS[kind].noun} called {named.part}. Next:")
+    click.echo(f"{click.format_filename(target)} holds {KINDS[kind].one} called {named.part}. Next:")
     click.echo(f"  cd {click.format_filename(target)}")
     click.echo("  pip install --editable '.[test]'")
     click.echo("  pytest                 # certifies it")
@@ -173,6 +185,7 @@ def _write(kind: str, names: Names, into: Path) -> Path:
     """Write the package to a temporary folder and rename that, so that it appears whole or not at all."""
     where = KINDS[kind].where or f"`moefw_sample/{kind}.py`"
     words = {
+        "{one}": KINDS[kind].one[0].upper() + KINDS[kind].one[1:],
         "{kind}": KINDS[kind].noun,
         "{spec}": KINDS[kind].spec,
         "{changes}": f"- {where}: {KINDS[kind].runtime}",

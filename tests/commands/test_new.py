@@ -21,7 +21,7 @@ LONG = "a" * (LONGEST_NAME - 6) + "-sampl"
 def new(kind: str, name: str, into: Path) -> Path:
     result = CliRunner().invoke(cli, ["new", kind, name, "--into", str(into)], catch_exceptions=False)
     assert result.exit_code == 0
-    (made,) = (path for path in into.iterdir() if result.output.startswith(f"{path} holds a "))
+    (made,) = (path for path in into.iterdir() if result.output.startswith((f"{path} holds a ", f"{path} holds an ")))
     return made
 
 
@@ -65,8 +65,9 @@ def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: 
     assert f'my-{kind} = "moefw_my_{kind}"' in files["pyproject.toml"]
     assert "    plugin = My\n" in files[f"tests/test_my_{kind}.py"]
     noun = {"gemm": "GEMM", "precision": "precision recipe", "memory": "memory policy"}.get(kind, kind)
-    assert f'description = "A {noun} for moefw"' in files["pyproject.toml"]
-    assert f"A {noun} for moefw. " in files["README.md"]
+    one = f"{'An' if kind == 'attention' else 'A'} {noun}"
+    assert f'description = "{one} for moefw"' in files["pyproject.toml"]
+    assert f"{one} for moefw. " in files["README.md"]
     assert len(files[f"tests/test_my_{kind}.py"].split("class ")[1].splitlines()) <= 3
 
 

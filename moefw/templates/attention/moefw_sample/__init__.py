@@ -1,0 +1,51 @@
+"""``sample``: an attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import moefw
+from attrs import field, frozen
+from attrs.validators import ge
+
+moefw_api = ">=2,<3"
+
+
+@frozen
+class Sample(moefw.AttentionPlugin):
+    """Every query has a head of its own; all share one key and one value, with rotary positions."""
+
+    name: ClassVar[str] = "sample"
+
+    num_heads: int = field(default=4, validator=ge(1))
+    head_dim: int = field(default=32, validator=ge(2))
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        """The scores may be kept, moved off the device or recomputed. Products go through ``moefw.linear``."""
+        regions = tuple(("core_attn", way) for way in ("keep", "offload", "recompute"))
+        return moefw.offers(region=regions, by_pass=True, named_products=True, row_keys=True)
+
+    def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
+        """Require equal shares of the heads."""
+        return [
+            moefw.need(
+                "axis_divides",
+                ("tp", self.num_heads),
+                reason="each rank of tp has an equal share of num_heads",
+                fix="Use a tp that divides num_heads.",
+                option="num_heads",
+            )
+        ]
+
+    def build(self, context: moefw.BuildContext) -> moefw.Attention:
+        """Return the attention of one layer on this rank."""
+        from moefw_sample.attention import SampleAttention
+
+        return SampleAttention(context, self.num_heads, self.head_dim)
+
+
+@moefw.hookimpl
+def moefw_attentions() -> list[type[moefw.AttentionPlugin]]:
+    """Declare the attention."""
+    return [Sample]

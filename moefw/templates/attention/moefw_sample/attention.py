@@ -1,0 +1,52 @@
+"""The runtime part of ``sample``.
+
+Shapes: legend in :mod:`moefw.core.stages`; ``H`` heads of this rank, ``d`` their width.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import moefw
+from moefw.runtime.attention.attend import attend
+from moefw.runtime.attention.mask import Mask
+from moefw.runtime.attention.rope import Table, rope_table, rotate
+from moefw.runtime.attention.rope_options import Rope
+from moefw.runtime.modules import Linear, RowParallelLinear, in_heads
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+from torch import Tensor, nn
+
+
+@final
+class SampleAttention(nn.Module, moefw.Attention):
+    """Queries and the last projection are split over the ranks of tp; every rank has the whole key and value."""
+
+    def __init__(self, context: moefw.BuildContext, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.width, self.tp, self.rope = head_dim, TensorParallel(context.layout), Rope()
+        dim, recipe = context.site.dims.model_dim, context.recipe("attention")
+        into_q, into_k, into_v, out_of = (recipe.at(f"{name}_proj", groups=1) for name in "qkvo")
+        self.q_proj = Linear(dim, num_heads * head_dim, into_q, shard=self.tp.shard(0))
+        self.k_proj = Linear(dim, head_dim, into_k)
+        self.v_proj = Linear(dim, head_dim, into_v)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, dim, out_of, self.tp)
+        self._core = context.region("core_attn", self._core_attn)
+
+    def tables(self, batch: moefw.Batch) -> Table:
+        """Return cosines and sines of all positions."""
+        return rope_table(self.rope, self.width, batch)
+
+    def forward(self, x_tD: Tensor, tables: Table, batch: moefw.Batch) -> Tensor:
+        """Return ``(t, D)``. Each rank of tp has its part of the tokens, and attends with all of them."""
+        x_TD, rows = self.tp.gather(x_tD), batch.rows
+        projected = (project(x_TD, rows) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (in_heads(each, batch, self.width) for each in projected)
+        q, k = rotate(q, tables, self.rope), rotate(k, tables, self.rope)
+        out_tD: Tensor = self.o_proj(self._core(q, k, v, batch.documents_BS), rows)
+        return out_tD
+
+    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
+        """Return ``(T, H d)``."""
+        heads = (each.transpose(1, 2) for each in (q, k, v))
+        out_BHSd, _ = attend(*heads, Mask(documents_BS=documents_BS))
+        return out_BHSd.transpose(1, 2).flatten(0, 1).flatten(1)
