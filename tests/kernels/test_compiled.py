@@ -90,12 +90,12 @@ def fused() -> dict[str, Case]:
         partial(empty_rows, 131072, 2048, device=X.device),
         none(16384, 8, dtype=torch.int32),
     )
-    cases = {
-        "swiglu": Case(partial(call, "swiglu", "weighted_swiglu", h, WEIGHTS), (1, 0), TO_BF16),
-        "swiglu backward": Case(
-            partial(call, "swiglu", "weighted_swiglu_backward", none(16384, 768), h, WEIGHTS), (1, 1), TO_BF16
-        ),
-    }
+    cases = {}
+    for kind, clamp in (("swiglu", None), ("clamped swiglu", (7.0, 1.702))):
+        forward = partial(call, "swiglu", "weighted_swiglu", h, WEIGHTS, clamp)
+        backward = partial(call, "swiglu", "weighted_swiglu_backward", none(16384, 768), h, WEIGHTS, clamp)
+        cases[kind] = Case(forward, (1, 0), TO_BF16)
+        cases[f"{kind} backward"] = Case(backward, (1, 1), TO_BF16)
     for scales in get_args(Scales):
         deep = scales == "fp32"
         launch = partial(call, "swiglu_quantize", "swiglu_quantize", h, WEIGHTS, scales)

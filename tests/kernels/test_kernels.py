@@ -124,14 +124,17 @@ def test_gather_and_gather_sum_are_each_others_gradient(tokens: int) -> None:
     assert gather_sum(rows_RD, rows).shape == (tokens, 3)
 
 
+@pytest.mark.parametrize("clamp", [None, (0.8, 1.702)], ids=["plain", "clamped"])
 @pytest.mark.parametrize("rows", [0, 1, 7])
-def test_the_hand_written_swiglu_gradient_is_autograds(rows: int) -> None:
-    h_RH = torch.randn(rows, 10, dtype=torch.float64, requires_grad=True)
+def test_the_hand_written_swiglu_gradient_is_autograds(rows: int, clamp: tuple[float, float] | None) -> None:
+    h_RH = torch.randn(rows, 10, dtype=torch.float64)
+    h_RH[:, ::5] = 0.8  # at the limit the gradient passes
+    h_RH.requires_grad_()
     weights_R = torch.rand(rows, dtype=torch.float64, requires_grad=True)
     grad_RF = torch.randn(rows, 5, dtype=torch.float64)
-    a_RF = weighted_swiglu(h_RH, weights_R)
+    a_RF = weighted_swiglu(h_RH, weights_R, clamp)
     wanted = torch.autograd.grad(a_RF, (h_RH, weights_R), grad_RF)
-    grad_h, grad_weights, again = weighted_swiglu_backward(grad_RF, h_RH.detach(), weights_R.detach())
+    grad_h, grad_weights, again = weighted_swiglu_backward(grad_RF, h_RH.detach(), weights_R.detach(), clamp)
     torch.testing.assert_close(grad_h, wanted[0])
     torch.testing.assert_close(grad_weights.double(), wanted[1], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(again, a_RF.detach())

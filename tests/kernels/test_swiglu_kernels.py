@@ -14,10 +14,11 @@ import torch
 from test_quantize_kernels import INF, NAN, awkward
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 
-from moefw_kernels.swiglu import reference, weighted_swiglu, weighted_swiglu_backward
+from moefw_kernels.swiglu import Clamp, reference, weighted_swiglu, weighted_swiglu_backward
 
+CLAMPS = {"plain": None, "clamped": (1.3, 1.702)}
+"""1.3 is not exact in bf16."""
 SIZES = [(1, 1), (3, 17), (8, 128), (37, 130), (29, 257), (7, 389), (0, 5), (4, 0), (0, 0)]
 
 
@@ -48,7 +49,9 @@ def same(mine: Tensor, right: Tensor) -> None:
     assert torch.equal(*(each.nan_to_num(nan=0.0, posinf=INF, neginf=-INF).view(word) for each in (mine, right)))
 
 
-def as_good_a_sum(found_R: Tensor, grad_RF: Tensor, h_RH: Tensor, overflown_R: Tensor) -> None:
+def as_good_a_sum(
+    found_R: Tensor, grad_RF: Tensor, h_RH: Tensor, overflown_R: Tensor, clamp: Clamp | None = None
+) -> None:
     """Compare the gradient of the weights with the exact sum of products, each of which is exact in fp32.
 
     A number is in ceil(F / C) - 1 sums of its tile column, then in fewer than min(F, C) sums of columns; each rounds
@@ -58,8 +61,7 @@ def as_good_a_sum(found_R: Tensor, grad_RF: Tensor, h_RH: Tensor, overflown_R: T
     from moefw_kernels.swiglu import triton
 
     tile, columns = triton._COLUMNS, grad_RF.shape[1]
-    gate, up = h_RH.chunk(2, -1)
-    terms = grad_RF.double() * (F.silu(gate) * up).double()
+    terms = grad_RF.double() * reference.swiglu(*h_RH.chunk(2, -1), clamp).double()
     rounding = max(-(-columns // tile) - 1 + min(columns, tile) - 1, 0) * 2.0**-24
     exact, magnitude = terms.sum(1), terms.abs().sum(1)
     allowed = magnitude * rounding / (1 - rounding) + columns * 2.0**-149
@@ -69,36 +71,38 @@ def as_good_a_sum(found_R: Tensor, grad_RF: Tensor, h_RH: Tensor, overflown_R: T
     same(found_R[~bounded], overflown_R[~bounded])
 
 
-def hold_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> None:
+def hold_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None) -> None:
     from moefw_kernels.swiglu import triton
 
-    grad_h, grad_weights, a_RF = triton.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
-    wanted_h, wanted_weights, wanted_a = reference.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    grad_h, grad_weights, a_RF = triton.weighted_swiglu_backward(grad_RF, h_RH, weights_R, clamp)
+    wanted_h, wanted_weights, wanted_a = reference.weighted_swiglu_backward(grad_RF, h_RH, weights_R, clamp)
     same(grad_h, wanted_h)
     same(a_RF, wanted_a)
-    as_good_a_sum(grad_weights, grad_RF, h_RH, wanted_weights)
+    as_good_a_sum(grad_weights, grad_RF, h_RH, wanted_weights, clamp)
 
 
-def forward_kernel(size: tuple[int, int]) -> None:
+def forward_kernel(size: tuple[int, int], clamp: Clamp | None) -> None:
     from moefw_kernels.swiglu import triton
 
     for _, h_RH, weights_R in views(*given(*size)):
-        same(triton.weighted_swiglu(h_RH, weights_R), reference.weighted_swiglu(h_RH, weights_R))
+        same(triton.weighted_swiglu(h_RH, weights_R, clamp), reference.weighted_swiglu(h_RH, weights_R, clamp))
 
 
-def backward_kernel(size: tuple[int, int]) -> None:
+def backward_kernel(size: tuple[int, int], clamp: Clamp | None) -> None:
     for each in views(*given(*size)):
-        hold_backward(*each)
+        hold_backward(*each, clamp)
 
 
+@pytest.mark.parametrize("clamp", CLAMPS.values(), ids=CLAMPS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_kernel_forward(interpreter: ProcessPoolExecutor, size: tuple[int, int]) -> None:
-    interpreter.submit(forward_kernel, size).result()
+def test_the_kernel_forward(interpreter: ProcessPoolExecutor, size: tuple[int, int], clamp: Clamp | None) -> None:
+    interpreter.submit(forward_kernel, size, clamp).result()
 
 
+@pytest.mark.parametrize("clamp", CLAMPS.values(), ids=CLAMPS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_kernel_backward(interpreter: ProcessPoolExecutor, size: tuple[int, int]) -> None:
-    interpreter.submit(backward_kernel, size).result()
+def test_the_kernel_backward(interpreter: ProcessPoolExecutor, size: tuple[int, int], clamp: Clamp | None) -> None:
+    interpreter.submit(backward_kernel, size, clamp).result()
 
 
 def all_bf16_numbers() -> Tensor:
@@ -106,38 +110,40 @@ def all_bf16_numbers() -> Tensor:
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(256, 256)
 
 
-def every_gate(forward: bool) -> None:
+def every_gate(forward: bool, clamp: Clamp | None) -> None:
     from moefw_kernels.swiglu import triton
 
     gate, one = all_bf16_numbers(), torch.ones(256, 256).bfloat16()
     h_RH, weights_R = torch.cat([gate, one], 1), torch.ones(256)
     if forward:
-        same(triton.weighted_swiglu(h_RH, weights_R), F.silu(gate))
+        same(triton.weighted_swiglu(h_RH, weights_R, clamp), reference.swiglu(gate, one, clamp))
     else:
-        hold_backward(one, h_RH, weights_R)
+        hold_backward(one, h_RH, weights_R, clamp)
         generator = torch.Generator().manual_seed(0)
         grad_RF, up = torch.randn(2, 256, 256, generator=generator).bfloat16()
-        hold_backward(grad_RF, torch.cat([gate, up], 1), torch.rand(256, generator=generator))
+        hold_backward(grad_RF, torch.cat([gate, up], 1), torch.rand(256, generator=generator), clamp)
 
 
+@pytest.mark.parametrize("clamp", CLAMPS.values(), ids=CLAMPS)
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
-def test_every_bf16_number_is_a_gate(interpreter: ProcessPoolExecutor, forward: bool) -> None:
-    interpreter.submit(every_gate, forward).result()
+def test_every_bf16_number_is_a_gate(interpreter: ProcessPoolExecutor, forward: bool, clamp: Clamp | None) -> None:
+    interpreter.submit(every_gate, forward, clamp).result()
 
 
-def every_up_and_gradient() -> None:
+def every_up_and_gradient(clamp: Clamp | None) -> None:
     from moefw_kernels.swiglu import triton
 
     numbers, one = all_bf16_numbers(), torch.full((256, 256), 1.375).bfloat16()
     weights_R = torch.rand(256, generator=torch.Generator().manual_seed(0))
     h_RH = torch.cat([one, numbers], 1)
-    same(triton.weighted_swiglu(h_RH, weights_R), reference.weighted_swiglu(h_RH, weights_R))
-    hold_backward(one, h_RH, weights_R)
-    hold_backward(numbers, torch.cat([one, one], 1), weights_R)
+    same(triton.weighted_swiglu(h_RH, weights_R, clamp), reference.weighted_swiglu(h_RH, weights_R, clamp))
+    hold_backward(one, h_RH, weights_R, clamp)
+    hold_backward(numbers, torch.cat([one, one], 1), weights_R, clamp)
 
 
-def test_every_bf16_number_is_an_up_and_a_gradient(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(every_up_and_gradient).result()
+@pytest.mark.parametrize("clamp", CLAMPS.values(), ids=CLAMPS)
+def test_every_bf16_number_is_an_up_and_a_gradient(interpreter: ProcessPoolExecutor, clamp: Clamp | None) -> None:
+    interpreter.submit(every_up_and_gradient, clamp).result()
 
 
 def rows_alone() -> None:
@@ -160,13 +166,13 @@ def test_a_row_has_the_same_bits_wherever_it_lies(interpreter: ProcessPoolExecut
 class Calls(list[str]):
     """Records calls of forward and backward in place of the kernels."""
 
-    def forward(self, h_RH: Tensor, weights_R: Tensor) -> Tensor:
-        self.append("kernel")
-        return reference.weighted_swiglu(h_RH, weights_R)
+    def forward(self, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None) -> Tensor:
+        self.append("kernel" if clamp is None else "clamped")
+        return reference.weighted_swiglu(h_RH, weights_R, clamp)
 
-    def backward(self, grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, ...]:
-        self.append("kernel")
-        return reference.weighted_swiglu_backward(grad_RF, h_RH, weights_R)
+    def backward(self, grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None) -> tuple[Tensor, ...]:
+        self.append("kernel" if clamp is None else "clamped")
+        return reference.weighted_swiglu_backward(grad_RF, h_RH, weights_R, clamp)
 
 
 @pytest.fixture
@@ -194,6 +200,9 @@ def test_bf16_on_a_gpu_takes_the_kernel_each_way(calls: Calls) -> None:
         weighted_swiglu(h_RH.requires_grad_(), weights_R.requires_grad_())
         weighted_swiglu_backward(grad_RF, h_RH, weights_R)
     assert calls == ["kernel"] * 4
+    weighted_swiglu(h_RH.detach(), weights_R.detach(), (7.0, 1.702))
+    weighted_swiglu_backward(grad_RF, h_RH.detach(), weights_R.detach(), (7.0, 1.702))
+    assert calls[4:] == ["clamped"] * 2
 
 
 def test_a_gradient_flows_through_operations_of_pytorch(calls: Calls) -> None:

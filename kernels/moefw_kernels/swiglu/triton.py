@@ -1,12 +1,15 @@
 """Triton kernels. Forward and backward read each input once and write only their results.
 
-Numbers are rounded to bf16 where PyTorch's operations round them. bf16 is loaded and stored as integers, because the
-interpreter's conversion reads subnormal numbers wrongly.
+``LIMIT`` and ``ALPHA`` are those of the clamped form; None: plain SwiGLU. Numbers are rounded to bf16 where PyTorch's
+operations round them. bf16 is loaded and stored as integers, because the interpreter's conversion reads subnormal
+numbers wrongly.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -15,6 +18,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from moefw_kernels.casts import as_bf16, is_compiled
+from moefw_kernels.swiglu.reference import Clamp
 
 _ROWS, _COLUMNS = 8, 128
 
@@ -36,9 +40,30 @@ def silu(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def _sigmoid(x, COMPILED: tl.constexpr):
+    """Return ``1 / (1 + exp(-x))``."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), _one_and_exp_of_minus(x, COMPILED))
+
+
+@triton.jit
+def _factors(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, COMPILED: tl.constexpr):
+    """Return the argument of the sigmoid, the activated gate and its factor. NaN stays NaN where values are clamped."""
+    if LIMIT is None:
+        x = gate
+        activated = as_bf16(silu(gate, COMPILED), COMPILED)
+        factor = up
+    else:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        x = as_bf16(gate * ALPHA, COMPILED)
+        activated = as_bf16(gate * as_bf16(_sigmoid(x, COMPILED), COMPILED), COMPILED)
+        factor = as_bf16(tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0, COMPILED)
+    return x, activated, factor
+
+
+@triton.jit
 def _silu_slope(x, COMPILED: tl.constexpr):
     """Return ``s = sigmoid(x)`` and ``1 + x * (1 - s)``: the slope is their product. PyTorch also uses the FMA."""
-    s = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), _one_and_exp_of_minus(x, COMPILED))
+    s = _sigmoid(x, COMPILED)
     if COMPILED:  # noqa: SIM108
         rest = tl.fma(x, 1.0 - s, 1.0)
     else:
@@ -62,7 +87,8 @@ def _store(at, x, inside):
 
 @triton.jit
 def _forward_kernel(
-    h, weights, a, rows, columns, h_stride, R: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr
+    h, weights, a, rows, columns, h_stride,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, R: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of ``a`` in each program."""
     program = tl.program_id(0).to(tl.int64)
@@ -74,14 +100,15 @@ def _forward_kernel(
     inside = (r_R1 < rows) & (c < columns)
     gate = _load(h + r_R1 * h_stride + c, inside)
     up = _load(h + r_R1 * h_stride + columns + c, inside)
-    unweighted = as_bf16(as_bf16(silu(gate, COMPILED), COMPILED) * up, COMPILED)
+    _, activated, factor = _factors(gate, up, LIMIT, ALPHA, COMPILED)
+    unweighted = as_bf16(activated * factor, COMPILED)
     _store(a + r_R1 * columns + c, as_bf16(unweighted * weight, COMPILED), inside)
 
 
 @triton.jit
 def _backward_kernel(
     grad, h, weights, grad_h, grad_weights, a, rows, columns, grad_stride, h_stride,
-    R: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, R: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Compute R whole rows in each program, so no sum spans two. Products of two bf16 numbers are exact in fp32."""
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R).to(tl.int64)
@@ -94,19 +121,24 @@ def _backward_kernel(
         dy = _load(grad + r_R1 * grad_stride + c, inside)
         gate = _load(h + r_R1 * h_stride + c, inside)
         up = _load(h + r_R1 * h_stride + columns + c, inside)
-        activated = as_bf16(silu(gate, COMPILED), COMPILED)
-        unweighted = as_bf16(activated * up, COMPILED)
+        x, activated, factor = _factors(gate, up, LIMIT, ALPHA, COMPILED)
+        unweighted = as_bf16(activated * factor, COMPILED)
         total += dy * unweighted
         weighted_dy = as_bf16(dy * weight, COMPILED)
-        s, rest = _silu_slope(gate, COMPILED)
+        s, rest = _silu_slope(x, COMPILED)
+        grad_gate = as_bf16(as_bf16(weighted_dy * factor, COMPILED) * s * rest, COMPILED)
+        grad_up = as_bf16(weighted_dy * activated, COMPILED)
+        if LIMIT is not None:
+            grad_gate = tl.where(gate <= LIMIT, grad_gate, 0.0)
+            grad_up = tl.where(tl.abs(up) <= LIMIT, grad_up, 0.0)
         to = grad_h + r_R1 * 2 * columns + c
-        _store(to, as_bf16(as_bf16(weighted_dy * up, COMPILED) * s * rest, COMPILED), inside)
-        _store(to + columns, as_bf16(weighted_dy * activated, COMPILED), inside)
+        _store(to, grad_gate, inside)
+        _store(to + columns, grad_up, inside)
         _store(a + r_R1 * columns + c, as_bf16(unweighted * weight, COMPILED), inside)
     tl.store(grad_weights + r, tl.sum(total, 1), mask=r < rows)
 
 
-def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
+def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None) -> Tensor:
     """Implement ``reference.weighted_swiglu`` for bf16."""
     h_RH, weights_R = _along_rows(h_RH), weights_R.contiguous()
     rows, columns = len(h_RH), h_RH.shape[1] // 2
@@ -114,12 +146,14 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor) -> Tensor:
     if a_RF.numel():
         _forward_kernel[(triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)](
             h_RH, weights_R, a_RF, rows, columns, h_RH.stride(0),
-            _ROWS, _COLUMNS, is_compiled(),
+            *_in_bf16(clamp), _ROWS, _COLUMNS, is_compiled(),
         )  # fmt: skip
     return a_RF
 
 
-def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def weighted_swiglu_backward(
+    grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Implement ``reference.weighted_swiglu_backward`` for bf16."""
     grad_RF, h_RH, weights_R = _along_rows(grad_RF), _along_rows(h_RH), weights_R.contiguous()
     rows, columns = grad_RF.shape
@@ -129,9 +163,15 @@ def weighted_swiglu_backward(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor) -
         _backward_kernel[(triton.cdiv(rows, _ROWS),)](
             grad_RF, h_RH, weights_R, grad_h, grad_weights, a_RF,
             rows, columns, grad_RF.stride(0), h_RH.stride(0),
-            _ROWS, _COLUMNS, is_compiled(),
+            *_in_bf16(clamp), _ROWS, _COLUMNS, is_compiled(),
         )  # fmt: skip
     return grad_h, grad_weights, a_RF
+
+
+@cache
+def _in_bf16(clamp: Clamp | None) -> tuple[float | None, float | None]:
+    """Return ``LIMIT``, rounded as PyTorch rounds the limit of bf16 values, and ``ALPHA``, which it keeps in fp32."""
+    return (None, None) if clamp is None else (torch.tensor(clamp[0], device="cpu").bfloat16().item(), clamp[1])
 
 
 def _along_rows(x_RC: Tensor) -> Tensor:
