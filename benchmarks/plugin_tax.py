@@ -119,7 +119,7 @@ class Inline(nn.Module):
         weights_R = weights_TK.flatten().index_select(0, slots.slot_R)
         about = (groups.offsets_e, None, groups.sizes)
         h_RH = _In.apply(RECIPE, gather(x_TD, slots.rows), *about, self.gate_up)
-        rows_RD = _Out.apply(RECIPE, h_RH, weights_R, *about, self.down)
+        rows_RD = _Out.apply(RECIPE, None, h_RH, weights_R, *about, self.down)
         return gather_sum(rows_RD, slots.rows)
 
 

@@ -48,7 +48,7 @@ from moefw.core.plugin import (
     SchedulePlugin,
 )
 from moefw.core.records import Canonical, SavedOperand, Shard, State
-from moefw.core.site import Dims, Machine, Site
+from moefw.core.site import Activation, Dims, Machine, Site
 from moefw.runtime.parallel.meshes import Mesh, MeshPlan
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "ANY",
     "API_VERSION",
+    "Activation",
     "Assembly",
     "Attention",
     "AttentionPlugin",

@@ -34,6 +34,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "named_products": "each GEMM has a recipe of its own, `Precision.at(name, groups=...)`, that may remember steps",
     "rtol": "a number: the largest error of an operand, or of a gradient under a memory policy, over the largest value",
     "row_scales": "roles whose rows (columns, if a product sums over rows) are scaled alone: outliers spoil no others",
+    "formula": "what experts compute: `swiglu`, `clamped_swiglu`, and `bias` if they can have biases (`moefw.Dims`)",
     "activations_kept": "activations that backward reads are saved through `Precision.keep_activation`",
     "row_keys": "each row that a GEMM gets comes with the key of its token, if the recipe draws random numbers",
     "device": "device types: `cpu`, `cuda`",

@@ -18,13 +18,14 @@ from moefw.compose.registry import RegisteredPlugin, Registry
 from moefw.compose.spec.sections import Spec
 from moefw.compose.spec.source import Tree
 from moefw.compose.spec.structure import plain
-from moefw.core.plugin import FAMILIES
+from moefw.core.plugin import FAMILIES, ModelPlugin
 
 Schema = dict[str, Any]
 
 NULL: Schema = {"type": "null"}
 SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", types.NoneType: "null"}
 BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
+PATH: Schema = {"type": "string", "pattern": r"/|\.json$"}
 _Number: Any = type(ge(0))
 _Length: Any = type(min_len(0))
 _Optional: Any = type(optional(ge(0)))
@@ -105,7 +106,9 @@ class _Writer:
         presets = sorted(part.declaration.presets())
         chosen: Schema = {"use": {"const": part.name}}
         if presets:
-            chosen["preset"] = {"enum": presets}
+            named = {"enum": presets}
+            is_model = issubclass(part.declaration, ModelPlugin)
+            chosen["preset"] = {"anyOf": [named, PATH]} if is_model else named
             if body["required"]:
                 body["anyOf"] = [{"required": body["required"]}, {"required": ["preset"]}]
                 body["required"] = []

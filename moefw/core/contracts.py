@@ -149,13 +149,17 @@ class ExpertGemm(Named):
 
     @abstractmethod
     def __call__(self, batch: ExpertBatch) -> Tensor:
-        """Return ``rows_RD``: ``w * W2 (silu(W1 x) * (W3 x))`` per row, w its routing weight. Padding rows are zero."""
+        """Return ``rows_RD``: ``w * (W2 act(W1 x + b1, W3 x + b3) + b2)`` per row, w its routing weight.
+
+        ``act`` and whether there are biases: :class:`moefw.Dims`. Padding rows are zero.
+        """
 
     @abstractmethod
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``{e}.gate_proj.weight``, ``{e}.up_proj.weight`` (F, D) and ``{e}.down_proj.weight`` (D, F).
 
-        ``e`` is the expert's number among all experts of the layer.
+        With biases, also ``{e}.gate_proj.bias``, ``{e}.up_proj.bias`` (F) and ``{e}.down_proj.bias`` (D). ``e`` is the
+        expert's number among all experts of the layer.
         """
 
 

@@ -85,6 +85,7 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("named_products", "GEMMs with recipes of their own", "all", ("model", "attention", "gemm"), silence=False),
         Fact("rtol", "an error of at most {}", "sum", ("precision", "memory")),
         Fact("row_scales", "scales of each row of the {}", "some", ("precision",), silence=ANY),
+        Fact("formula", "experts with {}", "some", ("gemm",), silence=("swiglu",)),
         Fact("activations_kept", "activations that a recipe may save as codes", "all", ("gemm",), silence=False),
         Fact("row_keys", "a key with each row", "all", ("model", "attention", "dispatch", "gemm"), silence=False),
         Fact("device", "device {}", "one of"),

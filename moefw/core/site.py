@@ -4,22 +4,46 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
+from attrs.validators import gt
 
 if TYPE_CHECKING:
     from moefw.core.contracts import LayoutPlan
 
 
 @frozen(kw_only=True)
+class Activation:
+    """What an expert computes of its gate g and its up u.
+
+    ``swiglu``: ``silu(g) * u``. ``clamped_swiglu``: ``g' * sigmoid(alpha * g') * (u' + 1)`` with ``g' = min(g, limit)``
+    and ``u' = min(max(u, -limit), limit)`` (gpt-oss, arXiv 2508.10925).
+    """
+
+    kind: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    limit: float = field(default=7.0, validator=gt(0.0))
+    alpha: float = field(default=1.702, validator=gt(0.0))
+
+    @property
+    def clamp(self) -> tuple[float, float] | None:
+        """``limit`` and ``alpha``; None: nothing is clamped."""
+        return (self.limit, self.alpha) if self.kind == "clamped_swiglu" else None
+
+
+@frozen(kw_only=True)
 class Dims:
-    """The sizes of an MoE layer: D model dim, F expert hidden dim, E experts, K top-k."""
+    """The sizes of an MoE layer: D model dim, F expert hidden dim, E experts, K top-k; and the formula of its experts.
+
+    ``expert_bias``: whether gate, up and down of an expert have biases.
+    """
 
     model_dim: int
     expert_dim: int
     num_experts: int
     top_k: int
+    activation: Activation = Activation()
+    expert_bias: bool = False
 
 
 @frozen(kw_only=True)

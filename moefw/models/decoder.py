@@ -21,9 +21,10 @@ class Decoder(Sizes, ModelPlugin):
     """Sizes of the transformer. The first ``num_dense_layers`` layers have a plain MLP of ``dense_dim``, no experts.
 
     So do ``dense_layers``, by number. ``shared_expert_dim`` 0: no shared expert; with ``shared_expert_gate``, a sigmoid
-    of the token multiplies its output (Qwen2-MoE). ``vocab_size`` must hold the tokenizer's ids (bytes: 256); the
-    embedding of ``pad_id`` is not trained. ``zero_init`` starts the head and the projections into the residual stream
-    at zero; otherwise the projections start at ``init_std / sqrt(2 * num_layers)`` (GPT-2).
+    of the token multiplies its output (Qwen2-MoE). ``activation`` is that of experts and MLPs; ``expert_bias`` gives
+    routed experts biases. ``vocab_size`` must hold the tokenizer's ids (bytes: 256); the embedding of ``pad_id`` is not
+    trained. ``zero_init`` starts the head and the projections into the residual stream at zero; otherwise the
+    projections start at ``init_std / sqrt(2 * num_layers)`` (GPT-2).
     """
 
     name: ClassVar[str] = "decoder"
@@ -42,7 +43,14 @@ class Decoder(Sizes, ModelPlugin):
 
     def dims(self) -> Dims:
         """Return the sizes of the MoE layers."""
-        return Dims(model_dim=self.dim, expert_dim=self.expert_dim, num_experts=self.num_experts, top_k=self.top_k)
+        return Dims(
+            model_dim=self.dim,
+            expert_dim=self.expert_dim,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            activation=self.activation,
+            expert_bias=self.expert_bias,
+        )
 
     def offers(self, site: Site) -> moefw.Offers:
         """Offer the model's regions outside attention and expert GEMMs. All may be kept, recomputed or offloaded.
@@ -65,12 +73,17 @@ class Decoder(Sizes, ModelPlugin):
         )
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:
-        """Yield the need that tp divides each size that it splits."""
+        """Yield the needs: a tp that divides the sizes that it splits, and a GEMM for the experts' formula."""
         yield self._divided("vocab_size", ", or a larger vocab_size")
         if len(self.moe_layers()) < self.num_layers:
             yield self._divided("dense_dim")
         if self.moe_layers() and self.shared_expert_dim:
             yield self._divided("shared_expert_dim")
+        if self.moe_layers():
+            kind = self.activation.kind
+            yield moefw.need("formula", kind, reason=f"the activation of the model is {kind}", option="activation")
+        if self.moe_layers() and self.expert_bias:
+            yield moefw.need("formula", "bias", reason="the experts of the model have biases", option="expert_bias")
 
     def _divided(self, option: str, otherwise: str = "") -> moefw.Need:
         reason = f"each rank of tp has an equal share of {option}"

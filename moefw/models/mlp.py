@@ -6,22 +6,30 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moefw.core.contracts import Precision
+from moefw.core.site import Activation
 from moefw.core.stages import Batch
 from moefw.runtime.compute.product import SharedInput
 from moefw.runtime.modules import Linear, RowParallelLinear
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
+from moefw_kernels.swiglu import swiglu
 
 
 @final
 class SwiGLU(nn.Module):
-    """``W2 (silu(W1 x) * (W3 x))``: a dense MLP or a shared expert, its hidden dim split over the ranks of tp."""
+    """``W2 act(W1 x, W3 x)``: a dense MLP or a shared expert, its hidden dim split over the ranks of tp."""
 
-    def __init__(self, dim: int, hidden_dim: int, precision: Precision, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        precision: Precision,
+        tp: TensorParallel,
+        activation: Activation = Activation(),  # noqa: B008
+    ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.clamp = tp, activation.clamp
         gate, up, down = (precision.at(f"{name}_proj", groups=1) for name in ("gate", "up", "down"))
         self.gate_proj = Linear(dim, hidden_dim, gate, shard=tp.shard(0))
         self.up_proj = Linear(dim, hidden_dim, up, shard=tp.shard(0))
@@ -32,7 +40,7 @@ class SwiGLU(nn.Module):
         x_TD, rows = self.tp.gather(x_tD), batch.rows
         shared = SharedInput(x_TD)
         gate_TF, up_TF = self.gate_proj(x_TD, rows, shared), self.up_proj(x_TD, rows, shared)
-        out_tD: Tensor = self.down_proj(F.silu(gate_TF) * up_TF, rows)
+        out_tD: Tensor = self.down_proj(swiglu(gate_TF, up_TF, self.clamp), rows)
         return out_tD
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, le, optional
 
+from moefw.core.site import Activation
+
 WIDEST, MOST = 2**22, 2**14
 """Upper limits of a matrix's columns, and of heads and experts. Larger values are mistakes."""
 
@@ -27,6 +29,8 @@ class Sizes:
     expert_dim: int = field(default=256, validator=and_(ge(1), le(WIDEST)))
     shared_expert_dim: int = field(default=0, validator=and_(ge(0), le(WIDEST)))
     shared_expert_gate: bool = False
+    activation: Activation = Activation()
+    expert_bias: bool = False
     tie_embeddings: bool = False
     norm_eps: float = field(default=1e-6, validator=gt(0.0))
     init_std: float = field(default=0.02, validator=gt(0.0))

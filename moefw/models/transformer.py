@@ -43,7 +43,7 @@ class DenseBlock(nn.Module):
         super().__init__()
         mlp = context.recipe("mlp")
         self.attention = attention
-        self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, mlp, tp), mlp)
+        self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, mlp, tp, options.activation), mlp)
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
         self._attention = context.region("attention", self.attention.__call__)
@@ -111,7 +111,7 @@ class Transformer(nn.Module):
         shared = None
         if options.shared_expert_dim:
             precision = here.recipe("moe.shared_expert")
-            mlp = SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp)
+            mlp = SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp, options.activation)
             shared = here.unit(GatedSharedExpert(mlp, options.dim) if options.shared_expert_gate else mlp, precision)
         return MoEBlock(options, here, attention, context.moe_layer(layer, shared_expert=shared))
 

@@ -1,7 +1,7 @@
 """Hypothesis strategies for specs over the product of all plugins; see :func:`moefw.testing.verify.verify`.
 
 A combination is a variant of each section with a small MoE layer: ranks with few, no or unequal numbers of tokens,
-skewed routing, masks, aligned rows.
+skewed routing, masks, aligned rows, experts as in gpt-oss.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Combination:
     skew: str = "even"
     masked: bool = False
     shared: bool = False
+    clamped: bool = False
+    expert_bias: bool = False
     row_alignment: int = 1
     seed: int = 0
     plugins: tuple[type[Plugin], ...] = ()
@@ -92,6 +94,8 @@ class Combination:
             skew=self.skew,
             masked=self.masked,
             shared=self.shared,
+            clamped=self.clamped,
+            expert_bias=self.expert_bias,
             seed=self.seed,
             parts={section: variant.choice for section, variant in self.parts.items()},
             plugins=self.plugins,
@@ -198,7 +202,7 @@ def combinations(
 def drawn_from(draw: st.DrawFn, fit: Fit, plugins: tuple[type[Plugin], ...] = ()) -> Combination:
     """Draw a combination of the variants of ``fit``. ``plugins``: those of them that need not be installed."""
     parts = {section: draw(st.sampled_from(found)) for section, found in fit.sections.items()}
-    world = parts["parallel"].world
+    world, formulas = parts["parallel"].world, fit.formulas(parts["gemm"])
     combination = settled(
         Combination(
             parts=parts,
@@ -206,6 +210,8 @@ def drawn_from(draw: st.DrawFn, fit: Fit, plugins: tuple[type[Plugin], ...] = ()
             skew=draw(st.sampled_from(SKEWS)),
             masked=draw(st.booleans()),
             shared=draw(st.booleans()),
+            clamped="clamped_swiglu" in formulas and draw(st.booleans()),
+            expert_bias="bias" in formulas and draw(st.booleans()),
             row_alignment=draw(st.sampled_from(ALIGNMENTS)),
             seed=draw(st.integers(0, 1000)),
             plugins=plugins,

@@ -33,7 +33,7 @@ def pairs(
     wanted = list(fitting_pairs(fit))
     if only is not None:
         wanted = [pair for pair in wanted if any(only.name in variant.names for variant in pair)]
-    return [dress(parts, number, plugins) for number, parts in enumerate(_cover(wanted, fit))]
+    return [_dress(parts, number, fit, plugins) for number, parts in enumerate(_cover(wanted, fit))]
 
 
 def all_pairs(sections: Sections) -> Iterator[tuple[Variant, Variant]]:
@@ -52,9 +52,9 @@ def met(parts: Mapping[str, Variant]) -> set[Pair]:
     return {frozenset(pair) for pair in itertools.combinations(parts.values(), 2)}
 
 
-def dress(parts: Mapping[str, Variant], number: int, plugins: tuple[type[Plugin], ...] = ()) -> Combination:
-    """Return a combination of parts with tokens, skew, mask and alignment, which vary with ``number``."""
-    patterns = TOKENS[parts["parallel"].world]
+def _dress(parts: Mapping[str, Variant], number: int, fit: Fit, plugins: tuple[type[Plugin], ...] = ()) -> Combination:
+    """Return a combination of parts with tokens, skew, mask, alignment and experts, which vary with ``number``."""
+    patterns, formulas = TOKENS[parts["parallel"].world], fit.formulas(parts["gemm"])
     return settled(
         Combination(
             parts=parts,
@@ -62,6 +62,8 @@ def dress(parts: Mapping[str, Variant], number: int, plugins: tuple[type[Plugin]
             skew=SKEWS[number // 3 % len(SKEWS)],
             masked=number % 3 == 1,
             shared=number % 2 == 0,
+            clamped=number % 4 in (1, 2) and "clamped_swiglu" in formulas,
+            expert_bias=number % 4 > 1 and "bias" in formulas,
             row_alignment=ALIGNMENTS[number // 2 % len(ALIGNMENTS)],
             seed=number,
             plugins=plugins,

@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
+from moefw.compose.fitting import silence
 from moefw.compose.machine import lone_site
 from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble_tree
@@ -126,6 +127,15 @@ class Fit:
             return float(sum(part.offers(self._site()).get("rtol", 0.0) for part in self._parts(variant)))
         except Exception:  # resolve reports the plugin's fault
             return 0.0
+
+    def formulas(self, gemm: Variant) -> tuple[str, ...]:
+        """Return the items of the fact ``formula`` that a GEMM offers."""
+        try:
+            offered = {**silence("gemm"), **self._parts(gemm)[0].offers(self._site())}
+        except Exception:  # as above
+            return ()
+        found: tuple[str, ...] = offered["formula"]
+        return found
 
     def as_given(self, section: str, choice: Any) -> Variant:
         """Return a variant with a choice as in a spec, and the smallest world of a layout."""

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import silu
 
 from moefw.compose.assembly import Assembly
 from moefw.core.stages import Batch
 from moefw.testing.layer_case import LayerCase, build_layer, this_rank
-from moefw.testing.oracle import Truth
+from moefw.testing.oracle import Truth, expert_output
 from moefw.training.agreement import everywhere
 
 
@@ -42,12 +41,12 @@ def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor],
     weights = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     x = x_TD.detach().double().requires_grad_()
     weights_TK = routing.weights_TK.detach().double().requires_grad_()
-    out = torch.zeros_like(x)
+    out, clamp = torch.zeros_like(x), layer_case.activation.clamp
     for expert in range(layer_case.num_experts):
         gate = (weights_TK * (ids_TK == expert)).sum(-1, keepdim=True)
-        out = out + gate * _expert(x, weights, f"experts.{expert}.")
+        out = out + gate * expert_output(x, weights, f"experts.{expert}.", clamp)
     if layer_case.shared:
-        out = out + _expert(x, weights, "shared_expert.")
+        out = out + expert_output(x, weights, "shared_expert.", clamp)
     (out * probe_TD.double()).sum().backward()
     grads = {name: _grad(value) for name, value in weights.items()}
     through = _pull_back(routing.weights_TK, _grad(weights_TK), x_TD, layer.router)
@@ -115,11 +114,6 @@ def _pull_back(weights_TK: Tensor, grad_TK: Tensor, x_TD: Tensor, router: torch.
         name: torch.zeros_like(value, dtype=torch.float64) if grad is None else grad.double()
         for (name, value), grad in zip(inputs.items(), found, strict=True)
     }
-
-
-def _expert(x: Tensor, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
-    gate, up, down = (weights[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
-    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
 def _grad(tensor: Tensor) -> Tensor:

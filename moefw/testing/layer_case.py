@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve
+from attrs import asdict, evolve
 from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
@@ -23,7 +23,7 @@ from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
 from moefw.core.plugin import Plugin
 from moefw.core.records import Canonical
-from moefw.core.site import Machine
+from moefw.core.site import Activation, Machine
 from moefw.core.stages import Batch, ExpertBatch, LayerStats, Routing
 from moefw.models.mlp import SwiGLU
 from moefw.runtime.compute.row_keys import SALT
@@ -51,6 +51,7 @@ class LayerCase:
     """One MoE layer and its tokens. ``tokens`` holds each rank's number of tokens; ``skew`` shapes the routing.
 
     ``skew`` "one": every token prefers expert 0; "starved": no token prefers the last expert; "even": random.
+    ``clamped``: the activation is that of gpt-oss.
     """
 
     tokens: tuple[int, ...] = (5,)
@@ -61,6 +62,8 @@ class LayerCase:
     skew: str = "even"
     masked: bool = False
     shared: bool = False
+    clamped: bool = False
+    expert_bias: bool = False
     row_alignment: int = 1
     seed: int = 0
     parts: Mapping[str, Any] = field(default_factory=dict)
@@ -71,6 +74,15 @@ class LayerCase:
     def world(self) -> int:
         """The number of ranks."""
         return len(self.tokens)
+
+    @property
+    def activation(self) -> Activation:
+        """What experts compute of gate and up.
+
+        Only in fp32 is the limit within reach: elsewhere, coarse rounding decides whether a gradient is zero.
+        """
+        is_fp32 = self.parts.get("precision", {"use": "fp32"})["use"] == "fp32"
+        return Activation(kind="clamped_swiglu", limit=0.7 if is_fp32 else 1e3) if self.clamped else Activation()
 
     @property
     def valid_tokens(self) -> int:
@@ -109,7 +121,9 @@ class LayerCase:
         """Return the spec of the layer case as plain data."""
         sizes = {"dim": self.dim, "expert_dim": self.expert_dim, "num_experts": self.num_experts, "top_k": self.top_k}
         shared_dim = self.expert_dim if self.shared else 0
-        model = {"num_layers": 1, "shared_expert_dim": shared_dim, **sizes}
+        formula: Tree = {"activation": asdict(self.activation)} if self.clamped else {}
+        formula |= {"expert_bias": True} if self.expert_bias else {}
+        model = {"num_layers": 1, "shared_expert_dim": shared_dim, **sizes, **formula}
         train = {"tokens_per_step": 16 * self.world, "micro_batch": 1, "seq_len": 16}
         attention = {"use": "gqa", "num_heads": 2, "head_dim": 4}
         return {"model": model, "attention": attention, "train": train, "run": {"device": "cpu"}, **self.parts}
@@ -177,7 +191,9 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
     shared = Shared()
     context = ModelParts(assembly, layout, torch.device("cpu"), shared)
     precision = context.at(0).recipe("moe.shared_expert")
-    expert = SwiGLU(layer_case.dim, layer_case.expert_dim, precision, _not_split(layout)) if layer_case.shared else None
+    sizes, expert = (layer_case.dim, layer_case.expert_dim), None
+    if layer_case.shared:
+        expert = SwiGLU(*sizes, precision, _not_split(layout), layer_case.activation)
     layer = context.moe_layer(0, shared_expert=expert)
     run = straight(context.at(0).layer((lambda given: layer.route(*given), *layer.phases)))
 
@@ -299,6 +315,7 @@ def truth(layer_case: LayerCase, rule: Rule, **given: Tensor) -> Truth:
         sequences=together,
         ranks=layer_case.tokens,
         shared=layer_case.shared,
+        clamp=layer_case.activation.clamp,
         **given,
     )
 

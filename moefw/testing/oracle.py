@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefw.testing.choices import Rule, route
 
-__all__ = ["Rule", "Truth", "dense_moe"]
+__all__ = ["Rule", "Truth", "dense_moe", "expert_output"]
 
 
 @dataclass(kw_only=True)
@@ -46,11 +46,13 @@ def dense_moe(
     ranks: Sequence[int] | None = None,
     dropped_TK: Tensor | None = None,
     shared: bool = False,
+    clamp: tuple[float, float] | None = None,
 ) -> Truth:
     """Return the truth for the loss ``sum(out * probe) + auxiliary losses``.
 
     ``parameters`` holds ``router.weight`` (E, D) and perhaps ``router.bias`` (E),
-    ``experts.{e}.{gate,up,down}_proj.weight`` and, if ``shared``, ``shared_expert.{gate,up,down}_proj.weight``.
+    ``experts.{e}.{gate,up,down}_proj.weight``, perhaps with ``bias`` (F or D), and, if ``shared``,
+    ``shared_expert.{gate,up,down}_proj.weight``. ``clamp``: see :func:`expert_output`.
     ``micro_batches``, ``sequences`` and ``ranks`` are the lengths of the consecutive pieces of ``x_TD`` that are routed
     together; ``bias_E``, ``beta_E`` and ``load_E`` are router state: see :func:`moefw.testing.choices.route`. Auxiliary
     losses are means over all valid tokens. ``jitter_TD`` multiplies the router's input. ``dropped_TK``, bool: choices
@@ -76,9 +78,9 @@ def dense_moe(
     out = torch.zeros_like(x)
     for expert in range(logits.shape[1]):
         gate = (routed.weights_TK * (ids == expert)).sum(-1, keepdim=True)
-        out = out + gate * _expert(x, weights, f"experts.{expert}.")
+        out = out + gate * expert_output(x, weights, f"experts.{expert}.", clamp)
     if shared:
-        out = out + _expert(x, weights, "shared_expert.")
+        out = out + expert_output(x, weights, "shared_expert.", clamp)
     loss = (out * probe_TD.double()).sum() + routed.loss
     loss.backward()
     grads = {name: _grad(weight) for name, weight in weights.items()} | {"x": _grad(x)}
@@ -86,9 +88,24 @@ def dense_moe(
     return Truth(out_TD=out.detach(), expert_ids_TK=ids, tokens_per_expert=counts, grads=grads)
 
 
-def _expert(x: Tensor, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
-    gate, up, down = (weights[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
-    return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+def expert_output(
+    x: Tensor, weights: Mapping[str, Tensor], prefix: str, clamp: tuple[float, float] | None = None
+) -> Tensor:
+    """Return ``W2 (silu(g) * u) + b2`` with ``g = W1 x + b1``, ``u = W3 x + b3``. Biases that are missing are zero.
+
+    With ``clamp = (limit, alpha)``: the activation of gpt-oss, ``(u + 1) * g * sigmoid(alpha * g)``, where g is at most
+    ``limit`` and u between its negative and itself (arXiv 2508.10925).
+    """
+
+    def affine(x: Tensor, part: str) -> Tensor:
+        return x @ weights[f"{prefix}{part}_proj.weight"].T + weights.get(f"{prefix}{part}_proj.bias", 0.0)
+
+    gate, up = affine(x, "gate"), affine(x, "up")
+    if clamp is None:
+        return affine(torch.nn.functional.silu(gate) * up, "down")
+    limit, alpha = clamp
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return affine((up + 1.0) * gate / (1.0 + torch.exp(-alpha * gate)), "down")
 
 
 def _grad(tensor: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ STRUCTURAL = {
     "an unknown preset": Mistake(
         "model.preset=qwen",
         "decoder has no preset 'qwen'",
-        ("an unknown region", "no split along an axis", "sizes that do not divide", "too many choices"),
+        ("an unknown region", "no split along an axis", "sizes that do not divide"),
     ),
     "an unknown recipe": Mistake("precision.use=fp23", "no plugin is called 'fp23'", ("needs what no part offers",)),
     "an order that is none": Mistake("parallel.dense.order=[dp, xp, tp]", "'xp' is not one of the choices", LAYOUT),

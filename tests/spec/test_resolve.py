@@ -240,6 +240,7 @@ class TestResolvedSpec:
             "model.dense_layers": None,
             "model.pad_id": 3,
             "model.shared_expert_gate": None,
+            "model.activation.kind": "clamped_swiglu",
             "attention.use": None,
             "attention.kernel": None,
             "attention.qk_norm": "all",

@@ -378,3 +378,65 @@ class ForgetsTheKeys(Plain):
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
         return {**super().offers(site), "by_pass": True, "row_keys": True}
+
+
+@frozen
+class ForgetsToClamp(Plain):
+    name: ClassVar[str] = "forgets-to-clamp"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return {**super().offers(site), "formula": ("swiglu", "clamped_swiglu")}
+
+
+@frozen
+class ForgetsBiases(Plain):
+    name: ClassVar[str] = "forgets-biases"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return {**super().offers(site), "formula": ("swiglu", "bias")}
+
+
+class _Biased(PlainExperts):
+    """Adds the whole bias of ``down`` on every rank that holds a part, and without the weight of the row if told so."""
+
+    weighted: ClassVar[bool] = True
+
+    def __init__(self, context: moefw.BuildContext) -> None:
+        super().__init__(context)
+        dims, e = context.site.dims, len(context.local_experts)
+        self.biases = nn.ParameterDict() if dims.expert_bias else None
+        if self.biases is not None:
+            widths = {"gate": self.gate.shape[1], "up": self.up.shape[1], "down": dims.model_dim}
+            self.biases.update({part: nn.Parameter(torch.empty(e, width)) for part, width in widths.items()})
+
+    def one(self, expert: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
+        if self.biases is None:
+            return super().one(expert, x_RD, weights_R)
+        gate, up, down = (self.biases[part][expert].to(x_RD.dtype) for part in ("gate", "up", "down"))
+        gate_RF = F.linear(self.operand(x_RD), self.operand(self.gate[expert], "weight")) + gate
+        up_RF = F.linear(self.operand(x_RD), self.operand(self.up[expert], "weight")) + up
+        out_RD = self.inner(gate_RF, up_RF, weights_R, self.down[expert])
+        weight_R1 = weights_R.unsqueeze(1).to(x_RD.dtype) if self.weighted else (weights_R > 0).unsqueeze(1)
+        return out_RD + weight_R1 * down
+
+    def canonical(self) -> Iterator[Canonical]:
+        yield from super().canonical()
+        for local, expert in enumerate(self.numbers if self.biases is not None else ()):
+            for part, shard in (("gate", self.shards[0]), ("up", self.shards[0]), ("down", None)):
+                yield Canonical(f"{expert}.{part}_proj.bias", self.biases[part], (local,), shard)
+
+
+@frozen
+class AddsABiasOnEveryRank(ForgetsBiases):
+    name: ClassVar[str] = "adds-a-bias-on-every-rank"
+    runtime = _Biased
+
+
+class _ForgetsTheWeightOfABias(_Biased):
+    weighted = False
+
+
+@frozen
+class ForgetsTheWeightOfABias(ForgetsBiases):
+    name: ClassVar[str] = "forgets-the-weight-of-a-bias"
+    runtime = _ForgetsTheWeightOfABias

@@ -134,7 +134,7 @@ def with_defaults(tree: Tree, defaults: Tree) -> Tree:
         value = tree.get(key)
         if value is None:
             filled[key] = default
-        elif isinstance(default, dict) and isinstance(value, dict) and _same_use(value, default):
+        elif isinstance(default, dict) and isinstance(value, dict) and _same("use", value, default):
             filled[key] = with_defaults(value, default)
     return filled
 
@@ -147,12 +147,12 @@ def over(base: Tree, tree: Tree) -> Tree:
         if not isinstance(below, dict) or not isinstance(value, dict):
             merged[key] = below if value is None and isinstance(below, dict) else value
         else:
-            both = [word for word in ("use", "kind") if word in value and word in below]
-            same = all(value[word] == below[word] for word in both)
+            same = _same("use", value, below) and _same("kind", value, below)
             merged[key] = over(below, value) if same else value
     return merged
 
 
-def _same_use(value: Tree, default: Tree) -> bool:
-    use = value.get("use")
-    return "use" not in value or "use" not in default or (isinstance(use, str) and use == default["use"])
+def _same(word: str, value: Tree, below: Tree) -> bool:
+    """Return whether both choose the same, or one leaves the choice to the other."""
+    chosen = value.get(word)
+    return word not in value or word not in below or (isinstance(chosen, str) and chosen == below[word])

@@ -19,6 +19,7 @@ def sections(keys: Keys) -> Sections:
     bias = keys.take("attention_bias", default=True)
     layers = range(model["num_layers"] or 0)
     kinds = keys.take("layer_types", default=["full_attention" if n % 2 else "sliding_attention" for n in layers])
+    window = keys.take("sliding_window", default=128)
     limit, alpha = keys.take("swiglu_limit", default=7.0), keys.take("swiglu_alpha", default=1.702)
     full = [layer for layer in layers if kinds[layer] == "full_attention"]
     windowed = len(full) < len(layers)
@@ -38,7 +39,7 @@ def sections(keys: Keys) -> Sections:
             "qk_norm": "none",
             "qkv_bias": bias,
             "out_bias": bias,
-            "window": keys.take("sliding_window", default=128) if windowed else None,
+            "window": window if windowed else None,
             "full_layers": full if windowed else [],
             "sinks": True,
         },

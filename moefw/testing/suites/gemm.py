@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from attrs import frozen
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from moefw.compose.fitting import silence
 from moefw.core.contracts import ExpertGemm
 from moefw.core.errors import PlanError
 from moefw.core.stages import ExpertBatch
@@ -25,20 +27,23 @@ from moefw.testing.suites.gemm_case import (
     computed,
     computed_late,
     computed_on_this_rank,
+    dense,
     diagnosis,
     differing,
     experts_of,
-    formula,
     named_on_this_rank,
-    names_of,
     parameters_of,
     rows,
     saved_bytes,
+    shapes_of,
     terms_of_row_weights,
 )
 from moefw.testing.suites.gemm_passes import Asked, Noting, wanted
 from moefw.testing.suites.runs import row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
+
+Formula = Mapping[str, bool]
+PLAIN: Formula = {}
 
 TILES = (31, 32, 33, 64, 128)
 """Numbers of rows around and at multiples of a kernel's tile."""
@@ -47,11 +52,12 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 @frozen(eq=False)
 class Bench:
-    """Experts with random parameters, their row alignment and their precision."""
+    """Experts with random parameters, their row alignment and the layer case that they are from."""
 
     experts: Any
     alignment: int
     precision: str
+    layer_case: LayerCase
 
     def inputs(self, case: GemmCase, dim: int) -> tuple[ExpertBatch, Tensor]:
         """Return rows, and the gradient of the output."""
@@ -71,10 +77,16 @@ class GemmSuite(Suite):
     rtol: ClassVar[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 4e-2}
     policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}
 
-    def on(self, precision: str = "", **parts: Any) -> LayerCase:
-        """Return a layer case with a precision recipe (the first that fits) and other parts."""
+    def on(self, precision: str = "", formula: Formula = PLAIN, **parts: Any) -> LayerCase:
+        """Return a layer case with a precision recipe (the first that fits), a formula and other parts."""
         precision = precision or self._precisions()[0]
-        return self.layer_case(parts={"precision": {"use": precision}, **parts}, **self.dims)
+        return self.layer_case(parts={"precision": {"use": precision}, **parts}, **self.dims, **formula)
+
+    def _formulas(self) -> list[Formula]:
+        """Return the formulas of experts to try: the plain one, and the one with all that the GEMM offers."""
+        offered = {**silence("gemm"), **self.offers(**self.dims)}["formula"]
+        most = {"clamped": "clamped_swiglu" in offered, "expert_bias": "bias" in offered}
+        return [PLAIN, most] if any(most.values()) else [PLAIN]
 
     def _precisions(self) -> list[str]:
         """Return the recipes of ``rtol`` whose operands the GEMM takes."""
@@ -88,13 +100,14 @@ class GemmSuite(Suite):
         assert fitting, f"{self.plugin.name} fits none of the precisions {', '.join(self.rtol)}."
         return fitting
 
-    def bench(self, precision: str = "", **parts: Any) -> Bench:
-        """Return the experts of a layer with a precision recipe (the first that fits) and other parts."""
+    def bench(self, precision: str = "", formula: Formula = PLAIN, **parts: Any) -> Bench:
+        """Return the experts of a layer with a precision recipe (the first that fits), a formula and other parts."""
         precision = precision or self._precisions()[0]
-        experts, assembly = experts_of(self.on(precision, **parts))
+        layer_case = self.on(precision, formula, **parts)
+        experts, assembly = experts_of(layer_case)
         assert isinstance(experts, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
         assert isinstance(experts, ExpertGemm), f"{self.plugin.name} builds something that is no moefw.ExpertGemm."
-        return Bench(experts, row_alignment(assembly), precision)
+        return Bench(experts, row_alignment(assembly), precision, layer_case)
 
     def takes(self, kind: str) -> bool:
         """Return whether the GEMM declares that it takes rows of a kind: ragged, padded or static."""
@@ -103,10 +116,13 @@ class GemmSuite(Suite):
         return all(kind in need.value for need in needs)
 
     def test_outputs_and_gradients_are_those_of_the_dense_formula(self) -> None:
-        """``w * W2 (silu(W1 x) * (W3 x))`` in fp64; experts may have no row, one, all, or fill tiles of a kernel."""
+        """``w * W2 (silu(W1 x) * (W3 x))`` in fp64; experts may have no row, one, all, or fill tiles of a kernel.
+
+        A GEMM that offers to clamp or to add biases (``formula``) is held to that formula, too.
+        """
         experts = self.dims["num_experts"]
-        for precision in self._precisions():
-            bench = self.bench(precision)
+        for precision, formula in itertools.product(self._precisions(), self._formulas()):
+            bench = self.bench(precision, formula)
             self._check_all(bench, rows(experts))
             for first in (0, len(TILES) - 1):
                 counts = tuple(TILES[(first + expert) % len(TILES)] for expert in range(experts))
@@ -117,48 +133,55 @@ class GemmSuite(Suite):
         if not self.takes("padded"):
             pytest.skip(f"{self.plugin.name} takes no padded rows")
         for precision in self._precisions():
-            self._check_all(self.bench(precision), rows(self.dims["num_experts"], padded=True))
+            self._check_all(self.bench(precision, self._formulas()[-1]), rows(self.dims["num_experts"], padded=True))
 
     def test_rows_behind_the_last_group_are_not_read(self) -> None:
         """They are undefined, here NaN, and so is the gradient of their outputs."""
         if not self.takes("static"):
             pytest.skip(f"{self.plugin.name} takes no static rows, so nothing lies behind the last group")
         says = "It reads rows behind the last group, offsets_e[-1]; they are undefined."
-        self._check_all(self.bench(), rows(self.dims["num_experts"], padded=True, tail=True), hint=says)
+        bench = self.bench(formula=self._formulas()[-1])
+        self._check_all(bench, rows(self.dims["num_experts"], padded=True, tail=True), hint=says)
 
     def test_canonical_names_every_parameter_once(self) -> None:
         """``canonical`` names the experts of this rank, each value of each parameter once, in whole shapes."""
-        d, f, name = self.dims["dim"], self.dims["expert_dim"], self.plugin.name
-        for world, mesh in ((1, {}), (2, {"ep": 2}), (2, {"etp": 2})):
-            layer_case = self._split(world, mesh)
+        name = self.plugin.name
+        splits: Sequence[tuple[int, Mapping[str, int]]] = ((1, {}), (2, {"ep": 2}), (2, {"etp": 2}))
+        for (world, mesh), formula in itertools.product(splits, self._formulas()):
+            layer_case = self._split(world, mesh, formula)
             if layer_case is None:
                 continue
             for named in self.pool.run(named_on_this_rank, world, layer_case):
-                wanted = names_of(named.experts)
+                sizes = self.dims["dim"], self.dims["expert_dim"]
+                wanted = shapes_of(named.experts, *sizes, bias=layer_case.expert_bias)
                 assert not named.twice, f"{name}: canonical() yields {', '.join(named.twice)} twice."
-                unknown, missing = sorted(named.shapes.keys() - wanted), sorted(wanted - named.shapes.keys())
+                shapes = named.shapes
+                unknown, missing = sorted(shapes.keys() - wanted.keys()), sorted(wanted.keys() - shapes.keys())
                 says = f"{name}: canonical() on a rank with the experts {list(named.experts)}"
                 assert not unknown, f"{says} yields {', '.join(unknown)}; {', '.join(missing)} is missing."
                 assert not missing, f"{says} does not yield {', '.join(missing)}."
-                for parameter, shape in named.shapes.items():
-                    right = (d, f) if ".down_proj." in parameter else (f, d)
+                for parameter, shape in shapes.items():
+                    right = wanted[parameter]
                     assert shape == right, f"{name}: canonical() says {parameter} is {shape}; {right} is right."
                 values = ", ".join(named.uncovered)
                 assert not named.uncovered, f"{name}: canonical() does not name every value of {values} once."
 
     def test_parts_of_experts_add_up_to_the_whole(self) -> None:
         """With experts in two parts (etp 2), the outputs of two ranks add up to those of whole experts."""
-        layer_case = self._split(2, {"etp": 2})
-        if layer_case is None:
-            pytest.skip(f"{self.plugin.name} does not take experts in parts")
-        case, name = GemmCase(counts=(3, 0, 1, 5)[: self.dims["num_experts"]], seed=2), self._precisions()[0]
-        parts = self.pool.run(computed_on_this_rank, 2, layer_case, case)
-        summed = {key: sum(part[key].double() for part in parts) for key in parts[0]}
-        bench = self.bench()
-        batch, probe = bench.inputs(case, layer_case.dim)
-        wanted = formula(parameters_of(bench.experts), case, batch, probe, bench.alignment)
-        terms = terms_of_row_weights(wanted, batch, probe)
-        self._compare(summed, wanted, self.rtol[name], terms, f"{self.plugin.name}, experts in two parts added up")
+        for formula in self._formulas():
+            layer_case = self._split(2, {"etp": 2}, formula)
+            if layer_case is None:
+                pytest.skip(f"{self.plugin.name} does not take experts in parts")
+            case, name = GemmCase(counts=(3, 0, 1, 5)[: self.dims["num_experts"]], seed=2), self._precisions()[0]
+            parts = self.pool.run(computed_on_this_rank, 2, layer_case, case)
+            summed = {key: sum(part[key].double() for part in parts) for key in parts[0]}
+            bench = self.bench(formula=formula)
+            batch, probe = bench.inputs(case, layer_case.dim)
+            wanted = dense(
+                parameters_of(bench.experts), case, batch, probe, bench.alignment, bench.layer_case.activation.clamp
+            )
+            terms = terms_of_row_weights(wanted, batch, probe)
+            self._compare(summed, wanted, self.rtol[name], terms, f"{self.plugin.name}, experts in two parts added up")
 
     def test_operands_are_quantized_for_each_pass(self) -> None:
         """A plugin that offers ``by_pass`` quantizes the operands of all three products of each of its GEMMs."""
@@ -202,7 +225,8 @@ class GemmSuite(Suite):
 
     def test_two_batches_in_flight_do_not_meet(self) -> None:
         """Forward A, forward B, backward A, backward B gives the same results as each batch alone."""
-        bench, cases = self.bench(), [GemmCase(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
+        bench = self.bench(formula=self._formulas()[-1])
+        cases = [GemmCase(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
         alone = [self._compute(bench, case) for case in cases]
         inputs = [bench.inputs(case, self.dims["dim"]) for case in cases]
         outs = [bench.experts(batch) for batch, _ in inputs]
@@ -214,7 +238,7 @@ class GemmSuite(Suite):
     def test_weight_gradients_may_be_left_for_later(self) -> None:
         """A scheduler that computes them after the gradients of the inputs gets the same bits."""
         self.must_repeat()
-        bench, case = self.bench(), GemmCase(counts=self._counts(4), seed=4)
+        bench, case = self.bench(formula=self._formulas()[-1]), GemmCase(counts=self._counts(4), seed=4)
         batch, probe = bench.inputs(case, self.dims["dim"])
         wrong = differing(self._compute(bench, case), computed_late(bench.experts, batch, probe))
         assert not wrong, f"{self.plugin.name}: {wrong} change if weight gradients are computed later."
@@ -222,7 +246,8 @@ class GemmSuite(Suite):
     def test_what_experts_are_given_is_not_written(self) -> None:
         """Rows, weights and the gradient of the output stay as they are. Padding is -0.0 here: writing 0.0 shows."""
         padding = (4,) * self.dims["num_experts"] if self.takes("padded") else ()
-        bench, case = self.bench(), GemmCase(counts=self._counts(1), padding=padding)
+        bench = self.bench(formula=self._formulas()[-1])
+        case = GemmCase(counts=self._counts(1), padding=padding)
         batch, probe = bench.inputs(case, self.dims["dim"])
         given = {"rows_RD": batch.rows_RD, "row_weights_R": batch.row_weights_R, "the gradient of the output": probe}
         for tensor in given.values():
@@ -268,11 +293,12 @@ class GemmSuite(Suite):
         """A region under a policy that it allows gives the same bits. Recompute saves fewer bytes than keep."""
         regions = self.promised("region", **self.dims)
         case, saved = GemmCase(counts=self._counts(4), seed=4), {}
-        plain = self._compute(self.bench(), case)
+        formula = self._formulas()[-1]
+        plain = self._compute(self.bench(formula=formula), case)
         for region, mechanism in regions:
             if mechanism not in self.policies:
                 continue
-            treated = self.bench(memory=[{"use": self.policies[mechanism], "regions": [region]}])
+            treated = self.bench(formula=formula, memory=[{"use": self.policies[mechanism], "regions": [region]}])
             wrong = differing(plain, self._compute(treated, case))
             assert not wrong, f"{self.plugin.name}: with the region {region} under {mechanism}, {wrong} changes."
             saved[region, mechanism] = saved_bytes(treated.experts, treated.inputs(case, self.dims["dim"])[0])
@@ -291,9 +317,9 @@ class GemmSuite(Suite):
     def _compute(self, bench: Bench, case: GemmCase) -> Results:
         return computed(bench.experts, *bench.inputs(case, self.dims["dim"]))
 
-    def _split(self, world: int, mesh: Mapping[str, int]) -> LayerCase | None:
+    def _split(self, world: int, mesh: Mapping[str, int], formula: Formula) -> LayerCase | None:
         """Return the layer case with experts split over ``mesh``; None if the GEMM refuses."""
-        settings = {**self.dims, "tokens": (1,) * world}
+        settings = {**self.dims, **formula, "tokens": (1,) * world}
         parts = {"precision": {"use": self._precisions()[0]}, "parallel": {"experts": dict(mesh)}}
         layer_case = self.layer_case(parts=parts, **settings)
         try:
@@ -319,7 +345,7 @@ class GemmSuite(Suite):
             assert out_RD.requires_grad, f"{self.plugin.name} returns rows without a gradient."
             got |= backward(bench.experts, batch, out_RD, probe)
         weights, rtol = parameters_of(bench.experts), self.rtol[bench.precision]
-        wanted = formula(weights, case, batch, probe, bench.alignment)
+        wanted = dense(weights, case, batch, probe, bench.alignment, bench.layer_case.activation.clamp)
         end = sum(case.sizes(bench.alignment))
         for results in (got, wanted):
             results |= {key: results[key][:end] for key in ("out", "rows", "row_weights") if key in results}
@@ -327,7 +353,9 @@ class GemmSuite(Suite):
         padding[torch.cat(case.valid(bench.alignment))] = False
         padded = bool(got["out"][padding].any())
         if not hint and worst_error(got["out"][~padding], wanted["out"][~padding]) > rtol:
-            hint = diagnosis(weights, case, batch, probe, bench.alignment, got["out"], rtol)
+            hint = diagnosis(
+                weights, case, batch, probe, bench.alignment, bench.layer_case.activation.clamp, got["out"], rtol
+            )
         elif padded:
             raise AssertionError(f"{self.plugin.name}: rows that pad a group do not give zero. {hint}".strip())
         terms = terms_of_row_weights(wanted, batch, probe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,6 +19,7 @@ from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.memory.dropped import drops, inside, output_of
 from moefw.runtime.naming import initialise
 from moefw.testing.layer_case import LayerCase
+from moefw.testing.oracle import expert_output
 from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import same_bits, worst_error
 
@@ -141,19 +143,25 @@ def parameters_of(experts: Any) -> Results:
     return {piece.name: _whole(piece, piece.of(piece.parameter.detach())).clone() for piece in experts.canonical()}
 
 
-def formula(
-    weights: Mapping[str, Tensor], case: GemmCase, batch: ExpertBatch, probe_RD: Tensor, alignment: int
+def dense(
+    weights: Mapping[str, Tensor],
+    case: GemmCase,
+    batch: ExpertBatch,
+    probe_RD: Tensor,
+    alignment: int,
+    clamp: tuple[float, float] | None = None,
 ) -> Results:
-    """Return ``w * W2 (silu(W1 x) * (W3 x))`` of each valid row in fp64, zero elsewhere, and its gradients."""
+    """Return the output of each valid row's expert times the row's weight in fp64, zero elsewhere, and its gradients.
+
+    See :func:`moefw.testing.oracle.expert_output`.
+    """
     leaves = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     rows_RD = batch.rows_RD.detach().double().nan_to_num(0.0).requires_grad_()
     weights_R = batch.row_weights_R.detach().double().nan_to_num(0.0).requires_grad_()
     out_RD = torch.zeros_like(rows_RD)
     for expert, places in enumerate(case.valid(alignment)):
-        gate, up, down = (leaves[f"{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        x = rows_RD[places]
-        hidden = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
-        out_RD = out_RD.index_add(0, places, weights_R[places].unsqueeze(1) * (hidden @ down.T))
+        out = expert_output(rows_RD[places], leaves, f"{expert}.", clamp)
+        out_RD = out_RD.index_add(0, places, weights_R[places].unsqueeze(1) * out)
     variables = {"rows": rows_RD, "row_weights": weights_R, **leaves}
     grads = torch.autograd.grad(out_RD, list(variables.values()), probe_RD.double().nan_to_num(0.0), allow_unused=True)
     named = zip(variables.items(), grads, strict=True)
@@ -170,9 +178,15 @@ def terms_of_row_weights(wanted: Results, batch: ExpertBatch, probe_RD: Tensor) 
     return sizes_R.nan_to_num(0.0).max().item() if len(sizes_R) else 0.0
 
 
-def names_of(experts: Iterable[int]) -> set[str]:
-    """Return the canonical names of the parameters of experts."""
-    return {f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up", "down")}
+def shapes_of(experts: Iterable[int], dim: int, expert_dim: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of experts by canonical name."""
+    sizes = {"gate": (expert_dim, dim), "up": (expert_dim, dim), "down": (dim, expert_dim)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for expert, (part, size) in itertools.product(experts, sizes.items()):
+        shapes[f"{expert}.{part}_proj.weight"] = size
+        if bias:
+            shapes[f"{expert}.{part}_proj.bias"] = size[:1]
+    return shapes
 
 
 @frozen(eq=False)
@@ -225,7 +239,14 @@ def computed_on_this_rank(layer_case: LayerCase, case: GemmCase) -> Results:
 
 
 def diagnosis(
-    weights: Results, case: GemmCase, batch: ExpertBatch, probe: Tensor, alignment: int, out_RD: Tensor, rtol: float
+    weights: Results,
+    case: GemmCase,
+    batch: ExpertBatch,
+    probe: Tensor,
+    alignment: int,
+    clamp: tuple[float, float] | None,
+    out_RD: Tensor,
+    rtol: float,
 ) -> str:
     """Return a possible cause of a wrong output; empty if none is known."""
     swap = {"gate": "up", "up": "gate"}
@@ -233,10 +254,10 @@ def diagnosis(
         ".".join([e, f"{swap.get(part[:-5], part[:-5])}_proj", w]): weights[f"{e}.{part}.{w}"]
         for e, part, w in (name.split(".") for name in weights)
     }
-    wanted = formula(swapped, case, batch, probe, alignment)["out"]
+    wanted = dense(swapped, case, batch, probe, alignment, clamp)["out"]
     if worst_error(out_RD, wanted[: len(out_RD)]) <= rtol:
         return "It fits if canonical() has gate_proj and up_proj the wrong way round."
-    wanted = formula(weights, case, batch, probe, alignment)["out"]
+    wanted = dense(weights, case, batch, probe, alignment, clamp)["out"]
     weights_R = batch.row_weights_R.detach().double().unsqueeze(1)[: len(out_RD)]
     unweighted = torch.where(weights_R > 0, wanted[: len(out_RD)] / weights_R, 0.0)
     if worst_error(out_RD, unweighted) <= rtol:

@@ -35,6 +35,7 @@ class Grouped(GemmPlugin):
         regions = [(region, way) for region in ("expert_fc1", "expert_fc2") for way in ("keep", "offload", "stash")]
         return moefw.offers(
             region=(*regions, ("expert_fc1", "recompute"), ("experts", "stash"), ("moe_act", "recompute")),
+            formula=("swiglu", "clamped_swiglu", "bias"),
             by_pass=True,
             named_products=True,
             activations_kept=True,
@@ -58,6 +59,9 @@ class Grouped(GemmPlugin):
                 fix="Use an etp that divides model.expert_dim by a multiple of 8.",
             ),
         ]
+        if site.dims.expert_bias:
+            reason = "each rank holds an equal part of an expert's biases"
+            needs.append(moefw.need("axis_divides", ("etp", site.dims.model_dim), reason=reason))
         if self.pad_rows > 1:
             needs.append(moefw.need("row_alignment", self.pad_rows, reason="pad_rows asks for it", option="pad_rows"))
         return needs

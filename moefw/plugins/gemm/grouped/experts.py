@@ -13,9 +13,10 @@ from torch.autograd.function import once_differentiable
 from moefw.core.contracts import ExpertGemm, Precision
 from moefw.core.records import Canonical, RowGroups, SavedOperand
 from moefw.core.stages import ExpertBatch
+from moefw.runtime.compute.group_bias import add_group_bias, widened
 from moefw.runtime.compute.product import grouped_mm, keep_activation, keep_input
 from moefw.runtime.compute.wgrads import current, now_or_later
-from moefw_kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
+from moefw_kernels.swiglu import Clamp, weighted_swiglu, weighted_swiglu_backward
 
 if TYPE_CHECKING:
     from moefw.core.context import BuildContext
@@ -26,16 +27,23 @@ Sizes = tuple[int, ...] | None
 
 @final
 class GroupedExperts(nn.Module, ExpertGemm):
-    """``gate_up`` (e, 2F, D): gate rows, then up rows; ``down`` (e, D, F)."""
+    """``gate_up`` (e, 2F, D): gate rows, then up rows; ``down`` (e, D, F); perhaps a bias for each.
+
+    If experts are split, each rank has a part of every bias, and adds it to its part of the sum.
+    """
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        d, f = context.site.dims.model_dim, context.site.dims.expert_dim // context.layout.size("etp")
+        dims, parts = context.site.dims, context.layout.size("etp")
+        d, f = dims.model_dim, dims.expert_dim // parts
         self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
         experts, recipe = len(self.numbers), context.recipe("moe.experts")
         self.into, self.out_of = (recipe.at(name, groups=experts) for name in ("gate_up", "down"))
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * f, d))
         self.down = nn.Parameter(torch.empty(experts, d, f))
+        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * f)) if dims.expert_bias else None
+        self.down_bias = nn.Parameter(torch.empty(experts, d // parts)) if dims.expert_bias else None
+        self.clamp = dims.activation.clamp
         self._fc1 = context.region("expert_fc1", self._project_in)
         self._fc2 = context.region("expert_fc2", self._activate_and_project_out)
 
@@ -47,23 +55,29 @@ class GroupedExperts(nn.Module, ExpertGemm):
 
     def _project_in(self, x_RD: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes) -> Tensor:
         h_RH: Tensor = _In.apply(self.into, x_RD, ends_e, keys_R, sizes, self.gate_up)  # type: ignore[no-untyped-call]
-        return h_RH
+        return h_RH if self.gate_up_bias is None else add_group_bias(h_RH, self.gate_up_bias, ends_e)
 
     def _activate_and_project_out(
         self, h_RH: Tensor, weights_R: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes
     ) -> Tensor:
-        given = (self.out_of, h_RH, weights_R, ends_e, keys_R, sizes, self.down)
+        given = (self.out_of, self.clamp, h_RH, weights_R, ends_e, keys_R, sizes, self.down)
         rows_RD: Tensor = _Out.apply(*given)  # type: ignore[no-untyped-call]
-        return rows_RD
+        if self.down_bias is None:
+            return rows_RD
+        return add_group_bias(rows_RD, widened(self.down_bias, self.shards[0]), ends_e, weights_R)
 
     def canonical(self) -> Iterator[Canonical]:
-        """Yield each expert's three weights as pieces of the stacked weights."""
+        """Yield each expert's parameters as pieces of the stacked ones."""
         f = self.down.shape[-1]
         into, out_of = self.shards
         for local, expert in enumerate(self.numbers):
             yield Canonical(f"{expert}.gate_proj.weight", self.gate_up, (local, slice(0, f)), into)
             yield Canonical(f"{expert}.up_proj.weight", self.gate_up, (local, slice(f, 2 * f)), into)
             yield Canonical(f"{expert}.down_proj.weight", self.down, (local,), out_of)
+            if self.gate_up_bias is not None and self.down_bias is not None:
+                yield Canonical(f"{expert}.gate_proj.bias", self.gate_up_bias, (local, slice(0, f)), into)
+                yield Canonical(f"{expert}.up_proj.bias", self.gate_up_bias, (local, slice(f, 2 * f)), into)
+                yield Canonical(f"{expert}.down_proj.bias", self.down_bias, (local,), into)
 
 
 class _In(torch.autograd.Function):
@@ -95,12 +109,13 @@ class _In(torch.autograd.Function):
 
 
 class _Out(torch.autograd.Function):
-    """``Y = a W2^T`` with ``a = w * swiglu(H)``; saves H and w, not a and not Y."""
+    """``Y = a W2^T`` with ``a = w * act(H)``; saves H and w, not a and not Y."""
 
     @staticmethod
     def forward(
         ctx: Any,
         recipe: Precision,
+        clamp: Clamp | None,
         h_RH: Tensor,
         weights_R: Tensor,
         ends_e: Tensor,
@@ -109,12 +124,13 @@ class _Out(torch.autograd.Function):
         down: Tensor,
     ) -> Tensor:
         rows = RowGroups(ends_e, keys_R, sizes)
-        a = recipe.quantize_swiglu(h_RH, weights_R, rows=rows)
+        a = recipe.quantize_swiglu(h_RH, weights_R, rows=rows) if clamp is None else None
         if a is None:
-            a = recipe.quantize(weighted_swiglu(h_RH, weights_R), role="input", during="fprop", rows=rows)
+            a = recipe.quantize(weighted_swiglu(h_RH, weights_R, clamp), role="input", during="fprop", rows=rows)
         w2 = recipe.quantize(down, role="weight", during="fprop")
         kept = keep_activation(h_RH, recipe, rows), recipe.keep(down, w2, role="weight", during="dgrad")
         _save(ctx, recipe, (weights_R, ends_e, keys_R), sizes, kept, (h_RH.dtype, down.dtype))
+        ctx.clamp = clamp
         return grouped_mm(a, w2.mT, ends_e).to(h_RH.dtype)
 
     @staticmethod
@@ -124,14 +140,14 @@ class _Out(torch.autograd.Function):
         recipe, rows, (dtype, weight_dtype) = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), ctx.dtypes
         grad_RD = grad_RD.contiguous()
         grad_a = grouped_mm(recipe.quantize(grad_RD, role="grad", during="dgrad", rows=rows), w2, ends_e).to(dtype)
-        grad_h, grad_weights, a_RF = weighted_swiglu_backward(grad_a, h_RH, weights_R)
+        grad_h, grad_weights, a_RF = weighted_swiglu_backward(grad_a, h_RH, weights_R, ctx.clamp)
 
         def wgrad() -> Tensor:
             grad = recipe.quantize(grad_RD, role="grad", during="wgrad", rows=rows)
             a = recipe.quantize(a_RF, role="input", during="wgrad", rows=rows)
             return grouped_mm(grad.mT, a, ends_e).to(weight_dtype)
 
-        return None, grad_h, grad_weights, None, None, None, now_or_later(ctx, ctx.later, -1, wgrad)
+        return None, None, grad_h, grad_weights, None, None, None, now_or_later(ctx, ctx.later, -1, wgrad)
 
 
 def _save(

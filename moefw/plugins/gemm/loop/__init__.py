@@ -24,6 +24,7 @@ class Loop(GemmPlugin):
         kept = [(region, way) for region in regions for way in ("keep", "offload")]
         return moefw.offers(
             region=(*kept, ("expert_fc1", "recompute"), ("moe_act", "recompute")),
+            formula=("swiglu", "clamped_swiglu", "bias"),
             by_pass=True,
             named_products=True,
             activations_kept=True,
@@ -32,7 +33,7 @@ class Loop(GemmPlugin):
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Return the needs: group sizes on the host, contiguous groups, and even shares of experts."""
-        return [
+        needs = [
             moefw.need("counts", ("host",), reason="a Python loop slices the rows of each expert"),
             moefw.need("rows", ("ragged", "padded", "static"), reason="it slices groups that lie end to end"),
             moefw.need(
@@ -48,6 +49,10 @@ class Loop(GemmPlugin):
                 fix="Use an etp that divides model.expert_dim.",
             ),
         ]
+        if site.dims.expert_bias:
+            reason = "each rank holds an equal part of an expert's biases"
+            needs.append(moefw.need("axis_divides", ("etp", site.dims.model_dim), reason=reason))
+        return needs
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
         """Return the experts of one layer on this rank."""
