@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from attrs import evolve, field, frozen
-from attrs.validators import gt
+from attrs.validators import gt, optional
 
 if TYPE_CHECKING:
     from moefw.core.contracts import LayoutPlan
@@ -18,17 +18,17 @@ class Activation:
     """What an expert computes of its gate g and its up u.
 
     ``swiglu``: ``silu(g) * u``. ``clamped_swiglu``: ``g' * sigmoid(alpha * g') * (u' + 1)`` with ``g' = min(g, limit)``
-    and ``u' = min(max(u, -limit), limit)`` (gpt-oss, arXiv 2508.10925).
+    and ``u' = min(max(u, -limit), limit)`` (gpt-oss, arXiv 2508.10925), by default with its 7 and 1.702.
     """
 
     kind: Literal["swiglu", "clamped_swiglu"] = "swiglu"
-    limit: float = field(default=7.0, validator=gt(0.0))
-    alpha: float = field(default=1.702, validator=gt(0.0))
+    limit: float | None = field(default=None, validator=optional(gt(0.0)))
+    alpha: float | None = field(default=None, validator=optional(gt(0.0)))
 
     @property
     def clamp(self) -> tuple[float, float] | None:
         """``limit`` and ``alpha``; None: nothing is clamped."""
-        return (self.limit, self.alpha) if self.kind == "clamped_swiglu" else None
+        return (self.limit or 7.0, self.alpha or 1.702) if self.kind == "clamped_swiglu" else None
 
 
 @frozen(kw_only=True)

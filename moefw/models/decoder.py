@@ -91,8 +91,8 @@ class Decoder(Sizes, ModelPlugin):
         return moefw.need("axis_divides", ("tp", getattr(self, option)), reason=reason, fix=fix, option=option)
 
     def check(self, site: Site) -> Sequence[Iterator[moefw.Problem]]:
-        """Check that dense layers are layers, and that a gate has a shared expert."""
-        return [self._check_layers(), self._check_dense_layers(), self._check_gate()]
+        """Check that dense layers are layers, that a gate has a shared expert, and an activation its options."""
+        return [self._check_layers(), self._check_dense_layers(), self._check_gate(), self._check_activation()]
 
     def _check_layers(self) -> Iterator[moefw.Problem]:
         if self.num_dense_layers > self.num_layers:
@@ -108,6 +108,12 @@ class Decoder(Sizes, ModelPlugin):
     def _check_gate(self) -> Iterator[moefw.Problem]:
         if self.shared_expert_gate and not self.shared_expert_dim:
             yield moefw.Problem("there is no shared expert to gate.", "Set shared_expert_dim.", "shared_expert_gate")
+
+    def _check_activation(self) -> Iterator[moefw.Problem]:
+        for name in ("limit", "alpha"):
+            if self.activation.kind == "swiglu" and getattr(self.activation, name) is not None:
+                what = f"{name} is no option of swiglu, which clamps nothing."
+                yield moefw.Problem(what, "Leave it out, or use kind: clamped_swiglu.", f"activation.{name}")
 
     def build(self, context: moefw.ModelContext) -> Any:
         """Return the transformer."""

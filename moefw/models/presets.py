@@ -76,6 +76,7 @@ PUBLISHED: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         {
             **{"vocab_size": 50304, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 1024},
             **{"num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+            "pad_token_id": 1,
         },
     ),
     "gpt-oss-120b": ("gpt_oss", _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}),

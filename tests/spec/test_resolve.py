@@ -292,7 +292,7 @@ class TestResolvedSpec:
                 other = value / 2 if 0 < value < 1 else value * 2 or 1
             else:
                 other = f"{value}x" if isinstance(value, str) else ["x"]
-            of_other_kinds = path.startswith("attention.rope.") and value is None
+            of_other_kinds = path.startswith(("attention.rope.", "model.activation.")) and value is None
             if other is None or of_other_kinds or re.search(r"^parallel\.(pp|dense\.cp)$", path):
                 continue
             tree: Any = {}

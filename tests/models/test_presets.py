@@ -1,0 +1,83 @@
+"""Presets at true size, on tensors without memory: their parameters and their work are those that are published."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_models import CLASSES
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.site import Machine
+from moefw.models.presets import PUBLISHED
+from moefw.planner import ledger
+
+BILLION = 1e9
+PARAMETERS = {
+    "deepseek-v3": "671",
+    "kimi-k2": "1026",
+    "qwen3-235b-a22b": "235",
+    "qwen3-30b-a3b": "30.5",
+    "qwen2-57b-a14b": "57.4",
+    "mixtral-8x7b": "46.7",
+    "mixtral-8x22b": "141",
+    "olmoe-1b-7b": "6.9",
+    "gpt-oss-120b": "116.8",
+    "gpt-oss-20b": "20.9",
+}
+"""Billions, as rounded by the authors; Kimi-K2 is said to have a trillion."""
+
+GIGA_FLOPS = {
+    "deepseek-v3": 249.81,
+    "kimi-k2": 204.48,
+    "qwen3-235b-a22b": 148.03,
+    "qwen3-30b-a3b": 23.01,
+    "mixtral-8x22b": 242.2,
+    "qwen2-57b-a14b": 84.7,
+}
+"""Of a token in forward and backward at 4096 positions: matrix products, half of attention's core, no router."""
+
+
+def assembled(name: str) -> Any:
+    train = {"seq_len": 4096, "micro_batch": 1, "tokens_per_step": 4096}
+    tree = {"model": {"preset": name}, "precision": {"use": "bf16"}, "train": train, "run": {"device": "cpu"}}
+    return assemble_tree(tree, Marks("preset"), defaults=defaults(), machine=Machine(device="cpu"))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_model_has_the_parameters_that_transformers_gives_it(name: str) -> None:
+    import transformers
+
+    family, values = PUBLISHED[name]
+    kind = CLASSES["deepseek_v3" if family == "kimi_k2" else family]
+    assembly = assembled(name)
+    with torch.device("meta"):
+        model = build_model(assembly, open_layout(assembly, "cpu"), torch.device("meta"), Shared())
+        config = getattr(transformers, f"{kind}Config")(**values)
+        theirs = getattr(transformers, f"{kind}ForCausalLM")(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == sum(parameter.numel() for parameter in theirs.parameters())
+    digits = len(PARAMETERS[name].partition(".")[2])
+    assert f"{count / BILLION:.{digits}f}" == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", GIGA_FLOPS)
+def test_a_token_takes_the_floating_point_operations_that_are_published(name: str) -> None:
+    """Backward is twice forward. Latent attention's core is counted without the zeros that fill up its values."""
+    assembly = assembled(name)
+    found, attention = ledger(assembly), assembly.parts.attention
+    flops = 0.0
+    for work in found.work:
+        products = work.layers * sum(product.flops for product in work.products)
+        if work.region == "core_attn":
+            products *= 0.5
+            if attention.name == "mla":
+                width = attention.nope_dim + attention.rope_dim
+                products *= (width + attention.v_dim) / (2 * width)
+        if work.phase == "forward" and work.region != "router":
+            flops += 3 * products
+    assert flops / found.tokens / BILLION == pytest.approx(GIGA_FLOPS[name], rel=0.005)
