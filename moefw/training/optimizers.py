@@ -13,13 +13,13 @@ from moefw.core.facts import Offers
 from moefw.core.plugin import OPTIMIZER, OptimizerPlugin
 from moefw.core.site import Site
 
-NO_DECAY = ("norm", "router", "embed", "bias")
+NO_DECAY = ("norm", "router", "embed", "bias", "sinks")
 """Parameters with one of these words in their canonical name do not decay."""
 
 
 @frozen(kw_only=True)
 class AdamW(OptimizerPlugin):
-    """Decoupled weight decay (arXiv 1711.05101), none on norms, routers, embeddings and biases."""
+    """Decoupled weight decay (arXiv 1711.05101), none on norms, routers, embeddings, biases and sinks."""
 
     name: ClassVar[str] = "adamw"
 

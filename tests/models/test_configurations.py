@@ -152,7 +152,7 @@ def test_a_file_that_is_no_configuration_is_named(text: str | None, says: str, t
 
 
 def test_an_unknown_preset_names_those_that_are_near() -> None:
-    with pytest.raises(MoefwError, match="decoder has no preset 'deepseek-v4'. Did you mean 'deepseek-v3'"):
+    with pytest.raises(MoefwError, match=r"decoder has no preset 'deepseek-v4'\. Did you mean 'deepseek-v3'"):
         resolved("deepseek-v4")
 
 

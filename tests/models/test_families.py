@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,65 +12,78 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hf_models import OWN, VOCABULARY, Ours, configurations, ours, tensors_of, theirs
-from moefw.core.stages import Batch
-from moefw.runtime.naming import canonical_parameters
+from hf_models import OWN, configurations, theirs
+from hf_steps import Step, Tokens, our_step, their_step, tokens
+from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.origins import origin_of
+from moefw.testing.pool import RankPool
 
 LOGITS, LOSS, GRADIENT, FLOOR = 1e-5, 1e-6, 1e-4, 1e-6
-SEQUENCES, POSITIONS = 2, 14
+LAYOUTS: list[dict[str, Any]] = [
+    {"parallel": {"dense": {"tp": 2}, "experts": {"ep": 2}}},
+    {"parallel": {"experts": {"ep": 2}}},
+    {"parallel": {"dense": {"tp": 2, "shard": "all"}, "experts": {"etp": 2}}, "gemm": {"use": "loop"}},
+]
+"""Of two ranks."""
 
 
-QUICK = settings(
-    max_examples=5,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=(Phase.generate,),
-    suppress_health_check=list(HealthCheck),
-)
+def drawn(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
 
 
-def compare(family: str, values: dict[str, Any], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(VOCABULARY, (SEQUENCES, POSITIONS + 1), generator=generator)
-    oracle = theirs(family, values, seed)
-    with tempfile.TemporaryDirectory() as folder:
+def compare(
+    family: str, values: dict[str, Any], given: Tokens, *, pool: RankPool | None = None, layout: int = 0
+) -> None:
+    oracle = theirs(family, values, 0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         oracle.save_pretrained(folder)
-        found = ours(Path(folder))
-    count = torch.tensor(1.0 / (SEQUENCES * POSITIONS))
-    batch = Batch(ids_BS=ids[:, :-1], labels_BS=ids[:, 1:], loss_scale=count)
-    wanted = oracle(input_ids=ids[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    model: Any = found.model
-    logits, _ = model.logits(batch)
-    output = model(batch)
-    (output.loss_sum * count).backward()
-    assert (logits - wanted).abs().max() <= LOGITS * wanted.abs().max()
-    assert float(output.loss_sum * count) == pytest.approx(loss.item(), rel=LOSS)
-    assert_gradients(found, oracle)
+        if pool is None:
+            steps = [our_step(folder, given, {})]
+        else:
+            train = {"tokens_per_step": 64, "micro_batch": 1, "seq_len": 16}
+            steps = pool.run(our_step, 2, folder, given, {**LAYOUTS[layout], "train": train})
+        wanted = their_step(oracle, given)
+        split = pool is not None and "dense" not in LAYOUTS[layout]["parallel"]
+        logits = torch.cat([step.logits for step in steps]) if split else steps[0].logits
+        assert (logits - wanted.logits).abs().max() <= LOGITS * wanted.logits.abs().max()
+        for step in steps:
+            assert step.loss == pytest.approx(wanted.loss, rel=LOSS)
+        assert_gradients(steps, wanted, json.loads((folder / "config.json").read_text())["model_type"])
 
 
-def assert_gradients(found: Ours, oracle: Any) -> None:
-    """Assert that every gradient is theirs, by the name of the saved tensor."""
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        for parameter in oracle.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        oracle.save_pretrained(folder)
-        theirs = tensors_of(Path(folder))
-    norm = torch.cat([parameter.flatten() for parameter in oracle.parameters()]).norm()
-    for piece in canonical_parameters(found.model):
-        origin, grad = found.origins[piece.name], piece.parameter.grad
-        wanted = origin.of(theirs[origin.name])
-        got = torch.zeros_like(wanted) if grad is None else piece.of(grad)
-        assert (got - wanted).norm() <= max(GRADIENT * wanted.norm(), FLOOR * norm), piece.name
+def assert_gradients(steps: list[Step], wanted: Step, family: str) -> None:
+    norm = torch.cat([grad.flatten() for grad in wanted.grads.values()]).norm()
+    for name, grad in {name: grad for step in steps for name, grad in step.grads.items()}.items():
+        origin = origin_of(name, FAMILIES[family].rules)
+        theirs = origin.of(wanted.grads[origin.name])
+        assert (grad - theirs).norm() <= max(GRADIENT * theirs.norm(), FLOOR * norm), name
 
 
 @pytest.mark.parametrize("family", OWN)
-def test_logits_loss_and_gradients_are_those_of_transformers(family: str) -> None:
-    @settings(QUICK)
-    @given(configurations(family), st.integers(0, 1000))
-    def run(values: dict[str, Any], seed: int) -> None:
-        compare(family, values, seed)
+@pytest.mark.parametrize("examples", [5, pytest.param(50, marks=pytest.mark.deep)])
+def test_logits_loss_and_gradients_are_those_of_transformers(family: str, examples: int) -> None:
+    @drawn(examples)
+    @given(configurations(family), tokens())
+    def run(values: dict[str, Any], given: Tokens) -> None:
+        compare(family, values, given)
+
+    run()
+
+
+@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.deep)])
+def test_so_they_are_split_over_ranks(pool: RankPool, family: str, examples: int) -> None:
+    @drawn(examples)
+    @given(configurations(family), tokens(), st.integers(0, len(LAYOUTS) - 1))
+    def run(values: dict[str, Any], given: Tokens, layout: int) -> None:
+        compare(family, values, given, pool=pool, layout=layout)
 
     run()

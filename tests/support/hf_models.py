@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -17,10 +18,12 @@ from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
+from moefw.core.contracts import Layout
 from moefw.core.site import Machine
 from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.origins import Origin, origin_of
-from moefw.runtime.naming import canonical_parameters, state_tensors
+from moefw.runtime.naming import by_parameter, state_tensors
+from moefw.runtime.parallel.pieces import all_of
 
 CLASSES = {
     "deepseek_v3": "DeepseekV3",
@@ -31,7 +34,7 @@ CLASSES = {
     "qwen3_moe": "Qwen3Moe",
 }
 """How ``transformers`` calls each family."""
-VOCABULARY = 61
+VOCABULARY = 62
 
 
 @st.composite
@@ -156,27 +159,33 @@ def theirs(family: str, values: Mapping[str, Any], seed: int = 0) -> Any:
 
 @frozen(eq=False)
 class Ours:
-    """Our model of a saved one, and the origin of every parameter and state."""
+    """Our model of a saved one on this rank, its layout, and the origin of every parameter and state."""
 
     model: nn.Module
+    layout: Layout
     origins: Mapping[str, Origin]
 
 
 def ours(folder: Path, **sections: Any) -> Ours:
     """Return our model with the weights of a saved folder, on this rank. ``sections`` are those of a spec."""
     tree = {"model": {"preset": f"{folder}/config.json"}, "run": {"device": "cpu"}, **sections}
-    assembly = assemble_tree(tree, Marks("hf"), defaults=defaults(), machine=Machine(device="cpu"))
-    model = build_model(assembly, open_layout(assembly, "cpu"), torch.device("cpu"), Shared())
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    assembly = assemble_tree(tree, Marks("hf"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
+    layout = open_layout(assembly, "cpu")
+    model = build_model(assembly, layout, torch.device("cpu"), Shared())
     rules = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]].rules
     saved, origins = tensors_of(folder), dict[str, Origin]()
     with torch.no_grad():
-        for piece in canonical_parameters(model):
-            origins[piece.name] = origin_of(piece.name, rules)
-            whole = origins[piece.name].of(saved[origins[piece.name].name])
-            piece.of(piece.parameter).copy_(whole if piece.shard is None else piece.shard.of(whole))
+        for parameter, pieces in by_parameter(model):
+            with all_of(parameter) as values:
+                for piece in pieces:
+                    origins[piece.name] = origin_of(piece.name, rules)
+                    whole = origins[piece.name].of(saved[origins[piece.name].name])
+                    piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
         for name, state in state_tensors(model).items():
-            state.copy_(saved[origin_of(name, rules).name])
-    return Ours(model, origins)
+            if ".router." in name:
+                state.copy_(saved[origin_of(name, rules).name])
+    return Ours(model, layout, origins)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ class Grouped(GemmPlugin):
                 "axis_divides",
                 ("etp", site.dims.expert_dim // DIM_MULTIPLE),
                 reason=f"each part of an expert is a multiple of {DIM_MULTIPLE} wide",
-                fix="Use an etp that divides model.expert_dim by a multiple of 8.",
+                fix="Use an etp that divides model.expert_dim by a multiple of 8, or gemm: {use: loop}.",
             ),
         ]
         if site.dims.expert_bias:
@@ -71,7 +71,8 @@ class Grouped(GemmPlugin):
         sizes = {"model.dim": site.dims.model_dim, "model.expert_dim": site.dims.expert_dim}
         return [
             moefw.Problem(
-                f"grouped_mm wants sizes that are multiples of {DIM_MULTIPLE}; {name} is {size}.", "Round it up."
+                f"grouped_mm wants sizes that are multiples of {DIM_MULTIPLE}; {name} is {size}.",
+                "Round it up, or use gemm: {use: loop}.",
             )
             for name, size in sizes.items()
             if size % DIM_MULTIPLE

@@ -32,7 +32,7 @@ class Balance:
     """
 
     kind: Literal["expert_bias", "aux_loss", "z_loss", "quantile"]
-    rate: float | None = field(default=None, validator=optional(gt(0.0)))
+    rate: float | None = field(default=None, validator=optional(ge(0.0)))
     coeff: float | None = field(default=None, validator=optional(ge(0.0)))
     over: Literal["micro_batch", "sequence", "global_batch"] | None = None
     ema: float | None = field(default=None, validator=optional(and_(ge(0.0), lt(1.0))))
