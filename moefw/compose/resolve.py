@@ -292,7 +292,7 @@ class _Resolution:
         if model:
             with self.asking(model.path, model.part, "moe_layers()"):
                 layers = _moe_layers(model.part)
-                num_layers = getattr(model.part, "num_layers", max(layers, default=-1) + 1)
+                num_layers = max(getattr(model.part, "num_layers", 0), max(layers, default=-1) + 1)
         site = Site(
             dims=dims or Dims(model_dim=UNREAD, expert_dim=UNREAD, num_experts=UNREAD, top_k=UNREAD),
             layer=0,

@@ -75,7 +75,8 @@ class Machine:
 class Site:
     """One place in the model: the layer's sizes and number, the layout of ranks, the machine.
 
-    ``num_layers`` includes dense layers. ``ranks_per_node`` is None if only the launcher knows it.
+    ``num_layers`` includes dense layers and those that predict further tokens. ``ranks_per_node`` is None if only the
+    launcher knows it.
     """
 
     dims: Dims

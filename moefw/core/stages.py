@@ -212,3 +212,10 @@ class Output:
     """Number of these tokens."""
     layers: Mapping[int, LayerStats]
     """Statistics of each MoE layer, by layer number."""
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else is trained on, by name: sums over tokens like ``loss_sum``, with their coefficients."""
+
+    @property
+    def objective(self) -> Tensor:
+        """The sum of all losses, of which the engine takes the gradient."""
+        return sum(self.losses.values(), self.loss_sum)

@@ -22,9 +22,10 @@ class Decoder(Sizes, ModelPlugin):
 
     So do ``dense_layers``, by number. ``shared_expert_dim`` 0: no shared expert; with ``shared_expert_gate``, a sigmoid
     of the token multiplies its output (Qwen2-MoE). ``activation`` is that of experts and MLPs; ``expert_bias`` gives
-    routed experts biases. ``vocab_size`` must hold the tokenizer's ids (bytes: 256); the embedding of ``pad_id`` is not
-    trained. ``zero_init`` starts the head and the projections into the residual stream at zero; otherwise the
-    projections start at ``init_std / sqrt(2 * num_layers)`` (GPT-2).
+    routed experts biases. ``mtp_layers`` layers behind all others predict one token more each, with ``mtp_coeff`` times
+    the mean of their losses (DeepSeek-V3, arXiv 2412.19437 section 2.2). ``vocab_size`` must hold the tokenizer's ids
+    (bytes: 256); the embedding of ``pad_id`` is not trained. ``zero_init`` starts the head and the projections into the
+    residual stream at zero; otherwise the projections start at ``init_std / sqrt(2 * num_layers)`` (GPT-2).
     """
 
     name: ClassVar[str] = "decoder"
@@ -60,7 +61,7 @@ class Decoder(Sizes, ModelPlugin):
         regions = ["layer", "attn_norm", "attention", "mlp_norm"]
         regions += ["router", "experts"] if self.moe_layers() else []
         regions += ["shared_experts"] if self.shared_expert_dim and self.moe_layers() else []
-        regions += ["dense_mlp"] if len(self.moe_layers()) < self.num_layers else []
+        regions += ["dense_mlp"] if self.has_dense_layers else []
         treated = [(region, mechanism) for region in regions for mechanism in ("keep", "recompute", "offload")]
         treated += [("dispatch", mechanism) for mechanism in ("keep", "recompute")] if self.moe_layers() else []
         return moefw.offers(
@@ -75,7 +76,7 @@ class Decoder(Sizes, ModelPlugin):
     def needs(self, site: Site) -> Iterator[moefw.Need]:
         """Yield the needs: a tp that divides the sizes that it splits, and a GEMM for the experts' formula."""
         yield self._divided("vocab_size", ", or a larger vocab_size")
-        if len(self.moe_layers()) < self.num_layers:
+        if self.has_dense_layers:
             yield self._divided("dense_dim")
         if self.moe_layers() and self.shared_expert_dim:
             yield self._divided("shared_expert_dim")

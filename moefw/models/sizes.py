@@ -31,6 +31,8 @@ class Sizes:
     shared_expert_gate: bool = False
     activation: Activation = Activation()
     expert_bias: bool = False
+    mtp_layers: int = field(default=0, validator=and_(ge(0), le(MOST)))
+    mtp_coeff: float = field(default=0.1, validator=ge(0.0))
     tie_embeddings: bool = False
     norm_eps: float = field(default=1e-6, validator=gt(0.0))
     init_std: float = field(default=0.02, validator=gt(0.0))
@@ -38,6 +40,11 @@ class Sizes:
     zero_init: bool = False
 
     def moe_layers(self) -> Sequence[int]:
-        """Return the numbers of the layers with experts."""
-        layers = range(self.num_dense_layers, self.num_layers)
+        """Return the numbers of the layers with experts. Those that predict further tokens are behind all others."""
+        layers = range(self.num_dense_layers, self.num_layers + self.mtp_layers)
         return [layer for layer in layers if layer not in self.dense_layers] if self.dense_layers else layers
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether any layer has no experts."""
+        return len(self.moe_layers()) < self.num_layers + self.mtp_layers

@@ -1,87 +1,27 @@
-"""The transformer: embedding, blocks of phases, head, loss."""
+"""The transformer: embedding, blocks of phases, head, losses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefw.core.context import BuildContext, ModelContext
-from moefw.core.stages import Batch, LayerStats, Output, stage
+from moefw.core.context import ModelContext
+from moefw.core.stages import Batch, LayerStats, Output
+from moefw.models.blocks import DenseBlock, MoEBlock, Stream
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.mlp import GatedSharedExpert, SwiGLU
+from moefw.models.mtp import MTPBlock, ids_ahead, labels_ahead
 from moefw.models.sizes import Sizes
 from moefw.runtime.compute.row_keys import keyed
-from moefw.runtime.layer import Collected, MoELayer, Routed
+from moefw.runtime.layer import MoELayer
 from moefw.runtime.modules import Linear, RMSNorm
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import Phase, straight
-
-
-@stage
-class Stream:
-    """The residual stream between two blocks, and the statistics of the MoE layers so far, by number.
-
-    ``tables``: see :meth:`moefw.Attention.tables`.
-    """
-
-    x_TD: Tensor
-    tables: Any
-    batch: Batch
-    layers: Mapping[int, LayerStats] = field(default_factory=dict)
-
-
-@final
-class DenseBlock(nn.Module):
-    """Attention and a plain MLP, each with a norm before it and a residual connection: one phase."""
-
-    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, attention: nn.Module) -> None:
-        super().__init__()
-        mlp = context.recipe("mlp")
-        self.attention = attention
-        self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, mlp, tp, options.activation), mlp)
-        self.attention_norm = RMSNorm(options.dim, options.norm_eps)
-        self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
-        self._attention = context.region("attention", self.attention.__call__)
-        self._mlp = context.region("dense_mlp", self.mlp.__call__)
-        self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
-        self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
-        self.phases = context.layer((self.transform,))
-
-    def transform(self, stream: Stream) -> Stream:
-        """Add attention and the MLP to the residual stream."""
-        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
-        return replace(stream, x_TD=x_TD + self._mlp(self._mlp_norm(x_TD), stream.batch))
-
-
-@final
-class MoEBlock(nn.Module):
-    """Attention and an MoE layer, each with a norm before it and a residual connection."""
-
-    def __init__(self, options: Sizes, context: BuildContext, attention: nn.Module, moe: MoELayer) -> None:
-        super().__init__()
-        self.attention, self.moe = attention, moe
-        self.attention_norm = RMSNorm(options.dim, options.norm_eps)
-        self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
-        self._attention = context.region("attention", self.attention.__call__)
-        self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
-        self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
-        self.phases = context.layer((self.attend_and_route, *moe.phases, self.add))
-
-    def attend_and_route(self, stream: Stream) -> Routed:
-        """Add attention to the residual stream, and choose experts."""
-        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
-        return self.moe.route(self._mlp_norm(x_TD), stream.batch, beside=replace(stream, x_TD=x_TD))
-
-    def add(self, collected: Collected) -> Stream:
-        """Add the output of the experts to the residual stream."""
-        stream: Stream = collected.beside
-        layers = {**stream.layers, self.moe.number: collected.stats}
-        return replace(stream, x_TD=stream.x_TD + collected.out_TD, layers=layers)
 
 
 @final
@@ -94,49 +34,97 @@ class Transformer(nn.Module):
         precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
         self.embed = Embedding(options.vocab_size, options.dim, self.tp, options.pad_id)
-        blocks = [self._block(layer, context) for layer in range(options.num_layers)]
-        self.layers = nn.ModuleList(blocks)
-        self.phases: tuple[Phase, ...] = (self.begin, *(phase for block in blocks for phase in block.phases), self.end)
+        self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))
         self.norm = RMSNorm(options.dim, options.norm_eps)
+        for depth in range(1, options.mtp_layers + 1):
+            self.layers.append(self._mtp_block(depth, context))
+        self._main = self._phases(options.num_layers)
+        self.phases = (*self._phases(len(self.layers)), self.end)
         self.head = None
         if not options.tie_embeddings:
             context.unit(self.embed)
             head = Linear(options.dim, options.vocab_size, precision, shard=self.tp.shard(0))
             self.head = context.unit(head, precision.weight_dtype)
 
+    def _phases(self, layers: int) -> tuple[Phase, ...]:
+        """Return the phases from the embedding to the end of a number of layers."""
+        blocks: Any = self.layers[:layers]
+        return (self.begin, *(phase for block in blocks for phase in block.phases))
+
     def _block(self, layer: int, context: ModelContext) -> DenseBlock | MoEBlock:
         here, options, attention = context.at(layer), self.options, context.attention(layer)
         if layer not in options.moe_layers():
             return DenseBlock(options, here, self.tp, attention)
-        shared = None
+        return MoEBlock(options, here, attention, self._moe(layer, context))
+
+    def _mtp_block(self, depth: int, context: ModelContext) -> MTPBlock:
+        options, layer, precision = self.options, self.options.num_layers + depth - 1, context.fallback
+        return MTPBlock(
+            options,
+            context.at(layer),
+            context.attention(layer),
+            self._moe(layer, context),
+            depth=depth,
+            project=context.unit(Linear(2 * options.dim, options.dim, precision), precision.weight_dtype),
+            last_norm=self._norm(depth - 1),
+        )
+
+    def _norm(self, depth: int) -> Callable[[Tensor], Tensor]:
+        """Return the norm before the head for the tokens ``depth`` positions behind the next."""
+        last: Any = self.layers[self.options.num_layers + depth - 1] if depth else self
+        norm: Callable[[Tensor], Tensor] = (last.post_norm if depth else last.norm).__call__
+        return norm
+
+    def _moe(self, layer: int, context: ModelContext) -> MoELayer:
+        here, options, shared = context.at(layer), self.options, None
         if options.shared_expert_dim:
             precision = here.recipe("moe.shared_expert")
             mlp = SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp, options.activation)
             shared = here.unit(GatedSharedExpert(mlp, options.dim) if options.shared_expert_gate else mlp, precision)
-        return MoEBlock(options, here, attention, context.moe_layer(layer, shared_expert=shared))
+        moe: MoELayer = context.moe_layer(layer, shared_expert=shared)
+        return moe
 
     def forward(self, batch: Batch) -> Output:
-        """Return the summed next-token loss of a micro-batch, with the statistics of its MoE layers."""
-        output: Output = straight(self.phases)(batch)
+        """Return the summed losses of a micro-batch, and statistics of its MoE layers. Only in training: all losses."""
+        output: Output = straight(self.phases if self.training else (*self._main, self.end))(batch)
         return output
 
     def begin(self, batch: Batch) -> Stream:
-        """Embed the tokens. Each rank of tp gets its part of them."""
+        """Embed the tokens, and in training those ahead. Each rank of tp gets its part of them.
+
+        One lookup embeds all, so that the gradient of the embedding is one sum.
+        """
         batch = replace(batch, part=self.tp.shard(0))
         batch = keyed(batch) if self.draws else batch
-        x_TD = self.embed(batch.ids_BS.flatten()).to(self.residual_dtype)
+        depths = range(1, self.options.mtp_layers + 1 if self.training else 1)
+        ids_NT = torch.stack([batch.ids_BS.flatten(), *(ids_ahead(batch, depth).flatten() for depth in depths)])
+        by_rank = ids_NT.unflatten(1, (self.tp.size, -1)).transpose(0, 1)
+        x_TD, *ahead = self.embed(by_rank.flatten()).to(self.residual_dtype).chunk(len(ids_NT))
         first: Any = self.layers[0]
-        return Stream(x_TD=x_TD, tables=first.attention.tables(batch), batch=batch)
+        return Stream(x_TD=x_TD, tables=first.attention.tables(batch), batch=batch, ahead=tuple(ahead))
 
     def end(self, stream: Stream) -> Output:
-        """Return the loss of the tokens that are neither padding nor masked."""
-        batch = stream.batch
+        """Return the loss of the tokens that are neither padding nor masked, and those of the tokens ahead."""
+        batch, (next_Tv, *further) = stream.batch, self.predictions(stream)
         labels_T = batch.labels_BS.flatten()
         if batch.mask_BS is not None:
             labels_T = labels_T.masked_fill(~batch.mask_BS.flatten(), IGNORED)
         num_tokens = (batch.own(labels_T) != IGNORED).sum()
-        loss_sum = cross_entropy(self._head(stream.x_TD), labels_T, self.tp)
-        return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers)
+        losses = {
+            f"mtp_{depth}_loss": cross_entropy(logits_Tv, labels_ahead(batch, depth).flatten(), self.tp)
+            * (self.options.mtp_coeff / len(further))
+            for depth, logits_Tv in enumerate(further, 1)
+        }
+        loss_sum = cross_entropy(next_Tv, labels_T, self.tp)
+        return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=losses)
+
+    def predictions(self, stream: Stream) -> Sequence[Tensor]:
+        """Return logits ``(T, v)`` of all tokens for this rank's part of the vocabulary: next token, further ones."""
+        hidden = (*stream.hidden, self._norm(len(stream.hidden))(stream.x_TD))
+        x_TD = torch.cat([self.tp.gather(one) for one in hidden]) if len(hidden) > 1 else self.tp.gather(hidden[0])
+        weight = self.embed.weight
+        logits_Tv = F.linear(x_TD, weight.to(x_TD.dtype)) if self.head is None else self.head(x_TD)
+        return logits_Tv.chunk(len(hidden))
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """Return ``(B, S, vocabulary)`` logits, and statistics by layer. S need not be a multiple of tp."""
@@ -151,14 +139,10 @@ class Transformer(nn.Module):
                 positions_BS=None if batch.positions_BS is None else F.pad(batch.positions_BS, (0, padding)),
                 documents_BS=None if batch.documents_BS is None else F.pad(batch.documents_BS, (0, padding)),
             )
-        stream: Stream = straight(self.phases[:-1])(batch)
-        logits_VT = self.tp.gather(self._head(stream.x_TD).t())
+        stream: Stream = straight(self._main)(batch)
+        (logits_Tv,) = self.predictions(stream)
+        logits_VT = self.tp.gather(logits_Tv.t())
         return logits_VT.t().unflatten(0, batch.ids_BS.shape)[:, :length], stream.layers
-
-    def _head(self, x_TD: Tensor) -> Tensor:
-        """Return the logits of all tokens for this rank's part of the vocabulary, ``(T, v)``."""
-        x_TD = self.tp.gather(self.norm(x_TD))
-        return F.linear(x_TD, self.embed.weight.to(x_TD.dtype)) if self.head is None else self.head(x_TD)
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of initial values by canonical name; None means ones (norms)."""

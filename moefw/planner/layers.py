@@ -34,9 +34,9 @@ class RunLayer:
     more: int = 0
 
 
-def run_layers(assembly: Assembly) -> list[RunLayer]:
+def run_layers(assembly: Assembly, model: InPhases) -> list[RunLayer]:
     """Return the layers that are run. Both neighbours of one that stands for others are like it."""
-    alike = groupby(range(assembly.site.num_layers), key=lambda number: _kind(assembly, number))
+    alike = groupby(range(assembly.site.num_layers), key=lambda number: _kind(assembly, model, number))
     return [layer for _, numbers in alike for layer in _of_row([*numbers])]
 
 
@@ -47,9 +47,9 @@ def _of_row(numbers: list[int]) -> list[RunLayer]:
     return [RunLayer(first), RunLayer(middle, more=len(numbers) - 3), RunLayer(last)]
 
 
-def _kind(assembly: Assembly, number: int) -> Any:
-    """Return what is equal for layers that are alike: their facts, and the modules kept in high precision."""
+def _kind(assembly: Assembly, model: InPhases, number: int) -> Any:
+    """Return what is equal for layers that are alike: class, facts, and the modules kept in high precision."""
     layer, precision = assembly.layers.get(number), assembly.parts.precision
     names = [f"layers.{at}.{module}" for module in MODULES for at in (number, number - assembly.site.num_layers)]
     high = tuple(precision.keeps_high_precision(name) for name in names)
-    return layer and repr(sorted(layer.facts.items())), high
+    return type(model.layers[number]), layer and repr(sorted(layer.facts.items())), high

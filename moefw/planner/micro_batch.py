@@ -52,7 +52,7 @@ class MicroBatch:
             assembly, layout, torch.device("cpu"), shared, shard_by=self._shard_by, watch=recorder.places
         )
         every = [RunLayer(number) for number in range(assembly.site.num_layers)]
-        self.layers = run_layers(assembly) if isinstance(self.model, InPhases) else every
+        self.layers = run_layers(assembly, self.model) if isinstance(self.model, InPhases) else every
         self._began: list[int] = []
         self._done: list[int] = []
         self.operations.learn_weights(self.model)
@@ -124,7 +124,7 @@ class MicroBatch:
             output = model.end(value)
         if root is not None:
             root.after(None, (), output)
-        loss: Tensor = output.loss_sum * batch.loss_scale
+        loss: Tensor = output.objective * batch.loss_scale
         return loss
 
     def _mark(self, value: Any) -> None:

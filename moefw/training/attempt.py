@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefw.core.contracts import Layout
-from moefw.core.stages import LayerStats
+from moefw.core.stages import LayerStats, Output
 from moefw.runtime.memory.static_rows import UNSAVED
 from moefw.runtime.parallel.gradients import STAGE
 
@@ -61,17 +61,20 @@ class Tally:
 
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros(2, dtype=torch.float64, device=device)
+        self.losses: dict[str, Tensor] = {}
         self.layers: dict[int, LayerTally] = {}
 
-    def add(self, loss_sum: Tensor, num_tokens: Tensor, layers: Mapping[int, LayerStats]) -> None:
+    def add(self, output: Output) -> None:
         """Add one micro-batch."""
-        self.loss += torch.stack([loss_sum.detach().double(), num_tokens.double()])
-        for number, new in layers.items():
+        self.loss += torch.stack([output.loss_sum.detach().double(), output.num_tokens.double()])
+        for name, loss in output.losses.items():
+            self.losses[name] = self.losses.get(name, 0.0) + loss.detach().double()
+        for number, new in output.layers.items():
             self.layers.setdefault(number, LayerTally()).add(new)
 
     def reduce(self, layout: Layout) -> None:
         """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host."""
-        group, tensors = layout.group(*STAGE), [self.loss]
+        group, tensors = layout.group(*STAGE), [self.loss, *self.losses.values()]
         for layer in self.layers.values():
             tensors += [*layer.stats.values(), *layer.aux_losses.values()]
         if group is not None:
@@ -85,6 +88,7 @@ class Tally:
         """Return the sums in host memory, once they are reduced."""
         told, values = Tally(torch.device("cpu")), self._copy.read()
         told.loss = next(values)
+        told.losses = {name: next(values) for name in self.losses}
         for number, layer in self.layers.items():
             stats, aux = ({name: next(values) for name in names} for names in (layer.stats, layer.aux_losses))
             told.layers[number] = LayerTally(stats, aux)

@@ -128,7 +128,7 @@ class Engine:
 
 def _result(made: Attempt) -> StepResult:
     layers, (_, tokens) = made.told.layers.values(), made.told.loss.tolist()
-    aux: dict[str, float] = {}
+    aux = {name: value.item() / max(tokens, 1) for name, value in made.told.losses.items()}
     for layer in layers:
         for name, value in layer.aux_losses.items():
             aux[name] = aux.get(name, 0.0) + value.item() / max(tokens, 1)
@@ -146,7 +146,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
     for number, batch in enumerate(batches, 1):
         stamp(f"evaluation batch {number} of {len(batches)}")
         output = model(replace(batch, dropless=True))
-        tally.add(output.loss_sum, output.num_tokens, {})
+        tally.add(replace(output, layers={}, losses={}))
     tally.reduce(layout)
     model.train(was_training)
     loss_sum, tokens = tally.on_host().loss.tolist()

@@ -35,8 +35,8 @@ def in_order(model: nn.Module) -> Run:
             with clock("forward"):
                 output = model(batch)
             with clock("backward"):
-                (output.loss_sum * batch.loss_scale).backward()
-            tally.add(output.loss_sum, output.num_tokens, output.layers)
+                (output.objective * batch.loss_scale).backward()
+            tally.add(output)
             del output
         return tally
 

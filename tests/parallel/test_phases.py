@@ -61,6 +61,15 @@ def test_no_bit_depends_on_the_order_in_which_phases_run(
             assert not wrong, (schedule.__name__, rank)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_nor_with_losses_of_tokens_further_ahead(pool: RankPool, world: str) -> None:
+    ranks, parallel = WORLDS[world]
+    case = whole_model(ranks, parts={"parallel": parallel}, plugins=(), sizes={**SIZES, "mtp_layers": 2})
+    for plain, *others in pool.run(scheduled, ranks, case, SCHEDULES):
+        for found in others:
+            assert [name for name in plain if not same_bits(plain[name], found[name])] == []
+
+
 SPLIT: Mapping[str, Mapping[str, Any]] = {
     "grouped, fp32": {"gemm": {"use": "grouped"}, "precision": {"use": "fp32"}},
     "grouped, bf16": {"gemm": {"use": "grouped"}, "precision": {"use": "bf16"}},

@@ -168,24 +168,25 @@ class Ours:
 
 def ours(folder: Path, **sections: Any) -> Ours:
     """Return our model with the weights of a saved folder, on this rank. ``sections`` are those of a spec."""
-    tree = {"model": {"preset": f"{folder}/config.json"}, "run": {"device": "cpu"}, **sections}
+    model = {"preset": f"{folder}/config.json", **sections.pop("model", {})}
+    tree = {"model": model, "run": {"device": "cpu"}, **sections}
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("hf"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
     layout = open_layout(assembly, "cpu")
-    model = build_model(assembly, layout, torch.device("cpu"), Shared())
+    built = build_model(assembly, layout, torch.device("cpu"), Shared())
     rules = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]].rules
     saved, origins = tensors_of(folder), dict[str, Origin]()
     with torch.no_grad():
-        for parameter, pieces in by_parameter(model):
+        for parameter, pieces in by_parameter(built):
             with all_of(parameter) as values:
                 for piece in pieces:
                     origins[piece.name] = origin_of(piece.name, rules)
                     whole = origins[piece.name].of(saved[origins[piece.name].name])
                     piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
-        for name, state in state_tensors(model).items():
+        for name, state in state_tensors(built).items():
             if ".router." in name:
                 state.copy_(saved[origin_of(name, rules).name])
-    return Ours(model, layout, origins)
+    return Ours(built, layout, origins)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

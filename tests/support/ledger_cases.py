@@ -131,6 +131,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "sharded, nine layers": ({**SHARED_OUT, "model": LONG}, 8),
     "sharded, nine layers, one micro-batch": ({**SHARED_OUT, "model": LONG, "train": BRIEF}, 8),
     "sharded, nine layers offloaded": ({**SHARED_OUT, "model": LONG, "memory": [offload("attention", "experts")]}, 8),
+    "sharded, two tokens ahead": ({**SHARED_OUT, "model": {**MODEL, "num_layers": 4, "mtp_layers": 2}}, 8),
     "loop": (LOOPING, 4),
     "loop, parts recomputed": ({**LOOPING, "memory": [recompute("qkv", "router", "expert_fc1")]}, 4),
     "loop, delayed scales": ({**LOOPING, "precision": emulated("fp8-tensor", scaling="delayed", history=4)}, 4),

@@ -37,8 +37,8 @@ class MicroBatch:
         self.calls.append(call)
         if len(self.calls) == len(self.phases):
             output: Output = self.value
-            self.output = replace(output, loss_sum=output.loss_sum.detach())
-            self.value, self.grads = None, (self.scale,)
+            self.output = detached(output)
+            self.value, self.grads = None, (self.scale,) * (1 + len(output.losses))
 
     def backward(self) -> None:
         """Run the backward of the last phase that is left."""
@@ -50,9 +50,15 @@ def in_one(model: Any, batches: Sequence[Batch]) -> list[Output]:
     found = []
     for batch in batches:
         output = model(batch)
-        (output.loss_sum * batch.loss_scale).backward()
-        found.append(replace(output, loss_sum=output.loss_sum.detach()))
+        (output.objective * batch.loss_scale).backward()
+        found.append(detached(output))
     return found
+
+
+def detached(output: Output) -> Output:
+    """Return the output without its graph."""
+    losses = {name: loss.detach() for name, loss in output.losses.items()}
+    return replace(output, loss_sum=output.loss_sum.detach(), losses=losses)
 
 
 def phase_by_phase(model: Any, batches: Sequence[Batch]) -> list[Output]:
@@ -121,7 +127,7 @@ def scheduled(case: LayerCase, schedules: Sequence[Callable[[Any, Sequence[Batch
     found = []
     for schedule in schedules:
         model.zero_grad(set_to_none=True)
-        values = {f"the loss of micro-batch {at}": one.loss_sum for at, one in enumerate(schedule(model, batches))}
+        values = {f"the loss of micro-batch {at}": one.objective for at, one in enumerate(schedule(model, batches))}
         values |= {
             name: local(parameter.grad).clone()
             for name, parameter in model.named_parameters()
@@ -140,7 +146,7 @@ def trained(case: LayerCase, schedule: Callable[[Any, Sequence[Batch]], list[Out
     def run(batches: Sequence[Batch], clock: Any) -> Tally:
         tally = Tally(torch.device("cpu"))
         for output in schedule(model, batches):
-            tally.add(output.loss_sum, output.num_tokens, output.layers)
+            tally.add(output)
         return tally
 
     engine = Engine(model, optimizer, layout, clip_norm=1.0, run=run if schedule else None)

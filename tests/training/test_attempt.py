@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefw.core.stages import LayerStats
+from moefw.core.stages import LayerStats, Output
 from moefw.training.attempt import Tally
 
 ALONE: Any = SimpleNamespace(group=lambda *axes: None)
@@ -20,7 +20,8 @@ def tally(**stats: float) -> Tally:
         values = {name: torch.tensor(value * micro_batch) for name, value in stats.items()}
         load = {"tokens_per_expert": torch.arange(4.0) / 3}
         layer = LayerStats(expert_ids_TK=torch.zeros(2, 1), stats={**load, **values}, aux_losses={"z": torch.ones(())})
-        made.add(torch.tensor(0.1), torch.tensor(7), {3: layer, 5: layer})
+        loss = {"loss_sum": torch.tensor(0.1), "losses": {"ahead": torch.tensor(0.3)}}
+        made.add(Output(**loss, num_tokens=torch.tensor(7), layers={3: layer, 5: layer}))
     made.reduce(ALONE)
     return made
 
@@ -29,6 +30,7 @@ def test_what_the_host_reads_are_the_sums() -> None:
     sums = tally(dropped=1.5)
     told = sums.on_host()
     assert torch.equal(told.loss, sums.loss)
+    assert told.losses == sums.losses == {"ahead": 3 * torch.tensor(0.3).double()}
     assert [*told.layers] == [3, 5]
     for number, layer in sums.layers.items():
         for kind in ("stats", "aux_losses"):

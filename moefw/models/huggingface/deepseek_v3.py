@@ -16,8 +16,9 @@ def sections(keys: Keys) -> Sections:
     keys.only("scoring_func", "sigmoid", default="sigmoid")
     keys.only("topk_method", "noaux_tc", default="noaux_tc")
     keys.only("moe_layer_freq", 1, default=1)
-    for derived in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_nextn_predict_layers", "num_mtp_layers"):
+    for derived in ("head_dim", "qk_head_dim", "num_key_value_heads"):
         keys.take(derived, default=None)
+    keys.take("num_nextn_predict_layers", "num_mtp_layers", default=0)  # a spec says whether they are trained
     bias = keys.take("attention_bias", default=False)
     interleaved = keys.take("rope_interleave", default=True)
     return {
@@ -65,6 +66,8 @@ FAMILY = Family(
             (rf"layers\.(\d+)\.attention\.{ours}\.(.*)", to(f"model.layers.{{}}.self_attn.{theirs}.{{}}"))
             for ours, theirs in ATTENTION.items()
         ),
+        (r"layers\.(\d+)\.(enorm|hnorm|eh_proj)\.weight", to("model.layers.{}.{}.weight")),
+        (r"layers\.(\d+)\.post_norm\.weight", to("model.layers.{}.shared_head.norm.weight")),
         (r"layers\.(\d+)\.moe\.router\.expert_bias", to("model.layers.{}.mlp.gate.e_score_correction_bias")),
         (r"layers\.(\d+)\.moe\.shared_expert\.(.*)", to("model.layers.{}.mlp.shared_experts.{}")),
         *DECODER,

@@ -1,0 +1,87 @@
+"""The blocks of the transformer, as phases, and the stream between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from moefw.core.context import BuildContext
+from moefw.core.stages import Batch, LayerStats, stage
+from moefw.models.mlp import SwiGLU
+from moefw.models.sizes import Sizes
+from moefw.runtime.layer import Collected, MoELayer, Routed
+from moefw.runtime.modules import RMSNorm
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+from moefw.runtime.phases import Phase
+
+
+@stage
+class Stream:
+    """The residual stream between two blocks, and the statistics of the MoE layers so far, by number.
+
+    ``tables``: see :meth:`moefw.Attention.tables`.
+    """
+
+    x_TD: Tensor
+    tables: Any
+    batch: Batch
+    layers: Mapping[int, LayerStats] = field(default_factory=dict)
+    ahead: tuple[Tensor, ...] = ()
+    """Embeddings of the tokens 1, 2, ... positions ahead, for multi-token prediction."""
+    hidden: tuple[Tensor, ...] = ()
+    """What the head reads besides the end of the stream, as far as it is known."""
+
+
+@final
+class DenseBlock(nn.Module):
+    """Attention and a plain MLP, each with a norm before it and a residual connection: one phase."""
+
+    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, attention: nn.Module) -> None:
+        super().__init__()
+        mlp = context.recipe("mlp")
+        self.attention = attention
+        self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, mlp, tp, options.activation), mlp)
+        self.attention_norm = RMSNorm(options.dim, options.norm_eps)
+        self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
+        self._attention = context.region("attention", self.attention.__call__)
+        self._mlp = context.region("dense_mlp", self.mlp.__call__)
+        self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
+        self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
+        self.phases = context.layer((self.transform,))
+
+    def transform(self, stream: Stream) -> Stream:
+        """Add attention and the MLP to the residual stream."""
+        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
+        return replace(stream, x_TD=x_TD + self._mlp(self._mlp_norm(x_TD), stream.batch))
+
+
+class MoEBlock(nn.Module):
+    """Attention and an MoE layer, each with a norm before it and a residual connection."""
+
+    def __init__(self, options: Sizes, context: BuildContext, attention: nn.Module, moe: MoELayer) -> None:
+        super().__init__()
+        self.attention, self.moe = attention, moe
+        self.attention_norm = RMSNorm(options.dim, options.norm_eps)
+        self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
+        self._attention = context.region("attention", self.attention.__call__)
+        self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
+        self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
+        self.phases = context.layer((*self.before(), self.attend_and_route, *moe.phases, self.add))
+
+    def before(self) -> tuple[Phase, ...]:
+        """Return the phases before attention."""
+        return ()
+
+    def attend_and_route(self, stream: Stream) -> Routed:
+        """Add attention to the residual stream, and choose experts."""
+        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
+        return self.moe.route(self._mlp_norm(x_TD), stream.batch, beside=replace(stream, x_TD=x_TD))
+
+    def add(self, collected: Collected) -> Stream:
+        """Add the output of the experts to the residual stream."""
+        stream: Stream = collected.beside
+        layers = {**stream.layers, self.moe.number: collected.stats}
+        return replace(stream, x_TD=stream.x_TD + collected.out_TD, layers=layers)

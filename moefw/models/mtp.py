@@ -1,0 +1,79 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437 section 2.2): blocks that predict tokens further ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from moefw.core.context import BuildContext
+from moefw.core.stages import Batch
+from moefw.models.blocks import MoEBlock, Stream
+from moefw.models.embedding import IGNORED
+from moefw.models.sizes import Sizes
+from moefw.runtime.layer import MoELayer
+from moefw.runtime.modules import RMSNorm
+from moefw.runtime.phases import Phase
+
+
+@final
+class MTPBlock(MoEBlock):
+    """``x = M [enorm(embed(t)); hnorm(h)]``, then attention and experts; ``post_norm`` makes the next h.
+
+    t is the embedding of the token ``depth`` positions ahead, h what the head reads to predict it. The head then
+    predicts the token behind. ``project`` is M; ``last_norm``, which makes h, belongs to the block before.
+    """
+
+    def __init__(
+        self,
+        options: Sizes,
+        context: BuildContext,
+        attention: nn.Module,
+        moe: MoELayer,
+        *,
+        depth: int,
+        project: nn.Module,
+        last_norm: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.depth, self._last_norm = depth, last_norm
+        super().__init__(options, context, attention, moe)
+        self.enorm, self.hnorm, self.post_norm = (RMSNorm(options.dim, options.norm_eps) for _ in range(3))
+        self.eh_proj = project
+
+    def before(self) -> tuple[Phase, ...]:
+        """Return the phase that makes the block's input."""
+        return (self.look_ahead,)
+
+    def look_ahead(self, stream: Stream) -> Stream:
+        """Start a new residual stream from what the head reads, and from the token that it is to predict."""
+        hidden_TD = self._last_norm(stream.x_TD)
+        both = torch.cat([self.enorm(stream.ahead[self.depth - 1]), self.hnorm(hidden_TD)], dim=-1)
+        return replace(stream, x_TD=self.eh_proj(both, stream.batch.own_rows), hidden=(*stream.hidden, hidden_TD))
+
+
+def ids_ahead(batch: Batch, depth: int) -> Tensor:
+    """Return the id of the token ``depth`` positions ahead of each, ``(B, S)``; 0 where the batch does not hold it."""
+    next_BS = torch.cat([batch.ids_BS[:, 1:], batch.labels_BS[:, -1:].clamp(min=0)], dim=1)
+    return _shifted(next_BS, depth - 1, 0)
+
+
+def labels_ahead(batch: Batch, depth: int) -> Tensor:
+    """Return the label ``depth`` positions ahead of each token, ``(B, S)``.
+
+    It is -100 (no loss) beyond the sequence, in another document, and where either token is padding.
+    """
+    labels_BS = _shifted(batch.labels_BS, depth, IGNORED)
+    if batch.documents_BS is not None:
+        labels_BS = labels_BS.masked_fill(_shifted(batch.documents_BS, depth, -1) != batch.documents_BS, IGNORED)
+    if batch.mask_BS is not None:
+        labels_BS = labels_BS.masked_fill(~(batch.mask_BS & _shifted(batch.mask_BS, depth, False)), IGNORED)
+    return labels_BS
+
+
+def _shifted(values_BS: Tensor, steps: int, fill: int) -> Tensor:
+    """Return the values ``steps`` positions ahead."""
+    steps = min(steps, values_BS.shape[1])
+    return torch.cat([values_BS[:, steps:], values_BS.new_full((len(values_BS), steps), fill)], dim=1)
