@@ -35,7 +35,7 @@ class Activation:
 class Dims:
     """The sizes of an MoE layer: D model dim, F expert hidden dim, E experts, K top-k; and the formula of its experts.
 
-    ``expert_bias``: whether gate, up and down of an expert have biases.
+    ``biased_experts``: whether gate, up and down of an expert have biases.
     """
 
     model_dim: int
@@ -43,7 +43,7 @@ class Dims:
     num_experts: int
     top_k: int
     activation: Activation = Activation()
-    expert_bias: bool = False
+    biased_experts: bool = False
 
 
 @frozen(kw_only=True)

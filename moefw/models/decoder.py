@@ -21,7 +21,7 @@ class Decoder(Sizes, ModelPlugin):
     """Sizes of the transformer. The first ``num_dense_layers`` layers have a plain MLP of ``dense_dim``, no experts.
 
     So do ``dense_layers``, by number. ``shared_expert_dim`` 0: no shared expert; with ``shared_expert_gate``, a sigmoid
-    of the token multiplies its output (Qwen2-MoE). ``activation`` is that of experts and MLPs; ``expert_bias`` gives
+    of the token multiplies its output (Qwen2-MoE). ``activation`` is that of experts and MLPs; ``biased_experts`` gives
     routed experts biases. ``mtp_layers`` layers behind all others predict one token more each, with ``mtp_coeff`` times
     the mean of their losses (DeepSeek-V3, arXiv 2412.19437 section 2.2). ``vocab_size`` must hold the tokenizer's ids
     (bytes: 256); the embedding of ``pad_id`` is not trained. ``zero_init`` starts the head and the projections into the
@@ -50,7 +50,7 @@ class Decoder(Sizes, ModelPlugin):
             num_experts=self.num_experts,
             top_k=self.top_k,
             activation=self.activation,
-            expert_bias=self.expert_bias,
+            biased_experts=self.biased_experts,
         )
 
     def offers(self, site: Site) -> moefw.Offers:
@@ -83,8 +83,8 @@ class Decoder(Sizes, ModelPlugin):
         if self.moe_layers():
             kind = self.activation.kind
             yield moefw.need("formula", kind, reason=f"the activation of the model is {kind}", option="activation")
-        if self.moe_layers() and self.expert_bias:
-            yield moefw.need("formula", "bias", reason="the experts of the model have biases", option="expert_bias")
+        if self.moe_layers() and self.biased_experts:
+            yield moefw.need("formula", "bias", reason="the experts of the model have biases", option="biased_experts")
 
     def _divided(self, option: str, otherwise: str = "") -> moefw.Need:
         reason = f"each rank of tp has an equal share of {option}"

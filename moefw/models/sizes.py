@@ -30,7 +30,7 @@ class Sizes:
     shared_expert_dim: int = field(default=0, validator=and_(ge(0), le(WIDEST)))
     shared_expert_gate: bool = False
     activation: Activation = Activation()
-    expert_bias: bool = False
+    biased_experts: bool = False
     mtp_layers: int = field(default=0, validator=and_(ge(0), le(MOST)))
     mtp_coeff: float = field(default=0.1, validator=ge(0.0))
     tie_embeddings: bool = False

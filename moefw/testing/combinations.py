@@ -49,7 +49,7 @@ class Combination:
     masked: bool = False
     shared: bool = False
     clamped: bool = False
-    expert_bias: bool = False
+    biased_experts: bool = False
     row_alignment: int = 1
     seed: int = 0
     plugins: tuple[type[Plugin], ...] = ()
@@ -95,7 +95,7 @@ class Combination:
             masked=self.masked,
             shared=self.shared,
             clamped=self.clamped,
-            expert_bias=self.expert_bias,
+            biased_experts=self.biased_experts,
             seed=self.seed,
             parts={section: variant.choice for section, variant in self.parts.items()},
             plugins=self.plugins,
@@ -211,7 +211,7 @@ def drawn_from(draw: st.DrawFn, fit: Fit, plugins: tuple[type[Plugin], ...] = ()
             masked=draw(st.booleans()),
             shared=draw(st.booleans()),
             clamped="clamped_swiglu" in formulas and draw(st.booleans()),
-            expert_bias="bias" in formulas and draw(st.booleans()),
+            biased_experts="bias" in formulas and draw(st.booleans()),
             row_alignment=draw(st.sampled_from(ALIGNMENTS)),
             seed=draw(st.integers(0, 1000)),
             plugins=plugins,

@@ -63,7 +63,7 @@ def _dress(parts: Mapping[str, Variant], number: int, fit: Fit, plugins: tuple[t
             masked=number % 3 == 1,
             shared=number % 2 == 0,
             clamped=number % 4 in (1, 2) and "clamped_swiglu" in formulas,
-            expert_bias=number % 4 > 1 and "bias" in formulas,
+            biased_experts=number % 4 > 1 and "bias" in formulas,
             row_alignment=ALIGNMENTS[number // 2 % len(ALIGNMENTS)],
             seed=number,
             plugins=plugins,

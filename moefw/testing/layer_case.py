@@ -63,7 +63,7 @@ class LayerCase:
     masked: bool = False
     shared: bool = False
     clamped: bool = False
-    expert_bias: bool = False
+    biased_experts: bool = False
     row_alignment: int = 1
     seed: int = 0
     parts: Mapping[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class LayerCase:
         sizes = {"dim": self.dim, "expert_dim": self.expert_dim, "num_experts": self.num_experts, "top_k": self.top_k}
         shared_dim = self.expert_dim if self.shared else 0
         formula: Tree = {"activation": asdict(self.activation)} if self.clamped else {}
-        formula |= {"expert_bias": True} if self.expert_bias else {}
+        formula |= {"biased_experts": True} if self.biased_experts else {}
         model = {"num_layers": 1, "shared_expert_dim": shared_dim, **sizes, **formula}
         train = {"tokens_per_step": 16 * self.world, "micro_batch": 1, "seq_len": 16}
         attention = {"use": "gqa", "num_heads": 2, "head_dim": 4}

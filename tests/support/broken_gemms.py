@@ -404,7 +404,7 @@ class _Biased(PlainExperts):
     def __init__(self, context: moefw.BuildContext) -> None:
         super().__init__(context)
         dims, e = context.site.dims, len(context.local_experts)
-        self.biases = nn.ParameterDict() if dims.expert_bias else None
+        self.biases = nn.ParameterDict() if dims.biased_experts else None
         if self.biases is not None:
             widths = {"gate": self.gate.shape[1], "up": self.up.shape[1], "down": dims.model_dim}
             self.biases.update({part: nn.Parameter(torch.empty(e, width)) for part, width in widths.items()})

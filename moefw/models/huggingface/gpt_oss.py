@@ -30,7 +30,7 @@ def sections(keys: Keys) -> Sections:
             "num_experts": keys.take("num_local_experts", "num_experts", default=128),
             "expert_dim": keys.take("intermediate_size", default=2880),
             "activation": {"kind": "clamped_swiglu", "limit": limit, "alpha": alpha},
-            "expert_bias": True,
+            "biased_experts": True,
         },
         "attention": heads_of(keys)
         | {

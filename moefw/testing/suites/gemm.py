@@ -85,7 +85,7 @@ class GemmSuite(Suite):
     def _formulas(self) -> list[Formula]:
         """Return the formulas of experts to try: the plain one, and the one with all that the GEMM offers."""
         offered = {**silence("gemm"), **self.offers(**self.dims)}["formula"]
-        most = {"clamped": "clamped_swiglu" in offered, "expert_bias": "bias" in offered}
+        most = {"clamped": "clamped_swiglu" in offered, "biased_experts": "bias" in offered}
         return [PLAIN, most] if any(most.values()) else [PLAIN]
 
     def _precisions(self) -> list[str]:
@@ -153,7 +153,7 @@ class GemmSuite(Suite):
                 continue
             for named in self.pool.run(named_on_this_rank, world, layer_case):
                 sizes = self.dims["dim"], self.dims["expert_dim"]
-                wanted = shapes_of(named.experts, *sizes, bias=layer_case.expert_bias)
+                wanted = shapes_of(named.experts, *sizes, bias=layer_case.biased_experts)
                 assert not named.twice, f"{name}: canonical() yields {', '.join(named.twice)} twice."
                 shapes = named.shapes
                 unknown, missing = sorted(shapes.keys() - wanted.keys()), sorted(wanted.keys() - shapes.keys())

@@ -59,7 +59,7 @@ class Grouped(GemmPlugin):
                 fix="Use an etp that divides model.expert_dim by a multiple of 8, or gemm: {use: loop}.",
             ),
         ]
-        if site.dims.expert_bias:
+        if site.dims.biased_experts:
             reason = "each rank holds an equal part of an expert's biases"
             needs.append(moefw.need("axis_divides", ("etp", site.dims.model_dim), reason=reason))
         if self.pad_rows > 1:

@@ -41,8 +41,8 @@ class GroupedExperts(nn.Module, ExpertGemm):
         self.into, self.out_of = (recipe.at(name, groups=experts) for name in ("gate_up", "down"))
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * f, d))
         self.down = nn.Parameter(torch.empty(experts, d, f))
-        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * f)) if dims.expert_bias else None
-        self.down_bias = nn.Parameter(torch.empty(experts, d // parts)) if dims.expert_bias else None
+        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * f)) if dims.biased_experts else None
+        self.down_bias = nn.Parameter(torch.empty(experts, d // parts)) if dims.biased_experts else None
         self.clamp = dims.activation.clamp
         self._fc1 = context.region("expert_fc1", self._project_in)
         self._fc2 = context.region("expert_fc2", self._activate_and_project_out)

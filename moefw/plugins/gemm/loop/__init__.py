@@ -49,7 +49,7 @@ class Loop(GemmPlugin):
                 fix="Use an etp that divides model.expert_dim.",
             ),
         ]
-        if site.dims.expert_bias:
+        if site.dims.biased_experts:
             reason = "each rank holds an equal part of an expert's biases"
             needs.append(moefw.need("axis_divides", ("etp", site.dims.model_dim), reason=reason))
         return needs

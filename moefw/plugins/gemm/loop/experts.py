@@ -37,7 +37,7 @@ class LoopExperts(nn.Module, ExpertGemm):
         self.gate = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.up = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
         self.down = nn.ParameterList(torch.empty(d, f) for _ in self.numbers)
-        biased = self.numbers if dims.expert_bias else ()
+        biased = self.numbers if dims.biased_experts else ()
         self.gate_bias = nn.ParameterList(torch.empty(f) for _ in biased)
         self.up_bias = nn.ParameterList(torch.empty(f) for _ in biased)
         self.down_bias = nn.ParameterList(torch.empty(d // parts) for _ in biased)
