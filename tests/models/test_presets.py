@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from hf_models import CLASSES
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
-from moefw.compose.resolve import assemble_tree
+from moefw.compose.resolve import assemble, assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.models.presets import PUBLISHED
 from moefw.planner import ledger
 
 BILLION = 1e9
+EXAMPLE = Path(__file__).parents[2] / "examples" / "deepseek-v3.yaml"
 PARAMETERS = {
     "deepseek-v3": "671",
     "kimi-k2": "1026",
@@ -88,3 +90,11 @@ def giga_flops(assembly: Any) -> float:
         if work.phase == "forward" and work.region != "router":
             flops += 3 * products
     return flops / found.tokens / BILLION
+
+
+def test_the_example_of_deepseek_v3_fits_on_its_gpus() -> None:
+    assembly = assemble(EXAMPLE, defaults=defaults(), world=512, machine=Machine(device="cpu"))
+    found = ledger(assembly)
+    assert found.peak_bytes is not None
+    assert found.peak_bytes < 80e9
+    assert 512 * found.held.parameters == pytest.approx(4 * 682.64e9, rel=0.001)
