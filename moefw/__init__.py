@@ -66,6 +66,7 @@ _NEED_TORCH = {
     **dict.fromkeys(("BuildContext", "ModelContext"), "core.context"),
     **dict.fromkeys(("SharedInput", "linear"), "runtime.compute.product"),
     "in_host_memory": "runtime.memory.host",
+    **dict.fromkeys(("from_pretrained", "save_pretrained"), "compose.pretrained"),
     **dict.fromkeys(("OptimizerPolicy", "OptimizerStates", "StatePart"), "runtime.memory.optimizer_states"),
     **dict.fromkeys(
         ("Batch", "DispatchPlan", "ExpertBatch", "LayerStats", "Pending", "DispatchHandle", "Routing"), "core.stages"
@@ -145,9 +146,11 @@ __all__ = [
     "StatePart",
     "Stateful",
     "TokenStream",
+    "from_pretrained",
     "hookimpl",
     "in_host_memory",
     "linear",
     "need",
     "offers",
+    "save_pretrained",
 ]

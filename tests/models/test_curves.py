@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_models import VOCABULARY, ours, theirs
+from hf_models import VOCABULARY, theirs
+from moefw import from_pretrained
 from moefw.core.stages import Batch
 from moefw.training.engine import Engine
 
@@ -51,11 +52,11 @@ def test_the_loss_of_every_step_is_that_of_transformers(family: str) -> None:
     routing = {"balance": [{"kind": "expert_bias", "rate": 0.0}]} if family == "deepseek_v3" else {}
     with tempfile.TemporaryDirectory() as folder:
         oracle.save_pretrained(folder)
-        found = ours(Path(folder), routing=routing)
+        found = from_pretrained(Path(folder), routing=routing)
     mine, wanted = (
-        torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0) for model in (found.model, oracle)
+        torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0) for model in (found.module, oracle)
     )
-    engine = Engine(found.model, mine, found.layout, clip_norm=None)
+    engine = Engine(found.module, mine, found.layout, clip_norm=None)
     losses = []
     for step in range(STEPS):
         ids, labels = tokens(step)

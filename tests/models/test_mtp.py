@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_models import VOCABULARY, ours, tensors_of, theirs
+from hf_models import VOCABULARY, tensors_of, theirs
+from moefw import from_pretrained
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
@@ -98,8 +99,8 @@ def test_logits_losses_and_gradients_are_those_of_transformers(layers: int, tied
     batch = Batch(ids_BS=ids[:, :-1], labels_BS=ids[:, 1:], loss_scale=torch.tensor(1.0 / (SEQUENCES * POSITIONS)))
     with tempfile.TemporaryDirectory() as name:
         save(main, mtp, Path(name))
-        found = ours(Path(name), model={"mtp_layers": layers, "mtp_coeff": COEFF})
-    model: Any = found.model
+        found = from_pretrained(Path(name), model={"mtp_layers": layers, "mtp_coeff": COEFF})
+    model: Any = found.module
     logits = model.predictions(straight(model.phases[:-1])(batch))
     wanted = their_logits(main, mtp, ids)
     for depth, (mine, right) in enumerate(zip(logits, wanted, strict=True)):
@@ -123,8 +124,8 @@ def test_logits_losses_and_gradients_are_those_of_transformers(layers: int, tied
         save(main, mtp, Path(name), grads=True)
         grads = tensors_of(Path(name))
     norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
-    for piece in canonical_parameters(found.model):
-        origin, grad = found.origins[piece.name], piece.parameter.grad
+    for piece in canonical_parameters(found.module):
+        origin, grad = found.source.origins[piece.name], piece.parameter.grad
         right = origin.of(grads[origin.name])
         assert grad is not None, piece.name
         assert (piece.of(grad) - right).norm() <= max(GRADIENT * right.norm(), FLOOR * norm), piece.name

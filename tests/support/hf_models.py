@@ -1,29 +1,15 @@
-"""Small models of ``transformers`` with drawn options, saved as folders, and ours with their weights."""
+"""Small models of ``transformers`` with drawn options, saved as folders."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from attrs import frozen
 from hypothesis import strategies as st
 from safetensors import safe_open
-from torch import Tensor, nn
-
-from moefw.compose.build import Shared, build_model, open_layout
-from moefw.compose.defaults import defaults
-from moefw.compose.resolve import assemble_tree
-from moefw.compose.spec.source import Marks
-from moefw.core.contracts import Layout
-from moefw.core.site import Machine
-from moefw.models.huggingface.families import FAMILIES
-from moefw.models.huggingface.origins import Origin, origin_of
-from moefw.runtime.naming import by_parameter, state_tensors
-from moefw.runtime.parallel.pieces import all_of
+from torch import Tensor
 
 CLASSES = {
     "deepseek_v3": "DeepseekV3",
@@ -155,38 +141,6 @@ def theirs(family: str, values: Mapping[str, Any], seed: int = 0) -> Any:
             elif "rotary" not in name and "inv_freq" not in name:
                 tensor.normal_(0.0, 0.2, generator=generator)
     return model.train()
-
-
-@frozen(eq=False)
-class Ours:
-    """Our model of a saved one on this rank, its layout, and the origin of every parameter and state."""
-
-    model: nn.Module
-    layout: Layout
-    origins: Mapping[str, Origin]
-
-
-def ours(folder: Path, **sections: Any) -> Ours:
-    """Return our model with the weights of a saved folder, on this rank. ``sections`` are those of a spec."""
-    model = {"preset": f"{folder}/config.json", **sections.pop("model", {})}
-    tree = {"model": model, "run": {"device": "cpu"}, **sections}
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    assembly = assemble_tree(tree, Marks("hf"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
-    layout = open_layout(assembly, "cpu")
-    built = build_model(assembly, layout, torch.device("cpu"), Shared())
-    rules = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]].rules
-    saved, origins = tensors_of(folder), dict[str, Origin]()
-    with torch.no_grad():
-        for parameter, pieces in by_parameter(built):
-            with all_of(parameter) as values:
-                for piece in pieces:
-                    origins[piece.name] = origin_of(piece.name, rules)
-                    whole = origins[piece.name].of(saved[origins[piece.name].name])
-                    piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
-        for name, state in state_tensors(built).items():
-            if ".router." in name:
-                state.copy_(saved[origin_of(name, rules).name])
-    return Ours(built, layout, origins)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

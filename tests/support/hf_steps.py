@@ -12,7 +12,8 @@ from attrs import frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_models import VOCABULARY, Ours, ours, tensors_of
+from hf_models import VOCABULARY, tensors_of
+from moefw.compose.pretrained import Pretrained, from_pretrained
 from moefw.core.stages import Batch
 from moefw.runtime.naming import by_parameter, joined
 from moefw.runtime.parallel.gradients import Gradients
@@ -101,10 +102,10 @@ def their_step(oracle: Any, given: Tokens) -> Step:
 
 def our_step(folder: Path, given: Tokens, sections: dict[str, Any]) -> Step:
     """Run our model on this rank. Gradients are by canonical name, those of this rank's experts. Collective."""
-    found = ours(folder, **sections)
+    found = from_pretrained(folder, **sections)
     index, count = found.layout.index("dp"), found.layout.size("dp")
     batch = given.batch(index, count)
-    model: Any = found.model
+    model: Any = found.module
     with torch.no_grad():
         logits, _ = model.logits(batch)
     output = model(batch)
@@ -118,9 +119,9 @@ def our_step(folder: Path, given: Tokens, sections: dict[str, Any]) -> Step:
     return Step(logits=logits[valid_bS], loss=total.item(), grads=_grads(found))
 
 
-def _grads(found: Ours) -> dict[str, Tensor]:
+def _grads(found: Pretrained) -> dict[str, Tensor]:
     grads = {}
-    for parameter, pieces in by_parameter(found.model):
+    for parameter, pieces in by_parameter(found.module):
         values = torch.zeros_like(parameter) if parameter.grad is None else whole(parameter.grad)
         for piece in pieces:
             grad = piece.of(values).clone()

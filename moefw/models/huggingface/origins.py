@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
 
 from attrs import frozen
 
 
 @frozen
 class Origin:
-    """The tensor ``name``, or its piece ``[cut]``, transposed if ``transposed``."""
+    """The tensor ``name``, its piece ``[cut]``, of that the first or second half, transposed if ``transposed``."""
 
     name: str
     cut: tuple[Any, ...] = ()
+    half: Literal[0, 1] | None = None
     transposed: bool = False
 
     def of(self, tensor: Any) -> Any:
         """Return our parameter, a view of the tensor."""
         piece = tensor[self.cut] if self.cut else tensor
+        if self.half is not None:
+            piece = piece.chunk(2, 0)[self.half]
         return piece.T if self.transposed else piece
 
 
@@ -42,16 +45,32 @@ DECODER: Final[Sequence[Rule]] = (
     (r"layers\.(\d+)\.mlp\.(.*)", to("model.layers.{}.mlp.{}")),
     (r"layers\.(\d+)\.moe\.router\.weight", to("model.layers.{}.mlp.gate.weight")),
     (r"layers\.(\d+)\.moe\.experts\.(\d+)\.(.*)", to("model.layers.{}.mlp.experts.{}.{}")),
+    (
+        r"layers\.(\d+)\.moe\.experts\.(\d+)\.(gate|up)_proj\.weight",
+        lambda layer, expert, part: Origin(
+            f"model.layers.{layer}.mlp.experts.gate_up_proj", (int(expert),), half=0 if part == "gate" else 1
+        ),
+    ),
+    (
+        r"layers\.(\d+)\.moe\.experts\.(\d+)\.down_proj\.weight",
+        lambda layer, expert: Origin(f"model.layers.{layer}.mlp.experts.down_proj", (int(expert),)),
+    ),
 )
-"""The names that most families share. A family's own rules come first."""
+"""The names that most families share, those of stacked experts last. A family's own rules come first."""
 
 
-def origin_of(name: str, rules: Sequence[Rule]) -> Origin:
-    """Return the origin of our parameter or state ``name``. Raises KeyError if no rule matches."""
+def origins_of(name: str, rules: Sequence[Rule]) -> Iterator[Origin]:
+    """Yield the places that may hold our parameter or state ``name``, the usual one first."""
     for pattern, origin in rules:
         found = re.fullmatch(pattern, name)
         if found:
-            return origin(*found.groups())
+            yield origin(*found.groups())
+
+
+def origin_of(name: str, rules: Sequence[Rule]) -> Origin:
+    """Return the usual place of our parameter or state ``name``. Raises KeyError if there is none."""
+    for origin in origins_of(name, rules):
+        return origin
     raise KeyError(name)
 
 

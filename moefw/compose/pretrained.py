@@ -1,0 +1,162 @@
+"""Models from Hugging Face folders, and back: the same module on one process, or split over the ranks of a world."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks, Tree
+from moefw.core.contracts import Layout
+from moefw.core.errors import CheckpointError, SpecError
+from moefw.core.stages import Batch
+from moefw.models.huggingface.config import read_config
+from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.folder import Folder
+from moefw.models.huggingface.loading import load
+from moefw.models.huggingface.origins import Origin
+from moefw.models.huggingface.writing import Description, Written, lay_out
+from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors
+from moefw.runtime.parallel.gradients import copied_over, split_axis
+from moefw.runtime.parallel.pieces import whole
+
+BESIDE: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
+)
+"""Files that belong to a model and that are handed on as they are."""
+
+
+@frozen(eq=False)
+class Source:
+    """What a model was read from: its configuration, each parameter's place, and the tensors that it takes."""
+
+    path: Path
+    config: Mapping[str, Any]
+    origins: Mapping[str, Origin]
+    tensors: Mapping[str, Description]
+
+
+@final
+class Pretrained(nn.Module):
+    """A model of a Hugging Face folder. ``model(input_ids)`` returns logits; ``module`` is the model that trains."""
+
+    def __init__(self, module: Any, assembly: Assembly, layout: Layout, source: Source) -> None:
+        super().__init__()
+        self.module, self.assembly, self.layout, self.source = module, assembly, layout, source
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return logits ``(B, S, V)`` of ids ``(B, S)``, int64. ``attention_mask``: 1 for tokens, 0 for padding.
+
+        Tokens see no padding, on whichever side it is; logits of padding mean nothing.
+        """
+        tokens = None if attention_mask is None else attention_mask.bool()
+        batch = Batch(
+            ids_BS=input_ids,
+            labels_BS=input_ids,
+            mask_BS=tokens,
+            documents_BS=None if tokens is None else tokens.long(),
+            dropless=True,
+        )
+        logits: Tensor = self.module.logits(batch)[0]
+        return logits
+
+
+def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mapping[str, Any]) -> Pretrained:
+    """Return the model in a Hugging Face folder, in training mode. Collective in an initialised world.
+
+    ``sections``: those of a spec, such as ``precision={"use": "bf16"}`` or ``parallel={"experts": {"ep": 8}}``.
+    Parameters are fp32; FP8 and MXFP4 are read as bf16. Each rank reads its own experts. Raises SpecError for a
+    configuration that is not supported, PlanError for sections that do not fit, and CheckpointError for tensors that
+    are damaged, missing, left over or of another shape. Nothing is built then.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise SpecError(f"{root} is no folder.", "Name a folder with a config.json and safetensors files.")
+    model = {"preset": str(root / "config.json"), **sections.get("model", {})}
+    tree: Tree = {"run": {"device": device}, **sections, "model": model}
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world)
+    folder, config = Folder(root), read_config(root)
+    layout = open_layout(assembly, device)
+    module = build_model(assembly, layout, torch.device(device), Shared())
+    rules = FAMILIES[config["model_type"]].rules
+    origins, taken = load(module, folder, rules, num_experts=assembly.site.dims.num_experts)
+    tensors = {name: (folder.tensors[name].dtype, folder.tensors[name].shape) for name in taken}
+    return Pretrained(module, assembly, layout, Source(root, config, origins, tensors))
+
+
+def save_pretrained(model: Pretrained, path: str | Path) -> None:
+    """Write a folder that ``transformers`` loads: each tensor as it was named, with its dtype. Collective.
+
+    What was FP8 or MXFP4 is written as bf16. The tokenizer's files are handed on. Raises CheckpointError if the folder
+    is there and holds something. It appears whole or not at all.
+    """
+    root, source, leads = Path(path), model.source, model.layout.rank == 0
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise CheckpointError(f"{root} is there and is no empty folder.", "Name a new folder.")
+    scratch = root.with_name(f"{root.name}.tmp")
+    if leads:
+        try:
+            _begin(scratch, source)
+        except OSError as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            what = f"{root} cannot be written: {(error.strerror or str(error)).lower()}."
+            raise CheckpointError(what, "Name another folder.") from error
+    _meet(model.layout)
+    written = Written.opened(scratch)
+    with torch.no_grad():
+        for name, tensor in _owned(model):
+            source.origins[name].of(written.tensors[source.origins[name].name]).copy_(tensor)
+    written.flush()
+    _meet(model.layout)
+    if leads:
+        if root.is_dir():
+            root.rmdir()
+        scratch.rename(root)
+    _meet(model.layout)
+
+
+def _begin(scratch: Path, source: Source) -> None:
+    """Write all but the values."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    lay_out(scratch, source.tensors)
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    (scratch / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for name in BESIDE:
+        if (source.path / name).is_file():
+            shutil.copyfile(source.path / name, scratch / name)
+
+
+def _owned(model: Pretrained) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that this rank writes, whole: the first of the ranks that hold copies. Collective."""
+    layout, module = model.layout, model.module
+    experts = expert_parameters(module)
+    for parameter, pieces in by_parameter(module):
+        values = whole(parameter.detach())
+        axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
+        for piece in pieces:
+            tensor = piece.of(values)
+            if piece.shard is not None:
+                tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
+            if layout.index(*axes) == 0 and (piece.shard is None or piece.shard.index == 0):
+                yield piece.name, tensor
+    if layout.rank == 0:
+        yield from ((name, state) for name, state in state_tensors(module).items() if name in model.source.origins)
+
+
+def _meet(layout: Layout) -> None:
+    if dist.is_initialized():
+        dist.barrier(layout.host_group())

@@ -1,0 +1,96 @@
+"""Fills a model of ours from the tensors of a Hugging Face folder. All is checked before anything is changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from moefw.core.errors import CheckpointError, Problem
+from moefw.models.huggingface.folder import Folder
+from moefw.models.huggingface.origins import Origin, Rule, origins_of
+from moefw.runtime.naming import by_parameter, state_tensors
+from moefw.runtime.parallel.pieces import all_of
+
+UNUSED: Final = r".*rotary_emb\.inv_freq|model\.layers\.\d+\.(shared_head\.head|embed_tokens)\.weight"
+"""Tensors that folders hold and no model needs: angles of RoPE, and what MTP layers share with the model."""
+ROUTER: Final = ".router."
+
+
+def load(
+    model: nn.Module, folder: Folder, rules: Sequence[Rule], *, num_experts: int
+) -> tuple[dict[str, Origin], set[str]]:
+    """Fill parameters and the routers' states on this rank. Return the origin of each, and all tensors of the model.
+
+    Raises CheckpointError with every tensor that is missing, left over or of another shape.
+    """
+    origins, problems = dict[str, Origin](), list[Problem]()
+    for name, shape in _wanted(model):
+        origin = next((each for each in origins_of(name, rules) if each.name in folder.tensors), None)
+        if origin is None:
+            usual = next(origins_of(name, rules)).name
+            problems.append(Problem(f"{folder.path} lacks {usual} of shape {shape}.", _fix(name)))
+        elif folder.shape(origin) != shape:
+            what = f"{folder.path}: {origin.name} is {folder.tensors[origin.name].shape}, which holds no {shape}"
+            problems.append(Problem(f"{what} for {name}.", "Use the config.json of the same model."))
+        else:
+            origins[name] = origin
+    claimed = {origin.name for name in origins for origin in _everywhere(name, rules, num_experts)}
+    for name in sorted(folder.tensors.keys() - claimed):
+        if not problems and not re.fullmatch(UNUSED, name) and not _may_be_left(name, model):
+            what = f"{folder.path} holds {name}, which the model does not have."
+            problems.append(Problem(what, "Use the config.json of the same model."))
+    if problems:
+        raise CheckpointError(problems)
+    with torch.no_grad():
+        _fill(model, folder, origins)
+    return origins, claimed & folder.tensors.keys()
+
+
+def _fill(model: nn.Module, folder: Folder, origins: Mapping[str, Origin]) -> None:
+    for parameter, pieces in by_parameter(model):
+        with all_of(parameter) as values:
+            for piece in pieces:
+                whole = folder.read(origins[piece.name])
+                piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
+    for name, state in _states(model):
+        state.copy_(folder.read(origins[name]))
+
+
+def _wanted(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield every tensor of this rank by name, with its whole shape."""
+    for parameter, pieces in by_parameter(model):
+        empty = torch.empty(parameter.shape, device="meta")
+        for piece in pieces:
+            part = piece.of(empty)
+            yield piece.name, tuple(piece.shard.whole(part.shape) if piece.shard else part.shape)
+    yield from ((name, tuple(state.shape)) for name, state in _states(model))
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state that a folder holds: of routers, not of recipes."""
+    return ((name, state) for name, state in state_tensors(model).items() if ROUTER in name)
+
+
+def _everywhere(name: str, rules: Sequence[Rule], num_experts: int) -> Iterator[Origin]:
+    """Yield the origins of a tensor, and of the same one of all other experts, which other ranks may hold."""
+    head, found, rest = name.partition(".moe.experts.")
+    names = [f"{head}{found}{expert}.{rest.partition('.')[2]}" for expert in range(num_experts)] if found else [name]
+    for each in names:
+        yield from origins_of(each, rules)
+
+
+def _may_be_left(name: str, model: nn.Module) -> bool:
+    """Return whether a tensor belongs to a layer that predicts a further token and that the spec leaves out."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layers: int = len(model.layers)  # type: ignore[arg-type]
+    tied = name == "lm_head.weight" and not any(own.startswith("head.") for own, _ in model.named_parameters())
+    return tied or (layer is not None and int(layer[1]) >= layers)
+
+
+def _fix(name: str) -> str:
+    further = re.search(r"\.(enorm|hnorm|eh_proj|post_norm)\.", name)
+    return "Use model.mtp_layers: 0." if further else "Use the config.json of the same model."

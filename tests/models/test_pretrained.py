@@ -1,0 +1,320 @@
+"""A Hugging Face folder becomes a module, and a module a folder: the same bits, or one message and nothing changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import moefw
+from hf_models import OWN, VOCABULARY, tensors_of, theirs
+from moefw.compose import pretrained
+from moefw.core.errors import CheckpointError, MoefwError, SpecError
+from moefw.models.huggingface.folder import Folder
+from moefw.models.huggingface.origins import Origin
+from moefw.models.huggingface.writing import Written, lay_out
+from moefw.testing.pool import RankPool
+
+SIZES = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.2},
+    **{"tie_word_embeddings": False},
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "head_dim": 8, "moe_intermediate_size": 16},
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "gpt_oss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 5},
+    "deepseek_v3": {
+        **{"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "pad_token_id": None},
+        **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+        **{"num_key_value_heads": 4, "first_k_dense_replace": 1},
+    },
+}
+IDS = torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = theirs(family, {**SIZES, **MODELS[family]}).to(dtype)
+    for name, tensor in model.named_buffers():
+        if "correction_bias" in name:
+            tensor.data = tensor.data.float()
+    return model
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def test_every_family_is_tried() -> None:
+    assert MODELS.keys() == OWN.keys()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_module_returns_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+    oracle = model_of(family)
+    oracle.save_pretrained(tmp_path)
+    model = moefw.from_pretrained(tmp_path)
+    wanted = oracle(input_ids=IDS).logits
+    assert (model(IDS) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokens_see_no_padding_on_either_side(side: str, tmp_path: Path) -> None:
+    oracle = model_of("qwen3_moe")
+    oracle.save_pretrained(tmp_path)
+    mask = torch.ones_like(IDS)
+    mask[0, slice(0, 4) if side == "left" else slice(7, None)] = 0
+    wanted = oracle(input_ids=IDS, attention_mask=mask).logits[mask.bool()]
+    found = moefw.from_pretrained(tmp_path)(IDS, mask)[mask.bool()]
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["an expert a tensor", "stacked experts"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", MODELS)
+def test_what_is_read_and_written_again_has_the_same_bits(
+    family: str, dtype: torch.dtype, original: bool, tmp_path: Path
+) -> None:
+    oracle = model_of(family, dtype)
+    oracle.save_pretrained(tmp_path / "in", save_original_format=original, max_shard_size="40KB")
+    moefw.save_pretrained(moefw.from_pretrained(tmp_path / "in"), tmp_path / "out")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
+    assert same(tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out"))
+    assert same(type(oracle).from_pretrained(tmp_path / "out", dtype=dtype).state_dict(), oracle.state_dict())
+
+
+LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "ep 2": (2, {"experts": {"ep": 2}}),
+    "tp 2, ep 4, sharded": (4, {"dense": {"tp": 2, "shard": "all"}, "experts": {"ep": 4}}),
+    "ep 2, sharded": (4, {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}),
+    "etp 2": (2, {"experts": {"etp": 2}}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_so_it_has_from_any_layout(pool: RankPool, family: str, layout: str, tmp_path: Path) -> None:
+    world, parallel = LAYOUTS[layout]
+    model_of(family, torch.bfloat16).save_pretrained(tmp_path / "in")
+    read = pool.run(copied, world, tmp_path / "in", tmp_path / "out", parallel)
+    assert same(tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out"))
+    shares = parallel["experts"].get("ep", 1)
+    for experts in read:
+        assert len(experts) == 8 // shares
+    assert set().union(*read) == set(range(8))
+
+
+def copied(source: Path, target: Path, parallel: Mapping[str, Any]) -> set[int]:
+    """Read and write a model; return the experts whose weights this rank has read."""
+    seen = set[int]()
+
+    class Seeing(Folder):
+        def read(self, origin: Origin) -> Tensor:
+            if ".experts." in origin.name:
+                first = origin.cut[0] if origin.cut else origin.name.split(".experts.")[1].split(".")[0]
+                seen.add(int(first))
+            return super().read(origin)
+
+    usual, pretrained.Folder = pretrained.Folder, Seeing  # type: ignore[misc]
+    try:
+        gemm = {"use": "loop"} if "etp" in parallel["experts"] else {"use": "grouped"}
+        train = {"tokens_per_step": 64, "micro_batch": 1, "seq_len": 16}
+        model = moefw.from_pretrained(source, parallel=parallel, gemm=gemm, train=train)
+    finally:
+        pretrained.Folder = usual  # type: ignore[misc]
+    moefw.save_pretrained(model, target)
+    return seen
+
+
+def test_weights_in_fp8_become_the_values_of_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randn(256, 384, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3, generator=generator) * 1e-2
+    uneven = torch.randn(130, 200, generator=generator).to(torch.float8_e4m3fn)
+    small = torch.rand(2, 2, generator=generator)
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scales, "b.weight": uneven, "b.weight_scale_inv": small}
+    save_file(tensors, tmp_path / "model.safetensors")
+    folder = Folder(tmp_path)
+    assert folder.tensors.keys() == {"a.weight", "b.weight"}
+    wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+    assert torch.equal(folder.read(Origin("a.weight")), wanted)
+    assert folder.read(Origin("b.weight"))[129, 199] == (uneven[129, 199].float() * small[1, 1]).bfloat16()
+
+
+def test_experts_in_mxfp4_become_the_values_of_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, 24, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 140, (3, 24, 2), generator=generator, dtype=torch.uint8)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    folder = Folder(tmp_path)
+    wanted = convert_moe_packed_tensors(blocks, scales)
+    assert folder.tensors["w"].shape == wanted.shape == (3, 64, 24)
+    assert torch.equal(folder.read(Origin("w")), wanted)
+    piece = Origin("w", (2, slice(None), slice(0, None, 2)), transposed=True)
+    assert torch.equal(folder.read(piece), piece.of(wanted))
+
+
+def test_a_folder_in_fp8_is_written_in_bf16_without_its_quantization(tmp_path: Path) -> None:
+    model_of("deepseek_v3", torch.bfloat16).save_pretrained(tmp_path / "in")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    tensors = tensors_of(tmp_path / "in")
+    tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    moefw.save_pretrained(moefw.from_pretrained(tmp_path / "in"), tmp_path / "out")
+    written = tensors_of(tmp_path / "out")
+    assert written.keys() == tensors.keys() - {f"{name}_scale_inv"}
+    assert torch.equal(written[name], (tensors[name].float() * 0.5).bfloat16())
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_files_have_at_most_the_given_size_and_an_index(tmp_path: Path) -> None:
+    tensors = {"a": (torch.bfloat16, (3, 5)), "b": (torch.float32, (4,)), "c": (torch.uint8, (7,))}
+    lay_out(tmp_path, tensors, most=40)
+    written = Written.opened(tmp_path)
+    for number, name in enumerate(tensors):
+        written.tensors[name].fill_(number + 1)
+    written.flush()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 30 + 16 + 7
+    assert len(set(index["weight_map"].values())) == 2
+    for number, name in enumerate(tensors):
+        tensor = load_file(tmp_path / index["weight_map"][name])[name]
+        assert (tensor.dtype, tuple(tensor.shape)) == tensors[name]
+        assert (tensor == number + 1).all()
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lying_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"shape":[62,32]', b'"shape":[62,64]', 1))
+
+
+def pickle_inside(folder: Path) -> None:
+    torch.save({"a": torch.ones(3)}, folder / "model.safetensors")
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def without(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.pop("model.layers.1.mlp.experts.3.up_proj.weight"))
+
+
+def with_another(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.layers.1.mlp.experts.8.up_proj.weight": torch.ones(16, 32)}))
+
+
+def of_another_shape(folder: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    change(folder, lambda tensors: tensors.update({name: tensors[name][:5].clone()}))
+
+
+def in_integers(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)}))
+
+
+def codes_without_scales(folder: Path) -> None:
+    change(folder, lambda t: t.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}))
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = tensors_of(folder)
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def index_of(places: object) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(places))
+
+    return write
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (cut_short, "model.safetensors is no whole safetensors file"),
+    (lying_header, "model.safetensors is no whole safetensors file"),
+    (pickle_inside, "model.safetensors is no whole safetensors file"),
+    (only_a_pickle, "holds no model.safetensors, only pytorch_model.bin, a pickle, which could run any code."),
+    (without, "lacks model.layers.1.mlp.experts.3.up_proj.weight of shape (16, 32)."),
+    (with_another, "holds model.layers.1.mlp.experts.8.up_proj.weight, which the model does not have."),
+    (of_another_shape, "model.layers.0.self_attn.k_proj.weight is (5, 32), which holds no (16, 32)"),
+    (in_integers, "model.norm.weight is I64, which no weight is."),
+    (codes_without_scales, "model.norm.weight is FP8 and has no model.norm.weight_scale_inv."),
+    (index_of({"weight_map": {"a": "../secret.safetensors"}}), "'../secret.safetensors', which is no safetensors file"),
+    (index_of({"weight_map": {"a": "gone.safetensors"}}), "gone.safetensors is missing."),
+    (index_of({"weight_map": {"a": "model.safetensors"}}), "a is misplaced: the file lacks it."),
+    (index_of([]), "it has no weight_map"),
+    (index_of({"weight_map": {"a": 3}}), "it has no weight_map"),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), DAMAGES, ids=[f"{n}" for n in range(len(DAMAGES))])
+def test_a_damaged_folder_is_refused_by_file_and_tensor(
+    damage: Callable[[Path], None], says: str, tmp_path: Path
+) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        moefw.from_pretrained(tmp_path)
+    assert any(says in str(problem) for problem in caught.value.problems), str(caught.value)
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path)
+    without(tmp_path)
+    of_another_shape(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        moefw.from_pretrained(tmp_path)
+    assert len(caught.value.problems) == 2
+
+
+def test_mtp_layers_that_a_folder_lacks_are_named_with_the_way_out(tmp_path: Path) -> None:
+    model_of("deepseek_v3").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.2\.enorm\.weight.*Use model\.mtp_layers: 0\."):
+        moefw.from_pretrained(tmp_path, model={"mtp_layers": 1})
+
+
+def test_no_folder_is_written_over(tmp_path: Path) -> None:
+    model_of("mixtral").save_pretrained(tmp_path / "in")
+    model = moefw.from_pretrained(tmp_path / "in")
+    with pytest.raises(CheckpointError, match="is there and is no empty folder"):
+        moefw.save_pretrained(model, tmp_path / "in")
+    shutil.copytree(tmp_path / "in", tmp_path / "copy")
+    (tmp_path / "file").touch()
+    for path in ("copy", "file"):
+        with pytest.raises(CheckpointError):
+            moefw.save_pretrained(model, tmp_path / path)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert same(tensors_of(tmp_path / "in"), tensors_of(tmp_path / "copy"))
+
+
+def test_where_there_is_no_folder_nothing_is_read(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="is no folder"):
+        moefw.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(MoefwError, match=r"config\.json cannot be read"):
+        moefw.from_pretrained(tmp_path)
