@@ -19,7 +19,7 @@ from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
-from moefw.core.errors import CheckpointError, SpecError
+from moefw.core.errors import CheckpointError, SpecError, nearest
 from moefw.core.stages import Batch
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import FAMILIES
@@ -88,13 +88,21 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     tree: Tree = {"run": {"device": device}, **sections, "model": model}
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world)
-    folder, config = Folder(root), read_config(root)
     layout = open_layout(assembly, device)
     module = build_model(assembly, layout, torch.device(device), Shared())
-    rules = FAMILIES[config["model_type"]].rules
+    return Pretrained(module, assembly, layout, read_weights(module, root, assembly))
+
+
+def read_weights(module: nn.Module, path: Path, assembly: Assembly) -> Source:
+    """Fill a model with the weights of a Hugging Face folder. Raises SpecError or CheckpointError before any change."""
+    config = read_config(path)
+    if config.get("model_type") not in FAMILIES:
+        what = f"{path}: models of type {config.get('model_type')!r} cannot be read."
+        raise SpecError(what, nearest(str(config.get("model_type")), FAMILIES))
+    folder, rules = Folder(path), FAMILIES[config["model_type"]].rules
     origins, taken = load(module, folder, rules, num_experts=assembly.site.dims.num_experts)
     tensors = {name: (folder.tensors[name].dtype, folder.tensors[name].shape) for name in taken}
-    return Pretrained(module, assembly, layout, Source(root, config, origins, tensors))
+    return Source(path, config, origins, tensors)
 
 
 def save_pretrained(model: Pretrained, path: str | Path) -> None:

@@ -17,10 +17,11 @@ from rich.console import Console
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.optimizer import build_optimizer
-from moefw.core.errors import Problem
+from moefw.compose.pretrained import read_weights
+from moefw.core.errors import MoefwError, Problem
 from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
-from moefw.training.agreement import anywhere
+from moefw.training.agreement import anywhere, raise_together
 from moefw.training.clock import StepClock
 from moefw.training.data.order import BatchOrder
 from moefw.training.data.windows import read_windows
@@ -217,6 +218,7 @@ class Trainer:
         data, group = self.session.data, self.host_group
         chosen = checkpoint.choose_together(self.run_dir, which, data, group)
         if chosen is None:
+            self._read_weights()
             return 0
         model, optimizer = self.session.model, self.engine.optimizer
         manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=data.fingerprint, group=group)
@@ -225,6 +227,17 @@ class Trainer:
         if self.session.leads:
             self.notes = [*chosen.passed, *checkpoint.set_aside_after(self.run_dir, manifest.step)]
         return manifest.step
+
+    def _read_weights(self) -> None:
+        """Start from the weights of a Hugging Face folder, if the spec names one. Collective."""
+        problem, assembly = None, self.session.assembly
+        if self.spec.weights is not None:
+            stamp("reading weights", slow=True)
+            try:
+                read_weights(self.session.model, Path(self.spec.weights), assembly)
+            except MoefwError as error:
+                problem = error
+            raise_together(problem, self.host_group)
 
 
 def _record(step: int, lr: float, result: StepResult) -> dict[str, Any]:

@@ -237,6 +237,7 @@ class TestResolvedSpec:
 
         base = resolved("{}")
         others = {
+            "train.weights": "folder",
             "model.dense_layers": None,
             "model.pad_id": 3,
             "model.shared_expert_gate": None,

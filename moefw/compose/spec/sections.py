@@ -53,12 +53,14 @@ def chosen(hook: str, **kwargs: Any) -> Any:
 class TrainSpec:
     """Length and hyperparameters of training. Token counts are global; ``micro_batch`` is in sequences per rank.
 
+    ``weights``: a Hugging Face folder to start from (null: from random weights); ``model.preset`` may be the same one.
     ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues with a warning.
     ``on_bad_step``: the reaction to a step whose loss or gradient is not finite. ``loss_spike``: warn if a loss exceeds
     this multiple of the mean of recent losses (null: never). In the metrics, ``skipped_steps``, ``rerun_steps`` and
     ``loss_spikes`` are 1 in steps where this happened, and absent elsewhere.
     """
 
+    weights: str | None = None
     steps: int = field(default=300, validator=ge(1))
     tokens_per_step: int = field(default=8192, validator=ge(1))
     micro_batch: int = field(default=4, validator=ge(1))

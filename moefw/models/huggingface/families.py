@@ -23,13 +23,17 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 
 def sections_of(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Return what a configuration says in a spec. Raises SpecError with every key that is not supported."""
+    """Return what a configuration says in a spec, and which tokenizer lies beside it.
+
+    Raises SpecError with every key that is not supported.
+    """
     values = read_config(path)
     keys = Keys(values, str(path))
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
         what = f"{path}: models of type {values.get('model_type')!r} cannot be read."
         raise SpecError(what, nearest(str(values.get("model_type")), FAMILIES))
-    sections = family.sections(keys)
+    sections = dict(family.sections(keys))
     keys.raise_problems()
-    return sections
+    tokenizer = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    return sections | ({"data": {"use": "text", "tokenizer": str(tokenizer)}} if tokenizer.is_file() else {})

@@ -1,0 +1,105 @@
+"""A run starts from the weights and with the tokenizer of a Hugging Face folder, under any layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from command_here import complaint, moefw_says
+from hf_models import tensors_of, theirs
+from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.origins import origin_of
+
+SIZES = {
+    **{"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.2},
+    **{"num_experts": 8, "moe_intermediate_size": 16},
+}
+TEXT = "the experts see what the router sends, and the router sees what the experts send\n" * 200
+NO_CHANGE = 1e-30
+"""A learning rate at which no weight changes."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    theirs("qwen3_moe", SIZES).save_pretrained(path)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def spec_of(where: Path, folder: Path | str, **parts: Any) -> Path:
+    (where / "text.txt").write_text(TEXT)
+    spec = {
+        "model": {"preset": str(folder)},
+        "data": {"path": str(where / "text.txt")},
+        "train": {
+            **{"weights": str(folder), "steps": 1, "tokens_per_step": 64, "micro_batch": 2, "seq_len": 16},
+            **{"lr": NO_CHANGE, "eval_tokens": 64},
+        },
+        "run": {"dir": str(where / "run"), "device": "cpu"},
+        **parts,
+    }
+    path = where / "spec.yaml"
+    path.write_text(json.dumps(spec))
+    return path
+
+
+def saved(run: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in (run / "checkpoints" / "step-1").glob("*.safetensors"):
+        tensors |= load_file(path)
+    return {name.removeprefix("model/"): one for name, one in tensors.items() if name.startswith("model/")}
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"dense": {"shard": "all"}, "experts": {"ep": 2}}], ids=["one rank", "two ranks"]
+)
+def test_the_weights_of_the_first_step_are_those_of_the_folder(
+    parallel: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "moefw", "train", str(spec_of(tmp_path, folder, parallel=parallel))]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    theirs, rules = tensors_of(folder), FAMILIES["qwen3_moe"].rules
+    found = saved(tmp_path / "run")
+    assert len(found) == len(theirs)
+    for name, tensor in found.items():
+        origin = origin_of(name, rules)
+        assert torch.equal(tensor, origin.of(theirs[origin.name])), name
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_a_run_goes_on_without_the_folder(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    spec = spec_of(tmp_path, copy)
+    moefw_says("train", spec)
+    for path in copy.glob("*.safetensors"):
+        path.unlink()
+    moefw_says("train", spec, "train.steps=2", "--resume")
+    assert "no model.safetensors" in complaint("train", spec)
+
+
+def test_a_kept_spec_names_the_folder_from_anywhere(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    moefw_says("train", spec_of(tmp_path, f"./{folder.name}"))
+    kept = (tmp_path / "run" / "spec.yaml").read_text()
+    assert f"weights: {folder}" in kept
+    assert f"{folder}/tokenizer.json" in kept
