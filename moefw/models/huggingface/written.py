@@ -1,0 +1,154 @@
+"""Writes a ``config.json`` of a model of ours: what :mod:`moefw.models.huggingface.families` reads, the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+Tree = Mapping[str, Any]
+"""A section of a resolved spec."""
+
+
+def dense_layers(model: Tree) -> list[int]:
+    """Return the layers without experts."""
+    return sorted({*range(model["num_dense_layers"]), *model["dense_layers"]})
+
+
+def _decoder(model: Tree, attention: Tree) -> dict[str, Any]:
+    rope, trained = attention["rope"], attention["rope"]["trained_positions"] or 4096
+    names = {"kind": "rope_type", "theta": "rope_theta", "trained_positions": "original_max_position_embeddings"}
+    said = {names.get(name, name): value for name, value in rope.items() if value is not None and name != "pairs"}
+    return {
+        "vocab_size": model["vocab_size"],
+        "hidden_size": model["dim"],
+        "num_hidden_layers": model["num_layers"],
+        "num_attention_heads": attention["num_heads"],
+        "num_experts_per_tok": model["top_k"],
+        "tie_word_embeddings": model["tie_embeddings"],
+        "pad_token_id": model["pad_id"],
+        "rms_norm_eps": model["norm_eps"],
+        "hidden_act": "silu",
+        "rope_parameters": said,
+        "max_position_embeddings": int(trained * (rope["factor"] or 1)),
+    }
+
+
+def _grouped(model: Tree, attention: Tree) -> dict[str, Any]:
+    heads = {"num_key_value_heads": attention["num_kv_heads"], "head_dim": attention["head_dim"]}
+    return {**_decoder(model, attention), **heads}
+
+
+def _dense(model: Tree) -> dict[str, Any]:
+    return {"mlp_only_layers": dense_layers(model), "decoder_sparse_step": 1, "intermediate_size": model["dense_dim"]}
+
+
+def _kinds(model: Tree, attention: Tree) -> list[str]:
+    full = attention["full_layers"] if attention["window"] is not None else range(model["num_layers"])
+    return ["full_attention" if layer in full else "sliding_attention" for layer in range(model["num_layers"])]
+
+
+def _qwen3(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    return {
+        **_grouped(model, attention),
+        **_dense(model),
+        "num_experts": model["num_experts"],
+        "moe_intermediate_size": model["expert_dim"],
+        "norm_topk_prob": not routing["pre_softmax"],
+        "attention_bias": attention["qkv_bias"],
+        "use_sliding_window": attention["window"] is not None,
+        "sliding_window": attention["window"],
+    }
+
+
+def _qwen2(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    return {
+        **_grouped(model, attention),
+        **_dense(model),
+        "num_experts": model["num_experts"],
+        "moe_intermediate_size": model["expert_dim"],
+        "shared_expert_intermediate_size": model["shared_expert_dim"],
+        "norm_topk_prob": not routing["pre_softmax"],
+        "qkv_bias": attention["qkv_bias"],
+        "use_sliding_window": attention["window"] is not None,
+        "sliding_window": attention["window"],
+        "layer_types": _kinds(model, attention),
+    }
+
+
+def _mixtral(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    experts = {"num_local_experts": model["num_experts"], "intermediate_size": model["expert_dim"]}
+    return {**_grouped(model, attention), **experts, "sliding_window": attention["window"]}
+
+
+def _olmoe(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    return {
+        **_decoder(model, attention),
+        "num_key_value_heads": attention["num_kv_heads"],
+        "num_experts": model["num_experts"],
+        "intermediate_size": model["expert_dim"],
+        "norm_topk_prob": not routing["pre_softmax"],
+        "attention_bias": attention["qkv_bias"],
+        "clip_qkv": attention["clip"],
+    }
+
+
+def _gpt_oss(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    return {
+        **_grouped(model, attention),
+        "num_local_experts": model["num_experts"],
+        "intermediate_size": model["expert_dim"],
+        "swiglu_limit": model["activation"]["limit"] or 7.0,
+        "swiglu_alpha": model["activation"]["alpha"] or 1.702,
+        "attention_bias": attention["qkv_bias"],
+        "sliding_window": attention["window"] or 128,
+        "layer_types": _kinds(model, attention),
+    }
+
+
+def _deepseek(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    groups, width = routing["groups"] or {"count": 1, "keep": 1}, model["expert_dim"]
+    return {
+        **_decoder(model, attention),
+        "num_key_value_heads": attention["num_heads"],
+        "n_routed_experts": model["num_experts"],
+        "moe_intermediate_size": width,
+        "n_shared_experts": model["shared_expert_dim"] // width,
+        "intermediate_size": model["dense_dim"],
+        "first_k_dense_replace": len(dense_layers(model)),
+        "num_nextn_predict_layers": model["mtp_layers"],
+        "n_group": groups["count"],
+        "topk_group": groups["keep"],
+        "norm_topk_prob": routing["renormalise"] is not False,
+        "routed_scaling_factor": routing["scale"],
+        "q_lora_rank": attention["q_rank"],
+        "kv_lora_rank": attention["kv_rank"],
+        "qk_nope_head_dim": attention["nope_dim"],
+        "qk_rope_head_dim": attention["rope_dim"],
+        "v_head_dim": attention["v_dim"],
+        "attention_bias": attention["in_bias"],
+        "rope_interleave": attention["rope"]["pairs"] == "neighbours",
+    }
+
+
+WRITERS: Final[Mapping[str, tuple[str, str, Callable[[Tree, Tree, Tree], dict[str, Any]]]]] = {
+    "qwen3_moe": ("Qwen3Moe", "gqa", _qwen3),
+    "qwen2_moe": ("Qwen2Moe", "gqa", _qwen2),
+    "mixtral": ("Mixtral", "gqa", _mixtral),
+    "olmoe": ("Olmoe", "gqa", _olmoe),
+    "gpt_oss": ("GptOss", "gqa", _gpt_oss),
+    "deepseek_v3": ("DeepseekV3", "mla", _deepseek),
+}
+"""For each family: the name of its classes, its attention, and its keys, from model, attention and routing."""
+
+
+def configurations(model: Tree, attention: Tree, routing: Tree) -> dict[str, dict[str, Any]]:
+    """Return what each family with such an attention would say of a model, right or not."""
+    return {
+        family: {
+            "architectures": [f"{classes}ForCausalLM"],
+            "model_type": family,
+            **write(model, attention, routing),
+        }
+        for family, (classes, use, write) in WRITERS.items()
+        if attention["use"] == use
+    }

@@ -1,0 +1,149 @@
+"""Writes a run's checkpoint as a Hugging Face folder, tensor by tensor, whatever layout saved it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.errors import CheckpointError, MoefwError, Problem
+from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.origins import Origin, origin_of
+from moefw.models.huggingface.writing import Description, Written, lay_out
+from moefw.models.huggingface.written import configurations, dense_layers
+from moefw.runtime.attention.rope_options import OWN
+from moefw.training.checkpoint.choice import way_out
+from moefw.training.checkpoint.manifest import Manifest, read_manifest
+from moefw.training.checkpoint.shards import opened
+from moefw.training.folder import TOKENIZER
+
+Tree = Mapping[str, Any]
+OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coeff", "mtp_layers", "num_dense_layers")
+"""Options of a model that do not change what it computes, or that are compared in another form."""
+
+
+def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtype) -> str:
+    """Write ``target``, a folder that ``transformers`` loads, and return its family. States stay fp32.
+
+    At most one tensor is held at a time. Raises CheckpointError if the checkpoint is damaged, if no family of Hugging
+    Face computes what the model does, or if the folder holds something. It appears whole or not at all.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there and is no empty folder.", "Name a new folder.")
+    config = config_of(assembly.resolved())
+    family: str = config["model_type"]
+    with way_out(checkpoint):
+        manifest = read_manifest(checkpoint)
+        files = opened(checkpoint, manifest)
+    origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in _exported(manifest)}
+    scratch = target.with_name(f"{target.name}.tmp")
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        lay_out(scratch, _described(origins, manifest, dtype))
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer = Path(assembly.spec.run.dir) / TOKENIZER
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, scratch / TOKENIZER)
+        written = Written.opened(scratch)
+        for name, origin in origins.items():
+            origin.of(written.tensors[origin.name]).copy_(files[name].get_tensor(name))
+        written.flush()
+        if target.is_dir():
+            target.rmdir()
+        scratch.rename(target)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        what = f"{target} cannot be written: {(error.strerror or str(error)).lower()}."
+        raise CheckpointError(what, "Name another folder.") from error
+    return family
+
+
+def config_of(resolved: Tree) -> dict[str, Any]:
+    """Return the ``config.json`` of a model, given its resolved spec.
+
+    Raises CheckpointError with what the likeliest family of Hugging Face cannot say.
+    """
+    parts = [resolved[name] for name in ("model", "attention", "routing")]
+    if parts[2]["use"] != "topk":
+        raise CheckpointError(f"no family of Hugging Face routes like {parts[2]['use']}.", "Only topk can be exported.")
+    wanted, differing = dict(_computed(*parts)), dict[str, list[Problem]]()
+    for family, config in configurations(*parts).items():
+        said = _read_back(config)
+        differing[family] = [
+            Problem(f"{name} {wanted[name]!r} is not what {family} of Hugging Face computes ({said.get(name)!r}).")
+            for name in wanted
+            if wanted[name] != said.get(name)
+        ]
+        if not differing[family]:
+            return config
+    if not differing:
+        raise CheckpointError(f"no family of Hugging Face has the attention {parts[1]['use']}.", "It stays in moefw.")
+    raise CheckpointError(min(differing.values(), key=len))
+
+
+def _read_back(config: Tree) -> dict[str, Any]:
+    """Return what a model computes whose configuration this is; nothing if it cannot be read."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        try:
+            tree: dict[str, Any] = {"model": {"preset": str(path)}, "run": {"device": "cpu"}}
+            resolved = assemble_tree(tree, Marks("export"), defaults=defaults(), world=1).resolved()
+        except MoefwError:
+            return {}
+    return dict(_computed(*(resolved[name] for name in ("model", "attention", "routing"))))
+
+
+def _computed(model: Tree, attention: Tree, routing: Tree) -> Iterator[tuple[str, Any]]:
+    """Yield the options on which logits depend, in a form that is equal where these are."""
+    dense = dense_layers(model)
+    yield "model.dense_layers", dense
+    for name, value in model.items():
+        if name not in (*OF_TRAINING, "dense_layers") and (name != "dense_dim" or dense):
+            yield f"model.{name}", value
+    rope = attention["rope"]
+    own = {name: default if rope[name] is None else rope[name] for name, default in OWN[rope["kind"]].items()}
+    yield "attention.rope", {**{name: rope[name] for name in ("kind", "theta", "pairs")}, **own}
+    for name, value in attention.items():
+        if name not in ("kernel", "rope"):
+            yield f"attention.{name}", value
+    for name in ("score", "scale", "bias", "groups", "capacity"):
+        yield f"routing.{name}", routing[name]
+    yield "routing.pre_softmax", bool(routing["pre_softmax"])
+    yield "routing.renormalise", routing["renormalise"] is not False
+    biased = any(rule["kind"] == "expert_bias" for rule in routing["balance"])
+    yield "routing.balance", "expert_bias" if biased else "no bias"
+
+
+def _exported(manifest: Manifest) -> list[str]:
+    """Return the tensors of a checkpoint that belong to the model: parameters, and the routers' states."""
+    routers = (name for name in manifest.tensors if name.startswith("state/") and ".router." in name)
+    return [*(name for name in manifest.tensors if name.startswith("model/")), *routers]
+
+
+def _described(origins: Mapping[str, Origin], manifest: Manifest, dtype: torch.dtype) -> dict[str, Description]:
+    """Return every tensor of the folder, with the shape that its pieces make up."""
+    pieces: dict[str, list[str]] = {}
+    for name, origin in origins.items():
+        pieces.setdefault(origin.name, []).append(name)
+    described = {}
+    for tensor, names in pieces.items():
+        origin, shape = origins[names[0]], manifest.tensors[names[0]].shape
+        left, whole = list(reversed(shape) if origin.transposed else shape), []
+        for at, cut in enumerate(origin.cut):
+            stacked = 1 + max(origins[name].cut[at] for name in names) if isinstance(cut, int) else 0
+            whole.append(stacked or left.pop(0) * (cut.step or 1))
+        is_state = names[0].startswith("state/")
+        described[tensor] = (torch.float32 if is_state else dtype, (*whole, *left))
+    return described

@@ -1,0 +1,158 @@
+"""A run's checkpoint becomes a folder that ``transformers`` loads, from any layout; what it cannot say is refused."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+import moefw
+from command_here import complaint, moefw_says
+from hf_models import CLASSES, OWN, configurations, tensors_of
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.optimizer import build_optimizer
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.errors import CheckpointError
+from moefw.core.site import Machine
+from moefw.models.presets import PRESETS
+from moefw.runtime.naming import initialise
+from moefw.testing.pool import RankPool
+from moefw.training import checkpoint
+from moefw.training.exporting import config_of, export
+
+TINY = ("qwen3-30b-a3b-tiny", "qwen2-57b-a14b-tiny", "mixtral-8x7b-tiny", "olmoe-1b-7b-tiny", "gpt-oss-20b-tiny")
+PARALLEL: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "one rank": (1, {}),
+    "ep 4, tp 2": (4, {"dense": {"tp": 2}, "experts": {"ep": 4}}),
+    "sharded": (4, {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}),
+}
+
+
+def assembled(preset: str, *, world: int = 1, **sections: Any) -> Assembly:
+    tree = {"model": {"preset": preset, **sections.pop("model", {})}, "run": {"device": "cpu"}, **sections}
+    return assemble_tree(tree, Marks("export"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
+
+
+def resolved(preset: str, **sections: Any) -> Any:
+    return assembled(preset, **sections).resolved()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_configuration_that_means_the_same(name: str, tmp_path: Path) -> None:
+    config = config_of(resolved(name))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert config_of(resolved(f"{tmp_path}/config.json")) == config
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_so_has_every_configuration_that_is_drawn(family: str) -> None:
+    @settings(
+        max_examples=10,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(configurations(family))
+    def run(values: dict[str, Any]) -> None:
+        import transformers
+
+        with tempfile.TemporaryDirectory() as folder:
+            getattr(transformers, f"{CLASSES[family]}Config")(**values).save_pretrained(folder)
+            config = config_of(resolved(folder))
+            getattr(transformers, f"{CLASSES[config['model_type']]}Config")(**config)
+
+    run()
+
+
+def saved(preset: str, run_dir: Path, parallel: Mapping[str, Any], world: int, model: Mapping[str, Any]) -> None:
+    """Save a checkpoint of a model with drawn weights and states. Collective."""
+    train = {"tokens_per_step": 64, "micro_batch": 1, "seq_len": 16}
+    assembly = assembled(preset, world=world, parallel=parallel, train=train, model=model)
+    layout, shared = open_layout(assembly, "cpu"), Shared()
+    module: Any = build_model(assembly, layout, torch.device("cpu"), shared)
+    initialise(module, seed=0, std=lambda name: 0.2)
+    for name, state in module.named_buffers():
+        if name.endswith("expert_bias"):
+            state.copy_(torch.linspace(-0.1, 0.1, len(state)))
+    optimizer = build_optimizer(assembly, module, layout, torch.device("cpu"), shared)
+    checkpoint.save(run_dir, 1, module, optimizer, layout, checkpoint.Origin(), keep=1)
+    shared.close()
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("preset", [*TINY, "deepseek-v3-tiny"])
+def test_transformers_computes_the_logits_of_a_checkpoint(
+    pool: RankPool, preset: str, parallel: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    world, layout = PARALLEL[parallel]
+    model = {"num_layers": 2, "vocab_size": 64}
+    pool.run(saved, world, preset, tmp_path / "run", layout, world, model)
+    family = export(assembled(preset, model=model), *paths(tmp_path), torch.float32)
+    oracle = getattr(transformers, f"{CLASSES[family]}ForCausalLM").from_pretrained(tmp_path / "out", dtype="float32")
+    oracle.config._attn_implementation = "eager"
+    ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+    wanted = oracle(input_ids=ids).logits
+    found = moefw.from_pretrained(tmp_path / "out")(ids)
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def paths(folder: Path) -> tuple[Path, Path]:
+    return folder / "run" / "checkpoints" / "step-1", folder / "out"
+
+
+def test_weights_are_written_in_bf16_and_states_in_fp32(pool: RankPool, tmp_path: Path) -> None:
+    model = {"num_layers": 2, "mtp_layers": 1}
+    pool.run(saved, 1, "deepseek-v3-tiny", tmp_path / "run", {}, 1, model)
+    export(assembled("deepseek-v3-tiny", model=model), *paths(tmp_path), torch.bfloat16)
+    written = tensors_of(tmp_path / "out")
+    wide = {name for name, tensor in written.items() if tensor.dtype is torch.float32}
+    assert wide == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    assert {"model.layers.2.enorm.weight", "model.layers.2.shared_head.norm.weight"} <= written.keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"attention": {"sinks": True}}, "attention.sinks True is not what"),
+        ({"model": {"shared_expert_dim": 64}}, "model.shared_expert_dim 64 is not what"),
+        ({"routing": {"score": "sigmoid"}}, "routing.score 'sigmoid' is not what"),
+        ({"routing": {"use": "sinkhorn"}}, "no family of Hugging Face routes like sinkhorn"),
+        ({"routing": {"capacity": {"factor": 1.0}}}, "routing.capacity"),
+    ],
+)
+def test_what_no_family_computes_is_refused(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        config_of(resolved("qwen3-moe-tiny", **sections))
+    assert says in str(caught.value)
+
+
+def test_a_run_is_exported_by_a_command(tmp_path: Path) -> None:
+    import transformers
+
+    spec = tmp_path / "spec.yaml"
+    train = {"steps": 1, "tokens_per_step": 64, "micro_batch": 2, "seq_len": 16, "eval_tokens": 64}
+    (tmp_path / "text.txt").write_text("what a router sends, experts see\n" * 100)
+    data, run = {"path": str(tmp_path / "text.txt"), "tokenizer": "bpe-300"}, {"dir": str(tmp_path / "run")}
+    model = {"preset": "olmoe-1b-7b-tiny", "vocab_size": 300, "num_layers": 1}
+    spec.write_text(json.dumps({"model": model, "data": data, "train": train, "run": run}))
+    moefw_says("train", spec)
+    out = tmp_path / "out"
+    assert moefw_says("convert", "export", tmp_path / "run", out) == f"{out} holds the model of step 1: olmoe, bf16\n"
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).num_parameters() > 0
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
+    assert "is there and is no empty folder" in complaint("convert", "export", tmp_path / "run", out)
+    assert "holds no checkpoint of step 7" in complaint("convert", "export", tmp_path / "run", out / "x", "--step=7")
