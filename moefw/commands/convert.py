@@ -1,4 +1,4 @@
-"""``moefw convert``: models of Hugging Face and back."""
+"""``moefw convert``: a Hugging Face folder as a run, and a run as such a folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,22 @@ from moefw.commands import specs
 
 @click.group()
 def convert() -> None:
-    """Hand a run's model to other tools."""
+    """Turn a Hugging Face folder into a run, or a run's model into such a folder."""
+
+
+@convert.command("import")
+@click.argument("folder", type=click.Path())
+@click.argument("run", type=click.Path())
+def import_(folder: str, run: str) -> int:
+    """Write the model of FOLDER (of Hugging Face) into RUN, a run's folder at step 0.
+
+    `moefw generate RUN`, `moefw eval RUN` and `moefw train RUN/spec.yaml --resume` take it from there, in any layout.
+    """
+    from moefw.training.importing import import_folder
+
+    import_folder(Path(folder), Path(run))
+    click.echo(f"{run} holds the model of {folder} as its checkpoint of step 0")
+    return 0
 
 
 @convert.command()

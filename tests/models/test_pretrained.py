@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moefw
-from hf_models import OWN, VOCABULARY, tensors_of, theirs
+from hf_models import MODELS, OWN, VOCABULARY, model_of, same, tensors_of
 from moefw.compose import pretrained
 from moefw.core.errors import CheckpointError, MoefwError, SpecError
 from moefw.models.huggingface.folder import Folder
@@ -22,38 +22,7 @@ from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Written, lay_out
 from moefw.testing.pool import RankPool
 
-SIZES = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.2},
-    **{"tie_word_embeddings": False},
-}
-MODELS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_moe": {"num_experts": 8, "head_dim": 8, "moe_intermediate_size": 16},
-    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
-    "mixtral": {"num_local_experts": 8},
-    "olmoe": {"num_experts": 8},
-    "gpt_oss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 5},
-    "deepseek_v3": {
-        **{"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "pad_token_id": None},
-        **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
-        **{"num_key_value_heads": 4, "first_k_dense_replace": 1},
-    },
-}
 IDS = torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
-
-
-def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = theirs(family, {**SIZES, **MODELS[family]}).to(dtype)
-    for name, tensor in model.named_buffers():
-        if "correction_bias" in name:
-            tensor.data = tensor.data.float()
-    return model
-
-
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
-    )
 
 
 def test_every_family_is_tried() -> None:

@@ -103,3 +103,24 @@ def test_a_kept_spec_names_the_folder_from_anywhere(
     kept = (tmp_path / "run" / "spec.yaml").read_text()
     assert f"weights: {folder}" in kept
     assert f"{folder}/tokenizer.json" in kept
+
+
+def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(tmp_path: Path) -> None:
+    import transformers
+
+    example = Path(__file__).parents[2] / "examples" / "fine_tune"
+    sizes = ["train.steps=15", "train.lr=0.01", "train.tokens_per_step=256", "train.micro_batch=1", "train.eval_tokens=256"]
+    moefw_command = [sys.executable, "-m", "moefw"]
+    for command in (
+        [sys.executable, str(example / "make_model.py"), "runs/model"],
+        [*moefw_command, "train", str(example / "spec.yaml"), *sizes],
+        [*moefw_command, "convert", "export", "runs/fine_tune", "runs/tuned"],
+    ):
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+    records = (tmp_path / "runs" / "fine_tune" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(record)["loss"] for record in records]
+    assert losses[-1] < losses[0]
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "tuned")
+    assert tuned.config.model_type == "qwen3_moe"
+    assert tensors_of(tmp_path / "runs" / "tuned").keys() == tensors_of(tmp_path / "runs" / "model").keys()

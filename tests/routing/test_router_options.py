@@ -46,7 +46,7 @@ REFUSED: list[tuple[str, dict[str, int], list[str]]] = [
     ("{balance: [{kind: quantile, rate: 0.5}]}", {}, ["balance[0].rate", "quantile, which has ema"]),
     ("{balance: [{kind: z_loss, coeff: -1}]}", {}, ["balance[0].coeff", "must be >= 0"]),
     ("{balance: [{kind: aux_loss, coeff: -1}]}", {}, ["balance[0].coeff", "must be >= 0"]),
-    ("{balance: [{kind: expert_bias, rate: 0}], score: sigmoid}", {}, ["balance[0].rate", "must be > 0"]),
+    ("{balance: [{kind: expert_bias, rate: -1}], score: sigmoid}", {}, ["balance[0].rate", "must be >= 0"]),
     ("{balance: [{kind: quantile, ema: 1}]}", {}, ["balance[0].ema", "must be < 1"]),
     ("{balance: [{kind: aux_loss, over: batch}]}", {}, ["balance[0].over", "Did you mean 'micro_batch'"]),
     ("{balance: [{kind: aux_loss, over: sequence}, {kind: aux_loss, over: sequence}]}", {}, ["aux_loss over sequence more than once"]),

@@ -152,3 +152,39 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
                 yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 
     return dict(read())
+
+
+SIZES: Mapping[str, Any] = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.2},
+    **{"tie_word_embeddings": False},
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "head_dim": 8, "moe_intermediate_size": 16},
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "gpt_oss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 5},
+    "deepseek_v3": {
+        **{"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "pad_token_id": None},
+        **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+        **{"num_key_value_heads": 4, "first_k_dense_replace": 1},
+    },
+}
+"""A small model of each family."""
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a small model of ``transformers``; biases of scores are fp32, as the library keeps them."""
+    model = theirs(family, {**SIZES, **MODELS[family]}).to(dtype)
+    for name, tensor in model.named_buffers():
+        if "correction_bias" in name:
+            tensor.data = tensor.data.float()
+    return model
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether two folders have the same tensors, to the bit."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )

@@ -23,12 +23,22 @@ ROUTER: Final = ".router."
 def load(
     model: nn.Module, folder: Folder, rules: Sequence[Rule], *, num_experts: int
 ) -> tuple[dict[str, Origin], set[str]]:
-    """Fill parameters and the routers' states on this rank. Return the origin of each, and all tensors of the model.
+    """Fill parameters and the routers' states on this rank. Returns and raises what :func:`placed` does."""
+    origins, taken = placed(model, folder, rules, num_experts=num_experts)
+    with torch.no_grad():
+        _fill(model, folder, origins)
+    return origins, taken
+
+
+def placed(
+    model: nn.Module, folder: Folder, rules: Sequence[Rule], *, num_experts: int
+) -> tuple[dict[str, Origin], set[str]]:
+    """Return the origin of each parameter and state of routers on this rank, and all tensors that the model takes.
 
     Raises CheckpointError with every tensor that is missing, left over or of another shape.
     """
     origins, problems = dict[str, Origin](), list[Problem]()
-    for name, shape in _wanted(model):
+    for name, shape in wanted(model):
         origin = next((each for each in origins_of(name, rules) if each.name in folder.tensors), None)
         if origin is None:
             usual = next(origins_of(name, rules)).name
@@ -45,8 +55,6 @@ def load(
             problems.append(Problem(what, "Use the config.json of the same model."))
     if problems:
         raise CheckpointError(problems)
-    with torch.no_grad():
-        _fill(model, folder, origins)
     return origins, claimed & folder.tensors.keys()
 
 
@@ -56,21 +64,21 @@ def _fill(model: nn.Module, folder: Folder, origins: Mapping[str, Origin]) -> No
             for piece in pieces:
                 whole = folder.read(origins[piece.name])
                 piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
-    for name, state in _states(model):
+    for name, state in router_states(model):
         state.copy_(folder.read(origins[name]))
 
 
-def _wanted(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+def wanted(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield every tensor of this rank by name, with its whole shape."""
     for parameter, pieces in by_parameter(model):
         empty = torch.empty(parameter.shape, device="meta")
         for piece in pieces:
             part = piece.of(empty)
             yield piece.name, tuple(piece.shard.whole(part.shape) if piece.shard else part.shape)
-    yield from ((name, tuple(state.shape)) for name, state in _states(model))
+    yield from ((name, tuple(state.shape)) for name, state in router_states(model))
 
 
-def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def router_states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the state that a folder holds: of routers, not of recipes."""
     return ((name, state) for name, state in state_tensors(model).items() if ROUTER in name)
 

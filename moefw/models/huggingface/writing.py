@@ -63,7 +63,7 @@ def lay_out(folder: Path, tensors: Mapping[str, Description], *, most: int = SHA
         places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
     for file, shard in zip(files, shards, strict=True):
-        _create(folder / file, {name: tensors[name] for name in shard})
+        create(folder / file, {name: tensors[name] for name in shard})
 
 
 def _shards(tensors: Mapping[str, Description], most: int) -> list[list[str]]:
@@ -83,7 +83,7 @@ def _size(described: Description) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _create(path: Path, tensors: Mapping[str, Description]) -> None:
+def create(path: Path, tensors: Mapping[str, Description]) -> None:
     """Write a file's header, and reserve room for the values. Those of wider dtypes come first: all are aligned."""
     entries, end = dict[str, object](), 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):

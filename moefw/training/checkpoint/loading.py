@@ -60,7 +60,7 @@ def _checked(
         files = opened(folder, manifest)
     saved, slots = manifest.tensors, model_slots(model)
     _check_same_model(folder, saved, slots)
-    if optimizer is not None:
+    if optimizer is not None and any(name.startswith("optimizer/") for name in saved):
         states, rooms = optimizer_slots(model, optimizer, saved)
         _check_tensors(folder, saved, states)
         slots |= states

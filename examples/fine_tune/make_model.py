@@ -1,0 +1,49 @@
+"""Makes a tiny Qwen3-MoE with ``transformers``, as a stand-in for a folder of the hub: ``make_model.py FOLDER``."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import sysconfig
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+VOCABULARY = 1024
+
+
+def main(folder: pathlib.Path) -> None:
+    """Write the model, with random weights, and a tokenizer of the standard library's sources."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sources = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    tokenizer.train_from_iterator((path.read_text(errors="replace") for path in sources), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

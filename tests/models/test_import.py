@@ -1,0 +1,79 @@
+"""A Hugging Face folder becomes a run at step 0, which generates, trains on and is exported with the same bits."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from command_here import complaint, moefw_says
+from hf_models import MODELS, model_of, same, tensors_of
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Add a tokenizer of a few bytes, which leaves ids of the model unused."""
+    tokenizer = Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate("abcdefghij ")}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", MODELS)
+def test_what_is_imported_and_exported_has_the_same_bits(family: str, dtype: str, tmp_path: Path) -> None:
+    model = model_of(family, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    model.save_pretrained(tmp_path / "in", max_shard_size="40KB")
+    moefw_says("convert", "import", tmp_path / "in", tmp_path / "run")
+    moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", dtype)
+    assert same(tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out"))
+    again: Any = type(model).from_pretrained(tmp_path / "out", dtype=model.dtype)
+    assert same(again.state_dict(), model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model_of("deepseek_v3").save_pretrained(path)
+    return with_tokenizer(path)
+
+
+def test_an_imported_run_generates_without_the_folder(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "in")
+    moefw_says("convert", "import", copy, tmp_path / "run")
+    shutil.rmtree(copy)
+    said = moefw_says("generate", tmp_path / "run", "--prompt", "abc", "--tokens", "3")
+    assert said.startswith("a b c")
+
+
+@pytest.mark.parametrize("memory", ["[]", "[{use: optimizer-bf16}]"])
+def test_an_imported_run_trains_on_in_any_layout(folder: Path, memory: str, tmp_path: Path) -> None:
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("abcdefghij " * 500)
+    moefw_says("convert", "import", folder, run)
+    overrides = [
+        *("train.steps=1", "train.tokens_per_step=64", "train.micro_batch=2", "train.seq_len=16", "train.lr=1e-30"),
+        *("parallel.experts={ep: 2, shard: all}", "parallel.dense.shard=all", f"data.path={text}", f"memory={memory}"),
+        *("train.eval_tokens=32", "model.vocab_size=62", "run.device=cpu", "routing.balance[0].rate=0.0"),
+    ]
+    command = [sys.executable, "-m", "moefw", "train", f"{run}/spec.yaml", *overrides, "--resume"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    moefw_says("convert", "export", run, tmp_path / "out", "--dtype", "fp32")
+    assert same(tensors_of(folder), tensors_of(tmp_path / "out"))
+
+
+def test_nothing_is_imported_over_something_or_from_nothing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "is there and is no empty folder" in complaint("convert", "import", folder, tmp_path / "full")
+    assert "is no folder" in complaint("convert", "import", tmp_path / "nowhere", tmp_path / "run")
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:-8])
+    assert "model.safetensors is no whole safetensors file" in complaint("convert", "import", broken, tmp_path / "run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full"]
