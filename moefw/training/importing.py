@@ -70,4 +70,3 @@ def import_folder(source: Path, run_dir: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
         what = f"{run_dir} cannot be written: {(error.strerror or str(error)).lower()}."
         raise CheckpointError(what, "Name another folder.") from error
-

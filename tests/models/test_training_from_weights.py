@@ -109,7 +109,13 @@ def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(tmp_pa
     import transformers
 
     example = Path(__file__).parents[2] / "examples" / "fine_tune"
-    sizes = ["train.steps=15", "train.lr=0.01", "train.tokens_per_step=256", "train.micro_batch=1", "train.eval_tokens=256"]
+    sizes = [
+        "train.steps=15",
+        "train.lr=0.01",
+        "train.tokens_per_step=256",
+        "train.micro_batch=1",
+        "train.eval_tokens=256",
+    ]
     moefw_command = [sys.executable, "-m", "moefw"]
     for command in (
         [sys.executable, str(example / "make_model.py"), "runs/model"],
