@@ -183,6 +183,12 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
+def loaded(oracle: Any, folder: Path) -> Mapping[str, Tensor]:
+    """Return the tensors of a folder as ``transformers`` loads them; which ones it keeps in fp32 is its release's affair."""
+    state: Mapping[str, Tensor] = type(oracle).from_pretrained(folder, dtype=oracle.dtype).state_dict()
+    return state
+
+
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Return whether two folders have the same tensors, to the bit."""
     return one.keys() == other.keys() and all(
