@@ -76,7 +76,7 @@ def test_attention_is_a_softmax_over_visible_keys(case: Case) -> None:
 def test_bf16_is_as_near_as_its_rounding(case: Case) -> None:
     found, right = results(case, torch.bfloat16)
     agree(found, right, 2**-7)
-    agree(found[1:2], right[1:2], 1e-5)
+    agree(found[1:2], right[1:2], 1e-4)
     assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * (len(found) - 2)]
 
 
