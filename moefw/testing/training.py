@@ -53,10 +53,11 @@ class Run:
     state: dict[str, Tensor]
 
 
-def short_run(tree: Tree, steps: int, padded: bool = False) -> Run:
+def short_run(tree: Tree, steps: int, padded: bool = False, packed: bool = False) -> Run:
     """Train on random tokens that depend on the step alone; each rank takes its share of the sequences.
 
-    ``padded``: sequences have unequal numbers of valid tokens, and some have none.
+    ``padded``: sequences have unequal numbers of valid tokens, and some have none. ``packed``: each holds documents of
+    unequal length, whose positions start anew.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("short run"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
@@ -79,7 +80,11 @@ def short_run(tree: Tree, steps: int, padded: bool = False) -> Run:
         mine = [part.tensor_split(layout.size("dp"))[layout.index("dp")] for part in (tokens, numbers)]
         batches = [
             Batch(
-                ids_BS=part[:, :-1], labels_BS=part[:, 1:], seeds_B=seeds, mask_BS=_mask(seeds, train.seq_len, padded)
+                ids_BS=part[:, :-1],
+                labels_BS=part[:, 1:],
+                seeds_B=seeds,
+                mask_BS=_mask(seeds, train.seq_len, padded),
+                **(_documents(seeds, train.seq_len) if packed else {}),
             )
             for part, seeds in zip(*(part.split(train.micro_batch) for part in mine), strict=True)
         ]
@@ -95,6 +100,14 @@ def _mask(numbers: Tensor, seq_len: int, padded: bool) -> Tensor | None:
         return None
     valid = (numbers * 7 % 17) * seq_len // 16
     return torch.arange(seq_len) < valid.unsqueeze(1)
+
+
+def _documents(numbers: Tensor, seq_len: int) -> dict[str, Tensor]:
+    """Return documents and positions: cuts lie at places that depend on the number of the sequence."""
+    place_S = torch.arange(seq_len)
+    begins_BS = ((place_S + numbers.unsqueeze(1)) % 5 == 0) | (place_S == 0)
+    first_BS = torch.where(begins_BS, place_S, 0).cummax(1).values
+    return {"documents_BS": begins_BS.cumsum(1), "positions_BS": place_S - first_BS}
 
 
 def _weights(model: torch.nn.Module, layout: Layout) -> dict[str, Tensor]:
