@@ -242,8 +242,14 @@ class ModelParts(ModelContext):
             with self._calling(plugin):
                 policy = plugin.build(bare)
             policies |= dict.fromkeys(plugin.regions, policy)
-        made = {"recipes": recipes, "policies": policies, "context_attention": self._context_attention(bare)}
-        return evolve(bare, **made, sharding=self._sharding, watch=self._watch)
+        return evolve(
+            bare,
+            recipes=recipes,
+            policies=policies,
+            context_attention=self._context_attention(bare),
+            sharding=self._sharding,
+            watch=self._watch,
+        )
 
     def _context_attention(self, bare: LayerContext) -> ContextAttention | None:
         if self._layout.size("cp") == 1:

@@ -226,7 +226,8 @@ class _Resolution:
         if not isinstance(model, Mapping) or model.get("preset") is None:
             return tree
         preset, sections = model["preset"], None
-        found = self.ask(("model", "use"), self.registry.get, "moefw_models", model.get("use"))
+        use = model.get("use")
+        found = self.ask(("model", "use"), self.registry.get, "moefw_models", use) if isinstance(use, str) else None
         if found is not None and preset is not UNREAD:
             sections = self._sections(found.declaration, preset)
         if sections is not None:

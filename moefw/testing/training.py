@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,10 +84,10 @@ def short_run(tree: Tree, steps: int, padded: bool = False, packed: bool = False
                 labels_BS=part[:, 1:],
                 seeds_B=seeds,
                 mask_BS=_mask(seeds, train.seq_len, padded),
-                **(_documents(seeds, train.seq_len) if packed else {}),
             )
             for part, seeds in zip(*(part.split(train.micro_batch) for part in mine), strict=True)
         ]
+        batches = [_packed(batch) if packed else batch for batch in batches]
         results.append(engine.step(batches, train.lr, _no_clock))
     state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
     shared.close()
@@ -102,12 +102,13 @@ def _mask(numbers: Tensor, seq_len: int, padded: bool) -> Tensor | None:
     return torch.arange(seq_len) < valid.unsqueeze(1)
 
 
-def _documents(numbers: Tensor, seq_len: int) -> dict[str, Tensor]:
-    """Return documents and positions: cuts lie at places that depend on the number of the sequence."""
-    place_S = torch.arange(seq_len)
-    begins_BS = ((place_S + numbers.unsqueeze(1)) % 5 == 0) | (place_S == 0)
+def _packed(batch: Batch) -> Batch:
+    """Return the batch cut into documents, at places that depend on the number of the sequence."""
+    assert batch.seeds_B is not None
+    place_S = torch.arange(batch.ids_BS.shape[1])
+    begins_BS = ((place_S + batch.seeds_B.unsqueeze(1)) % 5 == 0) | (place_S == 0)
     first_BS = torch.where(begins_BS, place_S, 0).cummax(1).values
-    return {"documents_BS": begins_BS.cumsum(1), "positions_BS": place_S - first_BS}
+    return replace(batch, documents_BS=begins_BS.cumsum(1), positions_BS=place_S - first_BS)
 
 
 def _weights(model: torch.nn.Module, layout: Layout) -> dict[str, Tensor]:

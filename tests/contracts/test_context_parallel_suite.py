@@ -9,7 +9,7 @@ import pytest
 
 import broken_contexts as broken
 from moefw.plugins.context_parallel.allgather_kv import AllGatherKV
-from moefw.plugins.context_parallel.ring import Ring
+from moefw.plugins.context_parallel.ring_attention import Ring
 from moefw.plugins.context_parallel.ulysses import Ulysses
 from moefw.testing.suites.context import ContextParallelSuite
 

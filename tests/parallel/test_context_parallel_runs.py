@@ -10,7 +10,7 @@ import pytest
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
 
-ALGORITHMS = ("allgather_kv", "ring", "ulysses")
+ALGORITHMS = ("allgather_kv", "ring_attention", "ulysses")
 GQA = {"use": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MLA = {"use": "mla", "num_heads": 4, "q_rank": 10, "kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5}
 ATTENTIONS = {

@@ -193,9 +193,9 @@ def saved_bytes(layer_case: LayerCase, case: ContextCase) -> int:
 
 def saved_alone(case: ContextCase) -> int:
     """Return the bytes that attention on one rank saves for backward."""
-    (q, k, v), mask, _ = case.drawn()
-    tensors = [tensor.requires_grad_() for tensor in (q, k, v)]
-    return _saved(lambda: attend(*tensors, mask)[0])
+    tensors, mask, _ = case.drawn()
+    q, k, v = (tensor.requires_grad_() for tensor in tensors)
+    return _saved(lambda: attend(q, k, v, mask)[0])
 
 
 def _saved(run: Callable[[], Any]) -> int:
@@ -213,7 +213,8 @@ def _saved(run: Callable[[], Any]) -> int:
 
 
 def _whole(cut: SequenceCut, own_BHSd: Tensor) -> Tensor:
-    return cut.gather(own_BHSd.transpose(1, 2).flatten(2)).unflatten(2, (own_BHSd.shape[1], -1)).transpose(1, 2)
+    whole_BSD = cut.gather(own_BHSd.transpose(1, 2).flatten(2))
+    return whole_BSD.view(*whole_BSD.shape[:2], own_BHSd.shape[1], -1).transpose(1, 2)
 
 
 def _sum(cut: SequenceCut, part: Tensor) -> Tensor:

@@ -43,7 +43,8 @@ class UlyssesAttention(moefw.ContextAttention):
         out, _ = attend(q, k, v, mask, sinks_H=own_sinks, scale=scale)
         by_rank = self.cut.by_rank(out, 2).unflatten(2, (self.cut.size, -1)).permute(2, 0, 1, 3, 4)
         (heads,) = self._exchange(by_rank)
-        return heads.permute(1, 0, 2, 3, 4).flatten(1, 2)
+        out_BHSe: Tensor = heads.permute(1, 0, 2, 3, 4).flatten(1, 2)
+        return out_BHSe
 
     def _copies(self, heads: int, groups: int) -> int:
         """Return how often each head of keys is copied, so that ranks get equally many: those of their queries."""

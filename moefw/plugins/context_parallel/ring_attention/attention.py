@@ -19,7 +19,7 @@ from moefw.runtime.parallel.sequence_cut import SequenceCut
 
 @final
 class RingAttention(moefw.ContextAttention, Carrier):
-    """See :class:`moefw.plugins.context_parallel.ring.Ring`."""
+    """See :class:`moefw.plugins.context_parallel.ring_attention.Ring`."""
 
     def __init__(self, layout: Layout) -> None:
         self.cut = SequenceCut(layout)

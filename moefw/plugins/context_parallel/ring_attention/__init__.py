@@ -1,4 +1,4 @@
-"""``ring``: keys and values go around a ring."""
+"""``ring_attention``: keys and values go around a ring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ring(ContextParallelPlugin):
     A rank holds those of two ranks at a time (ring attention, arXiv 2310.01889; balanced pieces, arXiv 2311.09431).
     """
 
-    name: ClassVar[str] = "ring"
+    name: ClassVar[str] = "ring_attention"
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:
         """Yield the need of flash attention."""
@@ -28,7 +28,7 @@ class Ring(ContextParallelPlugin):
 
     def build(self, context: moefw.BuildContext) -> Any:
         """Return the core of the attention of one layer."""
-        from moefw.plugins.context_parallel.ring.attention import RingAttention
+        from moefw.plugins.context_parallel.ring_attention.attention import RingAttention
 
         return RingAttention(context.layout)
 
