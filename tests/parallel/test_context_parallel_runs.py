@@ -33,6 +33,7 @@ def assert_alike(runs: list[Run], alone: Run) -> None:
         assert found.aux_losses == pytest.approx(wanted.aux_losses, rel=2e-6)
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-6)
         assert found.load_LE == wanted.load_LE
+        assert found.counts == wanted.counts
 
 
 def compare(pool: RankPool, spec: Mapping[str, Any], padded: bool, packed: bool, **shared: Any) -> None:
@@ -56,6 +57,12 @@ def test_auxiliary_losses_and_jitter_are_those_of_whole_sequences(pool: RankPool
     routing = {"use": "topk", "jitter": 0.1, "balance": [*balance, {"kind": "z_loss"}]}
     spec = tree(GQA, routing=routing)
     compare(pool, spec, padded=True, packed=False, parallel=TWO, context_parallel={"use": "ulysses"})
+
+
+@pytest.mark.parametrize("drop", ["probs", "position"])
+def test_a_capacity_over_the_micro_batch_drops_the_same_choices(pool: RankPool, drop: str) -> None:
+    capacity = {"factor": 0.8, "drop": drop, "over": "micro_batch"}
+    compare(pool, tree(GQA, routing={"use": "topk", "capacity": capacity}), padded=True, packed=False, parallel=FOUR)
 
 
 def test_stochastic_rounding_is_keyed_by_true_places(pool: RankPool) -> None:
