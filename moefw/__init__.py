@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moefw.core.contracts import (
     Attention,
+    ContextAttention,
     Dispatcher,
     ExpertGemm,
     Layout,
@@ -34,6 +35,7 @@ from moefw.core.facts import ANY, Need, Offers, need, offers
 from moefw.core.hooks import API_VERSION, Assembly, hookimpl
 from moefw.core.plugin import (
     AttentionPlugin,
+    ContextParallelPlugin,
     DataSourcePlugin,
     DispatcherPlugin,
     GemmPlugin,
@@ -92,6 +94,8 @@ __all__ = [
     "BuildContext",
     "Canonical",
     "CheckpointError",
+    "ContextAttention",
+    "ContextParallelPlugin",
     "ContractError",
     "DamagedDataError",
     "DataError",

@@ -40,7 +40,8 @@ class Kind:
     @property
     def one(self) -> str:
         """The noun with its article."""
-        return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
+        article = "" if self.noun.endswith("parallelism") else "an " if self.noun[0] in "aeiou" else "a "
+        return f"{article}{self.noun}"
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -56,6 +57,12 @@ KINDS: Final[Mapping[str, Kind]] = {
         "attention: {use: sample}",
         "how a token reads the earlier tokens of its document: projections around\n"
         "  `attend`, heads split over the ranks of tp. `tests` has its formula.",
+    ),
+    "context": Kind(
+        "context parallelism",
+        "ContextParallelSuite",
+        "context_parallel: {use: sample}\nparallel: {dense: {cp: 2}}",
+        "what the ranks of cp exchange around the core of attention, in forward and backward.",
     ),
     "router": Kind(
         "router",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, fields, frozen
 
@@ -13,6 +13,7 @@ from moefw.compose.spec.sections import Spec
 from moefw.compose.spec.structure import plain
 from moefw.core.plugin import (
     AttentionPlugin,
+    ContextParallelPlugin,
     DataSourcePlugin,
     DispatcherPlugin,
     GemmPlugin,
@@ -31,12 +32,19 @@ if TYPE_CHECKING:
     from moefw.core.contracts import LayoutPlan
 
 
+SECTIONS: Final = (
+    *("model", "attention", "context_parallel", "routing", "dispatch", "gemm", "precision", "parallel", "data"),
+)
+"""The sections of a spec that are one plugin each."""
+
+
 @frozen(kw_only=True)
 class ChosenPlugins:
     """The plugins that a spec names, with their options: one per hook point, and any number of memory policies."""
 
     model: ModelPlugin
     attention: AttentionPlugin
+    context_parallel: ContextParallelPlugin
     routing: RouterPlugin
     dispatch: DispatcherPlugin
     gemm: GemmPlugin
@@ -81,7 +89,7 @@ class Assembly:
     def resolved(self) -> dict[str, Any]:
         """Return the spec with every option spelled out, as plain data that can be loaded again."""
         data: dict[str, Any] = plain(self.spec)
-        for section in ("model", "attention", "routing", "dispatch", "gemm", "precision", "parallel", "data"):
+        for section in SECTIONS:
             data[section] = _spelled(getattr(self.parts, section))
         data["memory"] = [_spelled(part) for part in self.parts.memory]
         data["train"]["optimizer"] = _spelled(self.parts.optimizer)

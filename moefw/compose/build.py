@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from attrs import Factory, evolve, frozen
-from torch import nn
+from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.core.context import BuildContext, ExpertGroup, ModelContext
-from moefw.core.contracts import Layout, MemoryPolicy, Precision
+from moefw.core.contracts import ContextAttention, Layout, MemoryPolicy, Precision
 from moefw.core.plugin import Plugin
 from moefw.core.records import Shard, Side
 from moefw.core.site import Site
@@ -77,6 +78,7 @@ class LayerContext(BuildContext):
     sharding: Sharding | None = None
     recipes: tuple[Precision, Precision] | None = None
     policies: Mapping[str, MemoryPolicy] = Factory(dict)
+    context_attention: ContextAttention | None = None
     watch: Watch | None = None
 
     @property
@@ -116,6 +118,12 @@ class LayerContext(BuildContext):
         assert self.recipes is not None, "recipes are built before there are any to ask for"
         precision, fallback = self.recipes
         return (fallback if self.keeps_high_precision(module) else precision).at(module)
+
+    def core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+        """Return the core of this layer's attention: ``attend``, or what the ranks of cp do around it."""
+        if self.context_attention is None:
+            return lambda *tensors, **options: attend(*tensors, **options)[0]
+        return partial(self.context_attention.__call__, attend=attend)
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
         """Return ``module``. Where the layout shards its weights, each call gathers them. Raises PlanError."""
@@ -234,7 +242,21 @@ class ModelParts(ModelContext):
             with self._calling(plugin):
                 policy = plugin.build(bare)
             policies |= dict.fromkeys(plugin.regions, policy)
-        return evolve(bare, recipes=recipes, policies=policies, sharding=self._sharding, watch=self._watch)
+        return evolve(
+            bare,
+            recipes=recipes,
+            policies=policies,
+            context_attention=self._context_attention(bare),
+            sharding=self._sharding,
+            watch=self._watch,
+        )
+
+    def _context_attention(self, bare: LayerContext) -> ContextAttention | None:
+        if self._layout.size("cp") == 1:
+            return None
+        plugin = self.assembly.parts.context_parallel
+        with self._calling(plugin):
+            return plugin.build(bare)
 
     def _calling(self, part: Plugin) -> AbstractContextManager[None]:
         return self.assembly.registry.calling(part, "build()")

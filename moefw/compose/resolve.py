@@ -226,7 +226,8 @@ class _Resolution:
         if not isinstance(model, Mapping) or model.get("preset") is None:
             return tree
         preset, sections = model["preset"], None
-        found = self.ask(("model", "use"), self.registry.get, "moefw_models", model.get("use"))
+        use = model.get("use")
+        found = self.ask(("model", "use"), self.registry.get, "moefw_models", use) if isinstance(use, str) else None
         if found is not None and preset is not UNREAD:
             sections = self._sections(found.declaration, preset)
         if sections is not None:
@@ -386,11 +387,15 @@ def _moe_layers(model: ModelPlugin) -> list[int]:
 
 
 def _batch_problems(train: TrainSpec, layout: LayoutPlan) -> Iterator[Problem]:
-    """Yield the problems of a global batch that does not divide into micro-batches over dp, or these over tp."""
-    dp, tp = layout.sizes.get("dp", 1), layout.sizes.get("tp", 1)
-    if train.micro_batch * train.seq_len % tp:
-        what = f"micro_batch {train.micro_batch} x seq_len {train.seq_len} tokens do not divide into {tp} parts, one a "
-        yield Problem(f"{what}rank of tp.", f"Use a seq_len that {tp} divides.")
+    """Yield the problems of a global batch that does not divide into micro-batches over dp, or these over cp and tp."""
+    dp, cp, tp = (layout.sizes.get(axis, 1) for axis in ("dp", "cp", "tp"))
+    if cp > 1 and train.seq_len % (2 * cp):
+        what = f"seq_len {train.seq_len} does not divide into {2 * cp} pieces, two for each rank of cp."
+        yield Problem(what, f"Use a seq_len that {2 * cp} divides.")
+    elif train.micro_batch * train.seq_len // cp % tp:
+        over = f" / cp {cp}" if cp > 1 else ""
+        what = f"micro_batch {train.micro_batch} x seq_len {train.seq_len}{over} tokens do not divide into {tp} parts, "
+        yield Problem(f"{what}one a rank of tp.", f"Use a seq_len that {cp * tp} divides.")
     unit = train.micro_batch * train.seq_len * dp
     if train.tokens_per_step % unit:
         what = (

@@ -123,6 +123,14 @@ class BuildContext(Protocol):
     def recipe(self, module: str) -> Precision:
         """Return the recipe of a module of this layer (``moe.experts``): the chosen recipe or its fallback."""
 
+    def core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+        """Return the core of this layer's attention: ``core(q, k, v, mask, sinks_H=..., scale=...) -> out_BHSe``.
+
+        It is ``attend`` (:func:`moefw.runtime.attention.attend.attend`, or a like function) on whole sequences. Where
+        the ranks of cp share them, it exchanges what it needs. An attention that offers ``core`` calls this in
+        ``build``.
+        """
+
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
         """Return ``module``, a unit of GEMM weights. Where the layout shards them, each call gathers them.
 

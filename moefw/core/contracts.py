@@ -144,6 +144,31 @@ class Attention(ABC):
         """
 
 
+class ContextAttention(ABC):
+    """Core of an attention over sequences that the ranks of cp share, each with its own positions of all sequences.
+
+    Rank r of c has pieces r and 2c-1-r of 2c equal ones, in this order. Keeps no state between calls.
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        q_BHSd: Tensor,
+        k_BGSd: Tensor,
+        v_BGSe: Tensor,
+        mask: Any,
+        *,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+        sinks_H: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Return ``out_BHSe`` of this rank's queries, which attend to the keys of all ranks. Collective over cp.
+
+        ``attend`` does so with whole sequences: :func:`moefw.runtime.attention.attend.attend`, or a like function. So
+        ``mask``, a :class:`moefw.runtime.attention.mask.Mask`, is of whole sequences.
+        """
+
+
 class ExpertGemm(Named):
     """Module that owns the parameters of one layer's experts on this rank."""
 

@@ -44,6 +44,11 @@ def moefw_attentions() -> Sequence[type[plugin.AttentionPlugin]]:  # type: ignor
 
 
 @hookspec
+def moefw_context_parallels() -> Sequence[type[plugin.ContextParallelPlugin]]:  # type: ignore[empty-body]
+    """Return the algorithms of context parallelism (``context_parallel:``)."""
+
+
+@hookspec
 def moefw_routers() -> Sequence[type[plugin.RouterPlugin]]:  # type: ignore[empty-body]
     """Return the routers (``routing:``)."""
 

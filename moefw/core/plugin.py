@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moefw.core.context import BuildContext, ModelContext
     from moefw.core.contracts import (
         Attention,
+        ContextAttention,
         Dispatcher,
         ExpertGemm,
         Layout,
@@ -68,6 +69,17 @@ class AttentionPlugin(Plugin):
 
     def build(self, context: BuildContext) -> Attention:
         """Return the attention of one layer, with its parameters."""
+        raise NotImplementedError
+
+
+@frozen
+class ContextParallelPlugin(Plugin):
+    """Declares how attention exchanges keys, or heads, where the ranks of cp share sequences. Else it is not used."""
+
+    hook: ClassVar[str] = "moefw_context_parallels"
+
+    def build(self, context: BuildContext) -> ContextAttention:
+        """Return the core of the attention of one layer."""
         raise NotImplementedError
 
 
@@ -270,6 +282,7 @@ class SchedulePlugin(Plugin):
 FAMILIES: tuple[type[Plugin], ...] = (
     ModelPlugin,
     AttentionPlugin,
+    ContextParallelPlugin,
     RouterPlugin,
     DispatcherPlugin,
     GemmPlugin,

@@ -44,7 +44,11 @@ class Batch:
     positions_BS: Tensor | None = None
     """int64: positions for rotary embeddings. None: from 0 on in each sequence."""
     documents_BS: Tensor | None = None
-    """int64: the number of each token's document, within which it attends. None: a sequence is one document."""
+    """int64: the number of each token's document, within which it attends. None: a sequence is one document. Of whole
+    sequences, also where ranks of cp share them."""
+    places_S: Tensor | None = None
+    """int64: where in its sequence each position is, if ranks of cp share the sequences (context parallelism). The
+    other fields then hold this rank's positions. None: this rank has whole sequences."""
     loss_scale: Tensor | None = None
     """None outside training: auxiliary losses are not attached."""
     seeds_B: Tensor | None = None
@@ -65,6 +69,11 @@ class Batch:
     def own(self, whole_T: Tensor) -> Tensor:
         """Return the values of this rank's tokens, from those of all flattened tokens."""
         return whole_T if self.part is None else self.part.of(whole_T)
+
+    @property
+    def places(self) -> Tensor:
+        """Where in its sequence each position is: ``(S)`` int64."""
+        return torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device) if self.places_S is None else self.places_S
 
     @property
     def rows(self) -> RowGroups | None:

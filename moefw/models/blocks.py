@@ -28,6 +28,8 @@ class Stream:
     x_TD: Tensor
     tables: Any
     batch: Batch
+    labels_NT: Tensor
+    """int64: the labels of this rank's positions, -100 without loss: of the next tokens, then of those ahead."""
     layers: Mapping[int, LayerStats] = field(default_factory=dict)
     ahead: tuple[Tensor, ...] = ()
     """Embeddings of the tokens 1, 2, ... positions ahead, for multi-token prediction."""

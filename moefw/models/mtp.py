@@ -54,6 +54,11 @@ class MTPBlock(MoEBlock):
         return replace(stream, x_TD=self.eh_proj(both, stream.batch.own_rows), hidden=(*stream.hidden, hidden_TD))
 
 
+def labels_of_next(batch: Batch) -> Tensor:
+    """Return the label of each token, ``(B, S)``; -100 (no loss) for padding."""
+    return batch.labels_BS if batch.mask_BS is None else batch.labels_BS.masked_fill(~batch.mask_BS, IGNORED)
+
+
 def ids_ahead(batch: Batch, depth: int) -> Tensor:
     """Return the id of the token ``depth`` positions ahead of each, ``(B, S)``; 0 where the batch does not hold it."""
     next_BS = torch.cat([batch.ids_BS[:, 1:], batch.labels_BS[:, -1:].clamp(min=0)], dim=1)

@@ -15,11 +15,12 @@ from moefw.core.stages import Batch, LayerStats, Output
 from moefw.models.blocks import DenseBlock, MoEBlock, Stream
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.mlp import GatedSharedExpert, SwiGLU
-from moefw.models.mtp import MTPBlock, ids_ahead, labels_ahead
+from moefw.models.mtp import MTPBlock, ids_ahead, labels_ahead, labels_of_next
 from moefw.models.sizes import Sizes
 from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.modules import Linear, RMSNorm
+from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import Phase, straight
 
@@ -30,7 +31,7 @@ class Transformer(nn.Module):
 
     def __init__(self, options: Sizes, context: ModelContext) -> None:
         super().__init__()
-        self.options, self.tp = options, TensorParallel(context.layout)
+        self.options, self.cut, self.tp = options, SequenceCut(context.layout), TensorParallel(context.layout)
         precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
         self.embed = Embedding(options.vocab_size, options.dim, self.tp, options.pad_id)
@@ -90,30 +91,30 @@ class Transformer(nn.Module):
         return output
 
     def begin(self, batch: Batch) -> Stream:
-        """Embed the tokens, and in training those ahead. Each rank of tp gets its part of them.
+        """Embed the tokens, and in training those ahead. Each rank of cp gets its positions, of tp its part of them.
 
         One lookup embeds all, so that the gradient of the embedding is one sum.
         """
-        batch = replace(batch, part=self.tp.shard(0))
-        batch = keyed(batch) if self.draws else batch
         depths = range(1, self.options.mtp_layers + 1 if self.training else 1)
-        ids_NT = torch.stack([batch.ids_BS.flatten(), *(ids_ahead(batch, depth).flatten() for depth in depths)])
+        ids = [batch.ids_BS, *(ids_ahead(batch, depth) for depth in depths)]
+        labels = [labels_of_next(batch), *(labels_ahead(batch, depth) for depth in depths)]
+        ids_NT, labels_NT = (torch.stack([self.cut.own(each).flatten() for each in every]) for every in (ids, labels))
+        batch = replace(self.cut.part(batch), part=self.tp.shard(0))
+        batch = keyed(batch) if self.draws else batch
         by_rank = ids_NT.unflatten(1, (self.tp.size, -1)).transpose(0, 1)
         x_TD, *ahead = self.embed(by_rank.flatten()).to(self.residual_dtype).chunk(len(ids_NT))
         first: Any = self.layers[0]
-        return Stream(x_TD=x_TD, tables=first.attention.tables(batch), batch=batch, ahead=tuple(ahead))
+        return Stream(
+            x_TD=x_TD, tables=first.attention.tables(batch), batch=batch, labels_NT=labels_NT, ahead=tuple(ahead)
+        )
 
     def end(self, stream: Stream) -> Output:
         """Return the loss of the tokens that are neither padding nor masked, and those of the tokens ahead."""
-        batch, (next_Tv, *further) = stream.batch, self.predictions(stream)
-        labels_T = batch.labels_BS.flatten()
-        if batch.mask_BS is not None:
-            labels_T = labels_T.masked_fill(~batch.mask_BS.flatten(), IGNORED)
-        num_tokens = (batch.own(labels_T) != IGNORED).sum()
+        (next_Tv, *further), (labels_T, *ahead) = self.predictions(stream), stream.labels_NT
+        num_tokens = (stream.batch.own(labels_T) != IGNORED).sum()
         losses = {
-            f"mtp_{depth}_loss": cross_entropy(logits_Tv, labels_ahead(batch, depth).flatten(), self.tp)
-            * (self.options.mtp_coeff / len(further))
-            for depth, logits_Tv in enumerate(further, 1)
+            f"mtp_{depth}_loss": cross_entropy(logits_Tv, ahead_T, self.tp) * (self.options.mtp_coeff / len(further))
+            for depth, (logits_Tv, ahead_T) in enumerate(zip(further, ahead, strict=True), 1)
         }
         loss_sum = cross_entropy(next_Tv, labels_T, self.tp)
         return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=losses)
@@ -127,14 +128,15 @@ class Transformer(nn.Module):
         return logits_Tv.chunk(len(hidden))
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
-        """Return ``(B, S, vocabulary)`` logits, and statistics by layer. S need not be a multiple of tp."""
+        """Return ``(B, S, vocabulary)`` logits, and statistics by layer. S need not be a multiple of tp or cp."""
         length = batch.ids_BS.shape[1]
-        padding = -length % self.tp.size
+        padding = -length % (self.cut.unit * self.tp.size)
         if padding:
             mask_BS = torch.ones_like(batch.ids_BS, dtype=torch.bool) if batch.mask_BS is None else batch.mask_BS
             batch = replace(
                 batch,
                 ids_BS=F.pad(batch.ids_BS, (0, padding)),
+                labels_BS=F.pad(batch.labels_BS, (0, padding), value=IGNORED),
                 mask_BS=F.pad(mask_BS, (0, padding)),
                 positions_BS=None if batch.positions_BS is None else F.pad(batch.positions_BS, (0, padding)),
                 documents_BS=None if batch.documents_BS is None else F.pad(batch.documents_BS, (0, padding)),
@@ -142,7 +144,8 @@ class Transformer(nn.Module):
         stream: Stream = straight(self._main)(batch)
         (logits_Tv,) = self.predictions(stream)
         logits_VT = self.tp.gather(logits_Tv.t())
-        return logits_VT.t().unflatten(0, batch.ids_BS.shape)[:, :length], stream.layers
+        logits_BSV = self.cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape))
+        return logits_BSV[:, :length], stream.layers
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of initial values by canonical name; None means ones (norms)."""

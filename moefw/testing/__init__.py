@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DispatcherSuite": "suites.dispatcher",
     "AttentionSuite": "suites.attention",
+    "ContextParallelSuite": "suites.context",
     "RouterSuite": "suites.router",
     "GemmSuite": "suites.gemm",
     "PrecisionSuite": "suites.precision",

@@ -30,6 +30,7 @@ class Kind:
 KINDS: Final[Mapping[str, Kind]] = {
     "dispatcher": Kind("moefw_dispatchers", "dispatch", "DispatcherSuite"),
     "attention": Kind("moefw_attentions", "attention", "AttentionSuite"),
+    "context": Kind("moefw_context_parallels", "context_parallel", "ContextParallelSuite"),
     "router": Kind("moefw_routers", "routing", "RouterSuite"),
     "gemm": Kind("moefw_gemms", "gemm", "GemmSuite"),
     "precision": Kind("moefw_precisions", "precision", "PrecisionSuite"),

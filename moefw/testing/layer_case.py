@@ -102,7 +102,7 @@ class LayerCase:
 
     def keys(self, rank: int) -> Tensor:
         """Return the keys of a rank's tokens, int64 (T)."""
-        return token_keys(self.seeds(rank), self.tokens[rank], salt=SALT)
+        return token_keys(self.seeds(rank), torch.arange(self.tokens[rank]), salt=SALT)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -336,7 +336,7 @@ def parameters_of(layer_case: LayerCase) -> dict[str, Tensor]:
 
 
 def _uniform(layer_case: LayerCase, rank: int) -> Tensor:
-    return uniform(token_keys(layer_case.seeds(rank), layer_case.tokens[rank], salt=0), layer_case.dim)
+    return uniform(token_keys(layer_case.seeds(rank), torch.arange(layer_case.tokens[rank]), salt=0), layer_case.dim)
 
 
 def _alone(layer_case: LayerCase) -> LayerCase:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,10 +53,11 @@ class Run:
     state: dict[str, Tensor]
 
 
-def short_run(tree: Tree, steps: int, padded: bool = False) -> Run:
+def short_run(tree: Tree, steps: int, padded: bool = False, packed: bool = False) -> Run:
     """Train on random tokens that depend on the step alone; each rank takes its share of the sequences.
 
-    ``padded``: sequences have unequal numbers of valid tokens, and some have none.
+    ``padded``: sequences have unequal numbers of valid tokens, and some have none. ``packed``: each holds documents of
+    unequal length, whose positions start anew.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("short run"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
@@ -79,10 +80,14 @@ def short_run(tree: Tree, steps: int, padded: bool = False) -> Run:
         mine = [part.tensor_split(layout.size("dp"))[layout.index("dp")] for part in (tokens, numbers)]
         batches = [
             Batch(
-                ids_BS=part[:, :-1], labels_BS=part[:, 1:], seeds_B=seeds, mask_BS=_mask(seeds, train.seq_len, padded)
+                ids_BS=part[:, :-1],
+                labels_BS=part[:, 1:],
+                seeds_B=seeds,
+                mask_BS=_mask(seeds, train.seq_len, padded),
             )
             for part, seeds in zip(*(part.split(train.micro_batch) for part in mine), strict=True)
         ]
+        batches = [_packed(batch) if packed else batch for batch in batches]
         results.append(engine.step(batches, train.lr, _no_clock))
     state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
     shared.close()
@@ -95,6 +100,15 @@ def _mask(numbers: Tensor, seq_len: int, padded: bool) -> Tensor | None:
         return None
     valid = (numbers * 7 % 17) * seq_len // 16
     return torch.arange(seq_len) < valid.unsqueeze(1)
+
+
+def _packed(batch: Batch) -> Batch:
+    """Return the batch cut into documents, at places that depend on the number of the sequence."""
+    assert batch.seeds_B is not None
+    place_S = torch.arange(batch.ids_BS.shape[1])
+    begins_BS = ((place_S + batch.seeds_B.unsqueeze(1)) % 5 == 0) | (place_S == 0)
+    first_BS = torch.where(begins_BS, place_S, 0).cummax(1).values
+    return replace(batch, documents_BS=begins_BS.cumsum(1), positions_BS=place_S - first_BS)
 
 
 def _weights(model: torch.nn.Module, layout: Layout) -> dict[str, Tensor]:

@@ -117,10 +117,10 @@ class Engine:
         return tally
 
     def _loss_scale(self, batches: Sequence[Batch]) -> Tensor:
-        """Return 1 / (valid tokens of the global batch), fp32."""
+        """Return 1 / (valid tokens of the global batch), fp32. Ranks of cp and tp have the same whole sequences."""
         counts = [batch.ids_BS.numel() if batch.mask_BS is None else int(batch.mask_BS.sum()) for batch in batches]
         tokens = torch.tensor(sum(counts), dtype=torch.float64, device=batches[0].ids_BS.device)
-        group = self.layout.group("dp", "cp")
+        group = self.layout.group("dp")
         if group is not None:
             dist.all_reduce(tokens, group=group)
         return (1.0 / tokens.clamp_min(1)).float()

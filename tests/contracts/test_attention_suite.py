@@ -27,6 +27,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (attentions.EntersNoRegion, "promised_regions", "offers the regions core_attn. Is context.region(...) used"),
     (attentions.AddsTheBiasOnEveryRank, "heads_split", "the output changes with heads split over 2 ranks"),
     (attentions.ForgetsToGather, "heads_split", "the output changes with heads split over 2 ranks"),
+    (attentions.CountsPlacesItself, "sequences_shared", "the output changes with sequences shared by 2 ranks of cp"),
+    (attentions.ExchangesNothing, "sequences_shared", "the output changes with sequences shared by 2 ranks of cp"),
     (attentions.OneRecipe, "products_keep", "the module's recipe serves several GEMMs"),
     (attentions.LosesKeys, "products_keep", "has 0 of"),
 ]

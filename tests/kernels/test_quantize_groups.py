@@ -40,7 +40,7 @@ def test_a_group_in_nvfp4_is_what_it_would_be_alone(block: tuple[int, int], keye
     x[:16] *= 1e-4
     x[64:80] *= 1e4
     x[80:] = torch.nan
-    keys = token_keys(torch.tensor([1]), 90, salt=0) if keyed else None
+    keys = token_keys(torch.tensor([1]), torch.arange(90), salt=0) if keyed else None
     found = quantize_nvfp4(x, block=block, ends_e=ends, keys=keys).dequantize()
     start = 0
     for end in ends.tolist():

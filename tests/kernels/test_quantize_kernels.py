@@ -82,7 +82,7 @@ def nvfp4_as_the_reference(block: tuple[int, int], dtype: torch.dtype, sizes: li
         x = awkward(size, dtype)
         for view in (x, x[..., ::2, ::3].mT):
             seeds = torch.arange(view.shape[:-1].numel())
-            keys = token_keys(seeds, 1, salt=3).view(view.shape[:-1]) if keyed else None
+            keys = token_keys(seeds, torch.arange(1), salt=3).view(view.shape[:-1]) if keyed else None
             finite = view.float().nan_to_num(0, 0, 0)
             largest = finite.abs().amax() if view.numel() else torch.zeros(())
             odd = [torch.tensor(number) for number in (3.7, 0.0, INF, NAN)] if size == sizes[0] else []
@@ -127,7 +127,7 @@ def test_nvfp4_blocks(interpreter: ProcessPoolExecutor, block: Size, keyed: bool
 def a_draw_that_equals_the_fraction_stays_below() -> None:
     from moefw_kernels.quantize import triton
 
-    keys = token_keys(torch.tensor([5]), 20, salt=1)
+    keys = token_keys(torch.tensor([5]), torch.arange(20), salt=1)
     x = uniform(keys, 64) / 2  # each number, in units of E2M1's least step 0.5, is its own draw
     x[:, ::16] = 6.0
     found = triton.quantize_nvfp4(x, (1, 16), torch.tensor(2688.0), keys)

@@ -18,7 +18,7 @@ SEEDS = torch.tensor([0, 1, 2, -5, 2**62])
 
 
 def drawn(seeds_B: torch.Tensor = SEEDS, positions: int = 64, salt: int = 3, count: int = 96) -> torch.Tensor:
-    return uniform(token_keys(seeds_B, positions, salt=salt), count)
+    return uniform(token_keys(seeds_B, torch.arange(positions), salt=salt), count)
 
 
 def test_the_hash_is_splitmix64() -> None:

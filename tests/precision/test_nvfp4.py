@@ -48,7 +48,7 @@ def exact_blocks(rows: int) -> Tensor:
 
 
 def keys(rows: int, step: int = 0) -> RowGroups:
-    return RowGroups(keys_R=token_keys(torch.tensor([step]), rows, salt=0))
+    return RowGroups(keys_R=token_keys(torch.tensor([step]), torch.arange(rows), salt=0))
 
 
 def error(got: Tensor, wanted: Tensor) -> float:

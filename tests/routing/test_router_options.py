@@ -70,6 +70,7 @@ REFUSED: list[tuple[str, dict[str, int], list[str]]] = [
     ("{capacity: {factor: 0}}", {}, ["routing.capacity.factor", "must be > 0"]),
     ("{capacity: {factor: -1}}", {}, ["routing.capacity.factor", "must be > 0"]),
     ("{capacity: {pad: true}}", {}, ["'factor' is missing"]),
+    ("{capacity: {factor: 1.0, pad: true, over: micro_batch}}", {}, ["routing.capacity.over", "over all ranks"]),
     ("{capacity: {factor: 1.0}, balance: [{kind: quantile}]}", {}, ["routing.capacity", "kind quantile"]),
     ("{capacity: {factor: 1.0}, score: sigmoid, balance: [{kind: expert_bias}]}", {}, ["kind expert_bias"]),
     ("{use: sinkhorn, balance: [{kind: aux_loss, coeff: 0.1}]}", {}, ["'balance' is not an option here"]),

@@ -100,10 +100,32 @@ class TestRefusals:
         resolved(text.format(gemm="grouped").replace("keep", "recompute"))
 
     def test_axes_along_which_the_model_is_not_split(self) -> None:
-        text = "{parallel: {pp: 2, dense: {tp: 2, cp: 2}}, train: {tokens_per_step: 8192}}"
-        told = refused(text)
-        assert [problem.where for problem in told] == ["spec.yaml:1:13 parallel.pp", "spec.yaml:1:35 parallel.dense.cp"]
-        assert [problem.fix for problem in told] == ["Use pp: 1.", "Use dense.cp: 1."]
+        problem = refusal("{parallel: {pp: 2, dense: {tp: 2, cp: 2}}, train: {tokens_per_step: 8192}}")
+        assert problem.where == "spec.yaml:1:13 parallel.pp"
+        assert problem.fix == "Use pp: 1."
+
+    def test_sequences_that_ranks_cannot_share(self) -> None:
+        text = "{{parallel: {{dense: {{cp: 2, tp: {}}}}}, train: {{tokens_per_step: {}, seq_len: {}, micro_batch: 1}}}}"
+        problem = refusal(text.format(1, 20, 10))
+        assert problem.what == "seq_len 10 does not divide into 4 pieces, two for each rank of cp."
+        assert problem.fix == "Use a seq_len that 4 divides."
+        resolved(text.format(2, 16, 8))
+        resolved(text.format(4, 16, 8))
+
+    def test_attentions_that_an_algorithm_cannot_share(self) -> None:
+        text = (
+            "{{attention: {{num_heads: {}, kernel: {}}}, context_parallel: {{use: {}}}, run: {{device: cpu}},"
+            " parallel: {{dense: {{cp: {}}}}}, train: {{tokens_per_step: 8192}}}}"
+        )
+        problem = refusal(text.format(6, "sdpa", "ulysses", 4))
+        assert problem.where.endswith("context_parallel")
+        assert "ulysses needs attention heads that 4 ranks share evenly" in problem.what
+        assert "gqa offers 6" in problem.what
+        resolved(text.format(8, "sdpa", "ulysses", 4))
+        resolved(text.format(6, "sdpa", "ring_attention", 4))
+        told = [problem.what for problem in refused(text.format(4, "flex", "ring_attention", 2))]
+        assert any("ring_attention needs attention around the core sdpa" in what for what in told)
+        assert not any("core" in problem.what for problem in refused(text.format(4, "flex", "ring_attention", 1)))
 
     def test_sizes_that_tensor_parallelism_does_not_divide(self) -> None:
         model = "{vocab_size: 257, num_dense_layers: 1, dense_dim: 100, shared_expert_dim: 60}"
@@ -260,6 +282,7 @@ class TestResolvedSpec:
             "gemm.use": "loop",
             "precision.use": "bf16",
             "train.schedule.use": "wsd",
+            "context_parallel.use": "ring_attention",
             "routing.score": "sigmoid",
             "routing.balance": [{"kind": "aux_loss"}],
             "routing.pre_softmax": True,
@@ -294,7 +317,7 @@ class TestResolvedSpec:
             else:
                 other = f"{value}x" if isinstance(value, str) else ["x"]
             of_other_kinds = path.startswith(("attention.rope.", "model.activation.")) and value is None
-            if other is None or of_other_kinds or re.search(r"^parallel\.(pp|dense\.cp)$", path):
+            if other is None or of_other_kinds or path == "parallel.pp":
                 continue
             tree: Any = {}
             *parents, last = path.split(".")
@@ -302,7 +325,7 @@ class TestResolvedSpec:
             for key in parents:
                 node = node.setdefault(key, {})
             node[last] = other
-            if path in ("parallel.dense.tp", "parallel.experts.ep", "parallel.experts.etp"):
+            if path in ("parallel.dense.cp", "parallel.dense.tp", "parallel.experts.ep", "parallel.experts.etp"):
                 tree["train"] = {"tokens_per_step": 8192}
             if path in ("train.micro_batch", "train.seq_len"):
                 tree.setdefault("train", {})["tokens_per_step"] = 8192

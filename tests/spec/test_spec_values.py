@@ -40,7 +40,10 @@ class TestValues:
             ("routing: {score: 1}", "1 is not one of the choices. Known: sigmoid, softmax, sqrtsoftplus."),
             ("routing: {score: null}", "null is not one of the choices. Known: sigmoid, softmax, sqrtsoftplus."),
             ("train: {stepz: 3}", "'stepz' is not an option here. Did you mean 'steps'?"),
-            ("zzz: 3", "'zzz' is not an option here. Known: attention, data, dispatch, gemm, memory, "),
+            (
+                "zzz: 3",
+                "'zzz' is not an option here. Known: attention, context_parallel, data, dispatch, gemm, memory, ",
+            ),
             ("gemm: {use: loop, preset: big}", "loop has no preset 'big'."),
             ("gemm: loop", "'loop' is not a mapping that names a plugin. Write {use: loop}."),
             ("memory: [{regions: [layer]}]", "'use' is missing."),

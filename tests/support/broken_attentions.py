@@ -36,7 +36,11 @@ class PlainAttention(nn.Module, Attention):
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(self, name, Linear(dim, HEADS * WIDTH, self.recipes[name], shard=self.tp.shard(0), bias=True))
         self.o_proj = RowParallelLinear(HEADS * WIDTH, dim, self.recipes["o_proj"], self.tp, bias=True)
+        self.kernel = self.kernel_of(context)
         self.core = context.region("core_attn", self.attend)
+
+    def kernel_of(self, context: moefw.BuildContext) -> Any:
+        return context.core(attend)
 
     def recipe_of(self, recipe: Any, name: str) -> Any:
         return recipe.at(name, groups=1)
@@ -60,7 +64,7 @@ class PlainAttention(nn.Module, Attention):
         return Mask(documents_BS=batch.documents_BS)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        out, _ = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.mask(batch))
+        out = self.kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.mask(batch))
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
@@ -74,7 +78,8 @@ class PlainPlugin(moefw.AttentionPlugin):
 
     def offers(self, site: Site) -> moefw.Offers:
         regions = tuple((region, way) for region in self.regions for way in ("keep", "recompute", "offload"))
-        return moefw.offers(region=regions, by_pass=True, named_products=True, row_keys=True)
+        offered = {"by_pass": True, "named_products": True, "row_keys": True}
+        return moefw.offers(region=regions, core=("sdpa",), heads=(HEADS,), **offered)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         return [moefw.need("axis_divides", ("tp", HEADS), reason="each rank has an equal share of the heads")]
@@ -99,6 +104,16 @@ class IgnoresDocuments(PlainAttention):
 class CountsPositionsItself(PlainAttention):
     def tables(self, batch: Batch) -> Table:
         return super().tables(replace(batch, positions_BS=None))
+
+
+class CountsPlacesItself(PlainAttention):
+    def tables(self, batch: Batch) -> Table:
+        return super().tables(replace(batch, places_S=None))
+
+
+class ExchangesNothing(PlainAttention):
+    def kernel_of(self, context: moefw.BuildContext) -> Any:
+        return lambda q, k, v, mask: attend(q, k, v, Mask())[0] if mask.documents_BS is None else context.core(attend)
 
 
 class ForgetsTheFirst(PlainAttention):

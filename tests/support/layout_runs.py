@@ -32,6 +32,7 @@ class Row:
     parallel: Mapping[str, Any] = field(eq=json.dumps)
     model: str = "plain"
     dispatch: str = "alltoall"
+    context_parallel: str = "allgather_kv"
     padded: bool = False
     micro_batch: int = 2
     tokens_per_step: int = 256
@@ -40,15 +41,25 @@ class Row:
 
     def __str__(self) -> str:
         sizes = json.dumps(self.parallel).replace('"', "")
-        return " ".join([f"{self.ranks} ranks", sizes, self.model, self.dispatch, *["padded"] * self.padded])
+        more = [*[self.context_parallel] * self.shares_sequences, *["padded"] * self.padded]
+        return " ".join([f"{self.ranks} ranks", sizes, self.model, self.dispatch, *more])
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether ranks share sequences."""
+        return "cp" in self.parallel or "cp" in self.parallel.get("dense", {})
 
     def spec(self, models: Mapping[str, Any]) -> dict[str, Any]:
         """Return the spec of the run."""
         shape = {"micro_batch": self.micro_batch, "tokens_per_step": self.tokens_per_step, "seq_len": self.seq_len}
         return {
             **SMALL,
-            **{section: {**SMALL[section], **options} for section, options in models[self.model].items()},
+            **{
+                section: options if "use" in options else {**SMALL[section], **options}
+                for section, options in models[self.model].items()
+            },
             "dispatch": DISPATCHERS[self.dispatch],
+            "context_parallel": {"use": self.context_parallel},
             "parallel": dict(self.parallel),
             "train": {**SMALL["train"], **shape, "optimizer": {"use": "adamw", "eps": EPS}},
         }
@@ -87,7 +98,9 @@ class LayoutTable:
 
     def alone(self, row: Row) -> Run:
         """Return the run of the row on one rank."""
-        same = evolve(row, ranks=1, parallel={}, dispatch="alltoall", micro_batch=2, quick=False)
+        same = evolve(
+            row, ranks=1, parallel={}, dispatch="alltoall", context_parallel="allgather_kv", micro_batch=2, quick=False
+        )
         if same not in self._alone:
             (self._alone[same],) = self._run(same)
         return self._alone[same]

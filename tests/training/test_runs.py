@@ -53,8 +53,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SPLIT = "{dense: {dp: 2, tp: 2, shard: all}, experts: {ep: 2, shard: all}}"
-"""Four ranks that split everything: attention, experts, and copies."""
+SPLIT = "{dense: {dp: 1, cp: 2, tp: 2, shard: all}, experts: {ep: 2, shard: all}}"
+"""Four ranks that split everything: sequences, attention, experts, and copies."""
 
 
 def spec(folder: Path, text: Path, layout: int | str, name: str = "run") -> Path:
@@ -178,7 +178,7 @@ def children(parent: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("before", "layout"), [("trained", "{experts: {etp: 2}}"), ("split", "{}")])
+@pytest.mark.parametrize(("before", "layout"), [("trained", "{dense: {cp: 2}, experts: {etp: 2}}"), ("split", "{}")])
 def test_resume_may_change_the_layout(
     tmp_path: Path, text: Path, trained: tuple[Path, str], split: Path, before: str, layout: str
 ) -> None:

@@ -32,14 +32,13 @@ def mix(x: Tensor) -> Tensor:
     return _shifted(x, 31).bitwise_xor_(x)
 
 
-def token_keys(seeds_B: Tensor, positions: int, *, salt: int) -> Tensor:
-    """Return a key for each token of B sequences of ``positions`` tokens: ``(B * positions)`` int64, row by row.
+def token_keys(seeds_B: Tensor, places_S: Tensor, *, salt: int) -> Tensor:
+    """Return a key for each token of B sequences at their ``places_S``, int64 from 0: ``(B * S)`` int64, row by row.
 
     Keys with different ``salt`` (of a layer, say) are unrelated.
     """
-    place_S = torch.arange(1, positions + 1, device=seeds_B.device) * _GAMMA
     keys_B = mix(mix(seeds_B + _GAMMA) ^ _signed(salt * 0x9E3779B97F4A7C15 % (1 << 64)))
-    return mix(keys_B.unsqueeze(1) + place_S).flatten()
+    return mix(keys_B.unsqueeze(1) + (places_S + 1) * _GAMMA).flatten()
 
 
 def uniform(keys_T: Tensor, count: int) -> Tensor:

@@ -103,6 +103,7 @@ class Spec:
 
     model: Choice = chosen("moefw_models")
     attention: Choice = chosen("moefw_attentions")
+    context_parallel: Choice = chosen("moefw_context_parallels")
     routing: Choice = chosen("moefw_routers")
     dispatch: Choice = chosen("moefw_dispatchers")
     gemm: Choice = chosen("moefw_gemms")

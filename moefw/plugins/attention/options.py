@@ -37,7 +37,14 @@ class Heads(moefw.AttentionPlugin):
     def offers(self, site: Site) -> moefw.Offers:
         """Offer the regions inside the attention, and GEMMs that all recipes can serve."""
         treated = tuple((region, way) for region in self.regions() for way in ("keep", "recompute", "offload"))
-        return moefw.offers(region=treated, by_pass=True, named_products=True, row_keys=True)
+        return moefw.offers(
+            region=treated,
+            core=(self.kernel,),
+            heads=(self.num_heads,),
+            by_pass=True,
+            named_products=True,
+            row_keys=True,
+        )
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:
         """Yield the needs: a tp that divides the heads, and a GPU for FlexAttention."""

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from moefw.core.errors import ContractError
 from moefw.runtime.attention import kernels
 from moefw.runtime.attention.mask import Mask
+from moefw.runtime.attention.sinks import add_sinks, sink_gradient
 
 
 def attend(
@@ -84,9 +85,7 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out, lse_BHS = kernels.forward(q, k, v, _scores(q, k, documents_BS, window, scale))
         if sinks_H is not None:
-            whole_BHS = torch.logaddexp(lse_BHS, sinks_H.to(lse_BHS.dtype).unsqueeze(-1))
-            out.mul_((lse_BHS - whole_BHS).exp_().unsqueeze(-1))
-            lse_BHS = whole_BHS
+            lse_BHS = add_sinks(out, lse_BHS, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
         ctx.mark_non_differentiable(lse_BHS)
         ctx.set_materialize_grads(False)
@@ -102,9 +101,7 @@ class _Attend(torch.autograd.Function):
         scores, grad_sinks = _scores(q, k, documents_BS, ctx.window, ctx.scale), None
         grad_q, grad_k, grad_v = kernels.backward(grad, q, k, v, out, lse_BHS, scores)
         if ctx.needs_input_grad[3]:
-            weights_BHS = (sinks_H.unsqueeze(-1) - lse_BHS).exp_()
-            along_BHS = (grad.to(lse_BHS.dtype) * out).sum(-1)
-            grad_sinks = -(weights_BHS * along_BHS).sum((0, 2)).to(sinks_H.dtype)
+            grad_sinks = sink_gradient(grad, out, lse_BHS, sinks_H)
         return grad_q, grad_k, grad_v, grad_sinks, None, None, None
 
 

@@ -16,11 +16,8 @@ Table = tuple[Tensor, Tensor]
 
 def rope_table(rope: Rope, width: int, batch: Batch) -> Table:
     """Return the table for heads of which ``width`` values turn (arXiv 2104.09864 eq. 15)."""
-    device = batch.ids_BS.device
-    positions_BS = batch.positions_BS
-    if positions_BS is None:
-        positions_BS = torch.arange(batch.ids_BS.shape[1], device=device).unsqueeze(0)
-    angles = positions_BS.float().unsqueeze(-1) * frequencies(rope, width, device)
+    positions_BS = batch.places.unsqueeze(0) if batch.positions_BS is None else batch.positions_BS
+    angles = positions_BS.float().unsqueeze(-1) * frequencies(rope, width, positions_BS.device)
     return angles.cos() * rope.length_factor, angles.sin() * rope.length_factor
 
 

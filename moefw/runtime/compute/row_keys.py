@@ -31,7 +31,7 @@ def keyed(batch: Batch) -> Batch:
     """Return the batch with a key for each flattened token, or the batch itself if it has no seeds."""
     if batch.seeds_B is None:
         return batch
-    return replace(batch, keys_T=token_keys(batch.seeds_B, batch.ids_BS.shape[1], salt=SALT))
+    return replace(batch, keys_T=token_keys(batch.seeds_B, batch.places, salt=SALT))
 
 
 @torch.no_grad()

@@ -154,21 +154,30 @@ class AttentionSuite(Suite):
 
     def test_heads_split_over_ranks_give_the_whole(self) -> None:
         """Each rank of tp has its part of the tokens; its gradients of parameters are shares that sum to the whole."""
-        name = self.plugin.name
         for world in self.profile.worlds:
-            layer_case = self.on(tokens=(1,) * world, parts={"parallel": {"dense": {"tp": world}}})
-            try:
-                layer_case.resolve()
-            except PlanError:
-                continue
-            attention = self.attention()
-            for case in (AttentionCase(documents=((8,), (8,))), AttentionCase(documents=((3, 5), (7, 1)), seed=1)):
-                ranks = self.pool.run(attended, world, layer_case, case)
-                wanted = computed(attention, case, self.dim)
-                found = {key: torch.cat([rank[key] for rank in ranks]).view(wanted[key].shape) for key in ("out", "x")}
-                found |= {key: torch.stack([rank[key] for rank in ranks]).sum(0) for key in wanted.keys() - found}
-                assert found.keys() == wanted.keys(), f"{name} names other parameters on {world} ranks of tp."
-                self._compare(found, wanted, f"changes with heads split over {world} ranks of tp")
+            self._split("tp", world, f"with heads split over {world} ranks of tp")
+
+    def test_sequences_shared_by_ranks_give_the_whole(self) -> None:
+        """Each rank of cp has its positions; its gradients of parameters are shares that sum to the whole."""
+        self.promised("core", dim=self.dim)
+        self._split("cp", 2, "with sequences shared by 2 ranks of cp. Is context.core(...) called, with true positions")
+
+    def _split(self, axis: str, world: int, says: str) -> None:
+        layer_case = self.on(tokens=(1,) * world, parts={"parallel": {"dense": {axis: world}}})
+        try:
+            layer_case.resolve()
+        except PlanError:
+            return
+        attention = self.attention()
+        for case in (AttentionCase(documents=((8,), (8,))), AttentionCase(documents=((3, 5), (7, 1)), seed=1)):
+            ranks = self.pool.run(attended, world, layer_case, case)
+            wanted = computed(attention, case, self.dim)
+            found = {key: ranks[0][key] for key in ("out", "x")}
+            found |= {key: torch.stack([rank[key] for rank in ranks]).sum(0) for key in wanted.keys() - found}
+            assert found.keys() == wanted.keys(), (
+                f"{self.plugin.name} names other parameters on {world} ranks of {axis}."
+            )
+            self._compare(found, wanted, f"changes {says}")
 
     def test_products_keep_their_promises(self) -> None:
         """Products go through ``moefw.linear`` with recipes of their own and the keys of their rows, where offered."""

@@ -15,6 +15,7 @@ from moefw.compose.build import ModelParts, Shared, open_layout
 from moefw.core.records import Canonical
 from moefw.core.stages import Batch
 from moefw.runtime.naming import canonical_parameters, initialise
+from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.testing.layer_case import LayerCase
 
@@ -133,15 +134,17 @@ def finished(attention: nn.Module, x_BSD: Tensor, out_BSD: Tensor, probe_BSD: Te
 
 
 def attended(layer_case: LayerCase, case: AttentionCase) -> Results:
-    """Return this rank's tokens (t, D) of output and gradient, and its share of each parameter's gradient, whole."""
-    attention, _, tp = attention_of(layer_case)
-    x_BSD, probe_BSD = case.drawn(layer_case.dim, torch.float32)
-    batch = case.batch(tp)
+    """Return output and gradient of all tokens, and this rank's share of each parameter's gradient, whole."""
+    attention, assembly, tp = attention_of(layer_case)
+    cut = SequenceCut(open_layout(assembly, "cpu"))
+    x_BSD, probe_BSD = (cut.own(drawn) for drawn in case.drawn(layer_case.dim, torch.float32))
+    batch = cut.part(case.batch(tp))
     x_tD = batch.own(x_BSD.flatten(0, 1)).clone().requires_grad_()
     out_tD = attention(x_tD, attention.tables(batch), batch)
     (out_tD * batch.own(probe_BSD.flatten(0, 1))).sum().backward()
     shares = {piece.name: _whole(piece) for piece in canonical_parameters(attention)}
-    return {"out": out_tD.detach(), "x": _zero(x_tD.grad, x_tD), **shares}
+    own = {"out": out_tD.detach(), "x": _zero(x_tD.grad, x_tD)}
+    return {name: cut.gather(tp.gather(one_tD).view(x_BSD.shape)) for name, one_tD in own.items()} | shares
 
 
 def weights_of(attention: nn.Module) -> Mapping[str, Tensor]:

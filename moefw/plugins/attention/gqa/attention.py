@@ -66,7 +66,7 @@ class GroupedQueryAttention(nn.Module, moefw.Attention):
         self.sinks = Sinks(options.num_heads, self.tp.shard(0)) if options.sinks else None
         even = heads % count == 0 and needed == [first + head * count // heads for head in range(heads)]
         self._spread = None if even else [head - first for head in needed]
-        self._window, self._attend = options.window_at(context.site.layer), options.attend()
+        self._window, self._attend = options.window_at(context.site.layer), context.core(options.attend())
         self._project_in = context.region("qkv", self._qkv)
         self._core = context.region("core_attn", self._core_attn)
         self._project_out = context.region("attn_proj", self._attn_proj)
@@ -108,7 +108,7 @@ class GroupedQueryAttention(nn.Module, moefw.Attention):
     def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
         """Return ``(T, heads * head_dim)``."""
         mask = Mask(window=self._window, documents_BS=documents_BS)
-        out, _ = self._attend(q, k, v, mask, sinks_H=None if self.sinks is None else self.sinks.weight)
+        out = self._attend(q, k, v, mask, sinks_H=None if self.sinks is None else self.sinks.weight)
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _attn_proj(self, out: Tensor, batch: Batch) -> Tensor:

@@ -42,7 +42,7 @@ class LatentAttention(nn.Module, moefw.Attention):
         keys_and_values = options.num_heads * (options.nope_dim + options.v_dim)
         self.kv_b_proj = Linear(options.kv_rank, keys_and_values, up_kv, shard=heads)
         self.o_proj = RowParallelLinear(options.num_heads * options.v_dim, dim, out_of, self.tp, bias=options.out_bias)
-        self._attend = options.attend()
+        self._attend = context.core(options.attend())
         self._down = context.region("mla_down_proj", self._mla_down_proj)
         self._up = context.region("mla_up_proj", self._mla_up_proj)
         self._core = context.region("core_attn", self._core_attn)
@@ -80,7 +80,7 @@ class LatentAttention(nn.Module, moefw.Attention):
 
     def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
         """Return ``(T, heads * v_dim)``."""
-        out, _ = self._attend(q, k, v, Mask(documents_BS=documents_BS), scale=self.options.scale)
+        out = self._attend(q, k, v, Mask(documents_BS=documents_BS), scale=self.options.scale)
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _attn_proj(self, out: Tensor, batch: Batch) -> Tensor:

@@ -64,7 +64,7 @@ class TopK(Options, RouterPlugin):
         if self.groups is not None:
             yield check_groups(site.dims, self.groups)
         if self.capacity is not None:
-            yield check_capacity(self.balance)
+            yield check_capacity(self.capacity, self.balance)
 
     def _check_top_k(self, dims: Dims) -> Iterator[moefw.Problem]:
         if not 1 <= dims.top_k <= dims.num_experts:

@@ -62,15 +62,18 @@ class Groups:
 
 @frozen(kw_only=True)
 class Capacity:
-    """The most choices of one rank that an expert takes: ``ceil(T * K / E * factor)`` for T tokens of a micro-batch.
+    """The most choices that an expert takes: ``ceil(T * K / E * factor)`` of T tokens, those of ``over``.
 
     ``drop`` probs keeps those with the largest weights, position those of the first tokens. The others are dropped; the
-    remaining weights do not change. ``pad``: every expert gets exactly this number of rows from each rank.
+    remaining weights do not change. ``pad``: every expert gets exactly this number of rows from each rank. ``over``: a
+    rank's tokens of a micro-batch, or those of the whole micro-batch, which ranks of cp and tp share (full-sequence
+    dropping, arXiv 2504.14960): then no split of it changes what is dropped.
     """
 
     factor: float = field(validator=gt(0.0))
     drop: Literal["probs", "position"] = "probs"
     pad: bool = False
+    over: Literal["rank", "micro_batch"] = "rank"
 
 
 @frozen(kw_only=True)
@@ -152,8 +155,16 @@ def check_groups(dims: Dims, groups: Groups) -> Iterator[Problem]:
         yield Problem(what, "Keep more groups, or lower model.top_k.", "groups.keep")
 
 
-def check_capacity(rules: Sequence[Balance]) -> Iterator[Problem]:
-    """Yield a problem for each rule that sets a bias: it would chase a load that the capacity has cut."""
+def check_capacity(capacity: Capacity, rules: Sequence[Balance]) -> Iterator[Problem]:
+    """Yield a problem for padding to no rank's capacity, and for each rule that sets a bias.
+
+    A bias would chase a load that the capacity has cut.
+    """
+    if capacity.pad and capacity.over != "rank":
+        what = (
+            "capacity.pad gives each expert as many rows of every rank, and capacity.over micro_batch counts them over"
+        )
+        yield Problem(f"{what} all ranks.", "Use capacity.over: rank, or capacity.pad: false.", "capacity.over")
     for kind in sorted({rule.kind for rule in rules} & {"expert_bias", "quantile"}):
         what = f"capacity drops choices, and balance kind {kind} counts on every choice being served."
         yield Problem(what, f"Leave capacity or {kind} out; aux_loss goes with capacity.", "capacity")

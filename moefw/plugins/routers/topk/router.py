@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from functools import partial
 from typing import final
 
@@ -17,10 +16,11 @@ from torch.distributed import ProcessGroup
 from moefw.core.contracts import Router
 from moefw.core.errors import ContractError
 from moefw.core.records import State
-from moefw.core.site import Dims, Site
+from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
+from moefw.plugins.routers.topk.capacity import Limit
 from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses
-from moefw.plugins.routers.topk.options import Capacity, Options
+from moefw.plugins.routers.topk.options import Options
 from moefw.plugins.routers.topk.scores import (
     SCORES,
     Weigh,
@@ -33,7 +33,7 @@ from moefw.plugins.routers.topk.selection import BelowQuantile, Best, Select, St
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.random import token_keys, uniform
-from moefw_kernels.routing import count_choices, within_capacity
+from moefw_kernels.routing import count_choices
 
 BIAS, BETA = "expert_bias", "quantile_beta"
 
@@ -66,7 +66,7 @@ class TopKRouter(nn.Module, Router):
             groups = limits.count, limits.keep, limits.best or dims.top_k // limits.keep
         quantile = "quantile" in self.rules
         self._select: Select = BelowQuantile(dims.top_k, dims.num_experts) if quantile else Best(dims.top_k, groups)
-        self._limit = None if options.capacity is None else Limit(options.capacity, dims)
+        self._limit = None if options.capacity is None else Limit(options.capacity, dims, group)
         has_losses = not self.rules.keys() <= {"expert_bias", "quantile"}
         self._losses = None
         if has_losses:
@@ -116,7 +116,7 @@ class TopKRouter(nn.Module, Router):
         choices_TK = capacity = None
         if self._limit is not None:
             choices_TK = ids_TK
-            ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats)
+            ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats, batch)
         aux_losses: dict[str, Tensor] = {}
         if self._losses is not None:
             load_E = getattr(self, LOAD) if self._keeps_load else None
@@ -147,11 +147,13 @@ class TopKRouter(nn.Module, Router):
         weights_TK = self._weigh(logits_TE, scores_TE, ids_TK, dropped_TK)
         return ids_TK, weights_TK, dropped_TK if absent_TK is None else dropped_TK | absent_TK
 
-    def _drop(self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats) -> tuple[Tensor, Tensor, int | None]:
+    def _drop(
+        self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats, batch: Batch
+    ) -> tuple[Tensor, Tensor, int | None]:
         """Return ids and weights of the kept choices, and the size to pad groups to."""
         limit = self._limit
         assert limit is not None
-        kept_TK = limit.kept(ids_TK, weights_TK)
+        kept_TK = limit.kept(ids_TK, weights_TK, batch)
         if kept_TK is None:
             stats["dropped_choices"] = stats["tokens_per_expert"].new_zeros(())
         else:
@@ -189,33 +191,9 @@ def jittered(x_TD: Tensor, batch: Batch, eps: float, layer: int) -> Tensor:
     """Return ``x * U(1-eps, 1+eps)``, drawn for (sequence seed, position, feature, layer); ``x`` without seeds."""
     if batch.seeds_B is None:
         return x_TD
-    keys_T = batch.own(token_keys(batch.seeds_B, batch.ids_BS.shape[1], salt=layer))
+    keys_T = batch.own(token_keys(batch.seeds_B, batch.places, salt=layer))
     if len(keys_T) != len(x_TD):
         what = f"a router with jitter got {len(x_TD)} tokens, and the batch has {len(keys_T)} for this rank."
         raise ContractError(what, "Hand the tokens of the batch to the router, or set its part.")
     drawn_TD = uniform(keys_T, x_TD.shape[1])
     return x_TD * (1.0 + eps * (2.0 * drawn_TD - 1.0)).to(x_TD.dtype)
-
-
-@final
-class Limit:
-    """The most choices that an expert takes from one rank: ``C = ceil(T * K / E * factor)``.
-
-    In exact fractions: a factor of 1.1 is eleven tenths, not the nearest float.
-    """
-
-    def __init__(self, options: Capacity, dims: Dims) -> None:
-        self.num_experts, self.by_weight, self.pad = dims.num_experts, options.drop == "probs", options.pad
-        self.share = Fraction(str(options.factor)) * dims.top_k / dims.num_experts
-
-    def of(self, num_tokens: int) -> int:
-        """Return C for ``num_tokens`` tokens of one rank."""
-        return -(-num_tokens * self.share.numerator // self.share.denominator)
-
-    def kept(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
-        """Return which choices are kept, bool (T, K), False for -1; None if no expert can overflow."""
-        capacity = self.of(len(ids_TK))
-        if capacity >= len(ids_TK):
-            return None
-        by = weights_TK.detach() if self.by_weight else None
-        return within_capacity(ids_TK, capacity, self.num_experts, by=by)

@@ -24,7 +24,14 @@ class Sample(moefw.AttentionPlugin):
     def offers(self, site: moefw.Site) -> moefw.Offers:
         """The scores may be kept, moved off the device or recomputed. Products go through ``moefw.linear``."""
         regions = tuple(("core_attn", way) for way in ("keep", "offload", "recompute"))
-        return moefw.offers(region=regions, by_pass=True, named_products=True, row_keys=True)
+        return moefw.offers(
+            region=regions,
+            core=("sdpa",),
+            heads=(self.num_heads,),
+            by_pass=True,
+            named_products=True,
+            row_keys=True,
+        )
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         """Require equal shares of the heads."""

@@ -30,6 +30,7 @@ class SampleAttention(nn.Module, moefw.Attention):
         self.k_proj = Linear(dim, head_dim, into_k)
         self.v_proj = Linear(dim, head_dim, into_v)
         self.o_proj = RowParallelLinear(num_heads * head_dim, dim, out_of, self.tp)
+        self._attend = context.core(attend)
         self._core = context.region("core_attn", self._core_attn)
 
     def tables(self, batch: moefw.Batch) -> Table:
@@ -48,5 +49,5 @@ class SampleAttention(nn.Module, moefw.Attention):
     def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
         """Return ``(T, H d)``."""
         heads = (each.transpose(1, 2) for each in (q, k, v))
-        out_BHSd, _ = attend(*heads, Mask(documents_BS=documents_BS))
+        out_BHSd = self._attend(*heads, Mask(documents_BS=documents_BS))
         return out_BHSd.transpose(1, 2).flatten(0, 1).flatten(1)

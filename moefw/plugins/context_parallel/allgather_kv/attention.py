@@ -1,0 +1,54 @@
+"""Attention to keys and values that are gathered from all ranks of cp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+import moefw
+from moefw.core.contracts import Layout
+from moefw.runtime.attention.mask import Mask
+from moefw.runtime.attention.partial import Carrier, attend_by
+from moefw.runtime.communication.gather import all_gather, reduce_scatter
+from moefw.runtime.parallel.sequence_cut import SequenceCut
+
+
+@final
+class AllGatherKVAttention(moefw.ContextAttention, Carrier):
+    """See :class:`moefw.plugins.context_parallel.allgather_kv.AllGatherKV`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.cut = SequenceCut(layout)
+
+    def __call__(
+        self, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, mask: Mask, *, attend: Any, **options: Any
+    ) -> Tensor:
+        """Return ``out_BHSe`` of this rank's queries."""
+        return attend_by(self, self.cut, q_BHSd, k_BGSd, v_BGSe, mask, **options)
+
+    def visit(self, kv: Tensor, see: Callable[[int, Tensor], None]) -> None:
+        """Gather those of all ranks while this rank's are seen."""
+        cut, kv = self.cut, kv.contiguous()
+        whole = kv.new_empty((cut.size * len(kv), *kv.shape[1:]))
+        work = all_gather(whole, kv, group=cut.group, async_op=True)
+        see(cut.index, kv)
+        work.wait()
+        for rank, part in enumerate(whole.chunk(cut.size)):
+            if rank != cut.index:
+                see(rank, part)
+
+    def visit_back(self, kv: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Gather again, and add up the gradients of each rank's on that rank."""
+        cut = self.cut
+        grads = kv.new_empty((cut.size, *kv.shape), dtype=torch.promote_types(kv.dtype, torch.float32))
+
+        def keep(rank: int, part: Tensor) -> None:
+            grads[rank] = gradient(rank, part)
+
+        self.visit(kv, keep)
+        total = grads.new_empty(kv.shape)
+        reduce_scatter(total, grads.flatten(0, 1), group=cut.group)
+        return total

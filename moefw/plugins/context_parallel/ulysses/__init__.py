@@ -1,0 +1,44 @@
+"""``ulysses``: positions are exchanged for heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from attrs import frozen
+
+import moefw
+from moefw.core.plugin import ContextParallelPlugin
+from moefw.core.site import Site
+from moefw.plugins.context_parallel.options import core_need, splits
+
+
+@frozen
+class Ulysses(ContextParallelPlugin):
+    """Each rank of cp gets all positions of its share of the heads, and back (DeepSpeed Ulysses, arXiv 2309.14509).
+
+    Heads of keys that ranks cannot share evenly are copied first.
+    """
+
+    name: ClassVar[str] = "ulysses"
+
+    def needs(self, site: Site) -> Iterator[moefw.Need]:
+        """Yield the needs: an attention around a core, with heads that cp x tp ranks share evenly."""
+        yield from core_need(site, "sdpa", "flex", reason="heads are exchanged around the core")
+        if splits(site):
+            sizes = site.layout.sizes
+            reason = "each rank of cp x tp attends with an equal share of the heads"
+            fix = "Use a cp x tp that divides num_heads, or another context_parallel."
+            yield moefw.need("heads", sizes["cp"] * sizes["tp"], reason=reason, fix=fix)
+
+    def build(self, context: moefw.BuildContext) -> Any:
+        """Return the core of the attention of one layer."""
+        from moefw.plugins.context_parallel.ulysses.attention import UlyssesAttention
+
+        return UlyssesAttention(context.layout)
+
+
+@moefw.hookimpl
+def moefw_context_parallels() -> list[type[ContextParallelPlugin]]:
+    """Declare the algorithm."""
+    return [Ulysses]

@@ -1,0 +1,78 @@
+"""Context parallelism: the positions of each sequence that a rank of cp holds.
+
+Under a causal mask, later queries have more keys. So a sequence is cut into twice as many equal pieces as ranks, and
+each rank has one from the front and the one as far from the back: all ranks have equally many scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moefw.core.contracts import Layout
+from moefw.core.stages import Batch
+from moefw.runtime.communication.gather import gather
+from moefw.runtime.communication.movement import finish
+
+
+@final
+class SequenceCut:
+    """The cut of sequences among the ranks of cp. With one rank, nothing is cut.
+
+    The length of a sequence is a multiple of ``unit``.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.size, self.index, self.group = layout.size("cp"), layout.index("cp"), layout.group("cp")
+        self.unit = 2 * self.size if self.size > 1 else 1
+
+    def pieces(self, rank: int) -> tuple[int, int]:
+        """Return the numbers of the pieces that a rank of cp holds, of ``unit`` pieces."""
+        return rank, self.unit - 1 - rank
+
+    def own(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's positions of whole sequences, which lie along ``dim``."""
+        if self.size == 1:
+            return whole
+        pieces = whole.chunk(self.unit, dim)
+        return torch.cat([pieces[number] for number in self.pieces(self.index)], dim)
+
+    def places(self, length: int, device: torch.device) -> Tensor:
+        """Return where this rank's positions are in sequences of ``length``: int64."""
+        return self.own(torch.arange(length, device=device), 0)
+
+    def whole(self, by_rank: Tensor, dim: int) -> Tensor:
+        """Return the positions of all ranks along ``dim``, given rank by rank, in the order of the sequence."""
+        held = [piece for rank in range(self.size) for piece in self.pieces(rank)]
+        pieces = by_rank.chunk(self.unit, dim)
+        return torch.cat([pieces[held.index(number)] for number in range(self.unit)], dim)
+
+    def by_rank(self, whole: Tensor, dim: int) -> Tensor:
+        """Return whole sequences along ``dim`` rank by rank: the inverse of :meth:`whole`."""
+        pieces = whole.chunk(self.unit, dim)
+        return torch.cat([pieces[number] for rank in range(self.size) for number in self.pieces(rank)], dim)
+
+    def gather(self, own_BSD: Tensor) -> Tensor:
+        """Return the positions of whole sequences, ``(B, S, D)``, from each rank's part. Collective over cp."""
+        if self.size == 1:
+            return own_BSD
+        (by_rank,) = finish(gather([own_BSD.transpose(0, 1)], self.group))
+        return self.whole(by_rank, 0).transpose(0, 1)
+
+    def part(self, batch: Batch) -> Batch:
+        """Return the batch of this rank's positions, from one of whole sequences. Documents stay whole."""
+        if self.size == 1:
+            return batch
+        masks = (batch.mask_BS, batch.positions_BS)
+        mask_BS, positions_BS = (None if each is None else self.own(each) for each in masks)
+        return replace(
+            batch,
+            ids_BS=self.own(batch.ids_BS),
+            labels_BS=self.own(batch.labels_BS),
+            mask_BS=mask_BS,
+            positions_BS=positions_BS,
+            places_S=self.places(batch.ids_BS.shape[1], batch.ids_BS.device),
+        )

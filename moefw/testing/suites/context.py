@@ -1,0 +1,227 @@
+"""The contract of context parallelism: ``class TestMine(ContextParallelSuite): plugin = Mine``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from moefw.compose.build import Shared, bare_context, open_layout
+from moefw.core.contracts import ContextAttention
+from moefw.core.errors import PlanError
+from moefw.runtime.attention.attend import attend
+from moefw.runtime.attention.mask import Mask
+from moefw.runtime.parallel.sequence_cut import SequenceCut
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.base import Suite
+from moefw.testing.suites.watch import same_bits, worst_error
+
+RTOL = 2e-5
+"""Largest error as a share of a tensor's largest value."""
+NAMES = ("the queries", "the keys", "the values", "the sinks")
+
+
+@frozen(kw_only=True)
+class ContextCase:
+    """Whole sequences in heads. Legend: :mod:`moefw.runtime.attention.attend`."""
+
+    heads: int = 8
+    groups: int = 4
+    length: int = 24
+    width: int = 4
+    value_width: int = 4
+    window: int | None = None
+    documents: bool = False
+    sinks: bool = False
+    scale: float | None = None
+    seed: int = 0
+
+    def drawn(self) -> tuple[list[Tensor], Mask, Tensor]:
+        """Return queries, keys, values and the sinks if there are any, the mask, and the gradient of the output."""
+        draws = torch.Generator().manual_seed(self.seed)
+        shapes: list[tuple[int, ...]] = [
+            (2, self.heads, self.length, self.width),
+            (2, self.groups, self.length, self.width),
+            (2, self.groups, self.length, self.value_width),
+            *[(self.heads,)] * self.sinks,
+        ]
+        tensors = [torch.randn(shape, generator=draws) for shape in shapes]
+        steps = torch.rand(2, self.length, generator=draws) < 0.2
+        probe = torch.randn(2, self.heads, self.length, self.value_width, generator=draws)
+        return tensors, Mask(window=self.window, documents_BS=steps.cumsum(1) if self.documents else None), probe
+
+
+CASES = (
+    ContextCase(),
+    ContextCase(groups=1, width=6, value_width=4, scale=0.3),
+    ContextCase(groups=8, sinks=True, seed=1),
+    ContextCase(window=5, sinks=True, seed=2),
+    ContextCase(window=17, groups=2, seed=3),
+    ContextCase(documents=True, seed=4),
+    ContextCase(documents=True, window=3, sinks=True, groups=8, seed=5),
+)
+"""Shared and own heads of keys, narrower values, sinks, windows shorter and longer than a piece, documents."""
+
+
+class ContextParallelSuite(Suite):
+    """Tests an algorithm against attention on one rank: outputs, and gradients of queries, keys, values and sinks."""
+
+    section = "context_parallel"
+
+    def worlds(self) -> Iterator[tuple[int, LayerCase]]:
+        """Yield the numbers of ranks on which the algorithm fits eight heads, with a spec for each."""
+        for world in (2, *(each for each in self.profile.worlds if each > 2)):
+            attention = {"use": "gqa", "num_heads": 8, "num_kv_heads": 4, "head_dim": 4}
+            parts = {"parallel": {"dense": {"cp": world}}, "attention": attention}
+            layer_case = self.layer_case(tokens=(1,) * world, parts=parts)
+            try:
+                layer_case.resolve()
+            except PlanError:
+                if world == 2:
+                    raise
+                continue
+            yield world, layer_case
+
+    def test_equals_attention_on_one_rank(self) -> None:
+        """For shared heads, narrow values, sinks, windows and documents, on 2 ranks and more."""
+        for world, layer_case in self.worlds():
+            ranks = self.pool.run(shared, world, layer_case, CASES)
+            for at, case in enumerate(CASES):
+                wanted_out, *wanted = alone(case)
+                out, *grads = ranks[0][at]
+                says = f"{self.plugin.name} on {world} ranks, {case}:"
+                error = worst_error(out, wanted_out, floor=1e-30)
+                assert error <= RTOL, f"{says} the output is off by {error:.1e} of its largest value."
+                for name, got, right in zip(NAMES, grads, wanted, strict=False):
+                    error = worst_error(got, right, floor=1e-30)
+                    assert error <= RTOL, f"{says} the gradient of {name} is off by {error:.1e} of its largest value."
+
+    def test_keeps_nothing_between_calls(self) -> None:
+        """Two calls in flight, whose backwards run in either order, give the bits of each alone."""
+        self.must_repeat()
+        for world, layer_case in self.worlds():
+            for wrong in self.pool.run(interleaved, world, layer_case, (ContextCase(), ContextCase(seed=7))):
+                assert not wrong, f"{self.plugin.name} on {world} ranks: with two calls in flight, {wrong} changes."
+
+    def test_saves_its_own_positions_alone(self) -> None:
+        """What waits for backward falls with the number of ranks. Keys of others are exchanged again."""
+        for world, layer_case in self.worlds():
+            whole, *_ = self.pool.run(saved_alone, 1, ContextCase())
+            for saved in self.pool.run(saved_bytes, world, layer_case, ContextCase()):
+                share, says = saved * world / whole, f"{self.plugin.name} on {world} ranks saves"
+                assert share <= 1.5, f"{says} {saved:,} bytes; {whole:,} of one rank are {whole // world:,} for each."
+
+
+def opened(layer_case: LayerCase) -> tuple[ContextAttention, SequenceCut]:
+    """Return the part of this rank, and the cut of sequences."""
+    assembly = layer_case.resolve()
+    layout = open_layout(assembly, "cpu")
+    part = assembly.parts.context_parallel.build(bare_context(assembly, layout, torch.device("cpu"), Shared()))
+    name = assembly.parts.context_parallel.name
+    assert isinstance(part, ContextAttention), f"{name} builds something that is no moefw.ContextAttention."
+    return part, SequenceCut(layout)
+
+
+def own(cut: SequenceCut, case: ContextCase) -> tuple[list[Tensor], Mask, Tensor]:
+    """Return this rank's positions of all tensors but the sinks, with gradients."""
+    tensors, mask, probe = case.drawn()
+    mine = [cut.own(tensor, 2) if tensor.dim() > 1 else tensor for tensor in tensors]
+    return [tensor.clone().requires_grad_() for tensor in mine], mask, cut.own(probe, 2)
+
+
+def begun(part: ContextAttention, tensors: list[Tensor], mask: Mask, case: ContextCase) -> Tensor:
+    """Return the output of this rank's queries."""
+    q, k, v, *sinks = tensors
+    return part(q, k, v, mask, attend=attend, sinks_H=sinks[0] if sinks else None, scale=case.scale)
+
+
+def shared(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> list[list[Tensor]]:
+    """Return output and gradients of whole sequences, for each case, computed by all ranks."""
+    part, cut = opened(layer_case)
+    found = []
+    for case in cases:
+        tensors, mask, probe = own(cut, case)
+        out = begun(part, tensors, mask, case)
+        (out * probe).sum().backward()
+        results = [out.detach(), *(_grad(tensor) for tensor in tensors)]
+        found.append([_whole(cut, result) if result.dim() > 1 else _sum(cut, result) for result in results])
+    return found
+
+
+def alone(case: ContextCase) -> list[Tensor]:
+    """Return output and gradients in fp64 on one rank."""
+    tensors, mask, probe = case.drawn()
+    tensors = [tensor.double().requires_grad_() for tensor in tensors]
+    q, k, v, *sinks = tensors
+    out, _ = attend(q, k, v, mask, sinks_H=sinks[0] if sinks else None, scale=case.scale)
+    (out * probe).sum().backward()
+    return [out.detach(), *(_grad(tensor) for tensor in tensors)]
+
+
+def interleaved(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> str:
+    """Return what differs between calls in flight together and each alone, or nothing."""
+    part, cut = opened(layer_case)
+
+    def run(together: bool) -> list[list[Tensor]]:
+        given = [own(cut, case) for case in cases]
+        outs: list[Tensor] = []
+        for case, (tensors, mask, probe) in zip(cases, given, strict=True):
+            outs.append(begun(part, tensors, mask, case))
+            if not together:
+                (outs[-1] * probe).sum().backward()
+        if together:
+            for out, (_, _, probe) in zip(outs, given, strict=True):
+                (out * probe).sum().backward()
+        return [[out.detach(), *map(_grad, each[0])] for out, each in zip(outs, given, strict=True)]
+
+    for one, other in zip(run(together=False), run(together=True), strict=True):
+        for name, first, second in zip(("the output", *NAMES), one, other, strict=False):
+            if not same_bits(first, second):
+                return name if name == "the output" else f"the gradient of {name}"
+    return ""
+
+
+def saved_bytes(layer_case: LayerCase, case: ContextCase) -> int:
+    """Return the bytes that a call saves for backward."""
+    part, cut = opened(layer_case)
+    tensors, mask, _ = own(cut, case)
+    return _saved(lambda: begun(part, tensors, mask, case))
+
+
+def saved_alone(case: ContextCase) -> int:
+    """Return the bytes that attention on one rank saves for backward."""
+    tensors, mask, _ = case.drawn()
+    q, k, v = (tensor.requires_grad_() for tensor in tensors)
+    return _saved(lambda: attend(q, k, v, mask)[0])
+
+
+def _saved(run: Callable[[], Any]) -> int:
+    held: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = run()
+    total = sum(held.values())
+    del out
+    return total
+
+
+def _whole(cut: SequenceCut, own_BHSd: Tensor) -> Tensor:
+    whole_BSD = cut.gather(own_BHSd.transpose(1, 2).flatten(2))
+    return whole_BSD.view(*whole_BSD.shape[:2], own_BHSd.shape[1], -1).transpose(1, 2)
+
+
+def _sum(cut: SequenceCut, part: Tensor) -> Tensor:
+    total = part.clone()
+    torch.distributed.all_reduce(total, group=cut.group)
+    return total
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()

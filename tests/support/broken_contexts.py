@@ -1,0 +1,99 @@
+"""Context parallelisms that break the contract, each in one way, and the check that sees it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import moefw
+from moefw.runtime.attention.mask import Mask
+from moefw.runtime.communication.gather import gather
+from moefw.runtime.communication.movement import finish
+from moefw.runtime.parallel.sequence_cut import SequenceCut
+
+
+class Gathering(moefw.ContextAttention):
+    """Every rank attends with whole sequences, and again in backward: right in every way."""
+
+    def __init__(self, context: moefw.BuildContext) -> None:
+        self.cut = SequenceCut(context.layout)
+
+    def __call__(
+        self, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, mask: Mask, *, attend: Any, **options: Any
+    ) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            out, _ = attend(self.whole(q), self.whole(k), self.whole(v), mask, sinks_H=sinks, scale=options["scale"])
+            return self.own(out)
+
+        return self.again(run, q_BHSd, k_BGSd, v_BGSe, options["sinks_H"])
+
+    def again(self, run: Any, *tensors: Any) -> Tensor:
+        out: Tensor = checkpoint(run, *tensors, use_reentrant=False)
+        return out
+
+    def whole(self, own: Tensor) -> Tensor:
+        (by_rank,) = finish(gather([own.movedim(2, 0)], self.cut.group))
+        return self.cut.whole(by_rank, 0).movedim(0, 2)
+
+    def own(self, whole: Tensor) -> Tensor:
+        return self.cut.own(whole, 2)
+
+
+class SeesItsOwnKeysAlone(Gathering):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, attend: Any, **options: Any) -> Tensor:
+        out: Tensor = attend(q, k, v, Mask(window=mask.window), **options)[0]
+        return out
+
+
+class ForgetsTheOrder(Gathering):
+    def whole(self, own: Tensor) -> Tensor:
+        (by_rank,) = finish(gather([own.movedim(2, 0)], self.cut.group))
+        return by_rank.movedim(0, 2)
+
+
+class LosesGradientsOfOthers(Gathering):
+    def whole(self, own: Tensor) -> Tensor:
+        whole = super().whole(own.detach())
+        pieces = [*whole.chunk(self.cut.unit, 2)]
+        for mine, number in zip(own.chunk(2, 2), self.cut.pieces(self.cut.index), strict=True):
+            pieces[number] = mine
+        return torch.cat(pieces, 2)
+
+
+class Remembers(Gathering):
+    def again(self, run: Any, *tensors: Any) -> Tensor:
+        self.last = tensors[1]
+        out: Tensor = checkpoint(lambda q, k, v, sinks: run(q, self.last, v, sinks), *tensors, use_reentrant=False)
+        return out
+
+
+class SavesAllKeys(Gathering):
+    def again(self, run: Any, *tensors: Any) -> Tensor:
+        out: Tensor = run(*tensors)
+        return out
+
+
+@frozen
+class GatheringPlugin(moefw.ContextParallelPlugin):
+    """A context parallelism under test."""
+
+    made: ClassVar[type[Gathering]] = Gathering
+
+    def build(self, context: moefw.BuildContext) -> moefw.ContextAttention:
+        return self.made(context)
+
+
+def declaration_of(made: type[Gathering]) -> type[GatheringPlugin]:
+    """Return a plugin that builds ``made``. Ranks find it in this module."""
+    body = {"made": made, "name": made.__name__.lower(), "__module__": __name__, "__doc__": GatheringPlugin.__doc__}
+    declared: type[GatheringPlugin] = frozen(type(f"{made.__name__}Plugin", (GatheringPlugin,), body))
+    globals()[declared.__name__] = declared
+    return declared
+
+
+PLUGINS = {made: declaration_of(made) for made in (Gathering, *Gathering.__subclasses__())}
+"""The plugin of each."""
