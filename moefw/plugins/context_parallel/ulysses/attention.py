@@ -53,7 +53,8 @@ class UlyssesAttention(moefw.ContextAttention):
 
     def _heads_by_rank(self, x_BHSd: Tensor) -> Tensor:
         """Return heads ``(cp, B, H / cp, S, d)``."""
-        return x_BHSd.unflatten(1, (self.cut.size, -1)).movedim(1, 0)
+        by_rank: Tensor = x_BHSd.unflatten(1, (self.cut.size, -1)).movedim(1, 0)
+        return by_rank
 
     def _exchange(self, *by_rank: Tensor) -> tuple[Tensor, ...]:
         """Send a row to each rank, and return one of each."""
