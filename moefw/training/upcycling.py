@@ -1,8 +1,8 @@
 """Turns a dense model into one with experts, which computes the same at first (arXiv 2410.07524).
 
 A layer's MLP is cut into G slices of its hidden dim, and each slice is copied. Expert ``c * G + g`` is copy c of slice
-g. The G experts of a copy are a virtual group: they share their router row, so a token that chooses one
-of them chooses all, and gets every slice.
+g. The G experts of a copy are a virtual group: they share their router row, so a token that chooses one of them chooses
+all, and gets every slice.
 """
 
 from __future__ import annotations
