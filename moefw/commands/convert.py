@@ -1,8 +1,9 @@
-"""``moefw convert``: a Hugging Face folder as a run, and a run as such a folder."""
+"""``moefw convert``: a Hugging Face folder as a run, a run as such a folder, a dense model as one with experts."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,7 +12,7 @@ from moefw.commands import specs
 
 @click.group()
 def convert() -> None:
-    """Turn a Hugging Face folder into a run, or a run's model into such a folder."""
+    """Turn a Hugging Face folder into a run, a run's model into such a folder, a dense model into one with experts."""
 
 
 @convert.command("import")
@@ -46,4 +47,41 @@ def export(run: str, folder: str, dtype: str, step: int | None) -> int:
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     family = write(assembly, checkpoint, Path(folder), dtypes[dtype])
     click.echo(f"{folder} holds the model of step {number}: {family}, {dtype}")
+    return 0
+
+
+@convert.command()
+@click.argument("source", type=click.Path())
+@click.argument("run", type=click.Path())
+@click.option("--experts", type=click.IntRange(min=1), required=True, help="Experts of a layer: copies x granularity.")
+@click.option("--top-k", type=click.IntRange(min=1), required=True, help="Experts of a token.")
+@click.option(
+    "--granularity",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Slices of each MLP, of which an expert is a copy.",
+)
+@click.option("--pre-softmax", is_flag=True, help="Weights are a softmax over all experts, not over the chosen ones.")
+@click.option(
+    "--scaling",
+    type=click.Choice(["exact", "paper"]),
+    default="exact",
+    show_default=True,
+    help="Where the scale of outputs goes: exact, up and down; paper, a third of its power in all three matrices.",
+)
+def upcycle(source: str, run: str, experts: int, top_k: int, granularity: int, pre_softmax: bool, scaling: Any) -> int:
+    """Write a dense SOURCE with experts into RUN, a run's folder at step 0 (arXiv 2410.07524).
+
+    SOURCE is a Hugging Face folder or the folder of a run. Without --pre-softmax the model computes what SOURCE does.
+    """
+    dense_run = specs.read_run(source, ()) if (Path(source) / "spec.yaml").is_file() else None
+    from moefw.training import upcycling
+
+    dense = upcycling.dense_of_run(dense_run) if dense_run else upcycling.dense_of_folder(Path(source), Path(run))
+    how = upcycling.Upcycling(
+        num_experts=experts, top_k=top_k, granularity=granularity, pre_softmax=pre_softmax, scaling=scaling
+    )
+    upcycling.upcycle(dense, how, Path(run))
+    click.echo(f"{run} holds the model of {source} with {experts} experts a layer as its checkpoint of step 0")
     return 0

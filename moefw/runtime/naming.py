@@ -112,14 +112,17 @@ def _draw(piece: Canonical, target: Tensor, seed: int, deviation: float | None) 
     if deviation is None:
         target.fill_(1.0)
         return
-    key = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
+    whole = draw(piece.name, piece.shard.whole(target.shape) if piece.shard else target.shape, deviation, seed=seed)
+    target.copy_(piece.shard.of(whole) if piece.shard else whole)
+
+
+def draw(name: str, shape: Sequence[int], deviation: float, *, seed: int) -> Tensor:
+    """Return fp32 values of a normal distribution cut at three deviations, the same for a name and seed.
+
+    Values beyond are drawn again. Equal in every PyTorch version, unlike ``trunc_normal_``.
+    """
+    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
-    drawn = _cut_normal(piece.shard.whole(target.shape) if piece.shard else target.shape, deviation, generator)
-    target.copy_(piece.shard.of(drawn) if piece.shard else drawn)
-
-
-def _cut_normal(shape: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
-    """Draw, and redraw values beyond three deviations. Equal in every PyTorch version, unlike ``trunc_normal_``."""
     drawn = torch.empty(shape).normal_(0.0, deviation, generator=generator)
     while (beyond := drawn.abs() > 3 * deviation).any():
         drawn = torch.where(beyond, torch.empty(shape).normal_(0.0, deviation, generator=generator), drawn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -57,9 +57,13 @@ class HostCopy:
 
 
 class Tally:
-    """Sums over micro-batches and ranks: losses, tokens, and each layer's statistics, in fp64."""
+    """Sums over micro-batches and ranks: losses, tokens, and each layer's statistics, in fp64.
 
-    def __init__(self, device: torch.device) -> None:
+    ``routes``: the expert ids of each micro-batch by layer, on this rank; None: they are not kept.
+    """
+
+    def __init__(self, device: torch.device, *, keep_routes: bool = False) -> None:
+        self.routes: list[Mapping[int, Tensor]] | None = [] if keep_routes else None
         self.loss = torch.zeros(2, dtype=torch.float64, device=device)
         self.losses: dict[str, Tensor] = {}
         self.layers: dict[int, LayerTally] = {}
@@ -71,6 +75,8 @@ class Tally:
             self.losses[name] = self.losses.get(name, 0.0) + loss.detach().double()
         for number, new in output.layers.items():
             self.layers.setdefault(number, LayerTally()).add(new)
+        if self.routes is not None:
+            self.routes.append({number: layer.expert_ids_TK for number, layer in output.layers.items()})
 
     def reduce(self, layout: Layout) -> None:
         """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,8 @@ class StepResult:
     ``loss`` is the global mean over tokens in nats, without auxiliary terms. ``load_LE`` is the share of tokens of each
     expert in each MoE layer, 1.0 = fair. ``counts`` holds other counts, summed over layers: dropped choices, rows that
     overflowed a budget and rows that a memory policy had no space for (the step was run again then), and whether the
-    step was bad. ``note`` is a line about a bad step, empty for other steps.
+    step was bad. ``note`` is a line about a bad step, empty for other steps. ``routes``: the expert ids of this rank's
+    tokens by layer, for each of its micro-batches, if the engine keeps them.
     """
 
     loss: float
@@ -38,6 +39,7 @@ class StepResult:
     grad_norm: float
     load_LE: list[list[float]]
     note: str = ""
+    routes: Sequence[Mapping[int, Tensor]] = ()
 
     @property
     def load_max_over_mean(self) -> float:
@@ -56,10 +58,11 @@ class Engine:
         *,
         clip_norm: float | None,
         on_bad_step: Policy = "stop",
+        keep_routes: bool = False,
         run: Run | None = None,
     ) -> None:
         self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
-        self.run = run or in_order(model)
+        self.run = run or in_order(model, keep_routes=keep_routes)
         self.gradients = Gradients(model, layout)
         self.meters = Meters(model, layout)
         self.routers: dict[int, Any] = {
@@ -134,7 +137,14 @@ def _result(made: Attempt) -> StepResult:
             aux[name] = aux.get(name, 0.0) + value.item() / max(tokens, 1)
     loads: list[Any] = [layer.stats["tokens_per_expert"] for layer in layers]
     shares = [(load / load.mean().clamp_min(1e-9)).tolist() for load in loads]
-    return StepResult(loss=made.loss, aux_losses=aux, counts=made.counts, grad_norm=made.grad_norm, load_LE=shares)
+    return StepResult(
+        loss=made.loss,
+        aux_losses=aux,
+        counts=made.counts,
+        grad_norm=made.grad_norm,
+        load_LE=shares,
+        routes=made.tally.routes or (),
+    )
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
 from moefw.training.folder import TOKENIZER
+from moefw.training.new_folder import new_folder
 
 Tree = Mapping[str, Any]
 OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coeff", "mtp_layers", "num_dense_layers")
@@ -37,18 +38,13 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
     At most one tensor is held at a time. Raises CheckpointError if the checkpoint is damaged, if no family of Hugging
     Face computes what the model does, or if the folder holds something. It appears whole or not at all.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is there and is no empty folder.", "Name a new folder.")
     config = config_of(assembly.resolved())
     family: str = config["model_type"]
     with way_out(checkpoint):
         manifest = read_manifest(checkpoint)
         files = opened(checkpoint, manifest)
     origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in _exported(manifest)}
-    scratch = target.with_name(f"{target.name}.tmp")
-    try:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+    with new_folder(target) as scratch:
         lay_out(scratch, _described(origins, manifest, dtype))
         config["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -59,13 +55,6 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
         for name, origin in origins.items():
             origin.of(written.tensors[origin.name]).copy_(files[name].get_tensor(name))
         written.flush()
-        if target.is_dir():
-            target.rmdir()
-        scratch.rename(target)
-    except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        what = f"{target} cannot be written: {(error.strerror or str(error)).lower()}."
-        raise CheckpointError(what, "Name another folder.") from error
     return family
 
 

@@ -80,8 +80,9 @@ def kept_spec(assembly: Assembly) -> dict[str, Any]:
     """Return the resolved spec as a run's folder keeps it, valid from any working directory."""
     parts = evolve(assembly.parts, data=assembly.parts.data.anchored())
     kept: dict[str, Any] = json.loads(json.dumps(evolve(assembly, parts=parts).resolved()))
-    if kept["train"]["weights"] is not None:
-        kept["train"]["weights"] = str(Path(kept["train"]["weights"]).absolute())
+    for path in ("weights", "replay_routes"):
+        if kept["train"][path] is not None:
+            kept["train"][path] = str(Path(kept["train"][path]).absolute())
     return kept
 
 

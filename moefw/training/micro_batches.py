@@ -26,11 +26,11 @@ class Run(Protocol):
         """Run forward and backward of all batches. Return the sums of this rank, added in the order of the batches."""
 
 
-def in_order(model: nn.Module) -> Run:
-    """Return the run of each micro-batch forward and backward before the next."""
+def in_order(model: nn.Module, *, keep_routes: bool = False) -> Run:
+    """Return the run of each micro-batch forward and backward before the next. ``keep_routes``: see :class:`Tally`."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
-        tally = Tally(batches[0].ids_BS.device)
+        tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
         for batch in batches:
             with clock("forward"):
                 output = model(batch)

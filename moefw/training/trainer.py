@@ -40,6 +40,7 @@ from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
 from moefw.training.resume import Which
+from moefw.training.routes.of_a_run import ROUTES, Routes
 from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session, open_session
 from moefw.training.world import Place
@@ -78,7 +79,12 @@ class Trainer:
         with assembly.registry.calling(assembly.parts.optimizer, "build()"):
             optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
         self.engine = Engine(
-            session.model, optimizer, session.layout, clip_norm=spec.clip_norm, on_bad_step=spec.on_bad_step
+            session.model,
+            optimizer,
+            session.layout,
+            clip_norm=spec.clip_norm,
+            on_bad_step=spec.on_bad_step,
+            keep_routes=spec.record_routes,
         )
         self.spikes = LossSpikes(spec.loss_spike)
         self.guard = PluginGuard(assembly, session.layout.rank)
@@ -96,6 +102,7 @@ class Trainer:
         self.host_group, self.saved = session.layout.host_group(), Path()
         self.resumes, self.notes = resume is not None, list[str]()
         self.start = self._resume(resume)
+        self.routes = Routes.opened(session, self.start)
 
     def run(self) -> None:
         """Train to the last step."""
@@ -159,8 +166,11 @@ class Trainer:
         began = time.perf_counter()
         with self.clock("data"), self.guard.calling(self.session.assembly.parts.data, step):
             batches = list(self._micro_batches(step))
+        batches = self.routes.given(step + 1, batches)
         lr = self.guard.learning_rate(step)
         result = self.engine.step(batches, lr, self.clock, number=step + 1)
+        with self.files.writing(self.run_dir / ROUTES):
+            self.routes.record(step + 1, batches, result.routes)
         record = _record(step, lr, result)
         spike = self.spikes.warning(step + 1, result.loss)
         if spike:

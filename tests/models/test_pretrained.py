@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moefw
+from experts_read import experts_read
 from hf_models import MODELS, OWN, VOCABULARY, loaded, model_of, same, tensors_of
-from moefw.compose import pretrained
 from moefw.core.errors import CheckpointError, MoefwError, SpecError
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Written, lay_out
 from moefw.testing.pool import RankPool
+from moefw.training.importing import import_folder
 
 IDS = torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
 
@@ -86,22 +88,10 @@ def test_so_it_has_from_any_layout(pool: RankPool, family: str, layout: str, tmp
 
 def copied(source: Path, target: Path, parallel: Mapping[str, Any]) -> set[int]:
     """Read and write a model; return the experts whose weights this rank has read."""
-    seen = set[int]()
-
-    class Seeing(Folder):
-        def read(self, origin: Origin) -> Tensor:
-            if ".experts." in origin.name:
-                first = origin.cut[0] if origin.cut else origin.name.split(".experts.")[1].split(".")[0]
-                seen.add(int(first))
-            return super().read(origin)
-
-    usual, pretrained.Folder = pretrained.Folder, Seeing  # type: ignore[misc]
-    try:
-        gemm = {"use": "loop"} if "etp" in parallel["experts"] else {"use": "grouped"}
-        train = {"tokens_per_step": 64, "micro_batch": 1, "seq_len": 16}
+    gemm = {"use": "loop"} if "etp" in parallel["experts"] else {"use": "grouped"}
+    train = {"tokens_per_step": 64, "micro_batch": 1, "seq_len": 16}
+    with experts_read() as seen:
         model = moefw.from_pretrained(source, parallel=parallel, gemm=gemm, train=train)
-    finally:
-        pretrained.Folder = usual  # type: ignore[misc]
     moefw.save_pretrained(model, target)
     return seen
 
@@ -246,11 +236,14 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 def test_a_damaged_folder_is_refused_by_file_and_tensor(
     damage: Callable[[Path], None], says: str, tmp_path: Path
 ) -> None:
-    model_of("qwen3_moe").save_pretrained(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(CheckpointError) as caught:
-        moefw.from_pretrained(tmp_path)
-    assert any(says in str(problem) for problem in caught.value.problems), str(caught.value)
+    folder = tmp_path / "in"
+    model_of("qwen3_moe").save_pretrained(folder)
+    damage(folder)
+    for read in (moefw.from_pretrained, partial(import_folder, run_dir=tmp_path / "run")):
+        with pytest.raises(CheckpointError) as caught:
+            read(folder)
+        assert any(says in str(problem) for problem in caught.value.problems), str(caught.value)
+    assert [*tmp_path.iterdir()] == [folder]
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:

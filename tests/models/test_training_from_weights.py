@@ -16,9 +16,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from command_here import complaint, moefw_says
+from experts_read import experts_read
 from hf_models import tensors_of, theirs
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble
 from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.origins import origin_of
+from moefw.testing.pool import RankPool
+from moefw.training.session import Session
+from moefw.training.trainer import Trainer
 
 SIZES = {
     **{"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8},
@@ -65,6 +72,21 @@ def saved(run: Path) -> dict[str, Tensor]:
     for path in (run / "checkpoints" / "step-1").glob("*.safetensors"):
         tensors |= load_file(path)
     return {name.removeprefix("model/"): one for name, one in tensors.items() if name.startswith("model/")}
+
+
+def read_by_a_run(spec: Path) -> set[int]:
+    """Return the experts whose weights a run reads on this rank before its first step. Collective."""
+    assembly = assemble(spec, ["parallel.experts.ep=2"], defaults=defaults(), world=2)
+    layout, shared, device = open_layout(assembly, "cpu"), Shared(), torch.device("cpu")
+    model, data = build_model(assembly, layout, device, shared), assembly.parts.data.prepare(spec.parent / "cache")
+    session = Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)
+    with experts_read() as seen:
+        Trainer(session, resume=None)
+    return seen
+
+
+def test_a_rank_reads_its_own_experts(pool: RankPool, folder: Path, tmp_path: Path) -> None:
+    assert pool.run(read_by_a_run, 2, spec_of(tmp_path, folder)) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,7 @@ class TestResolvedSpec:
         base = resolved("{}")
         others = {
             "train.weights": "folder",
+            "train.replay_routes": "folder",
             "model.dense_layers": None,
             "model.pad_id": 3,
             "model.shared_expert_gate": None,

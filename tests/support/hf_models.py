@@ -14,9 +14,13 @@ from torch import Tensor
 CLASSES = {
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
+    "llama": "Llama",
+    "mistral": "Mistral",
     "mixtral": "Mixtral",
     "olmoe": "Olmoe",
+    "qwen2": "Qwen2",
     "qwen2_moe": "Qwen2Moe",
+    "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
 }
 """How ``transformers`` calls each family."""

@@ -54,6 +54,8 @@ class TrainSpec:
     """Length and hyperparameters of training. Token counts are global; ``micro_batch`` is in sequences per rank.
 
     ``weights``: a Hugging Face folder to start from (null: from random weights); ``model.preset`` may be the same one.
+    ``record_routes``: write each token's experts into ``routes`` in the run's folder. ``replay_routes``: such a folder,
+    whose experts are taken in place of the router's choices, for the same tokens (null: the router chooses).
     ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues with a warning.
     ``on_bad_step``: the reaction to a step whose loss or gradient is not finite. ``loss_spike``: warn if a loss exceeds
     this multiple of the mean of recent losses (null: never). In the metrics, ``skipped_steps``, ``rerun_steps`` and
@@ -61,6 +63,8 @@ class TrainSpec:
     """
 
     weights: str | None = None
+    record_routes: bool = False
+    replay_routes: str | None = None
     steps: int = field(default=300, validator=ge(1))
     tokens_per_step: int = field(default=8192, validator=ge(1))
     micro_batch: int = field(default=4, validator=ge(1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -132,6 +132,11 @@ _UNSET_AT_ZERO: Final = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "
 
 
 def decoder_of(keys: Keys) -> dict[str, Any]:
+    """Return what all families with experts say of the model: what dense ones do, and the number of choices."""
+    return {**dense_decoder_of(keys), "top_k": keys.take("num_experts_per_tok")}
+
+
+def dense_decoder_of(keys: Keys) -> dict[str, Any]:
     """Return what all families say of the model, and report the options that none of them may set."""
     keys.only("hidden_act", "silu", "swish", default="silu")
     keys.only("attention_dropout", 0, 0.0, default=0.0)
@@ -141,7 +146,6 @@ def decoder_of(keys: Keys) -> dict[str, Any]:
         "pad_id": keys.take("pad_token_id", default=None),
         "dim": keys.take("hidden_size"),
         "num_layers": keys.take("num_hidden_layers"),
-        "top_k": keys.take("num_experts_per_tok"),
         "tie_embeddings": keys.take("tie_word_embeddings", default=False),
     }
 
@@ -157,3 +161,11 @@ def heads_of(keys: Keys, *, head_dim: bool = True) -> dict[str, Any]:
         "num_kv_heads": keys.take("num_key_value_heads", default=heads),
         "head_dim": width or (dim // heads if dim and heads else None),
     }
+
+
+def windows_of(kinds: Sequence[str], window: int) -> dict[str, Any]:
+    """Return the options of an attention that has a window in some layers, given the kind of each."""
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    if len(full) == len(kinds):
+        return {"window": None, "full_layers": []}
+    return {"window": window, "full_layers": full}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moefw.core.errors import SpecError, nearest
-from moefw.models.huggingface import deepseek_v3, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
+from moefw.models.huggingface import deepseek_v3, dense, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
 from moefw.models.huggingface.config import Keys, read_config
 from moefw.models.huggingface.origins import Family
 
@@ -19,6 +19,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmoe": olmoe.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    **dense.FAMILIES,
 }
 
 

@@ -73,11 +73,14 @@ class Fp8:
         return self.codes.shape
 
     def read(self, first: int | None) -> Tensor:
-        """Return ``codes * scale``, rounded once."""
-        values, scales = self.codes.read(first).float(), self.scales.read(first).float()
-        for dim in (-2, -1):
-            scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, values.shape[dim])
-        return (values * scales).to(self.dtype)
+        """Return ``codes * scale``, rounded once. Blocks of rows in turn, so that little is held in fp32."""
+        codes, scales = self.codes.read(first), self.scales.read(first).float()
+        values = torch.empty(codes.shape, dtype=self.dtype)
+        for block, start in enumerate(range(0, codes.shape[-2], BLOCK)):
+            rows = codes[..., start : start + BLOCK, :].float()
+            wide = scales[..., block : block + 1, :].repeat_interleave(BLOCK, -1)[..., : rows.shape[-1]]
+            values[..., start : start + BLOCK, :] = rows.mul_(wide)
+        return values
 
 
 @frozen(eq=False)
@@ -101,9 +104,12 @@ class Mxfp4:
         """Return the values, exact in bf16."""
         codes, scales = self.codes.read(first), self.scales.read(first)
         table = torch.tensor([*_FP4, *(-value for value in _FP4)])
-        pairs = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1)
-        values = torch.ldexp(pairs.flatten(-2), (scales.int() - 127).unsqueeze(-1))
-        return values.flatten(-2).mT.to(self.dtype)
+        values = torch.empty(*codes.shape[:-2], 32 * codes.shape[-2], dtype=self.dtype)
+        for start in range(0, codes.shape[-3], BLOCK):  # in turn, so that little is held in wider dtypes
+            rows, exponents = codes[..., start : start + BLOCK, :, :], scales[..., start : start + BLOCK, :].int() - 127
+            pairs = torch.stack([table[(rows & 15).int()], table[(rows >> 4).int()]], dim=-1)
+            values[..., start : start + BLOCK, :] = torch.ldexp(pairs.flatten(-2), exponents.unsqueeze(-1)).flatten(-2)
+        return values.mT
 
 
 class Folder:

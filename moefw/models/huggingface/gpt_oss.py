@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefw.models.huggingface.config import Keys, Sections, decoder_of, heads_of, rope_of
+from moefw.models.huggingface.config import Keys, Sections, decoder_of, heads_of, rope_of, windows_of
 from moefw.models.huggingface.origins import DECODER, Family, Origin, to
 
 YARN = {
@@ -21,8 +21,6 @@ def sections(keys: Keys) -> Sections:
     kinds = keys.take("layer_types", default=["full_attention" if n % 2 else "sliding_attention" for n in layers])
     window = keys.take("sliding_window", default=128)
     limit, alpha = keys.take("swiglu_limit", default=7.0), keys.take("swiglu_alpha", default=1.702)
-    full = [layer for layer in layers if kinds[layer] == "full_attention"]
-    windowed = len(full) < len(layers)
     return {
         "model": model
         | {
@@ -39,8 +37,7 @@ def sections(keys: Keys) -> Sections:
             "qk_norm": "none",
             "qkv_bias": bias,
             "out_bias": bias,
-            "window": window if windowed else None,
-            "full_layers": full if windowed else [],
+            **windows_of(kinds, window),
             "sinks": True,
         },
         "routing": {"use": "topk", "score": "softmax", "bias": True},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefw.models.huggingface.config import Keys, Sections, decoder_of, heads_of, rope_of
+from moefw.models.huggingface.config import Keys, Sections, decoder_of, heads_of, rope_of, windows_of
 from moefw.models.huggingface.origins import DECODER, Family, Origin, to
 from moefw.models.huggingface.qwen3_moe import every_step, softmax_routing
 
@@ -15,7 +15,6 @@ def sections(keys: Keys) -> Sections:
     window, below = keys.take("sliding_window", default=4096), keys.take("max_window_layers", default=28)
     alternating = ["sliding_attention" if not n % 2 and n < below and windowed else "full_attention" for n in layers]
     kinds = keys.take("layer_types", default=alternating)
-    full = [layer for layer in layers if kinds[layer] == "full_attention"]
     return {
         "model": model
         | {
@@ -33,8 +32,7 @@ def sections(keys: Keys) -> Sections:
             "norm_eps": eps,
             "qk_norm": "none",
             "qkv_bias": keys.take("qkv_bias", default=True),
-            "window": window if len(full) < len(layers) else None,
-            "full_layers": full if len(full) < len(layers) else [],
+            **windows_of(kinds, window),
         },
         "routing": softmax_routing(keys),
     }

@@ -1,0 +1,58 @@
+"""Writes a run at step 0 whose weights come from elsewhere, tensor by tensor."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.models.huggingface.loading import router_states, wanted
+from moefw.models.huggingface.writing import Description, Written, create
+from moefw.training.checkpoint.commit import begin, commit, sync
+from moefw.training.checkpoint.manifest import Manifest
+from moefw.training.checkpoint.shards import described
+from moefw.training.folder import TOKENIZER
+from moefw.training.new_folder import new_folder
+from moefw.training.resolved_spec import write_resolved
+
+FILE: Final = "rank-00000.safetensors"
+
+
+def on_meta(assembly: Assembly) -> nn.Module:
+    """Return the model of an assembly for one process, without values."""
+    device = torch.device("meta")
+    with device:
+        return build_model(assembly, open_layout(assembly, "cpu"), device, Shared())
+
+
+def write_run(
+    assembly: Assembly, model: nn.Module, run_dir: Path, fill: Callable[[Mapping[str, Tensor]], None], tokenizer: Path
+) -> None:
+    """Write ``run_dir``: a spec, a checkpoint of ``model``, and ``tokenizer`` if it is a file.
+
+    ``fill`` copies values into the parameters and states by name, fp32 views of the file: what it holds meanwhile is
+    all that is held. Raises CheckpointError if ``run_dir`` holds something. It appears whole or not at all.
+    """
+    with new_folder(run_dir) as scratch:
+        step = scratch / "checkpoints" / "step-0"
+        writing = step.with_name("step-0.tmp")
+        begin(writing)
+        states = {name for name, _ in router_states(model)}
+        names = {f"{'state' if name in states else 'model'}/{name}": name for name, _ in wanted(model)}
+        shapes = dict(wanted(model))
+        tensors: dict[str, Description] = {full: (torch.float32, shapes[name]) for full, name in names.items()}
+        create(writing / FILE, tensors)
+        written = Written.opened(writing)
+        fill({name: written.tensors[full] for full, name in names.items()})
+        written.flush()
+        sync(writing / FILE)
+        commit(writing, Manifest(step=0, shards=(described(writing / FILE),)).sealed(), step)
+        write_resolved(assembly, scratch)
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, scratch / TOKENIZER)

@@ -1,0 +1,79 @@
+"""What a run does with routes: it records its own, or replays those of another, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Self, final
+
+from attrs import frozen
+from torch import Tensor
+
+from moefw.compose.assembly import Assembly
+from moefw.core.errors import SpecError
+from moefw.core.stages import Batch
+from moefw.training.faults.stamps import stamp
+from moefw.training.routes.file import Wanted, drop_after
+from moefw.training.routes.recorder import Recorder
+from moefw.training.routes.replay import Replay
+from moefw.training.session import Session
+
+ROUTES: Final = "routes"
+"""The folder in that of a run."""
+
+
+@final
+@frozen(eq=False)
+class Routes:
+    """The routes of a run on this rank."""
+
+    recorder: Recorder | None
+    replay: Replay | None
+
+    @classmethod
+    def opened(cls, session: Session, start: int) -> Self:
+        """Return the routes of a run that has made ``start`` steps. Collective.
+
+        Raises DataError if a file to replay is missing or another, and SpecError if the run would write over it.
+        """
+        assembly, layout, train = session.assembly, session.layout, session.assembly.spec.train
+        folder, dims = Path(assembly.spec.run.dir) / ROUTES, assembly.site.dims
+        if not (train.record_routes or train.replay_routes):
+            return cls(None, None)
+        problem = _problem(assembly, folder)
+        if problem:
+            raise SpecError(*problem)
+        replay = None
+        if train.replay_routes is not None:
+            stamp("checking routes", slow=True)
+            wanted = Wanted(
+                layers=tuple(assembly.layers),
+                num_experts=dims.num_experts,
+                top_k=dims.top_k,
+                sequences=train.tokens_per_step // train.seq_len,
+                seq_len=train.seq_len,
+            )
+            replay = Replay(Path(train.replay_routes), wanted, layout)
+            replay.check(range(start + 1, train.steps + 1))
+        if train.record_routes and layout.rank == 0:
+            drop_after(folder, start)
+        return cls(Recorder(folder, layout) if train.record_routes else None, replay)
+
+    def given(self, step: int, batches: list[Batch]) -> list[Batch]:
+        """Return the micro-batches of a step (from 1), with the routes that are replayed. Collective."""
+        return batches if self.replay is None else self.replay.given(step, batches)
+
+    def record(self, step: int, batches: Sequence[Batch], routes: Sequence[Mapping[int, Tensor]]) -> None:
+        """Write the routes of a step, if they are recorded. Collective; raises OSError on rank 0."""
+        if self.recorder is not None:
+            self.recorder.record(step, batches, routes)
+
+
+def _problem(assembly: Assembly, folder: Path) -> tuple[str, str] | None:
+    """Return why routes can be neither recorded nor replayed, and what to do."""
+    train = assembly.spec.train
+    if not assembly.layers:
+        return "no layer has experts, so there are no routes.", "Leave out train.record_routes and train.replay_routes."
+    if train.record_routes and train.replay_routes and Path(train.replay_routes).resolve() == folder.resolve():
+        return f"train.record_routes would write over {folder}, which is replayed.", "Use another run.dir."
+    return None

@@ -1,0 +1,70 @@
+"""Records the experts that a run chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor
+
+from moefw.core.contracts import Layout
+from moefw.core.stages import Batch
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+from moefw.training.routes.file import write
+
+
+def own_tokens(layout: Layout, whole_T: Tensor) -> Tensor:
+    """Return the part of a micro-batch's flattened tokens whose experts this rank chooses."""
+    shard = TensorParallel(layout).shard(0)
+    return whole_T if shard is None else shard.of(whole_T)
+
+
+@final
+@frozen(eq=False)
+class Recorder:
+    """Writes a file of routes each step. Rank 0 holds those of the global batch meanwhile."""
+
+    folder: Path
+    layout: Layout
+
+    def gathered(self, batches: Sequence[Batch], routes: Sequence[Mapping[int, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return ``(N * S, L * K)``, int16, and ids ``(N * S)`` of the global batch on rank 0. Collective.
+
+        ``routes``: the expert ids of this rank's tokens by layer, for each of its micro-batches.
+        """
+        layout, each = self.layout, sum(batch.ids_BS.numel() for batch in batches)
+        at, tokens = layout.index("dp") * each, list[Tensor]()
+        for batch in batches:
+            numbers_T = torch.arange(at, at + batch.ids_BS.numel())
+            tokens.append(own_tokens(layout, torch.stack([numbers_T, batch.ids_BS.flatten().cpu()], dim=1)))
+            at += batch.ids_BS.numel()
+        chosen = [torch.cat([*by_layer.values()], dim=1).to("cpu", torch.int16) for by_layer in routes]
+        parts = zip(self._to_first(torch.cat(tokens)), self._to_first(torch.cat(chosen)), strict=True)
+        whole = torch.empty(each * layout.size("dp"), chosen[0].shape[1], dtype=torch.int16)
+        ids_T = torch.empty(len(whole), dtype=torch.int64)
+        for tokens_t2, chosen_tK in parts:
+            whole[tokens_t2[:, 0]] = chosen_tK
+            ids_T[tokens_t2[:, 0]] = tokens_t2[:, 1]
+        return whole, ids_T
+
+    def _to_first(self, own: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks on rank 0, and none elsewhere. Collective."""
+        group = self.layout.host_group()
+        if group is None:
+            return [own]
+        sent = own.contiguous().view(torch.uint8)
+        parts = [torch.empty_like(sent) for _ in range(group.size())] if self.layout.rank == 0 else None
+        dist.gather(sent, parts, dst=0, group=group)
+        return [part.view(own.dtype) for part in parts or ()]
+
+    def record(self, step: int, batches: Sequence[Batch], routes: Sequence[Mapping[int, Tensor]]) -> None:
+        """Write the file of a step, which counts from 1. Collective; raises OSError on rank 0 if it fails."""
+        whole, ids_T = self.gathered(batches, routes)
+        if self.layout.rank == 0:
+            seq_len, layers = batches[0].ids_BS.shape[1], routes[0]
+            by_layer = whole.unflatten(0, (-1, seq_len)).chunk(len(layers), dim=-1)
+            write(self.folder, step, dict(zip(layers, by_layer, strict=True)), ids_T.unflatten(0, (-1, seq_len)))

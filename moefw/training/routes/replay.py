@@ -1,0 +1,76 @@
+"""Replays recorded routes: batches get the expert ids of their tokens, which routers take in place of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+from attrs import frozen
+from torch import Tensor
+
+from moefw.core.contracts import Layout
+from moefw.core.errors import DataError, MoefwError, Problem
+from moefw.core.stages import Batch
+from moefw.training.agreement import raise_together
+from moefw.training.routes.file import AGAIN, DIGESTS, Wanted, digests, layer_name, path_of
+from moefw.training.routes.recorder import own_tokens
+
+
+@final
+@frozen(eq=False)
+class Replay:
+    """The routes in a folder, for a run on this rank. Each rank reads those of its own sequences."""
+
+    folder: Path
+    wanted: Wanted
+    layout: Layout
+
+    def check(self, steps: range) -> None:
+        """Check that each step (from 1) has a file with the right tensors. Collective; raises one DataError."""
+        problems = list[Problem]()
+        for step in steps if self.layout.rank == 0 else ():
+            try:
+                self.wanted.opened(self.folder, step)
+            except DataError as error:
+                problems += error.problems
+        raise_together(DataError(problems) if problems else None, self.layout.host_group())
+
+    def given(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
+        """Return a step's micro-batches with their routes. Collective.
+
+        Raises DataError on all ranks if an expert id is none, or if other tokens were routed.
+        """
+        problem, routed = None, list[Batch]()
+        try:
+            routed = self._routed(step, batches)
+        except MoefwError as error:
+            problem = error
+        raise_together(problem, self.layout.host_group())
+        return routed
+
+    def _routed(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
+        file, routed = self.wanted.opened(self.folder, step), list[Batch]()
+        first = self.layout.index("dp") * sum(len(batch.ids_BS) for batch in batches)
+        for batch in batches:
+            here = slice(first, first + len(batch.ids_BS))
+            problems = self._other_tokens(step, file.get_slice(DIGESTS)[here], batch.ids_BS, first)
+            routes = dict[int, Tensor]()
+            for layer in self.wanted.layers:
+                ids_BSK = file.get_slice(layer_name(layer))[here].long()
+                where = f"{path_of(self.folder, step)}: layer {layer} of step {step}"
+                problems += self.wanted.check(ids_BSK, where, first)
+                routes[layer] = own_tokens(self.layout, ids_BSK.flatten(0, 1)).to(batch.ids_BS.device)
+            if problems:
+                raise DataError(problems)
+            routed.append(replace(batch, routes=routes))
+            first = here.stop
+        return routed
+
+    def _other_tokens(self, step: int, recorded: Tensor, ids_BS: Tensor, first: int) -> list[Problem]:
+        other: Any = (recorded != digests(ids_BS)).any(1).nonzero().flatten().tolist()
+        path = path_of(self.folder, step)
+        what = f"{path}: sequence {{}} of step {step} holds other tokens here than where it was recorded."
+        fix = f"Train on the same data, tokenizer, seq_len and seed. {AGAIN}"
+        return [Problem(what.format(first + sequence), fix) for sequence in other[:1]]
