@@ -36,7 +36,7 @@ STEPS = (1, 2)
 MODEL = {**SMALL["model"], "vocab_size": 62}
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "one rank": (1, {}),
-    "tp 2, ep 2": (2, {"dense": {"tp": 2}, "experts": {"ep": 2}}),
+    "cp 2, ep 2": (2, {"dense": {"cp": 2}, "experts": {"ep": 2}}),
     "dp 2, tp 2, ep 4": (4, {"dense": {"tp": 2}, "experts": {"ep": 4}}),
 }
 

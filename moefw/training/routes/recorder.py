@@ -13,13 +13,14 @@ from torch import Tensor
 
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
+from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.training.routes.file import write
 
 
-def own_tokens(layout: Layout, whole_T: Tensor) -> Tensor:
-    """Return the part of a micro-batch's flattened tokens whose experts this rank chooses."""
-    shard = TensorParallel(layout).shard(0)
+def own_tokens(layout: Layout, whole_BS: Tensor) -> Tensor:
+    """Return the tokens of a micro-batch whose experts this rank chooses, flattened."""
+    shard, whole_T = TensorParallel(layout).shard(0), SequenceCut(layout).own(whole_BS).flatten(0, 1)
     return whole_T if shard is None else shard.of(whole_T)
 
 
@@ -39,8 +40,8 @@ class Recorder:
         layout, each = self.layout, sum(batch.ids_BS.numel() for batch in batches)
         at, tokens = layout.index("dp") * each, list[Tensor]()
         for batch in batches:
-            numbers_T = torch.arange(at, at + batch.ids_BS.numel())
-            tokens.append(own_tokens(layout, torch.stack([numbers_T, batch.ids_BS.flatten().cpu()], dim=1)))
+            numbers_BS = torch.arange(at, at + batch.ids_BS.numel()).view(batch.ids_BS.shape)
+            tokens.append(own_tokens(layout, torch.stack([numbers_BS, batch.ids_BS.cpu()], dim=-1)))
             at += batch.ids_BS.numel()
         chosen = [torch.cat([*by_layer.values()], dim=1).to("cpu", torch.int16) for by_layer in routes]
         parts = zip(self._to_first(torch.cat(tokens)), self._to_first(torch.cat(chosen)), strict=True)

@@ -61,7 +61,7 @@ class Replay:
                 ids_BSK = file.get_slice(layer_name(layer))[here].long()
                 where = f"{path_of(self.folder, step)}: layer {layer} of step {step}"
                 problems += self.wanted.check(ids_BSK, where, first)
-                routes[layer] = own_tokens(self.layout, ids_BSK.flatten(0, 1)).to(batch.ids_BS.device)
+                routes[layer] = own_tokens(self.layout, ids_BSK).to(batch.ids_BS.device)
             if problems:
                 raise DataError(problems)
             routed.append(replace(batch, routes=routes))
