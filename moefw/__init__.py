@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moefw.core.contracts import (
     Attention,
+    CachedAttention,
     Dispatcher,
     ExpertGemm,
     Layout,

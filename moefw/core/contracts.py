@@ -144,6 +144,21 @@ class Attention(ABC):
         """
 
 
+class CachedAttention(Attention):
+    """Attention that goes on behind earlier tokens, of which it needs only what it made of them."""
+
+    reach: int | None = None
+    """How many earlier positions a token sees, and the caller keeps. None: all."""
+
+    @abstractmethod
+    def extend(self, x_tD: Tensor, tables: Any, batch: Batch, past: Any) -> tuple[Tensor, Any]:
+        """Return ``(t, D)`` for tokens behind ``past``, and ``past`` with them: tensors ``(..., positions, width)``.
+
+        ``past`` is None before the first tokens. The caller may drop positions at both ends of what is returned. No
+        forward calls it: where weights are sharded, each gathers them.
+        """
+
+
 class ExpertGemm(Named):
     """Module that owns the parameters of one layer's experts on this rank."""
 

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefw.core.context import ModelContext
+from moefw.core.errors import ContractError
 from moefw.core.stages import Batch, LayerStats, Output
 from moefw.models.blocks import DenseBlock, MoEBlock, Stream
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.mlp import GatedSharedExpert, SwiGLU
 from moefw.models.mtp import MTPBlock, ids_ahead, labels_ahead
+from moefw.models.past import Past
 from moefw.models.sizes import Sizes
 from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.layer import MoELayer
@@ -128,6 +130,25 @@ class Transformer(nn.Module):
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """Return ``(B, S, vocabulary)`` logits, and statistics by layer. S need not be a multiple of tp."""
+        logits_BSV, stream = self._read(batch, None)
+        return logits_BSV, stream.layers
+
+    def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
+        """Return ``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. None: they are first.
+
+        Attentions are :class:`moefw.CachedAttention`. Raises ContractError if the batch has padding or documents.
+        """
+        if batch.mask_BS is not None or batch.documents_BS is not None:
+            raise ContractError("tokens behind others have neither padding nor documents.", "Read them all at once.")
+        before, kept = (past.tokens, past.layers) if past else (0, {})
+        tokens = before + batch.ids_BS.shape[1]
+        positions_S = torch.arange(before, tokens, device=batch.ids_BS.device)
+        logits_BSV, stream = self._read(replace(batch, positions_BS=positions_S.expand_as(batch.ids_BS)), kept)
+        assert stream.past is not None
+        return logits_BSV, Past.of(tokens, stream.past, self.layers, padding=-batch.ids_BS.shape[1] % self.tp.size)
+
+    def _read(self, batch: Batch, past: Mapping[int, Any] | None) -> tuple[Tensor, Stream]:
+        """Return ``(B, S, vocabulary)`` logits, and the end of the stream, with padding up to a multiple of tp."""
         length = batch.ids_BS.shape[1]
         padding = -length % self.tp.size
         if padding:
@@ -139,10 +160,11 @@ class Transformer(nn.Module):
                 positions_BS=None if batch.positions_BS is None else F.pad(batch.positions_BS, (0, padding)),
                 documents_BS=None if batch.documents_BS is None else F.pad(batch.documents_BS, (0, padding)),
             )
-        stream: Stream = straight(self._main)(batch)
+        begin, *blocks = self._main
+        stream: Stream = straight(blocks)(replace(begin(batch), past=past))
         (logits_Tv,) = self.predictions(stream)
         logits_VT = self.tp.gather(logits_Tv.t())
-        return logits_VT.t().unflatten(0, batch.ids_BS.shape)[:, :length], stream.layers
+        return logits_VT.t().unflatten(0, batch.ids_BS.shape)[:, :length], stream
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of initial values by canonical name; None means ones (norms)."""

@@ -65,7 +65,8 @@ class Capacity:
     """The most choices of one rank that an expert takes: ``ceil(T * K / E * factor)`` for T tokens of a micro-batch.
 
     ``drop`` probs keeps those with the largest weights, position those of the first tokens. The others are dropped; the
-    remaining weights do not change. ``pad``: every expert gets exactly this number of rows from each rank.
+    remaining weights do not change. ``pad``: every expert gets exactly this number of rows from each rank. Evaluation and
+    generation drop nothing (DeepSeek-V2, arXiv 2405.04434 section 2.1.4).
     """
 
     factor: float = field(validator=gt(0.0))

@@ -116,7 +116,8 @@ class TopKRouter(nn.Module, Router):
         choices_TK = capacity = None
         if self._limit is not None:
             choices_TK = ids_TK
-            ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats)
+            lifted = batch.dropless and not self.training
+            ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats, lifted=lifted)
         aux_losses: dict[str, Tensor] = {}
         if self._losses is not None:
             load_E = getattr(self, LOAD) if self._keeps_load else None
@@ -147,17 +148,20 @@ class TopKRouter(nn.Module, Router):
         weights_TK = self._weigh(logits_TE, scores_TE, ids_TK, dropped_TK)
         return ids_TK, weights_TK, dropped_TK if absent_TK is None else dropped_TK | absent_TK
 
-    def _drop(self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats) -> tuple[Tensor, Tensor, int | None]:
-        """Return ids and weights of the kept choices, and the size to pad groups to."""
+    def _drop(
+        self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats, *, lifted: bool
+    ) -> tuple[Tensor, Tensor, int | None]:
+        """Return ids and weights of the kept choices, and the size to pad groups to. ``lifted``: all are kept."""
         limit = self._limit
         assert limit is not None
-        kept_TK = limit.kept(ids_TK, weights_TK)
+        kept_TK = None if lifted else limit.kept(ids_TK, weights_TK)
         if kept_TK is None:
             stats["dropped_choices"] = stats["tokens_per_expert"].new_zeros(())
         else:
             stats["dropped_choices"] = stats["tokens_per_expert"].sum() - kept_TK.sum()
             ids_TK, weights_TK = ids_TK.masked_fill(~kept_TK, -1), weights_TK.masked_fill(~kept_TK, 0.0)
-        return ids_TK, weights_TK, limit.of(len(ids_TK)) if limit.pad else None
+        size = len(ids_TK) if lifted else limit.of(len(ids_TK))
+        return ids_TK, weights_TK, size if limit.pad else None
 
     @torch.no_grad()
     def update(self, reduced: Mapping[str, Tensor]) -> None:
