@@ -219,5 +219,8 @@ def declaration_of(made: type[PlainAttention]) -> type[PlainPlugin]:
     return declared
 
 
-PLUGINS = {made: declaration_of(made) for made in (PlainAttention, *PlainAttention.__subclasses__(), *KeepsThePast.__subclasses__())}
+PLUGINS = {
+    made: declaration_of(made)
+    for made in (PlainAttention, *PlainAttention.__subclasses__(), *KeepsThePast.__subclasses__())
+}
 """The plugin of each."""
