@@ -91,6 +91,7 @@ __all__ = [
     "AttentionPlugin",
     "Batch",
     "BuildContext",
+    "CachedAttention",
     "Canonical",
     "CheckpointError",
     "ContractError",

@@ -42,6 +42,10 @@ class Router(Stateful, ABC):
     def __call__(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens, with statistics to be summed over the global batch."""
 
+    def over_layers(self, pooled: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return losses by name, sums over tokens, of all MoE layers: of the ``Routing.pooled`` of each."""
+        return {}
+
 
 class Meter(Stateful, ABC):
     """State of a recipe for one GEMM. A module, inside the module that owns the GEMM.

@@ -29,6 +29,8 @@ class Stream:
     tables: Any
     batch: Batch
     layers: Mapping[int, LayerStats] = field(default_factory=dict)
+    pooled: tuple[Mapping[str, Tensor], ...] = ()
+    """``Routing.pooled`` of the MoE layers so far."""
     past: Mapping[int, Any] | None = None
     """What attentions made of earlier tokens, by layer: see :meth:`moefw.CachedAttention.extend`. None: not kept."""
     ahead: tuple[Tensor, ...] = ()
@@ -97,7 +99,11 @@ class MoEBlock(Block):
     def attend_and_route(self, stream: Stream) -> Routed:
         """Add attention to the residual stream, and choose experts."""
         stream = self.attend(stream)
-        return self.moe.route(self._mlp_norm(stream.x_TD), stream.batch, beside=stream)
+        routed = self.moe.route(self._mlp_norm(stream.x_TD), stream.batch, beside=stream)
+        if not routed.routing.pooled:
+            return routed
+        pooled = (*stream.pooled, routed.routing.pooled)
+        return replace(routed, routing=replace(routed.routing, pooled={}), beside=replace(stream, pooled=pooled))
 
     def add(self, collected: Collected) -> Stream:
         """Add the output of the experts to the residual stream."""

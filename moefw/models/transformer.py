@@ -117,6 +117,9 @@ class Transformer(nn.Module):
             * (self.options.mtp_coeff / len(further))
             for depth, logits_Tv in enumerate(further, 1)
         }
+        if stream.pooled:
+            router: Any = next(block.moe.router for block in self.layers if isinstance(block, MoEBlock))
+            losses |= router.over_layers(stream.pooled)
         loss_sum = cross_entropy(next_Tv, labels_T, self.tp)
         return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=losses)
 

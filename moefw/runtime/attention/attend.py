@@ -46,7 +46,7 @@ def attend(
 
 
 def behind(past: Sequence[Tensor] | None, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return what is ``made`` of tokens, ``(..., positions, width)``, behind that of earlier tokens, if there are any."""
+    """Return what is ``made`` of tokens, ``(..., positions, width)``, behind that of the ``past``, if there is one."""
     if past is None:
         return tuple(made)
     return tuple(torch.cat(pair, -2) for pair in zip(past, made, strict=True))

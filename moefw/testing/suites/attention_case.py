@@ -148,7 +148,7 @@ def extended(attention: Any, case: AttentionCase, dim: int, pieces: Sequence[int
         valid_BS = (positions_S < before + length).expand_as(ids_BS)
         positions_BS = positions_S.expand_as(ids_BS)
         batch = Batch(ids_BS=ids_BS, labels_BS=ids_BS, mask_BS=valid_BS, positions_BS=positions_BS)
-        given = [] if past is None else tree_leaves(past)
+        given: list[Tensor] = [] if past is None else tree_leaves(past)
         copies = [tensor.clone() for tensor in given]
         out_TD, made = attention.extend(x_BsD.flatten(0, 1), attention.tables(batch), batch, past)
         yield out_TD.view(x_BsD.shape)[:, :length], all(map(same_bits, copies, given))

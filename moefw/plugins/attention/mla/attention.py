@@ -70,7 +70,7 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         q_T, kv_T = self._down(x_tD, batch)
         q = self._queries(q_T, tables, batch)
         kept = behind(past, self._latents(kv_T, tables, batch))
-        out_tD: Tensor = self._project_out(self._core(q, *self._keys_and_values(*kept, batch.rows), None), batch)
+        out_tD: Tensor = self._project_out(self._core(q, *self._keys_and_values(kept, batch.rows), None), batch)
         return out_tD, kept
 
     def _mla_down_proj(self, x_tD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
     def _mla_up_proj(self, q_T: Tensor, kv_T: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys ``(B, heads, S, nope_dim + rope_dim)``, and values ``(B, heads, S, v_dim)``."""
         q = self._queries(q_T, table, batch)
-        return q, *self._keys_and_values(*self._latents(kv_T, table, batch), batch.rows)
+        return q, *self._keys_and_values(self._latents(kv_T, table, batch), batch.rows)
 
     def _queries(self, q_T: Tensor, table: Table, batch: Batch) -> Tensor:
         options, rows = self.options, batch.rows
@@ -98,7 +98,8 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         k_rope = rotate(in_heads(k_rope_T, batch, options.rope_dim), table, options.rope)
         return self.kv_a_norm(latent_T).view(*batch.ids_BS.shape, options.kv_rank), k_rope.squeeze(2)
 
-    def _keys_and_values(self, latent_BSr: Tensor, k_rope_BSd: Tensor, rows: RowGroups | None) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, kept: Kept, rows: RowGroups | None) -> tuple[Tensor, Tensor]:
+        latent_BSr, k_rope_BSd = kept
         options, width = self.options, self.options.nope_dim + self.options.v_dim
         kv_T = self.kv_b_proj(latent_BSr.flatten(0, 1), rows)
         kv = kv_T.view(*latent_BSr.shape[:-1], kv_T.shape[-1] // width, width)

@@ -19,7 +19,7 @@ from moefw.core.errors import ContractError
 from moefw.core.records import State
 from moefw.core.site import Dims, Site
 from moefw.core.stages import Batch, Routing
-from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses
+from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses, Pooled
 from moefw.plugins.routers.topk.options import Capacity, Options
 from moefw.plugins.routers.topk.scores import (
     SCORES,
@@ -119,12 +119,13 @@ class TopKRouter(nn.Module, Router):
             lifted = batch.dropless and not self.training
             ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats, lifted=lifted)
         aux_losses: dict[str, Tensor] = {}
+        pooled: Pooled = {}
         if self._losses is not None:
             load_E = getattr(self, LOAD) if self._keeps_load else None
-            losses, seen = self._losses(logits_TE, scores_TE, mask_T, batch, load_E)
+            losses, seen, pooled = self._losses(logits_TE, scores_TE, mask_T, batch, load_E)
             stats |= seen
             aux_losses = {name: loss.detach() for name, loss in losses.items()}
-            if self.training and batch.loss_scale is not None:
+            if self.training and batch.loss_scale is not None and losses:
                 weights_TK = attach(weights_TK, torch.stack([*losses.values()]).sum() * batch.loss_scale)
         return Routing(
             expert_ids_TK=ids_TK,
@@ -132,9 +133,14 @@ class TopKRouter(nn.Module, Router):
             scores_TE=scores_TE,
             stats=stats,
             aux_losses=aux_losses,
+            pooled=pooled if self.training else {},
             choices_TK=choices_TK,
             capacity=capacity,
         )
+
+    def over_layers(self, pooled: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return the balance loss over the tokens of all layers, if there is one."""
+        return {} if self._losses is None else self._losses.over_layers(pooled)
 
     def _replay(
         self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None, batch: Batch
