@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moefw.core.contracts import (
     Attention,
+    CachedAttention,
     ContextAttention,
     Dispatcher,
     ExpertGemm,
@@ -92,6 +93,7 @@ __all__ = [
     "AttentionPlugin",
     "Batch",
     "BuildContext",
+    "CachedAttention",
     "Canonical",
     "CheckpointError",
     "ContextAttention",

@@ -39,6 +39,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "formula": "what experts compute: `swiglu`, `clamped_swiglu`, and `bias` if they can have biases (`moefw.Dims`)",
     "activations_kept": "activations that backward reads are saved through `Precision.keep_activation`",
     "row_keys": "each row that a GEMM gets comes with the key of its token, if the recipe draws random numbers",
+    "layer_losses": "the model's losses include those that `Router.over_layers` makes of all layers' `Routing.pooled`",
     "device": "device types: `cpu`, `cuda`",
     "capability": "compute capabilities of a GPU: `9.0`",
     "package": "a package that is installed, or a part of one",

@@ -12,18 +12,29 @@ from moefw.commands import specs
 @click.argument("overrides", nargs=-1)
 @click.option("--prompt", required=True, help="The text to go on from.")
 @click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many tokens to add.")
+@click.option(
+    "--window", type=click.IntRange(min=1), help="How many tokens the model sees at most.  [default: train.seq_len]"
+)
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0: always the best one.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Same seed, same text.")
-def generate(run: str, overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, seed: int) -> int:
-    """Continue a prompt with the last checkpoint of RUN (a run's folder), on this process alone."""
+def generate(
+    run: str, overrides: tuple[str, ...], prompt: str, tokens: int, window: int | None, temperature: float, seed: int
+) -> int:
+    """Continue a prompt with the last checkpoint of RUN (a run's folder), on this process alone.
+
+    Keys and values of earlier tokens are kept. Once the window is full, the model goes on with its newer half.
+    """
     if temperature != 0 and not 1e-3 <= temperature <= 1e3:
         raise click.BadParameter(f"{temperature} is neither 0 nor between 0.001 and 1000.", param_hint="--temperature")
     assembly = specs.read_run(run, overrides)
+    from moefw.training.generate import RECOMPUTES, keeps_past
     from moefw.training.generate import generate as write
     from moefw.training.trained import open_trained
 
     with open_trained(assembly) as (session, _):
-        window = assembly.spec.train.seq_len
+        if not keeps_past(session.model):
+            click.echo(f"note: {RECOMPUTES}", err=True)
+        window = window or assembly.spec.train.seq_len
         text = write(
             session.model, session.data, prompt, tokens=tokens, temperature=temperature, seed=seed, window=window
         )

@@ -42,6 +42,10 @@ class Router(Stateful, ABC):
     def __call__(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens, with statistics to be summed over the global batch."""
 
+    def over_layers(self, pooled: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return losses by name, sums over tokens, of all MoE layers: of the ``Routing.pooled`` of each."""
+        return {}
+
 
 class Meter(Stateful, ABC):
     """State of a recipe for one GEMM. A module, inside the module that owns the GEMM.
@@ -141,6 +145,21 @@ class Attention(ABC):
         """Return ``(t, D)``, given and returned for this rank's part of the tokens.
 
         A token sees itself and the earlier tokens of its sequence and its document.
+        """
+
+
+class CachedAttention(Attention):
+    """Attention that goes on behind earlier tokens, of which it needs only what it made of them."""
+
+    reach: int | None = None
+    """How many earlier positions a token sees, and the caller keeps. None: all."""
+
+    @abstractmethod
+    def extend(self, x_tD: Tensor, tables: Any, batch: Batch, past: Any) -> tuple[Tensor, Any]:
+        """Return ``(t, D)`` for tokens behind ``past``, and ``past`` with them: tensors ``(..., positions, width)``.
+
+        ``past`` is None before the first tokens. The caller may drop positions at both ends of what is returned. No
+        forward calls it: where weights are sharded, each gathers them.
         """
 
 

@@ -90,6 +90,7 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("formula", "experts with {}", "some", ("gemm",), silence=("swiglu",)),
         Fact("activations_kept", "activations that a recipe may save as codes", "all", ("gemm",), silence=False),
         Fact("row_keys", "a key with each row", "all", ("model", "attention", "dispatch", "gemm"), silence=False),
+        Fact("layer_losses", "losses over all MoE layers", "all", ("model",), silence=False),
         Fact("device", "device {}", "one of"),
         Fact("capability", "compute capability {}", "one of"),
         Fact("package", "package {}", "some", itemised=True),

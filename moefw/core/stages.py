@@ -120,6 +120,8 @@ class Routing:
     """Summed over the global batch by the engine: at least ``tokens_per_expert`` (E), fp32. Scalars become metrics."""
     aux_losses: Mapping[str, Tensor] = field(default_factory=dict)
     """Detached, for metrics: sums over tokens, which the engine divides by the valid tokens of the global batch."""
+    pooled: Mapping[str, Tensor] = field(default_factory=dict)
+    """With their graph, in training: what losses over all MoE layers need of this one. See ``Router.over_layers``."""
     choices_TK: Tensor | None = None
     """int64: the choices before a capacity dropped some. None: equal to ``expert_ids_TK``."""
     capacity: int | None = None

@@ -31,46 +31,67 @@ class Stream:
     labels_NT: Tensor
     """int64: the labels of this rank's positions, -100 without loss: of the next tokens, then of those ahead."""
     layers: Mapping[int, LayerStats] = field(default_factory=dict)
+    pooled: tuple[Mapping[str, Tensor], ...] = ()
+    """``Routing.pooled`` of the MoE layers so far."""
+    past: Mapping[int, Any] | None = None
+    """What attentions made of earlier tokens, by layer: see :meth:`moefw.CachedAttention.extend`. None: not kept."""
     ahead: tuple[Tensor, ...] = ()
     """Embeddings of the tokens 1, 2, ... positions ahead, for multi-token prediction."""
     hidden: tuple[Tensor, ...] = ()
     """What the head reads besides the end of the stream, as far as it is known."""
 
 
-@final
-class DenseBlock(nn.Module):
-    """Attention and a plain MLP, each with a norm before it and a residual connection: one phase."""
+class Block(nn.Module):
+    """Attention and the part behind it, each with a norm before it and a residual connection."""
 
-    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, attention: nn.Module) -> None:
+    attention: nn.Module
+
+    def __init__(self, options: Sizes, context: BuildContext, **parts: nn.Module) -> None:
         super().__init__()
-        mlp = context.recipe("mlp")
-        self.attention = attention
-        self.mlp = context.unit(SwiGLU(options.dim, options.dense_dim, mlp, tp, options.activation), mlp)
+        self.number = context.site.layer
+        for name, part in parts.items():
+            self.add_module(name, part)
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
         self._attention = context.region("attention", self.attention.__call__)
-        self._mlp = context.region("dense_mlp", self.mlp.__call__)
         self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
         self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
+
+    def attend(self, stream: Stream) -> Stream:
+        """Add attention to the residual stream."""
+        if stream.past is None:
+            x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
+            return replace(stream, x_TD=x_TD)
+        attention: Any = self.attention
+        given = self._attention_norm(stream.x_TD), stream.tables, stream.batch, stream.past.get(self.number)
+        out_TD, past = attention.extend(*given)
+        return replace(stream, x_TD=stream.x_TD + out_TD, past={**stream.past, self.number: past})
+
+
+@final
+class DenseBlock(Block):
+    """Attention and a plain MLP: one phase."""
+
+    def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, attention: nn.Module) -> None:
+        recipe = context.recipe("mlp")
+        mlp = context.unit(SwiGLU(options.dim, options.dense_dim, recipe, tp, options.activation), recipe)
+        super().__init__(options, context, attention=attention, mlp=mlp)
+        self._mlp = context.region("dense_mlp", mlp.__call__)
         self.phases = context.layer((self.transform,))
 
     def transform(self, stream: Stream) -> Stream:
         """Add attention and the MLP to the residual stream."""
-        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
-        return replace(stream, x_TD=x_TD + self._mlp(self._mlp_norm(x_TD), stream.batch))
+        stream = self.attend(stream)
+        return replace(stream, x_TD=stream.x_TD + self._mlp(self._mlp_norm(stream.x_TD), stream.batch))
 
 
-class MoEBlock(nn.Module):
-    """Attention and an MoE layer, each with a norm before it and a residual connection."""
+class MoEBlock(Block):
+    """Attention and an MoE layer."""
+
+    moe: MoELayer
 
     def __init__(self, options: Sizes, context: BuildContext, attention: nn.Module, moe: MoELayer) -> None:
-        super().__init__()
-        self.attention, self.moe = attention, moe
-        self.attention_norm = RMSNorm(options.dim, options.norm_eps)
-        self.mlp_norm = RMSNorm(options.dim, options.norm_eps)
-        self._attention = context.region("attention", self.attention.__call__)
-        self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
-        self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
+        super().__init__(options, context, attention=attention, moe=moe)
         self.phases = context.layer((*self.before(), self.attend_and_route, *moe.phases, self.add))
 
     def before(self) -> tuple[Phase, ...]:
@@ -79,8 +100,12 @@ class MoEBlock(nn.Module):
 
     def attend_and_route(self, stream: Stream) -> Routed:
         """Add attention to the residual stream, and choose experts."""
-        x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
-        return self.moe.route(self._mlp_norm(x_TD), stream.batch, beside=replace(stream, x_TD=x_TD))
+        stream = self.attend(stream)
+        routed = self.moe.route(self._mlp_norm(stream.x_TD), stream.batch, beside=stream)
+        if not routed.routing.pooled:
+            return routed
+        pooled = (*stream.pooled, routed.routing.pooled)
+        return replace(routed, routing=replace(routed.routing, pooled={}), beside=replace(stream, pooled=pooled))
 
     def add(self, collected: Collected) -> Stream:
         """Add the output of the experts to the residual stream."""

@@ -71,6 +71,7 @@ class Decoder(Sizes, ModelPlugin):
             by_pass=True,
             named_products=True,
             row_keys=True,
+            layer_losses=True,
         )
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:

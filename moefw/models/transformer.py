@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefw.core.context import ModelContext
+from moefw.core.contracts import CachedAttention
+from moefw.core.errors import ContractError
 from moefw.core.stages import Batch, LayerStats, Output
 from moefw.models.blocks import DenseBlock, MoEBlock, Stream
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.mlp import GatedSharedExpert, SwiGLU
 from moefw.models.mtp import MTPBlock, ids_ahead, labels_ahead, labels_of_next
+from moefw.models.past import Past
 from moefw.models.sizes import Sizes
 from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.layer import MoELayer
@@ -116,6 +119,9 @@ class Transformer(nn.Module):
             f"mtp_{depth}_loss": cross_entropy(logits_Tv, ahead_T, self.tp) * (self.options.mtp_coeff / len(further))
             for depth, (logits_Tv, ahead_T) in enumerate(zip(further, ahead, strict=True), 1)
         }
+        if stream.pooled:
+            router: Any = next(block.moe.router for block in self.layers if isinstance(block, MoEBlock))
+            losses |= router.over_layers(stream.pooled)
         loss_sum = cross_entropy(next_Tv, labels_T, self.tp)
         return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=losses)
 
@@ -129,6 +135,31 @@ class Transformer(nn.Module):
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """Return ``(B, S, vocabulary)`` logits, and statistics by layer. S need not be a multiple of tp or cp."""
+        logits_BSV, stream = self._read(batch, None)
+        return logits_BSV, stream.layers
+
+    @property
+    def keeps_past(self) -> bool:
+        """Whether :meth:`extend` can be called: all attentions can go on, and each rank has whole sequences."""
+        attentions = [cast("Any", block).attention for block in self.layers]
+        return self.cut.size == 1 and all(isinstance(one, CachedAttention) for one in attentions)
+
+    def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
+        """Return ``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. None: they are first.
+
+        Only if ``keeps_past``. Raises ContractError if the batch has padding or documents.
+        """
+        if batch.mask_BS is not None or batch.documents_BS is not None:
+            raise ContractError("tokens behind others have neither padding nor documents.", "Read them all at once.")
+        before, kept = (past.tokens, past.layers) if past else (0, {})
+        tokens = before + batch.ids_BS.shape[1]
+        positions_S = torch.arange(before, tokens, device=batch.ids_BS.device)
+        logits_BSV, stream = self._read(replace(batch, positions_BS=positions_S.expand_as(batch.ids_BS)), kept)
+        assert stream.past is not None
+        return logits_BSV, Past.of(tokens, stream.past, self.layers, padding=-batch.ids_BS.shape[1] % self.tp.size)
+
+    def _read(self, batch: Batch, past: Mapping[int, Any] | None) -> tuple[Tensor, Stream]:
+        """Return ``(B, S, vocabulary)`` logits, and the end of the stream, with padding up to whole parts."""
         length = batch.ids_BS.shape[1]
         padding = -length % (self.cut.unit * self.tp.size)
         if padding:
@@ -141,11 +172,12 @@ class Transformer(nn.Module):
                 positions_BS=None if batch.positions_BS is None else F.pad(batch.positions_BS, (0, padding)),
                 documents_BS=None if batch.documents_BS is None else F.pad(batch.documents_BS, (0, padding)),
             )
-        stream: Stream = straight(self._main)(batch)
+        begin, *blocks = self._main
+        stream: Stream = straight(blocks)(replace(begin(batch), past=past))
         (logits_Tv,) = self.predictions(stream)
         logits_VT = self.tp.gather(logits_Tv.t())
         logits_BSV = self.cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape))
-        return logits_BSV[:, :length], stream.layers
+        return logits_BSV[:, :length], stream
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of initial values by canonical name; None means ones (norms)."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefw.core.data import DataSource
 from moefw.core.errors import DataError
 from moefw.core.stages import Batch
+from moefw.models.past import Past
 from moefw.training.faults.stamps import stamp
+
+RECOMPUTES: Final = "no past is kept (moefw.CachedAttention, cp 1), so each token is generated from all before it"
+
+
+def keeps_past(model: nn.Module) -> bool:
+    """Return whether a model computes new tokens alone, behind what it keeps of those before (``extend``)."""
+    return bool(getattr(model, "keeps_past", False))
 
 
 @torch.no_grad()
@@ -19,24 +28,54 @@ def generate(
 ) -> str:
     """Return ``prompt`` and up to ``tokens`` tokens more, drawn from the softmax at ``temperature`` (0: the likeliest).
 
-    The model sees the last ``window`` tokens. Every rank that shares the model passes the same arguments.
+    ``window``: see :class:`Reader`. Every rank that shares the model passes the same arguments.
     """
-    module: Any = model
-    device = next(model.parameters()).device
     ids = data.encode(prompt)
     if not ids:
         raise DataError("the prompt is empty.", "Give --prompt some text.")
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
     model.eval()
+    read = Reader(model, window)
     for _ in range(tokens):
         stamp("sampling text")
-        context = torch.tensor([ids[-window:]], device=device)
-        logits_BSV, _ = module.logits(Batch(ids_BS=context, labels_BS=context, dropless=True))
-        logits_V = logits_BSV[0, -1, : data.vocab_size].float().cpu()
+        logits_V = read(ids)[: data.vocab_size]
         if temperature == 0:
             ids.append(int(logits_V.argmax()))
         else:
             ids.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))
     model.train(was_training)
     return data.decode(ids)
+
+
+class Reader:
+    """Reads a text that grows, and computes only its new tokens if the attention of ``model`` keeps the past.
+
+    The model sees the last ``window`` tokens of what it is first given. When the window is full, it goes on with the
+    newer half, whose positions count from 0 again: so it meets no position that it was not trained on, and computes
+    tokens again only once in half a window. ``keep``: whether to keep the past; None: if the attention can.
+    """
+
+    def __init__(self, model: nn.Module, window: int, *, keep: bool | None = None) -> None:
+        self.model, self.window = model, window
+        self.keep = keeps_past(model) if keep is None else keep
+        self._first = self._read = 0
+        self._past: Past | None = None
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        """Return the logits of the next token, ``(vocabulary)`` fp32 on the host. ``ids`` begin with those before."""
+        if len(ids) - self._first > self.window:
+            self._first = len(ids) - (max(1, self.window // 2) if self._read else self.window)
+            self._past = None
+        start = self._read if self._past else self._first
+        model, device = self.model, next(self.model.parameters()).device
+        new = torch.tensor([ids[start:]], device=device)
+        batch = Batch(ids_BS=new, labels_BS=new, dropless=True)
+        run: Any = model
+        if self.keep:
+            logits_BSV, self._past = run.extend(batch, self._past)
+        else:
+            logits_BSV, _ = run.logits(batch)
+        self._read = len(ids)
+        logits_V: Tensor = logits_BSV[0, -1].float().cpu()
+        return logits_V

@@ -17,7 +17,7 @@ from moefw.training.clock import StepClock, render
 from moefw.training.evaluation import zlib_bits_per_byte
 from moefw.training.faults.stamps import stamp
 from moefw.training.full_disk import RunFiles
-from moefw.training.generate import generate
+from moefw.training.generate import RECOMPUTES, generate, keeps_past
 from moefw.training.metrics import read_metrics
 from moefw.training.plots import plot_expert_load, plot_loss
 from moefw.training.session import Session
@@ -50,6 +50,8 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
 def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console) -> None:
     """Sample text, draw the plots, and print the results and their folder. Collective."""
     spec = session.assembly.spec
+    if not keeps_past(session.model):
+        say(console, RECOMPUTES)
     text = generate(
         session.model,
         session.data,

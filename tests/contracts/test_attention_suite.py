@@ -31,6 +31,10 @@ BROKEN: list[tuple[Any, str, str]] = [
     (attentions.ExchangesNothing, "sequences_shared", "the output changes with sequences shared by 2 ranks of cp"),
     (attentions.OneRecipe, "products_keep", "the module's recipe serves several GEMMs"),
     (attentions.LosesKeys, "products_keep", "has 0 of"),
+    (attentions.ForgetsThePast, "goes_on", "the output changes if tokens are read in pieces of (1, 1"),
+    (attentions.ClaimsAShortReach, "goes_on", "with the past within reach=2"),
+    (attentions.WritesIntoThePast, "goes_on", "writes into the past"),
+    (attentions.ExtendsInForward, "goes_on", "forward calls extend"),
 ]
 
 
@@ -84,6 +88,11 @@ def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], mad
 
 class TestPlainAttention(AttentionSuite):
     plugin = attentions.PLUGINS[attentions.PlainAttention]
+    reference = staticmethod(plain)
+
+
+class TestKeepsThePast(AttentionSuite):
+    plugin = attentions.PLUGINS[attentions.KeepsThePast]
     reference = staticmethod(plain)
 
 

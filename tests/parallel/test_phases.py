@@ -70,6 +70,22 @@ def test_nor_with_losses_of_tokens_further_ahead(pool: RankPool, world: str) -> 
             assert [name for name in plain if not same_bits(plain[name], found[name])] == []
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nor_with_a_loss_over_all_layers_which_no_recompute_doubles(pool: RankPool, policy: str) -> None:
+    routing = {"use": "topk", "balance": [{"kind": "aux_loss", "over": "model", "coeff": 1.0}]}
+    ranks, parallel = 2, {"dense": {"tp": 2}, "experts": {"ep": 2}}
+    cases = [
+        whole_model(ranks, parts={"parallel": parallel, **parts}, plugins=(), sizes=SIZES)
+        for parts in ({}, {"routing": routing}, {"routing": routing, "memory": POLICIES[policy]})
+    ]
+    without, plain, *_ = (pool.run(scheduled, ranks, case, (in_one,)) for case in cases[:2])
+    for rank, schedules in enumerate(pool.run(scheduled, ranks, cases[2], SCHEDULES)):
+        for found in schedules:
+            assert [name for name in found if not same_bits(plain[rank][0][name], found[name])] == []
+    router = "layers.1.moe.router.weight"
+    assert not torch.allclose(without[0][0][router], plain[0][0][router])
+
+
 SPLIT: Mapping[str, Mapping[str, Any]] = {
     "grouped, fp32": {"gemm": {"use": "grouped"}, "precision": {"use": "fp32"}},
     "grouped, bf16": {"gemm": {"use": "grouped"}, "precision": {"use": "bf16"}},

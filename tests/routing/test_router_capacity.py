@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -61,6 +62,18 @@ def test_ties_go_to_the_first_tokens(drop: str) -> None:
     assert (routing.expert_ids_TK[4:] == -1).all()
     assert (routing.weights_TK[4:] == 0).all()
     assert routing.weights_TK[0].sum().item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_evaluation_without_budgets_drops_nothing_and_a_step_that_runs_again_drops_the_same(pad: bool) -> None:
+    free, capped = router(2, score="sigmoid"), router(2, score="sigmoid", capacity=Capacity(factor=0.5, pad=pad))
+    x_TD, batch = tokens(40), batch_of((1, 40))
+    again = replace(batch, dropless=True)
+    assert torch.equal(capped(x_TD, again).expert_ids_TK, capped(x_TD, batch).expert_ids_TK)
+    routing = capped.eval()(x_TD, again)
+    assert torch.equal(routing.expert_ids_TK, free(x_TD, batch).expert_ids_TK)
+    assert routing.capacity == (40 if pad else None)
+    assert routing.stats["dropped_choices"] == 0
 
 
 def test_the_weights_that_are_left_stay_as_they_are() -> None:

@@ -12,6 +12,8 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import MoefwError
 from moefw.core.site import Machine
+from moefw.models.decoder import Decoder
+from moefw.plugins.routers.topk.options import check_stages
 
 SIZES = {"num_experts": 8, "top_k": 2}
 
@@ -90,6 +92,7 @@ ACCEPTED: list[tuple[str, dict[str, int]]] = [
     ("{score: sigmoid, renormalise: false}", {"top_k": 1}),
     ("{score: sigmoid, groups: {count: 4, keep: 2}, balance: [{kind: expert_bias}]}", {"top_k": 4}),
     ("{balance: [{kind: aux_loss}, {kind: aux_loss, over: sequence}, {kind: aux_loss, over: global_batch}]}", {}),
+    ("{balance: [{kind: aux_loss, over: model, coeff: 0.001}, {kind: z_loss}]}", {}),
     ("{balance: [{kind: quantile}, {kind: z_loss}]}", {"top_k": 7}),
     ("{capacity: {factor: 1.25, drop: position}, balance: [{kind: aux_loss}, {kind: z_loss}]}", {}),
     ("{use: sinkhorn, z_loss: 0.01}", {"top_k": 1}),
@@ -102,6 +105,7 @@ PARTITIONS = {
     "{balance: [{kind: aux_loss, over: global_batch}, {kind: z_loss}]}": "token",
     "{balance: [{kind: aux_loss, over: sequence}]}": "sequence",
     "{balance: [{kind: aux_loss, over: sequence}, {kind: aux_loss}]}": "micro_batch",
+    "{balance: [{kind: aux_loss, over: model}]}": "micro_batch",
     "{balance: [{kind: quantile}]}": "micro_batch",
     "{capacity: {factor: 1.0}}": "micro_batch",
     "{use: sinkhorn}": "micro_batch",
@@ -135,3 +139,14 @@ def test_a_router_says_which_tokens_it_looks_at_together(routing: str, partition
 def test_padding_to_the_capacity_asks_for_padded_rows() -> None:
     rows = [resolved(f"{{capacity: {{factor: 1.0, pad: {pad}}}}}").layers[0].facts["rows"] for pad in ("true", "false")]
     assert rows == ["padded", "ragged"]
+
+
+def test_a_loss_over_the_model_needs_one_stage_and_a_model_that_adds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    routing = "{balance: [{kind: aux_loss, over: model}]}"
+    rules = resolved(routing).parts.routing.balance
+    assert not list(check_stages(1, rules))
+    assert "2 pipeline stages split them" in next(check_stages(2, rules)).what
+    whole = Decoder.offers
+    monkeypatch.setattr(Decoder, "offers", lambda *given: {**whole(*given), "layer_losses": False})
+    with pytest.raises(MoefwError, match="topk needs losses over all MoE layers"):
+        resolved(routing)

@@ -11,10 +11,10 @@ from attrs import frozen
 from torch import Tensor, nn
 
 import moefw
-from moefw.core.contracts import Attention
+from moefw.core.contracts import Attention, CachedAttention
 from moefw.core.site import Site
 from moefw.core.stages import Batch
-from moefw.runtime.attention.attend import attend
+from moefw.runtime.attention.attend import attend, behind
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.attention.rope import Table, rope_table, rotate
 from moefw.runtime.attention.rope_options import Rope
@@ -49,13 +49,15 @@ class PlainAttention(nn.Module, Attention):
         return rope_table(Rope(), WIDTH, batch)
 
     def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
+        out_tD: Tensor = self.o_proj(self.core(*self.projected(x_tD, tables, batch), batch), self.rows(batch))
+        return out_tD
+
+    def projected(self, x_tD: Tensor, tables: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         x_TD = self.tp.gather(x_tD)
         shared = SharedInput(x_TD)
         projections: Any = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (in_heads(project(x_TD, self.rows(batch), shared), batch, WIDTH) for project in projections)
-        q, k = rotate(q, tables, Rope()), rotate(k, tables, Rope())
-        out_tD: Tensor = self.o_proj(self.core(q, k, v, batch), self.rows(batch))
-        return out_tD
+        return rotate(q, tables, Rope()), rotate(k, tables, Rope()), v
 
     def rows(self, batch: Batch) -> Any:
         return batch.rows
@@ -192,6 +194,38 @@ class EntersNoRegion(PlainAttention):
         self.core = self.attend
 
 
+class KeepsThePast(PlainAttention, CachedAttention):
+    """Goes on behind earlier tokens, right in every way."""
+
+    def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Any) -> tuple[Tensor, Any]:
+        q, *made = self.projected(x_tD, tables, batch)
+        kept = behind(past, [each.flatten(2) for each in made])
+        k, v = (each.unflatten(2, (-1, WIDTH)) for each in kept)
+        return self.o_proj(self.core(q, k, v, batch), self.rows(batch)), kept
+
+
+class ForgetsThePast(KeepsThePast):
+    def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Any) -> tuple[Tensor, Any]:
+        return super().extend(x_tD, tables, batch, None)
+
+
+class ClaimsAShortReach(KeepsThePast):
+    reach = 2
+
+
+class WritesIntoThePast(KeepsThePast):
+    def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Any) -> tuple[Tensor, Any]:
+        out_tD, kept = super().extend(x_tD, tables, batch, past)
+        if past is not None:
+            past[0].zero_()
+        return out_tD, kept
+
+
+class ExtendsInForward(KeepsThePast):
+    def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
+        return self.extend(x_tD, tables, batch, None)[0]
+
+
 def declaration_of(made: type[PlainAttention]) -> type[PlainPlugin]:
     """Return a plugin that builds ``made``. Ranks find it in this module."""
     body = {"made": made, "name": made.__name__.lower(), "__module__": __name__, "__doc__": PlainPlugin.__doc__}
@@ -200,5 +234,8 @@ def declaration_of(made: type[PlainAttention]) -> type[PlainPlugin]:
     return declared
 
 
-PLUGINS = {made: declaration_of(made) for made in (PlainAttention, *PlainAttention.__subclasses__())}
+PLUGINS = {
+    made: declaration_of(made)
+    for made in (PlainAttention, *PlainAttention.__subclasses__(), *KeepsThePast.__subclasses__())
+}
 """The plugin of each."""

@@ -73,7 +73,7 @@ def tokens(draw: st.DrawFn) -> Tokens:
 
 @frozen(kw_only=True, eq=False)
 class Step:
-    """Logits of valid tokens (T, V), the mean loss over them, and gradients by the name of the saved tensor."""
+    """Logits of valid tokens (T, V), the mean of all losses over them, and gradients by the name of the saved tensor."""
 
     logits: Tensor
     loss: float
@@ -92,12 +92,26 @@ def their_step(oracle: Any, given: Tokens) -> Step:
             logits.append(oracle(input_ids=ids, attention_mask=mask).logits[0, :length])
     together = torch.cat(logits)
     loss = torch.nn.functional.cross_entropy(together, labels[given.valid_BS])
+    return finished(oracle, together, loss)
+
+
+def their_whole_step(oracle: Any, given: Tokens) -> Step:
+    """Run ``transformers`` on all sequences at once, with the loss that balances experts over all layers."""
+    padding = given.valid_BS.long() if not given.valid_BS.all() else None
+    found = oracle(input_ids=given.ids_BS, attention_mask=padding, output_router_logits=True)
+    logits, labels = found.logits[given.valid_BS], given.labels_BS[given.valid_BS]
+    loss = torch.nn.functional.cross_entropy(logits, labels) + oracle.config.router_aux_loss_coef * found.aux_loss
+    return finished(oracle, logits, loss)
+
+
+def finished(oracle: Any, logits: Tensor, loss: Tensor) -> Step:
+    """Return the step of ``transformers`` that ends in a loss."""
     loss.backward()
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for parameter in oracle.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         oracle.save_pretrained(folder)
-        return Step(logits=together.detach(), loss=loss.item(), grads=tensors_of(Path(folder)))
+        return Step(logits=logits.detach(), loss=loss.item(), grads=tensors_of(Path(folder)))
 
 
 def our_step(folder: Path, given: Tokens, sections: dict[str, Any]) -> Step:
@@ -109,7 +123,7 @@ def our_step(folder: Path, given: Tokens, sections: dict[str, Any]) -> Step:
     with torch.no_grad():
         logits, _ = model.logits(batch)
     output = model(batch)
-    loss = output.loss_sum * batch.loss_scale
+    loss = output.objective * batch.loss_scale
     loss.backward()
     total = loss.detach().clone()
     if dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,12 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 import torch
 
 from command_here import complaint, moefw_says
+from moefw.cli import main
 from moefw.commands import specs
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.runtime.naming import initialise
@@ -124,6 +127,14 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(trained: t
     )
     assert first == second
     assert first.startswith("the quick")
+
+
+def test_generate_says_once_that_it_reads_all_again(trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moefw.training.generate.keeps_past", lambda _: False)
+    run, _ = trained
+    with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
+        main(["generate", str(run), "--prompt", "the", "--tokens", "3"])
+    assert said.getvalue().count("the attention keeps no past") == 1
 
 
 @pytest.mark.fault("launcher and ranks are killed, layout {id}", "losses of all steps bit-equal to an unbroken run")

@@ -21,8 +21,8 @@ NEUTRAL: Final = frozenset(
 )
 """Keys that cannot change a logit, the loss or a gradient, given the weights, or that matter only beside another key.
 
-``router_aux_loss_coef`` matters with ``output_router_logits``, ``max_position_embeddings`` where RoPE lacks the
-trained length, and ``quantization_config`` when the folder's tensors are read.
+``router_aux_loss_coef`` matters with ``output_router_logits`` (:func:`balance_of`), ``max_position_embeddings`` where
+RoPE lacks the trained length, and ``quantization_config`` when the folder's tensors are read.
 """
 
 Sections = dict[str, dict[str, Any]]
@@ -140,7 +140,6 @@ def dense_decoder_of(keys: Keys) -> dict[str, Any]:
     """Return what all families say of the model, and report the options that none of them may set."""
     keys.only("hidden_act", "silu", "swish", default="silu")
     keys.only("attention_dropout", 0, 0.0, default=0.0)
-    keys.only("output_router_logits", False, default=False)
     return {
         "vocab_size": keys.take("vocab_size"),
         "pad_id": keys.take("pad_token_id", default=None),
@@ -148,6 +147,15 @@ def dense_decoder_of(keys: Keys) -> dict[str, Any]:
         "num_layers": keys.take("num_hidden_layers"),
         "tie_embeddings": keys.take("tie_word_embeddings", default=False),
     }
+
+
+def balance_of(keys: Keys, coeff: float = 0.001) -> dict[str, Any]:
+    """Return the rule that balances experts if ``output_router_logits`` adds its loss. ``coeff``: the family's own."""
+    given = keys.take("router_aux_loss_coef", default=coeff)
+    keys.only("output_router_logits", False, True, default=False)
+    if not keys.take("output_router_logits", default=False):
+        return {}
+    return {"balance": [{"kind": "aux_loss", "over": "model", "coeff": given}]}
 
 
 def heads_of(keys: Keys, *, head_dim: bool = True) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def sections(keys: Keys) -> Sections:
 
 
 def _routing(keys: Keys) -> dict[str, Any]:
+    keys.only("output_router_logits", False, default=False)
     count, keep = keys.take("n_group", default=8), keys.take("topk_group", default=4)
     return {
         "use": "topk",

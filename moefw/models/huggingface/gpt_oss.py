@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefw.models.huggingface.config import Keys, Sections, decoder_of, heads_of, rope_of, windows_of
+from moefw.models.huggingface.config import Keys, Sections, balance_of, decoder_of, heads_of, rope_of, windows_of
 from moefw.models.huggingface.origins import DECODER, Family, Origin, to
 
 YARN = {
@@ -40,7 +40,7 @@ def sections(keys: Keys) -> Sections:
             **windows_of(kinds, window),
             "sinks": True,
         },
-        "routing": {"use": "topk", "score": "softmax", "bias": True},
+        "routing": {"use": "topk", "score": "softmax", "bias": True, **balance_of(keys)},
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefw.models.huggingface.config import Keys, Sections, decoder_of, heads_of, rope_of
+from moefw.models.huggingface.config import Keys, Sections, balance_of, decoder_of, heads_of, rope_of
 from moefw.models.huggingface.origins import DECODER, Family, Origin, to
 
 WEIGHTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -26,7 +26,7 @@ def sections(keys: Keys) -> Sections:
             "qk_norm": "none",
             "window": keys.take("sliding_window", default=None),
         },
-        "routing": {"use": "topk", "score": "softmax"},
+        "routing": {"use": "topk", "score": "softmax", **balance_of(keys)},
     }
 
 

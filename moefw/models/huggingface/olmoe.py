@@ -27,7 +27,7 @@ def sections(keys: Keys) -> Sections:
             "qkv_bias": bias,
             "out_bias": bias,
         },
-        "routing": softmax_routing(keys),
+        "routing": softmax_routing(keys, 0.01),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefw.models.huggingface.config import Keys, Sections, decoder_of, heads_of, rope_of
+from moefw.models.huggingface.config import Keys, Sections, balance_of, decoder_of, heads_of, rope_of
 from moefw.models.huggingface.origins import DECODER, Family
 
 
@@ -40,10 +40,11 @@ def every_step(keys: Keys, num_layers: int | None) -> list[int]:
     return [layer for layer in range(num_layers or 0) if layer in listed or (layer + 1) % step]
 
 
-def softmax_routing(keys: Keys) -> dict[str, object]:
-    """Return a routing by softmax, whose weights sum to one if ``norm_topk_prob``."""
+def softmax_routing(keys: Keys, coeff: float = 0.001) -> dict[str, object]:
+    """Return a routing by softmax, whose weights sum to one if ``norm_topk_prob``. ``coeff``: see ``balance_of``."""
     normalised = keys.take("norm_topk_prob", default=False)
-    return {"use": "topk", "score": "softmax", "pre_softmax": None if normalised else True}
+    routing = {"use": "topk", "score": "softmax", "pre_softmax": None if normalised else True}
+    return routing | balance_of(keys, coeff)
 
 
 FAMILY = Family(sections, DECODER)

@@ -7,6 +7,7 @@ the keys of ``k``, ``v`` and ``documents``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
@@ -43,6 +44,13 @@ def attend(
     given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, mask.documents_BS, mask.window, scale)
     out_BHSe, lse_BHS = _Attend.apply(*given)  # type: ignore[no-untyped-call]
     return out_BHSe, lse_BHS
+
+
+def behind(past: Sequence[Tensor] | None, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return what is ``made`` of tokens, ``(..., positions, width)``, behind that of the ``past``, if there is one."""
+    if past is None:
+        return tuple(made)
+    return tuple(torch.cat(pair, -2) for pair in zip(past, made, strict=True))
 
 
 def check(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, mask: Mask, sinks_H: Tensor | None) -> None:

@@ -44,6 +44,7 @@ class Sharding:
     ) -> M:
         """Shard the module's parameters, gather them in ``dtype`` only while it runs, and return the module.
 
+        It runs while its ``forward``, ``logits`` or ``extend`` does.
         Units inside, and the parameters ``apart``, are not included. Gradients are reduced in fp32. With ``codec``,
         matrices are gathered as codes and scales. Raises PlanError with the unit's ``name`` if it cannot encode one.
         """
@@ -66,14 +67,14 @@ class Sharding:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        for method in ("logits", "extend"):
+            if hasattr(module, method):
+                register_fsdp_forward_method(module, method)
         return module
 
     def root(self, model: M, apart: Set[nn.Parameter]) -> M:
-        """Return ``model`` with all parameters outside units as one more unit, also gathered for ``model.logits``."""
-        self.unit(model, "dense", apart=apart)
-        if isinstance(model, FSDPModule):
-            register_fsdp_forward_method(model, "logits")
-        return model
+        """Return ``model`` with all parameters outside units as one more unit."""
+        return self.unit(model, "dense", apart=apart)
 
     def _open(self, side: Side) -> DeviceMesh | None:
         """Return the mesh (copies, shard), whose dimensions are named after their groups.

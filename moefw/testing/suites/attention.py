@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from moefw.core.contracts import Attention
+from moefw.core.contracts import Attention, CachedAttention
 from moefw.core.errors import PlanError
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase
@@ -21,6 +22,7 @@ from moefw.testing.suites.attention_case import (
     attention_of,
     begun,
     computed,
+    extended,
     finished,
     regions_of,
     sequences,
@@ -118,6 +120,21 @@ class AttentionSuite(Suite):
                 known = alone.get(name)
                 alone[name] = value if known is None else torch.cat([known, value], 1) if along else known + value
         self._compare(together, alone, "changes if documents are packed into one sequence")
+
+    def test_goes_on_behind_earlier_tokens(self) -> None:
+        """Read in pieces, tokens come out as read at once. Only of a :class:`moefw.CachedAttention`."""
+        attention, name, case = self.attention(), self.plugin.name, AttentionCase(documents=((9,), (9,)))
+        if not isinstance(attention, CachedAttention):
+            pytest.skip(f"{name} is no moefw.CachedAttention: text is generated without a past")
+        called = AssertionError(f"{name}: forward calls extend. Let both call a third method.")
+        with patch.object(attention, "extend", side_effect=called):
+            wanted = computed(attention, case, self.dim)["out"]
+        for pieces in ((1,) * 9, (4, 1, 3, 1)):
+            with torch.no_grad():
+                outs, clean = zip(*extended(attention, case, self.dim, pieces), strict=True)
+            assert all(clean), f"{name}: extend writes into the past that it is given."
+            says = f"changes if tokens are read in pieces of {pieces}, with the past within reach={attention.reach}"
+            self._compare({"out": torch.cat(outs, 1)}, {"out": wanted}, says)
 
     def test_keeps_nothing_and_writes_into_nothing(self) -> None:
         """Two batches in flight give the bits of each alone, and what is given stays as it is."""
@@ -217,7 +234,7 @@ class AttentionSuite(Suite):
 
     def _compare(self, got: Results, wanted: Results, says: str) -> None:
         grads = [value.abs().max().item() for key, value in wanted.items() if key != "out" and value.numel()]
-        floor = FLOOR * max(1e-3, *grads)
+        floor = FLOOR * max([1e-3, *grads])
         for key, value in wanted.items():
             error = worst_error(got[key], value, floor=1e-30 if key == "out" else floor)
             thing = "the output" if key == "out" else f"the gradient of {key}"

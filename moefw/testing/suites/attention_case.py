@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from attrs import frozen
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import ModelParts, Shared, open_layout
 from moefw.core.records import Canonical
 from moefw.core.stages import Batch
+from moefw.models.past import within_reach
 from moefw.runtime.naming import canonical_parameters, initialise
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.watch import same_bits
 
 Results = dict[str, Tensor]
 """``out`` (B, S, D), and gradients: of ``x`` (B, S, D) and of each parameter by canonical name."""
@@ -131,6 +135,25 @@ def finished(attention: nn.Module, x_BSD: Tensor, out_BSD: Tensor, probe_BSD: Te
     (out_BSD * probe_BSD).sum().backward()
     grads = {piece.name: _grad(piece) for piece in canonical_parameters(attention)}
     return {"out": out_BSD.detach(), "x": _zero(x_BSD.grad, x_BSD), **grads}
+
+
+def extended(attention: Any, case: AttentionCase, dim: int, pieces: Sequence[int]) -> Iterator[tuple[Tensor, bool]]:
+    """Read sequences in ``pieces``, each behind what is kept of those before, with a token of padding at its end.
+
+    Yield the output ``(B, s, D)`` of each, and whether it left the past as it was. No position out of reach is kept.
+    """
+    past, before = None, 0
+    for x_BsD in case.drawn(dim, torch.float32)[0].split(list(pieces), 1):
+        x_BsD, length = F.pad(x_BsD, (0, 0, 0, 1), value=3.0), x_BsD.shape[1]
+        ids_BS, positions_S = torch.zeros(x_BsD.shape[:2], dtype=torch.int64), before + torch.arange(length + 1)
+        valid_BS = (positions_S < before + length).expand_as(ids_BS)
+        positions_BS = positions_S.expand_as(ids_BS)
+        batch = Batch(ids_BS=ids_BS, labels_BS=ids_BS, mask_BS=valid_BS, positions_BS=positions_BS)
+        given: list[Tensor] = [] if past is None else tree_leaves(past)
+        copies = [tensor.clone() for tensor in given]
+        out_TD, made = attention.extend(x_BsD.flatten(0, 1), attention.tables(batch), batch, past)
+        yield out_TD.view(x_BsD.shape)[:, :length], all(map(same_bits, copies, given))
+        past, before = within_reach(made, attention.reach, padding=1), before + length
 
 
 def attended(layer_case: LayerCase, case: AttentionCase) -> Results:

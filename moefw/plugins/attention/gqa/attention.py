@@ -14,11 +14,14 @@ from moefw.core.records import Canonical, Shard
 from moefw.core.stages import Batch
 from moefw.plugins.attention.gqa.norm import NormAcrossHeads
 from moefw.plugins.attention.gqa.options import Options
+from moefw.runtime.attention.attend import behind
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.attention.rope import Table, rope_table, rotate
 from moefw.runtime.compute.product import SharedInput
 from moefw.runtime.modules import Linear, RMSNorm, RowParallelLinear, in_heads
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
+
+Kept = tuple[Tensor, ...]
 
 
 @final
@@ -36,7 +39,7 @@ class Sinks(nn.Module, Named):
 
 
 @final
-class GroupedQueryAttention(nn.Module, moefw.Attention):
+class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
     """Each rank of tp computes an equal share of the queries.
 
     Where tp does not divide the key-value heads, every rank holds all of them and computes those of its queries.
@@ -67,6 +70,7 @@ class GroupedQueryAttention(nn.Module, moefw.Attention):
         even = heads % count == 0 and needed == [first + head * count // heads for head in range(heads)]
         self._spread = None if even else [head - first for head in needed]
         self._window, self._attend = options.window_at(context.site.layer), context.core(options.attend())
+        self.reach = None if self._window is None else self._window - 1
         self._project_in = context.region("qkv", self._qkv)
         self._core = context.region("core_attn", self._core_attn)
         self._project_out = context.region("attn_proj", self._attn_proj)
@@ -84,9 +88,17 @@ class GroupedQueryAttention(nn.Module, moefw.Attention):
 
     def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
         """Return ``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
-        q, k, v = self._project_in(x_tD, tables, batch)
+        return self._attended(x_tD, tables, batch, None)[0]
+
+    def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
+        """Return ``(t, D)``, and rotated keys and values of all tokens, each ``(B, heads, positions, head_dim)``."""
+        return self._attended(x_tD, tables, batch, past)
+
+    def _attended(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
+        q, *made = self._project_in(x_tD, tables, batch)
+        k, v = kept = behind(past, made)
         out_tD: Tensor = self._project_out(self._core(q, k, v, batch.documents_BS), batch)
-        return out_tD
+        return out_tD, kept
 
     def _qkv(self, x_tD: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``(B, heads, S, head_dim)``, and keys and values of fewer heads."""

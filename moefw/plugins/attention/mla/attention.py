@@ -8,17 +8,21 @@ import torch
 from torch import Tensor, nn
 
 import moefw
+from moefw.core.records import RowGroups
 from moefw.core.stages import Batch
 from moefw.plugins.attention.mla.options import Options
+from moefw.runtime.attention.attend import behind
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.attention.rope import Table, rope_table, rotate
 from moefw.runtime.compute.product import SharedInput
 from moefw.runtime.modules import Linear, RMSNorm, RowParallelLinear, in_heads
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
+Kept = tuple[Tensor, ...]
+
 
 @final
-class LatentAttention(nn.Module, moefw.Attention):
+class LatentAttention(nn.Module, moefw.CachedAttention):
     """Each rank of tp makes the latents of its tokens, gathers those of all, and computes an equal share of heads."""
 
     def __init__(self, options: Options, context: moefw.BuildContext) -> None:
@@ -58,6 +62,17 @@ class LatentAttention(nn.Module, moefw.Attention):
         out_tD: Tensor = self._project_out(self._core(q, k, v, batch.documents_BS), batch)
         return out_tD
 
+    def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
+        """Return ``(t, D)``, and latents ``(B, positions, kv_rank)`` and rotated shared keys of all tokens.
+
+        Their heads are made again.
+        """
+        q_T, kv_T = self._down(x_tD, batch)
+        q = self._queries(q_T, tables, batch)
+        kept = behind(past, self._latents(kv_T, tables, batch))
+        out_tD: Tensor = self._project_out(self._core(q, *self._keys_and_values(kept, batch.rows), None), batch)
+        return out_tD, kept
+
     def _mla_down_proj(self, x_tD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return what queries are made of, and what keys and values are made of, of all tokens: ``(T, ...)``."""
         rows, shared = batch.own_rows, SharedInput(x_tD)
@@ -66,17 +81,31 @@ class LatentAttention(nn.Module, moefw.Attention):
 
     def _mla_up_proj(self, q_T: Tensor, kv_T: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys ``(B, heads, S, nope_dim + rope_dim)``, and values ``(B, heads, S, v_dim)``."""
+        q = self._queries(q_T, table, batch)
+        return q, *self._keys_and_values(self._latents(kv_T, table, batch), batch.rows)
+
+    def _queries(self, q_T: Tensor, table: Table, batch: Batch) -> Tensor:
         options, rows = self.options, batch.rows
         q_T = self.q_b_proj(self.q_a_norm(q_T), rows) if self.q_proj is None else self.q_proj(q_T, rows)
         q = in_heads(q_T, batch, self._key_dim)
         q_nope, q_rope = q.split([options.nope_dim, options.rope_dim], -1)
+        return torch.cat([q_nope, rotate(q_rope, table, options.rope)], -1).transpose(1, 2)
+
+    def _latents(self, kv_T: Tensor, table: Table, batch: Batch) -> Kept:
+        """Return latents ``(B, S, kv_rank)``, normalised, and keys ``(B, S, rope_dim)``, rotated."""
+        options = self.options
         latent_T, k_rope_T = kv_T.split([options.kv_rank, options.rope_dim], -1)
-        kv = in_heads(self.kv_b_proj(self.kv_a_norm(latent_T), rows), batch, options.nope_dim + options.v_dim)
+        k_rope = rotate(in_heads(k_rope_T, batch, options.rope_dim), table, options.rope)
+        return self.kv_a_norm(latent_T).view(*batch.ids_BS.shape, options.kv_rank), k_rope.squeeze(2)
+
+    def _keys_and_values(self, kept: Kept, rows: RowGroups | None) -> tuple[Tensor, Tensor]:
+        latent_BSr, k_rope_BSd = kept
+        options, width = self.options, self.options.nope_dim + self.options.v_dim
+        kv_T = self.kv_b_proj(latent_BSr.flatten(0, 1), rows)
+        kv = kv_T.view(*latent_BSr.shape[:-1], kv_T.shape[-1] // width, width)
         k_nope, v = kv.split([options.nope_dim, options.v_dim], -1)
-        k_rope = rotate(in_heads(k_rope_T, batch, options.rope_dim), table, options.rope).expand(*k_nope.shape[:-1], -1)
-        q = torch.cat([q_nope, rotate(q_rope, table, options.rope)], -1)
-        k = torch.cat([k_nope, k_rope], -1)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        k_rope = k_rope_BSd.unsqueeze(2).expand(*k_nope.shape[:-1], -1)
+        return torch.cat([k_nope, k_rope], -1).transpose(1, 2), v.transpose(1, 2)
 
     def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
         """Return ``(T, heads * v_dim)``."""

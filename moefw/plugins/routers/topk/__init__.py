@@ -11,12 +11,14 @@ import moefw
 from moefw.core.plugin import RouterPlugin
 from moefw.core.site import Dims, Site
 from moefw.plugins.routers.topk.options import (
+    OVER_MODEL,
     Options,
     check_capacity,
     check_groups,
     check_options,
     check_quantile,
     check_rules,
+    check_stages,
 )
 
 
@@ -41,17 +43,21 @@ class TopK(Options, RouterPlugin):
         partition = "token"
         if "aux_loss over sequence" in levels:
             partition = "sequence"
-        if self.capacity is not None or levels & {"aux_loss over micro_batch", "quantile"}:
+        if self.capacity is not None or levels & {"aux_loss over micro_batch", OVER_MODEL, "quantile"}:
             partition = "micro_batch"
         return moefw.offers(partition=(partition,))
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the need of padded rows if ``capacity.pad`` is set."""
-        if self.capacity is None or not self.capacity.pad:
-            return ()
-        reason = "capacity.pad gives every expert the same number of rows"
-        fix = "Use a dispatcher that pads, or capacity.pad: false."
-        return [moefw.need("rows", ("padded",), reason=reason, fix=fix, option="capacity.pad")]
+        """Return the needs: padded rows for ``capacity.pad``, and a model that adds losses over all layers."""
+        needs = []
+        if self.capacity is not None and self.capacity.pad:
+            reason = "capacity.pad gives every expert the same number of rows"
+            fix = "Use a dispatcher that pads, or capacity.pad: false."
+            needs.append(moefw.need("rows", ("padded",), reason=reason, fix=fix, option="capacity.pad"))
+        if OVER_MODEL in {rule.level for rule in self.balance}:
+            reason = "a loss over the model is computed where its layers end"
+            needs.append(moefw.need("layer_losses", True, reason=reason, fix="Use another level.", option="balance"))
+        return needs
 
     def check(self, site: Site) -> Iterator[Iterator[moefw.Problem]]:
         """Yield the problems of top_k, of options that do not fit the score, and of conflicting rules."""
@@ -60,6 +66,7 @@ class TopK(Options, RouterPlugin):
         yield self._check_score()
         yield check_options(self.balance)
         yield check_rules(self.score, self.balance)
+        yield check_stages(site.layout.sizes.get("pp", 1), self.balance)
         yield check_quantile(site.dims, self.groups, self.balance)
         if self.groups is not None:
             yield check_groups(site.dims, self.groups)

@@ -18,6 +18,8 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "quantile": {"ema": 0.9},
 }
 """The options of each kind of balance rule, with their defaults."""
+OVER_MODEL: Final = "aux_loss over model"
+"""The level of the rule that pools all layers."""
 
 
 @frozen(kw_only=True)
@@ -27,14 +29,16 @@ class Balance:
     ``expert_bias`` {rate}: a bias on the scores that is updated once per step, without gradient (DeepSeek-V3, arXiv
     2412.19437 section 2.1.2). ``aux_loss`` {coeff, over}: the Switch loss (arXiv 2101.03961) over the tokens of a
     micro-batch, of each sequence, or against the load of the last whole global batch: one step late on
-    purpose, so that nothing is exchanged in forward and no split of the batch changes it. ``z_loss`` {coeff}
-    (arXiv 2202.08906). ``quantile`` {ema}: a bias that would have given each expert its fair share, set once per step.
+    purpose, so that nothing is exchanged in forward and no split of the batch changes it. Over the ``model``, it is
+    that of ``transformers``, over all layers of a micro-batch together: ``coeff`` is ``router_aux_loss_coef``, and
+    equally loaded experts make it top_k, the others 1. ``z_loss`` {coeff} (arXiv 2202.08906). ``quantile`` {ema}: a
+    bias that would have given each expert its fair share, set once per step.
     """
 
     kind: Literal["expert_bias", "aux_loss", "z_loss", "quantile"]
     rate: float | None = field(default=None, validator=optional(ge(0.0)))
     coeff: float | None = field(default=None, validator=optional(ge(0.0)))
-    over: Literal["micro_batch", "sequence", "global_batch"] | None = None
+    over: Literal["micro_batch", "sequence", "global_batch", "model"] | None = None
     ema: float | None = field(default=None, validator=optional(and_(ge(0.0), lt(1.0))))
 
     def option(self, name: str) -> Any:
@@ -67,7 +71,8 @@ class Capacity:
     ``drop`` probs keeps those with the largest weights, position those of the first tokens. The others are dropped; the
     remaining weights do not change. ``pad``: every expert gets exactly this number of rows from each rank. ``over``: a
     rank's tokens of a micro-batch, or those of the whole micro-batch, which ranks of cp and tp share (full-sequence
-    dropping, arXiv 2504.14960): then no split of it changes what is dropped.
+    dropping, arXiv 2504.14960): then no split of it changes what is dropped. Evaluation and generation drop nothing
+    (DeepSeek-V2, arXiv 2405.04434 section 2.1.4).
     """
 
     factor: float = field(validator=gt(0.0))
@@ -119,6 +124,13 @@ def check_rules(score: str, rules: Sequence[Balance]) -> Iterator[Problem]:
     if "expert_bias" in kinds and score == "softmax":
         what = "an expert bias is added to scores that do not depend on each other, and score: softmax has none."
         yield Problem(what, "Use score: sigmoid or sqrtsoftplus, or balance by aux_loss.", "balance")
+
+
+def check_stages(stages: int, rules: Sequence[Balance]) -> Iterator[Problem]:
+    """Yield a problem of a loss that pools layers of several pipeline stages."""
+    if stages > 1 and OVER_MODEL in {rule.level for rule in rules}:
+        what = f"a loss over the model pools the routings of all layers, and {stages} pipeline stages split them."
+        yield Problem(what, "Use pp: 1, or over: micro_batch.", "balance")
 
 
 def check_quantile(dims: Dims, groups: Groups | None, rules: Sequence[Balance]) -> Iterator[Problem]:

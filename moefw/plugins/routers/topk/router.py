@@ -19,7 +19,7 @@ from moefw.core.records import State
 from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.topk.capacity import Limit
-from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses
+from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses, Pooled
 from moefw.plugins.routers.topk.options import Options
 from moefw.plugins.routers.topk.scores import (
     SCORES,
@@ -118,12 +118,13 @@ class TopKRouter(nn.Module, Router):
             choices_TK = ids_TK
             ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats, batch)
         aux_losses: dict[str, Tensor] = {}
+        pooled: Pooled = {}
         if self._losses is not None:
             load_E = getattr(self, LOAD) if self._keeps_load else None
-            losses, seen = self._losses(logits_TE, scores_TE, mask_T, batch, load_E)
+            losses, seen, pooled = self._losses(logits_TE, scores_TE, mask_T, batch, load_E)
             stats |= seen
             aux_losses = {name: loss.detach() for name, loss in losses.items()}
-            if self.training and batch.loss_scale is not None:
+            if self.training and batch.loss_scale is not None and losses:
                 weights_TK = attach(weights_TK, torch.stack([*losses.values()]).sum() * batch.loss_scale)
         return Routing(
             expert_ids_TK=ids_TK,
@@ -131,9 +132,14 @@ class TopKRouter(nn.Module, Router):
             scores_TE=scores_TE,
             stats=stats,
             aux_losses=aux_losses,
+            pooled=pooled if self.training else {},
             choices_TK=choices_TK,
             capacity=capacity,
         )
+
+    def over_layers(self, pooled: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return the balance loss over the tokens of all layers, if there is one."""
+        return {} if self._losses is None else self._losses.over_layers(pooled)
 
     def _replay(
         self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None, batch: Batch
@@ -150,16 +156,21 @@ class TopKRouter(nn.Module, Router):
     def _drop(
         self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats, batch: Batch
     ) -> tuple[Tensor, Tensor, int | None]:
-        """Return ids and weights of the kept choices, and the size to pad groups to."""
+        """Return ids and weights of the kept choices, and the size to pad groups to.
+
+        All are kept in dropless evaluation and generation.
+        """
         limit = self._limit
         assert limit is not None
-        kept_TK = limit.kept(ids_TK, weights_TK, batch)
+        lifted = batch.dropless and not self.training
+        kept_TK = None if lifted else limit.kept(ids_TK, weights_TK, batch)
         if kept_TK is None:
             stats["dropped_choices"] = stats["tokens_per_expert"].new_zeros(())
         else:
             stats["dropped_choices"] = stats["tokens_per_expert"].sum() - kept_TK.sum()
             ids_TK, weights_TK = ids_TK.masked_fill(~kept_TK, -1), weights_TK.masked_fill(~kept_TK, 0.0)
-        return ids_TK, weights_TK, limit.of(len(ids_TK)) if limit.pad else None
+        size = len(ids_TK) if lifted else limit.of(len(ids_TK))
+        return ids_TK, weights_TK, size if limit.pad else None
 
     @torch.no_grad()
     def update(self, reduced: Mapping[str, Tensor]) -> None:

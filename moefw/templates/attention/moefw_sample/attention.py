@@ -5,10 +5,10 @@ Shapes: legend in :mod:`moefw.core.stages`; ``H`` heads of this rank, ``d`` thei
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import moefw
-from moefw.runtime.attention.attend import attend
+from moefw.runtime.attention.attend import attend, behind
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.attention.rope import Table, rope_table, rotate
 from moefw.runtime.attention.rope_options import Rope
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 @final
-class SampleAttention(nn.Module, moefw.Attention):
+class SampleAttention(nn.Module, moefw.CachedAttention):
     """Queries and the last projection are split over the ranks of tp; every rank has the whole key and value."""
 
     def __init__(self, context: moefw.BuildContext, num_heads: int, head_dim: int) -> None:
@@ -39,15 +39,22 @@ class SampleAttention(nn.Module, moefw.Attention):
 
     def forward(self, x_tD: Tensor, tables: Table, batch: moefw.Batch) -> Tensor:
         """Return ``(t, D)``. Each rank of tp has its part of the tokens, and attends with all of them."""
+        return self._attended(x_tD, tables, batch, None)[0]
+
+    def extend(self, x_tD: Tensor, tables: Table, batch: moefw.Batch, past: Any) -> tuple[Tensor, Any]:
+        """Return ``(t, D)``, and keys and values of all tokens so far, ``(B, heads, positions, d)``."""
+        return self._attended(x_tD, tables, batch, past)
+
+    def _attended(self, x_tD: Tensor, tables: Table, batch: moefw.Batch, past: Any) -> tuple[Tensor, Any]:
         x_TD, rows = self.tp.gather(x_tD), batch.rows
         projected = (project(x_TD, rows) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (in_heads(each, batch, self.width) for each in projected)
         q, k = rotate(q, tables, self.rope), rotate(k, tables, self.rope)
-        out_tD: Tensor = self.o_proj(self._core(q, k, v, batch.documents_BS), rows)
-        return out_tD
+        kept = behind(past, (k.transpose(1, 2), v.transpose(1, 2)))
+        out_tD: Tensor = self.o_proj(self._core(q.transpose(1, 2), *kept, batch.documents_BS), rows)
+        return out_tD, kept
 
     def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
         """Return ``(T, H d)``."""
-        heads = (each.transpose(1, 2) for each in (q, k, v))
-        out_BHSd = self._attend(*heads, Mask(documents_BS=documents_BS))
+        out_BHSd = self._attend(q, k, v, Mask(documents_BS=documents_BS))
         return out_BHSd.transpose(1, 2).flatten(0, 1).flatten(1)
