@@ -30,7 +30,9 @@ def num_chunks(size: int) -> int:
 
 
 class Hashes(Protocol):
-    """Hashes of a file's chunks."""
+    """Hashes of a file's chunks, ``since`` when they are known."""
+
+    since: str
 
     def fits(self, chunk: int, found: bytes) -> bool:
         """Return whether ``found`` is the hash of a chunk."""
@@ -39,6 +41,8 @@ class Hashes(Protocol):
 @final
 class KnownHashes(Hashes):
     """The result of :func:`chunk_hashes`."""
+
+    since = "it was written"
 
     def __init__(self, hashes: bytes) -> None:
         self._hashes = hashes
@@ -54,6 +58,8 @@ class SeenHashes(Hashes):
 
     It is sparse, and made if it is not there. A process that is killed leaves whole hashes. Raises OSError.
     """
+
+    since = "it was first read"
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -93,7 +99,8 @@ class HashedFile:
         first = chunk * CHUNK_BYTES
         found = hashlib.sha256(self._read(first, min(CHUNK_BYTES, self.size - first))).digest()
         if not self._hashes.fits(chunk, found):
-            raise self._damaged(f"has changed since it was written (bytes {first:,} to {first + CHUNK_BYTES:,})")
+            place = f"(bytes {first:,} to {first + CHUNK_BYTES:,})"
+            raise self._damaged(f"has changed since {self._hashes.since} {place}")
         self._checked[chunk] = True
 
     def _read(self, start: int, count: int) -> bytes:

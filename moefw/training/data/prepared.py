@@ -23,6 +23,8 @@ from moefw.training.data.hashed import CHUNK_BYTES, HASH_BYTES, HashedFile, Know
 from moefw.training.folder import TOKENIZER
 
 TRAIN, HELDOUT, HELDOUT_TEXT = "train.bin", "heldout.bin", "heldout.raw"
+SEEN = "seen.bin"
+"""The hashes of files elsewhere, which become more when the folder is complete."""
 _META, _HASHES, _OWN_HASH = "meta.json", "hashes.bin", "sha256"
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by moefw; may be deleted.\n"
 
@@ -92,7 +94,7 @@ def kept_in(cache_dir: Path) -> Iterator[None]:
 
 def describe(folder: Path, meta: Mapping[str, Any]) -> None:
     """Write ``meta.json`` and ``hashes.bin`` for all files that are in a folder now."""
-    files = sorted(folder.iterdir())
+    files = sorted(path for path in folder.iterdir() if path.name != SEEN)
     hashes = b"".join(map(chunk_hashes, files))
     (folder / _HASHES).write_bytes(hashes)
     sizes = {path.name: path.stat().st_size for path in files}

@@ -29,7 +29,7 @@ class TokenFile(TokenStream):
     """The ids ``begin`` to ``end`` of a file. ``starts`` holds where documents start in the file, ascending."""
 
     def __init__(self, ids: NumberFile, starts: NumberFile, *, begin: int = 0, end: int | None = None) -> None:
-        self.name = ids.name
+        self.name = f"{ids.name} from token {begin:,}" if begin else ids.name
         self._ids, self._starts = ids, starts
         self._begin, self._end = begin, len(ids) if end is None else end
 

@@ -16,10 +16,11 @@ def read_windows(stream: TokenStream, starts: Iterable[int], *, seq_len: int, vo
 
     Raises DamagedDataError if an id is outside the vocabulary, and ContractError if the stream returns no ids.
     """
-    return np.stack([_window(stream, int(start), seq_len + 1, vocab_size) for start in starts])
+    return np.stack([read_ids(stream, int(start), seq_len + 1, vocab_size) for start in starts])
 
 
-def _window(stream: TokenStream, start: int, count: int, vocab_size: int) -> NDArray[np.int64]:
+def read_ids(stream: TokenStream, start: int, count: int, vocab_size: int) -> NDArray[np.int64]:
+    """Return ``count`` ids from ``start``, int64; at least one. Raises as :func:`read_windows` does."""
     ids = stream.read(start, count)
     name = stream.name or type(stream).__name__
     if not isinstance(ids, np.ndarray) or ids.shape != (count,) or ids.dtype != np.int64:
