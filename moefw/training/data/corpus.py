@@ -97,7 +97,7 @@ def _find(path: str | None, suffixes: Sequence[str]) -> Corpus:
     files = tuple(_walk(root, suffixes))
     if not files:
         ending = f" that ends in {' or '.join(suffixes)}" if suffixes else ""
-        fix = "Hidden files and folders do not count; change data.path or data.suffixes."
+        fix = "Hidden files and folders do not count; change data.path, or the endings."
         raise DataError(f"data.path: the folder {root} holds no file{ending}.", fix)
     return Corpus(root, files, named=False)
 

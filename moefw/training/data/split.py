@@ -25,7 +25,7 @@ class TextDocument(Protocol):
 class Split:
     """The two sides of a corpus, neither empty. Each iteration reads their documents again, in the same order.
 
-    ``sample`` is documents of ``train`` in an order that does not depend on others, to make a vocabulary of.
+    ``sample`` is documents of ``train``, chosen or ordered by what they are alone, to make a vocabulary of.
     ``num_bytes`` is the text of both sides, ``counts`` the number of documents of each side, and of those skipped.
     """
 
