@@ -23,7 +23,7 @@ from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
 from moefw.training.agreement import anywhere, raise_together
 from moefw.training.clock import StepClock
-from moefw.training.data.order import BatchOrder
+from moefw.training.data.blend.order import training_order
 from moefw.training.data.windows import read_windows
 from moefw.training.engine import Engine, StepResult
 from moefw.training.errors import StoppedError
@@ -82,8 +82,8 @@ class Trainer:
         )
         self.spikes = LossSpikes(spec.loss_spike)
         self.guard = PluginGuard(assembly, session.layout.rank)
-        self.order = BatchOrder(
-            num_tokens=len(session.data.train),
+        self.order = training_order(
+            session.data,
             seq_len=spec.seq_len,
             sequences_per_step=spec.tokens_per_step // spec.seq_len,
             seed=assembly.spec.run.seed,

@@ -45,7 +45,10 @@ class Choice:
 
 
 def chosen(hook: str, **kwargs: Any) -> Any:
-    """Return a spec field that holds a :class:`Choice` among the plugins of ``hook``."""
+    """Return a field that holds a :class:`Choice` among the plugins of ``hook``, or several.
+
+    As an option of a plugin, it holds several, and the plugins themselves in the place of their choices.
+    """
     return field(metadata={"hook": hook}, **kwargs)
 
 
@@ -124,6 +127,11 @@ def plugin_fields(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, s
             yield here, hook, value
         elif attrs.has(type(value)):
             yield from plugin_fields(value, here)
+
+
+def inner_plugins(part: Any) -> list[Any]:
+    """Return the plugins that the options of a plugin name."""
+    return [inner for _, _, inner in plugin_fields(part)]
 
 
 def with_defaults(tree: Tree, defaults: Tree) -> Tree:

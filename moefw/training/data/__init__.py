@@ -13,7 +13,7 @@ from moefw.training.data.options import Options, absolute
 
 
 @frozen(kw_only=True)
-class Text(Options, DataSourcePlugin):
+class Text(Options):
     """The text in a file or a folder; one file is one document.
 
     ``path`` null: the sources of the running Python's standard library. ``suffixes`` keeps the files of a folder

@@ -10,13 +10,14 @@ from attrs import field, frozen
 from attrs.validators import and_, gt, lt, min_len, optional
 
 import moefw
+from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
 
 NUM_BYTES = 256
 
 
 @frozen(kw_only=True)
-class Tokenized:
+class Tokenized(DataSourcePlugin):
     """How documents are tokenized and split: see :class:`moefw.training.data.Text`."""
 
     tokenizer: str = field(default="bytes", validator=min_len(1))

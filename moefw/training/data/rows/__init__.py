@@ -40,7 +40,7 @@ class Rows(Tokenized):
 
 
 @frozen(kw_only=True)
-class JsonLines(Rows, DataSourcePlugin):
+class JsonLines(Rows):
     """The rows of JSON lines, an object a line; of a folder, those of the files that end in ``.jsonl``.
 
     ``field`` is the key of the text. Rows without text are skipped: null, white space, a zero byte, half a character.
@@ -53,7 +53,7 @@ class JsonLines(Rows, DataSourcePlugin):
 
 
 @frozen(kw_only=True)
-class Parquet(Rows, DataSourcePlugin):
+class Parquet(Rows):
     """The rows of Parquet files, read by Hugging Face's ``datasets``; of a folder, files that end in ``.parquet``.
 
     ``field`` is the column of the text. Rows without text are skipped, as those of ``jsonl``. A row is held out by a
