@@ -56,6 +56,8 @@ def chosen(hook: str, **kwargs: Any) -> Any:
 class TrainSpec:
     """Length and hyperparameters of training. Token counts are global; ``micro_batch`` is in sequences per rank.
 
+    ``document_mask``: tokens attend within their document only, positions restart in each, and no label crosses its
+    end, in training and evaluation (false: a window of ``seq_len`` tokens is one document).
     ``weights``: a Hugging Face folder to start from (null: from random weights); ``model.preset`` may be the same one.
     ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues with a warning.
     ``on_bad_step``: the reaction to a step whose loss or gradient is not finite. ``loss_spike``: warn if a loss exceeds
@@ -68,6 +70,7 @@ class TrainSpec:
     tokens_per_step: int = field(default=8192, validator=ge(1))
     micro_batch: int = field(default=4, validator=ge(1))
     seq_len: int = field(default=512, validator=ge(2))
+    document_mask: bool = False
     lr: float = field(default=3e-3, validator=gt(0.0))
     optimizer: Choice = chosen("moefw_optimizers")
     schedule: Choice = chosen("moefw_schedules")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from attrs import evolve, frozen
-from attrs.validators import min_len
 
 import moefw
 from moefw.compose.spec.sections import Choice, chosen
@@ -27,7 +26,7 @@ class Blend(DataSourcePlugin):
 
     name: ClassVar[str] = "blend"
 
-    parts: tuple[Choice, ...] = chosen("moefw_data_sources", validator=min_len(1))
+    parts: tuple[Choice, ...] = chosen("moefw_data_sources")
 
     @property
     def sources(self) -> Sequence[Any]:
@@ -35,10 +34,12 @@ class Blend(DataSourcePlugin):
         return self.parts
 
     def check(self, site: Site) -> Sequence[moefw.Problem | Iterator[moefw.Problem]]:
-        """Return the problems: a blend in a blend, a vocabulary of each part's own, weights of no round ratio."""
+        """Return the problems: no part, or a blend as one; a vocabulary of a part's own; weights of no round ratio."""
         return [self._of_parts(), self._of_weights()]
 
     def _of_parts(self) -> Iterator[moefw.Problem]:
+        if not self.sources:
+            yield moefw.Problem("a blend has parts.", "Write for example [{use: text, weight: 1}].", "parts")
         for index, part in enumerate(self.sources):
             if isinstance(part, Blend):
                 what = "a blend is no part of a blend."

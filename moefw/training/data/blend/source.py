@@ -26,6 +26,7 @@ class Joined(TokenStream):
         self.name = " and ".join(stream.name or type(stream).__name__ for stream in streams)
         self.streams, self._vocab_size = streams, vocab_size
         *self.begins, self._size = accumulate(map(len, streams), initial=0)
+        self._told = all(stream.document_starts(0, 1) is not None for stream in streams)
 
     def __len__(self) -> int:
         """Return the number of tokens of all streams."""
@@ -37,12 +38,13 @@ class Joined(TokenStream):
         return np.concatenate(parts)
 
     def document_starts(self, start: int, count: int) -> NDArray[np.int64] | None:
-        """Return where documents start; None if a stream in the range does not know."""
+        """Return where documents start; None if a stream does not know."""
+        if not self._told:
+            return None
         found = [np.empty(0, np.int64)]
         for stream, begin, at, size in self._parts(start, count):
             starts = stream.document_starts(at, size)
-            if starts is None:
-                return None
+            assert starts is not None
             at_begin = at == 0 and not (starts[:1] == 0).any()
             found += [np.array([begin] if at_begin else [], np.int64), starts + begin]
         return np.concatenate(found)
