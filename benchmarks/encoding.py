@@ -15,7 +15,7 @@ import record
 from timing import race
 
 from moefw.training.data.bpe import train_bpe
-from moefw.training.data.corpus import Document, find_corpus, pieces, text_documents
+from moefw.training.data.corpus import Document, find_corpus, text_documents
 from moefw.training.data.corpus_ids import write_tokens
 from moefw.training.data.encoding import EncodingProcess
 from moefw.training.data.tokenizers import JsonTokenizer
@@ -31,13 +31,13 @@ def main(rounds: int = 3) -> None:
 
 def measure(folder: Path, rounds: int) -> dict[str, float]:
     """Return the median MB/s of both ways and their ratio, after checking that their ids are equal."""
-    text = b"".join(piece for document in text_documents(find_corpus(None, ())) for piece in pieces(document))
+    text = b"".join(piece for document in text_documents(find_corpus(None, ())) for piece in document.pieces())
     tokenizer = JsonTokenizer(train_bpe([text], 2048))
     (folder / "text").write_bytes(text)
     document = Document("text", folder / "text", 0, len(text), 0)
 
     def one_by_one() -> np.ndarray:
-        return np.concatenate([tokenizer.encode(piece) for piece in pieces(document)])
+        return np.concatenate([tokenizer.encode(piece) for piece in document.pieces()])
 
     def on_all_cores() -> np.ndarray:
         with EncodingProcess(tokenizer.content or b"") as process:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 import click
-from attrs import frozen
+from attrs import evolve, frozen
 from attrs.validators import and_, ge, min_len, optional
 
 from moefw.compose.defaults import defaults
@@ -58,6 +58,8 @@ def spec_schema(parts: Sequence[RegisteredPlugin], defaults: Tree, *, warn: Call
 class _Writer:
     parts: Sequence[RegisteredPlugin]
     warn: Callable[[str], None]
+    inside: bool = False
+    """Whether options of a plugin are described: those that name plugins name none that name plugins in turn."""
 
     def of_class(self, cls: type[Any], given: Mapping[str, Any]) -> Schema:
         """Return the schema of a mapping that ``structure`` reads as ``cls``; ``given`` holds the defaults."""
@@ -88,7 +90,7 @@ class _Writer:
         """Return the schema of one of the plugins of ``hook``; ``given`` holds the default if ``use`` is left out."""
         branches = []
         for part in self.parts:
-            if part.hook == hook:
+            if part.hook == hook and not (self.inside and _names_plugins(part.declaration)):
                 try:
                     branches.append(self.of_part(part, given or {}))
                 except Exception as error:
@@ -102,7 +104,7 @@ class _Writer:
     def of_part(self, part: RegisteredPlugin, given: Mapping[str, Any]) -> Schema:
         """Return the schema of one plugin: ``use``, ``preset`` and its options. A preset may set required options."""
         is_default = given.get("use") == part.name
-        body = self.of_class(part.declaration, given if is_default else {})
+        body = evolve(self, inside=True).of_class(part.declaration, given if is_default else {})
         presets = sorted(part.declaration.presets())
         chosen: Schema = {"use": {"const": part.name}}
         if presets:
@@ -140,6 +142,10 @@ class _Writer:
         if all(kind in SCALARS for kind in kinds):
             return {"type": [SCALARS[kind] for kind in kinds]}
         return {"anyOf": [self.of_type(kind) for kind in kinds]}
+
+
+def _names_plugins(declaration: type[Any]) -> bool:
+    return any("hook" in field.metadata for field in attrs.fields(declaration))
 
 
 def _summary(cls: type[Any]) -> str:

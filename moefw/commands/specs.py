@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
@@ -31,8 +32,21 @@ def read_run(run: str, overrides: Sequence[str]) -> Assembly:
         raise SpecError(f"{run} is not the folder of a run: it holds no spec.yaml.", "Give the run.dir of a training.")
     alone = ["parallel={}", f"run.dir={json.dumps(run, ensure_ascii=False)}"]
     assembly = read(str(spec), [*alone, *overrides], 1)
-    named, kept = assembly.spec.data.options.get("tokenizer"), spec.with_name(TOKENIZER)
-    if not isinstance(named, str) or Path(named).name != TOKENIZER or Path(named).exists() or not kept.exists():
+    kept, options = spec.with_name(TOKENIZER), words(assembly.spec.data.options)
+    named = [(option, Path(value)) for option, value in options if option.rpartition(".")[2] == "tokenizer"]
+    moved = [option for option, path in named if path.name == TOKENIZER and not path.exists()]
+    if not moved or not kept.exists():
         return assembly
-    alone.append(f"data.tokenizer={json.dumps(str(kept), ensure_ascii=False)}")
+    alone += [f"data.{option}={json.dumps(str(kept), ensure_ascii=False)}" for option in moved]
     return read(str(spec), [*alone, *overrides], 1)
+
+
+def words(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the options that are text, by key path, also those of plugins that the options name."""
+    for key, value in options.items():
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    yield from ((f"{key}.{index}.{inner}", word) for inner, word in words(item))

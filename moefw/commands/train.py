@@ -96,8 +96,8 @@ def _check_start(assembly: Assembly, spec: str) -> None:
 def _spare_input(assembly: Assembly) -> None:
     """Refuse input from run.dir, as an earlier run there is moved aside."""
     run_dir = Path(assembly.spec.run.dir).resolve()
-    for option, value in assembly.spec.data.options.items():
-        if isinstance(value, str) and Path(value).exists() and Path(value).resolve().is_relative_to(run_dir):
+    for option, value in specs.words(assembly.spec.data.options):
+        if Path(value).exists() and Path(value).resolve().is_relative_to(run_dir):
             what = f"data.{option}: {value} lies in run.dir, which gives way to the new run."
             raise SpecError(what, "Copy it to another place, or use another run.dir.")
 

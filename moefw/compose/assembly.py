@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, fields, frozen
 
-from moefw.compose.spec.sections import Spec
+from moefw.compose.spec.sections import Spec, inner_plugins, plugin_fields
 from moefw.compose.spec.structure import plain
 from moefw.core.plugin import (
     AttentionPlugin,
@@ -99,7 +99,7 @@ class Assembly:
     def versions(self) -> list[list[str]]:
         """Return ``[hook, name, distribution, version]`` of each part that the spec names."""
         parts = (getattr(self.parts, field.name) for field in fields(ChosenPlugins) if field.name != "memory")
-        named = {type(part) for part in (*parts, *self.parts.memory)}
+        named = {type(one) for part in (*parts, *self.parts.memory) for one in (part, *inner_plugins(part))}
         loaded = (part for part in self.registry.parts() if part.declaration in named)
         return [[part.hook, part.name, part.distribution, part.version] for part in loaded]
 
@@ -110,4 +110,7 @@ class Assembly:
 
 
 def _spelled(part: Any) -> dict[str, Any]:
-    return {"use": part.name, **plain(part)}
+    spelled = {"use": part.name, **plain(part)}
+    for (name, index), _, inner in plugin_fields(part):
+        spelled[name][index] = _spelled(inner)
+    return spelled

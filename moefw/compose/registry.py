@@ -20,6 +20,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from moefw.compose.process_state import kept
+from moefw.compose.spec.sections import inner_plugins
 from moefw.compose.spec.structure import require_readable
 from moefw.core import hooks
 from moefw.core.errors import MoefwError, PluginError, Problem, closest, nearest
@@ -242,13 +243,18 @@ class Registry:
         declaration = plugin if isinstance(plugin, type) else type(plugin)
         return next(part for part in self._parts.values() if part.declaration is declaration)
 
+    def accountable(self, plugin: Plugin) -> RegisteredPlugin:
+        """Return the origin of a plugin; of one of ours that calls others, that of the first which is not ours."""
+        origins = [self.origin(one) for one in (plugin, *inner_plugins(plugin))]
+        return next((one for one in origins if one.distribution != OURS), origins[0])
+
     @contextmanager
     def calling(self, plugin: Plugin, method: str) -> Iterator[None]:
         """Enter a call of a plugin before training.
 
         Raises PluginError if the call changes shared process state, or fails to import a module.
         """
-        part = self.origin(plugin)
+        part = self.accountable(plugin)
         try:
             with _as_it_was(part.distribution, f"{part} breaks its contract in {method}"):
                 yield

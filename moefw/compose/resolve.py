@@ -117,6 +117,7 @@ class _Resolution:
             PlanError: [],
         }
         self.placed: list[_Placed] = []
+        self.inner: list[_Placed] = []
         self.cause: Exception | None = None
 
     def tell(self, path: KeyPath, problem: Problem, kind: type[MoefwError] = PlanError) -> None:
@@ -203,8 +204,26 @@ class _Resolution:
             options = {**self._preset(found.declaration, options["preset"], path), **options}
         options.pop("preset", None)
         with self.asking(path, found.declaration, "its options"):
-            return structure(found.declaration, options, path, self.marks, self.problems[SpecError], also=RESERVED)
+            part = structure(found.declaration, options, path, self.marks, self.problems[SpecError], also=RESERVED)
+            return None if part is None else self._filled(part, path)
         return None
+
+    def _filled(self, part: Plugin, path: KeyPath) -> Plugin:
+        """Return a part, with the plugins that its options name in the place of their choices."""
+        for field in attrs.fields(type(part)):
+            choices = getattr(part, field.name)
+            if "hook" in field.metadata and choices is not UNREAD:
+                paths = [(*path, field.name, index) for index in range(len(choices))]
+                inner = (self._inner(field.metadata["hook"], *both) for both in zip(choices, paths, strict=True))
+                object.__setattr__(part, field.name, tuple(inner))
+        return part
+
+    def _inner(self, hook: str, choice: Any, path: KeyPath) -> Any:
+        part = None if choice is UNREAD else self._part(hook, choice, path)
+        if part is None:
+            return UNREAD
+        self.inner.append(_Placed(path, part))
+        return part
 
     def _preset(self, declaration: type[Plugin], name: Any, path: KeyPath) -> Mapping[str, Any]:
         presets: Mapping[str, Any] = {}
@@ -302,7 +321,7 @@ class _Resolution:
             ranks_per_node=parallel.part.ranks_per_node if parallel else UNREAD,
             machine=machine,
         )
-        for placed in self.placed:
+        for placed in (*self.placed, *self.inner):
             for problem in self.listed(placed, "check", Problem, site):
                 self.tell((*placed.path, *key_path(problem.where)), problem)
         stated: _Statements | None = None
@@ -334,7 +353,7 @@ class _Resolution:
         else:
             promises.append(("the layout", offers(axis=tuple(layout.sizes), axis_divides=tuple(layout.sizes.items()))))
         demands, packages = list[tuple[_Placed, Need]](), list[str]()
-        for placed in self.placed:
+        for placed in (*self.placed, *self.inner):
             for need in self.listed(placed, "needs", Need, here):
                 with self.asking(placed.path, placed.part, "needs()"):
                     if need.fact == "package" and here.machine.has_package(need.value):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TokenStream(ABC):
-    """One long sequence of token ids, with document ends. ``name`` identifies it in errors: its file."""
+    """One long sequence of token ids: documents, one after another. ``name`` identifies it in errors: its file."""
 
     name: str = ""
 
@@ -23,6 +23,13 @@ class TokenStream(ABC):
     @abstractmethod
     def read(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return ``count`` token ids from ``start``, int64."""
+
+    def document_starts(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """Return the positions of the tokens that start a document, of ``count`` from ``start``; ascending, int64.
+
+        What separates two documents belongs to the first. None: the stream does not know.
+        """
+        return None
 
 
 class DataSource(ABC):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import field, frozen
-from attrs.validators import ge, optional
+from attrs.validators import ge, gt, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import Need, Offers, offers
@@ -235,6 +235,9 @@ class DataSourcePlugin(Plugin):
     """Declares a source of text and tokens."""
 
     hook: ClassVar[str] = "moefw_data_sources"
+
+    weight: float = field(default=1.0, validator=gt(0.0), kw_only=True)
+    """Share of a blend's sequences, relative to the weights of its other parts. Means nothing outside a blend."""
 
     def prepare(self, cache_dir: Path) -> DataSource:
         """Tokenize once into files, and reuse them in later runs. A run reads only what it needs. Raises DataError."""

@@ -30,6 +30,7 @@ from moefw.runtime.parallel.gradients import Family, Gradients
 
 FP32: Final = 4
 INT64: Final = 8
+BOOL: Final = 1
 WEIGHTS: Final = "weights"
 """The row of copies of parameters, whichever region saves them."""
 
@@ -106,7 +107,7 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
         gradients=sum(stored.values()),
         optimizer=states.device,
         buffers=buffers,
-        batch=count * 2 * INT64 * tokens + INT64 * train.micro_batch,
+        batch=count * (4 * INT64 + BOOL if train.document_mask else 2 * INT64) * tokens + INT64 * train.micro_batch,
         host=states.host,
         step_passing=max(states.passing, flat),
     )

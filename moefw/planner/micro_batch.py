@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
@@ -155,8 +156,11 @@ class MicroBatch:
         train = self.assembly.spec.train
         ids_BS = torch.zeros(train.micro_batch, train.seq_len, dtype=torch.int64)
         labels_BS, seeds_B = ids_BS.clone(), torch.arange(train.micro_batch)
-        self.recorder.label([ids_BS, labels_BS, seeds_B], BATCH)
-        return Batch(ids_BS=ids_BS, labels_BS=labels_BS, seeds_B=seeds_B, loss_scale=torch.ones(()))
+        batch = Batch(ids_BS=ids_BS, labels_BS=labels_BS, seeds_B=seeds_B, loss_scale=torch.ones(()))
+        batch = with_documents(batch) if train.document_mask else batch
+        given = (ids_BS, labels_BS, seeds_B, batch.positions_BS, batch.documents_BS, batch.mask_BS)
+        self.recorder.label([tensor for tensor in given if tensor is not None], BATCH)
+        return batch
 
     def _give_gradients(self) -> None:
         in_units = {parameter for unit in self.units for parameter in unit.parameters}
@@ -165,3 +169,10 @@ class MicroBatch:
                 parameter.grad = torch.zeros_like(parameter)
         for unit in self.units:
             unit.grads = torch.empty(unit.elements // unit.shards)
+
+
+def with_documents(batch: Batch) -> Batch:
+    """Return a batch as ``train.document_mask`` makes it, of one document a sequence."""
+    zeros_BS = torch.zeros_like(batch.ids_BS)
+    mask_BS = torch.ones_like(zeros_BS, dtype=torch.bool)
+    return replace(batch, positions_BS=zeros_BS, documents_BS=zeros_BS.clone(), mask_BS=mask_BS)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from moefw.core.stages import Batch
 from moefw.training.data.order import heldout_windows
-from moefw.training.data.windows import read_windows
 from moefw.training.engine import evaluate
 from moefw.training.faults.stamps import stamp
 from moefw.training.session import Session
@@ -42,5 +41,4 @@ def _batches(session: Session) -> Iterator[Batch]:
         mine = starts[first + layout.index("dp") * size :][:size]
         padded = mine + [0] * (size - len(mine))
         stamp(f"reading held-out text from window {first} of {len(starts)}")
-        windows = read_windows(stream, padded, seq_len=spec.seq_len, vocab_size=session.data.vocab_size)
-        yield session.batch(windows, valid=len(mine))
+        yield session.read(stream, padded, valid=len(mine))

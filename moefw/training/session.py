@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,11 +19,12 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.contracts import Layout
-from moefw.core.data import DataSource
+from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import MoefwError, PlanError
 from moefw.core.stages import Batch
 from moefw.runtime.naming import initialise
 from moefw.training.agreement import raise_together
+from moefw.training.data.windows import number_documents, read_windows
 from moefw.training.errors import LostContactError
 from moefw.training.faults.board import meeting_folder
 from moefw.training.faults.patience import collective_timeout_s
@@ -31,6 +32,8 @@ from moefw.training.faults.stamps import met, stamp
 from moefw.training.folder import cache_dir
 from moefw.training.resolved_spec import agree_on_spec
 from moefw.training.world import Place, rendezvous, threads_of_a_rank
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,26 +52,53 @@ class Session:
         """Whether this rank prints to the user and writes shared files."""
         return self.layout.rank == 0
 
+    def read(self, stream: TokenStream, starts: Iterable[int], **more: Any) -> Batch:
+        """Return the windows of a stream at ``starts`` as a batch; ``more`` is for :meth:`batch`."""
+        train = self.assembly.spec.train
+        windows_BS = read_windows(stream, starts, seq_len=train.seq_len, vocab_size=self.data.vocab_size)
+        numbers_BS = number_documents(stream, starts, seq_len=train.seq_len) if train.document_mask else None
+        return self.batch(windows_BS, documents_BS=numbers_BS, **more)
+
     def batch(
         self,
-        windows_BS: np.ndarray[Any, np.dtype[np.int64]],
+        windows_BS: Ids,
         *,
+        documents_BS: Ids | None = None,
         valid: int | None = None,
-        seeds_B: np.ndarray[Any, np.dtype[np.int64]] | None = None,
+        seeds_B: Ids | None = None,
     ) -> Batch:
         """Return windows ``(B, S+1)`` as a batch on the device; sequences from ``valid`` on are padding.
 
+        ``documents_BS`` numbers the documents of the windows, ascending ``(B, S+1)``: positions restart in each, and
+        the last token of a document is padding, because its label is in another one. None: a window is one document.
         ``seeds_B`` seeds the random draws of each sequence; None: nothing is drawn.
         """
-        tokens = torch.from_numpy(windows_BS)
-        mask = None
-        if valid is not None and valid < len(tokens):
-            mask = torch.zeros(len(tokens), tokens.shape[1] - 1, dtype=torch.bool)
-            mask[:valid] = True
-            mask = mask.to(self.device)
-        ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        seeds = None if seeds_B is None else torch.from_numpy(seeds_B).to(self.device)
-        return Batch(ids_BS=ids.to(self.device), labels_BS=labels.to(self.device), mask_BS=mask, seeds_B=seeds)
+        tokens_BS, mask_BS, positions_BS = torch.from_numpy(windows_BS), None, None
+        if documents_BS is not None:
+            mask_BS = torch.from_numpy(documents_BS[:, :-1] == documents_BS[:, 1:])
+            documents_BS = documents_BS[:, :-1]
+            positions_BS = self._placed(_positions(documents_BS))
+        if valid is not None and valid < len(tokens_BS):
+            mask_BS = torch.ones_like(tokens_BS[:, 1:], dtype=torch.bool) if mask_BS is None else mask_BS
+            mask_BS[valid:] = False
+        return Batch(
+            ids_BS=tokens_BS[:, :-1].contiguous().to(self.device),
+            labels_BS=tokens_BS[:, 1:].contiguous().to(self.device),
+            mask_BS=None if mask_BS is None else mask_BS.to(self.device),
+            positions_BS=positions_BS,
+            documents_BS=self._placed(documents_BS),
+            seeds_B=self._placed(seeds_B),
+        )
+
+    def _placed(self, values: Ids | None) -> torch.Tensor | None:
+        return None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+def _positions(documents_BS: Ids) -> Ids:
+    """Return the position of each token in its document, or in the part of it that the window holds."""
+    place_S = np.arange(documents_BS.shape[1])
+    starts_BS = np.diff(documents_BS, axis=1, prepend=documents_BS[:, :1]) != 0
+    return place_S - np.maximum.accumulate(np.where(starts_BS, place_S, 0), axis=1)
 
 
 @contextmanager
@@ -176,6 +206,12 @@ def _fitting(data: DataSource, assembly: Assembly) -> DataSource:
     if room is not None and data.vocab_size > room:
         what = f"the tokenizer has {data.vocab_size} ids and model.vocab_size is {room}."
         raise PlanError(what, f"Use model.vocab_size: {data.vocab_size}.")
+    if assembly.spec.train.document_mask:
+        for stream in (data.train, data.heldout):
+            if stream.document_starts(0, 1) is None:
+                what = f"{stream.name or type(stream).__name__} does not tell where documents start."
+                fix = "Use train.document_mask: false, or a source that tells."
+                raise PlanError(f"train.document_mask keeps documents apart, and {what}", fix)
     return data
 
 

@@ -23,8 +23,7 @@ from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
 from moefw.training.agreement import anywhere, raise_together
 from moefw.training.clock import StepClock
-from moefw.training.data.order import BatchOrder
-from moefw.training.data.windows import read_windows
+from moefw.training.data.blend.order import training_order
 from moefw.training.engine import Engine, StepResult
 from moefw.training.errors import StoppedError
 from moefw.training.evaluation import evaluation, evaluation_starts
@@ -88,8 +87,8 @@ class Trainer:
         )
         self.spikes = LossSpikes(spec.loss_spike)
         self.guard = PluginGuard(assembly, session.layout.rank)
-        self.order = BatchOrder(
-            num_tokens=len(session.data.train),
+        self.order = training_order(
+            session.data,
             seq_len=spec.seq_len,
             sequences_per_step=spec.tokens_per_step // spec.seq_len,
             seed=assembly.spec.run.seed,
@@ -188,7 +187,6 @@ class Trainer:
     def _micro_batches(self, step: int) -> Iterator[Batch]:
         """Yield this rank's share of the step's sequences, ``micro_batch`` at a time."""
         layout, stream, size = self.session.layout, self.session.data.train, self.spec.micro_batch
-        vocab_size = self.session.data.vocab_size
         starts = self.order.starts(step)
         each = len(starts) // layout.size("dp")
         begin = layout.index("dp") * each
@@ -197,8 +195,7 @@ class Trainer:
         seeds = sequence_seeds(self.session.assembly.spec.run.seed, numbers)
         for first in range(0, each, size):
             chosen = slice(first, first + size)
-            windows = read_windows(stream, mine[chosen], seq_len=self.spec.seq_len, vocab_size=vocab_size)
-            yield self.session.batch(windows, seeds_B=seeds[chosen])
+            yield self.session.read(stream, mine[chosen], seeds_B=seeds[chosen])
 
     def _due(self, step: int, every: int) -> bool:
         """Return whether an action with period ``every``, which also follows the last step, is due after ``step``."""

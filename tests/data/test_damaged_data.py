@@ -15,7 +15,7 @@ import pytest
 from data_cases import all_of, prepared_folders, write
 from moefw import ContractError, DataError, DataSource, TokenStream
 from moefw.training.data import Text, hashed
-from moefw.training.data.hashed import CHUNK_BYTES, HashedFile, chunk_hashes
+from moefw.training.data.hashed import CHUNK_BYTES, HashedFile, KnownHashes, chunk_hashes
 from moefw.training.data.prepared import open_prepared
 from moefw.training.data.windows import read_windows
 
@@ -27,13 +27,14 @@ def flip(path: Path, bit: int) -> None:
 
 
 def read_all(source: DataSource) -> None:
-    all_of(source.train)
-    all_of(source.heldout)
+    for stream in (source.train, source.heldout):
+        all_of(stream)
+        stream.document_starts(0, len(stream))
     assert source.heldout_bytes
 
 
 @pytest.mark.fault("a bit of the prepared {id} flips", "found when it is read; the file is named")
-@pytest.mark.parametrize("name", ["train.bin", "heldout.bin", "heldout.raw"])
+@pytest.mark.parametrize("name", ["train.bin", "train.starts", "heldout.bin", "heldout.starts", "heldout.raw"])
 def test_a_flipped_bit_is_found_when_it_is_read_and_its_file_named(corpus, cache, name):
     options = Text(path=str(corpus), heldout=0.3)
     options.prepare(cache)
@@ -83,7 +84,7 @@ def test_data_that_become_shorter_while_they_are_read_are_named(corpus, cache):
 def test_a_chunk_is_hashed_once_and_only_where_it_is_read(tmp_path, monkeypatch):
     content = random.Random(0).randbytes(4 * CHUNK_BYTES + 5)
     path = write(tmp_path, {"file": content}) / "file"
-    file = HashedFile(path, size=len(content), hashes=chunk_hashes(path))
+    file = HashedFile(path, size=len(content), hashes=KnownHashes(chunk_hashes(path)), fix="")
     sizes = []
 
     def sha256(data: bytes) -> object:

@@ -7,7 +7,7 @@ import pytest
 from data_cases import message, prepared_folders, write
 from moefw import DataError
 from moefw.training.data import Text
-from moefw.training.data.corpus import Document, pieces
+from moefw.training.data.corpus import Document
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path, cache):
@@ -54,12 +54,12 @@ def test_a_named_file_without_usable_text_says_why(tmp_path, cache, content, exp
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
     path = write(tmp_path, {"a.txt": "abc"}) / "a.txt"
     with pytest.raises(DataError, match=r"a\.txt became shorter while it was read\. Run again\."):
-        list(pieces(Document("a.txt", path, 0, 4, 0)))
+        list(Document("a.txt", path, 0, 4, 0).pieces())
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     with pytest.raises(DataError, match=r"gone\.txt cannot be read: no such file or directory\."):
-        list(pieces(Document("gone.txt", tmp_path / "gone.txt", 0, 4, 0)))
+        list(Document("gone.txt", tmp_path / "gone.txt", 0, 4, 0).pieces())
 
 
 def test_a_tokenizer_that_is_not_there_or_none_is_named(tmp_path, corpus, cache):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data_cases import all_of, examples, prepared_folders, python, write
 from moefw.training.data import Text, moefw_data_sources
-from moefw.training.data.corpus import Document, find_corpus, halves, pieces, text_end
-from moefw.training.data.source import split_documents
+from moefw.training.data.corpus import Document, find_corpus, halves, text_end
+from moefw.training.data.split import split_documents
 
 
 def test_the_hook_declares_the_source():
@@ -80,7 +81,7 @@ def test_pieces_of_a_document_are_its_bytes(tmp_path, monkeypatch):
     content = ("é" * 50 + "\n" + "word " * 7 + "\n" + "🙂" * 30).encode()
     path = write(tmp_path, {"a": content}) / "a"
     monkeypatch.setattr("moefw.training.data.corpus.PIECE_BYTES", 10)
-    parts = list(pieces(Document("a", path, 0, len(content), 0)))
+    parts = list(Document("a", path, 0, len(content), 0).pieces())
     assert b"".join(parts) == content
     assert len(parts) > 10
     assert all(part.decode() for part in parts)
@@ -93,6 +94,10 @@ def test_the_two_sides_are_the_corpus_and_share_no_document(corpus, cache):
     assert sorted(sides[0] + sides[1]) == expected
     assert len(set(expected)) == len(expected)
     assert source.heldout_bytes == b"".join(sides[1])
+    for stream, documents in zip((source.train, source.heldout), sides, strict=True):
+        starts = np.cumsum([0, *(len(document) + 1 for document in documents)])[:-1].tolist()
+        assert stream.document_starts(0, len(stream)).tolist() == starts
+        assert stream.document_starts(1, starts[1]).tolist() == starts[1:2]
 
 
 def test_a_document_keeps_its_side_when_others_come_or_the_corpus_moves(tmp_path):
@@ -133,6 +138,6 @@ def test_a_single_file_is_cut_between_characters(tmp_path_factory, text, share):
     path = tmp_path_factory.mktemp("one") / "a"
     path.write_text(text, encoding="utf-8", newline="")
     head, tail = halves(Document("a", path, 0, path.stat().st_size, 0), share)
-    parts = [b"".join(pieces(part)).decode() for part in (head, tail)]
+    parts = [b"".join(part.pieces()).decode() for part in (head, tail)]
     assert all(parts)
     assert "".join(parts) == text

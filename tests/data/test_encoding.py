@@ -17,11 +17,11 @@ from data_cases import EOT, all_of, examples, write
 from hand_clock import Time
 from moefw.training.data import Text, corpus_ids
 from moefw.training.data.bpe import train_bpe
-from moefw.training.data.corpus import find_corpus, pieces, text_documents
+from moefw.training.data.corpus import find_corpus, text_documents
 from moefw.training.data.corpus_ids import after_words
 from moefw.training.data.encoding import EncodingProcess
 from moefw.training.data.progress import EncodingProgress
-from moefw.training.data.source import split_documents
+from moefw.training.data.split import split_documents
 from moefw.training.data.tokenizers import JsonTokenizer, TextTokenizer
 
 LINES = "a fox's  jump \n\n\n   over, 12 dogs\r\n\r\n\t\tis it?\n we'll é é  你好\u00a0 x\u2028 \x1c y ...  !\n" * 4
@@ -111,7 +111,7 @@ def test_ids_of_a_corpus_are_those_of_its_pieces_one_by_one(kind, ours, metaspac
         for number, document in enumerate(documents):
             if number and tokenizer.separator is not None:
                 wanted.append(tokenizer.separator)
-            wanted += [id for piece in pieces(document) for id in tokenizer.encode(piece).tolist()]
+            wanted += [id for piece in document.pieces() for id in tokenizer.encode(piece).tolist()]
         assert all_of(stream) == wanted
 
 

@@ -90,9 +90,9 @@ def test_of_a_killed_preparation_nothing_is_used(corpus, cache, tmp_path):
     code = """
 import os, sys
 from pathlib import Path
-import moefw.training.data.source as source
+import json
 from moefw.training.data import Text
-source.json.dumps = lambda *_, indent=None, dumps=source.json.dumps: os._exit(9) if indent else dumps(*_)
+json.dumps = lambda *_, indent=None, dumps=json.dumps: os._exit(9) if indent else dumps(*_)
 Text(path=sys.argv[1]).prepare(Path(sys.argv[2]))
 """
     process = python(code, corpus, cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from data_cases import EOT, all_of, prepared_folders, write
 from moefw.training.data import Text
 from moefw.training.data import source as preparation
 from moefw.training.data.bpe import train_bpe
-from moefw.training.data.hashed import HashedFile, chunk_hashes
+from moefw.training.data.hashed import HashedFile, KnownHashes, chunk_hashes
+from moefw.training.data.numbers import NumberFile
 from moefw.training.data.tokenizers import ByteTokenizer, JsonTokenizer
-from moefw.training.data.tokens import TokenFile, TokenWriter, token_dtype
+from moefw.training.data.tokens import STARTS, TokenFile, TokenWriter, token_dtype
 
 
 def test_bytes_go_there_and_back(corpus, cache):
@@ -108,19 +110,32 @@ def test_ids_with_gaps_lie_below_the_vocab_size():
     assert tokenizer.separator is None
 
 
+def numbers(path: Path, dtype: np.dtype) -> NumberFile:
+    hashes = KnownHashes(chunk_hashes(path))
+    return NumberFile(HashedFile(path, size=path.stat().st_size, hashes=hashes, fix=""), dtype)
+
+
 @pytest.mark.parametrize(("vocab_size", "num_bytes"), [(256, 1), (257, 2), (65536, 2), (65537, 4)])
 def test_a_token_file_gives_back_what_was_written(tmp_path, vocab_size, num_bytes):
     ids = np.array([0, vocab_size - 1, 5, 0], dtype=np.int64)
     with TokenWriter(tmp_path / "tokens", vocab_size=vocab_size) as writer:
+        writer.start_document()
         writer.write(ids[:3])
         writer.write(ids[:0])
+        writer.start_document()
         writer.write(ids[3:])
-    path = tmp_path / "tokens"
-    file = HashedFile(path, size=path.stat().st_size, hashes=chunk_hashes(path))
-    stream = TokenFile(file, dtype=token_dtype(vocab_size))
+    stream = TokenFile(
+        numbers(tmp_path / "tokens", token_dtype(vocab_size)), numbers(tmp_path / "tokens.starts", STARTS)
+    )
     assert len(stream) == writer.num_tokens == 4
     assert (tmp_path / "tokens").stat().st_size == 4 * num_bytes
     assert all_of(stream) == ids.tolist()
+    assert [stream.document_starts(*part).tolist() for part in ((0, 4), (1, 2), (1, 3), (3, 1))] == [
+        [0, 3],
+        [],
+        [3],
+        [3],
+    ]
     assert stream.read(1, 2).dtype == np.int64
     assert stream.read(4, 0).size == 0
     with pytest.raises(AssertionError):

@@ -78,15 +78,17 @@ def test_every_sequence_of_a_run_has_a_seed_of_its_own_whoever_asks() -> None:
 
 def seeds_of(rank: int, ranks: int, micro_batch: int, step: int) -> torch.Tensor:
     """The seeds of a rank's sequences in a step of 12, over its micro-batches."""
+    spec = SimpleNamespace(micro_batch=micro_batch, seq_len=4, document_mask=False)
     stream = SimpleNamespace(name="text", read=lambda start, count: np.arange(start, start + count))
     session: Any = SimpleNamespace(
         layout=SimpleNamespace(size=lambda _: ranks, index=lambda _: rank),
         data=SimpleNamespace(vocab_size=1000, train=stream),
-        assembly=SimpleNamespace(spec=SimpleNamespace(run=SimpleNamespace(seed=5))),
+        assembly=SimpleNamespace(spec=SimpleNamespace(run=SimpleNamespace(seed=5), train=spec)),
         device=torch.device("cpu"),
     )
     session.batch = lambda *args, **kwargs: Session.batch(session, *args, **kwargs)
-    spec = SimpleNamespace(micro_batch=micro_batch, seq_len=4)
+    session.read = lambda *args, **kwargs: Session.read(session, *args, **kwargs)
+    session._placed = lambda values: Session._placed(session, values)
     order = SimpleNamespace(starts=lambda step: np.arange(12) + 100 * step, first=lambda step: 12 * step)
     trainer: Any = SimpleNamespace(session=session, spec=spec, order=order)
     batches = list(Trainer._micro_batches(trainer, step))

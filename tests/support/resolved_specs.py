@@ -46,6 +46,15 @@ def refusal(text: str, kind: type[MoefwError] = PlanError, **kwargs: Any) -> Pro
     return problem
 
 
+def problems_of(text: str) -> list[str]:
+    """Return the problems of a spec, which may have none."""
+    try:
+        resolved(text)
+    except MoefwError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
 def registry(**hooks: Sequence[type]) -> Registry:
     """Return the installed plugins and some more, by hook without its prefix."""
     module = types.ModuleType("more_parts")

@@ -45,7 +45,10 @@ class Choice:
 
 
 def chosen(hook: str, **kwargs: Any) -> Any:
-    """Return a spec field that holds a :class:`Choice` among the plugins of ``hook``."""
+    """Return a field that holds a :class:`Choice` among the plugins of ``hook``, or several.
+
+    As an option of a plugin, it holds several, and the plugins themselves in the place of their choices.
+    """
     return field(metadata={"hook": hook}, **kwargs)
 
 
@@ -53,6 +56,8 @@ def chosen(hook: str, **kwargs: Any) -> Any:
 class TrainSpec:
     """Length and hyperparameters of training. Token counts are global; ``micro_batch`` is in sequences per rank.
 
+    ``document_mask``: tokens attend within their document only, positions restart in each, and no label crosses its
+    end, in training and evaluation (false: a window of ``seq_len`` tokens is one document).
     ``weights``: a Hugging Face folder to start from (null: from random weights); ``model.preset`` may be the same one.
     ``record_routes``: write each token's experts into ``routes`` in the run's folder. ``replay_routes``: such a folder,
     whose experts are taken in place of the router's choices, for the same tokens (null: the router chooses).
@@ -69,6 +74,7 @@ class TrainSpec:
     tokens_per_step: int = field(default=8192, validator=ge(1))
     micro_batch: int = field(default=4, validator=ge(1))
     seq_len: int = field(default=512, validator=ge(2))
+    document_mask: bool = False
     lr: float = field(default=3e-3, validator=gt(0.0))
     optimizer: Choice = chosen("moefw_optimizers")
     schedule: Choice = chosen("moefw_schedules")
@@ -129,6 +135,11 @@ def plugin_fields(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, s
             yield here, hook, value
         elif attrs.has(type(value)):
             yield from plugin_fields(value, here)
+
+
+def inner_plugins(part: Any) -> list[Any]:
+    """Return the plugins that the options of a plugin name."""
+    return [inner for _, _, inner in plugin_fields(part)]
 
 
 def with_defaults(tree: Tree, defaults: Tree) -> Tree:

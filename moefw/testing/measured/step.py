@@ -18,6 +18,7 @@ from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.stages import Batch
+from moefw.planner.micro_batch import with_documents
 from moefw.planner.operations import Operations
 from moefw.recording.even import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
@@ -119,7 +120,8 @@ class _Step:
         train = self.assembly.spec.train
         ids_BS = [torch.zeros(train.micro_batch, train.seq_len, dtype=torch.int64) for _ in range(count)]
         seeds_B = torch.arange(train.micro_batch)
-        return [Batch(ids_BS=ids, labels_BS=ids.clone(), seeds_B=seeds_B) for ids in ids_BS]
+        batches = [Batch(ids_BS=ids, labels_BS=ids.clone(), seeds_B=seeds_B) for ids in ids_BS]
+        return [with_documents(batch) for batch in batches] if train.document_mask else batches
 
     @contextmanager
     def _clock(self, section: str) -> Iterator[None]:

@@ -31,6 +31,31 @@ class Document:
     stop: int
     mtime_ns: int
 
+    @property
+    def place(self) -> str:
+        """The file."""
+        return str(self.path)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes in order, about 4 MiB at a time, each piece but the last cut by :func:`text_end`."""
+        carry = b""
+        left = self.stop - self.start
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                while left:
+                    stamp(f"preparing data: {self.name}")
+                    block = file.read(min(PIECE_BYTES, left))
+                    if not block:
+                        raise DataError(f"{self.path} became shorter while it was read.", "Run again.")
+                    left -= len(block)
+                    block = carry + block
+                    end = text_end(block) if left else len(block)
+                    yield block[:end]
+                    carry = block[end:]
+        except OSError as error:
+            raise unreadable(error, self.path) from error
+
 
 @frozen
 class Corpus:
@@ -53,7 +78,7 @@ def find_corpus(path: str | None, suffixes: Sequence[str]) -> Corpus:
     try:
         return _find(path, suffixes)
     except OSError as error:
-        raise _unreadable(error, Path(path or "")) from error
+        raise unreadable(error, Path(path or "")) from error
 
 
 def _find(path: str | None, suffixes: Sequence[str]) -> Corpus:
@@ -72,7 +97,7 @@ def _find(path: str | None, suffixes: Sequence[str]) -> Corpus:
     files = tuple(_walk(root, suffixes))
     if not files:
         ending = f" that ends in {' or '.join(suffixes)}" if suffixes else ""
-        fix = "Hidden files and folders do not count; change data.path or data.suffixes."
+        fix = "Hidden files and folders do not count; change data.path, or the endings."
         raise DataError(f"data.path: the folder {root} holds no file{ending}.", fix)
     return Corpus(root, files, named=False)
 
@@ -89,27 +114,6 @@ def text_documents(corpus: Corpus) -> tuple[Document, ...]:
         what = f"data.path: the folder {corpus.root} holds no text: {len(flaws)} files were skipped ({skipped})."
         raise DataError(what, "Name a folder of UTF-8 text files.")
     return documents
-
-
-def pieces(document: Document) -> Iterator[bytes]:
-    """Yield the document's bytes in order, about 4 MiB at a time, each piece but the last cut by :func:`text_end`."""
-    carry = b""
-    left = document.stop - document.start
-    try:
-        with document.path.open("rb") as file:
-            file.seek(document.start)
-            while left:
-                stamp(f"preparing data: {document.name}")
-                block = file.read(min(PIECE_BYTES, left))
-                if not block:
-                    raise DataError(f"{document.path} became shorter while it was read.", "Run again.")
-                left -= len(block)
-                block = carry + block
-                end = text_end(block) if left else len(block)
-                yield block[:end]
-                carry = block[end:]
-    except OSError as error:
-        raise _unreadable(error, document.path) from error
 
 
 def text_end(block: bytes) -> int:
@@ -169,7 +173,7 @@ def _flaw(file: Document) -> str:
     """Return why a file is no document; empty if it is one."""
     blank = True
     position = 0
-    for piece in pieces(file):
+    for piece in file.pieces():
         zero = piece.find(b"\0")
         if zero >= 0:
             return f"holds a zero byte (at byte {position + zero}), so it is not text"
@@ -183,9 +187,10 @@ def _flaw(file: Document) -> str:
 
 
 def _read(document: Document) -> bytes:
-    return b"".join(pieces(document))
+    return b"".join(document.pieces())
 
 
-def _unreadable(error: OSError, path: Path) -> DataError:
+def unreadable(error: OSError, path: Path) -> DataError:
+    """Return the error for a file of a corpus that cannot be read."""
     reason = (error.strerror or str(error)).lower()
     return DataError(f"{error.filename or path} cannot be read: {reason}.", "Check its permissions.")

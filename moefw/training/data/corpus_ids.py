@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefw.core.errors import DataError
-from moefw.training.data.corpus import Document, pieces
 from moefw.training.data.encoding import EncodingError
+from moefw.training.data.split import TextDocument
 from moefw.training.data.tokenizers import TextTokenizer
 from moefw.training.data.tokens import TokenWriter
 
@@ -30,26 +30,29 @@ Encode = Callable[[Sequence[bytes]], Sequence[NDArray[np.integer[Any]]]]
 
 def write_tokens(
     path: Path,
-    documents: Sequence[Document],
+    documents: Iterable[TextDocument],
     tokenizer: TextTokenizer,
     encode: Encode,
     done: Callable[[int], None],
 ) -> int:
-    """Write the ids of documents in order and return their number. ``done`` gets the number of bytes encoded.
+    """Write the ids of documents in order, and where each document starts; return the number of ids.
 
-    The ids equal those of each document's pieces, encoded one by one. Raises DataError that names a failing document.
+    ``done`` gets the number of bytes encoded. The ids equal those of each document's pieces, encoded one by one. Raises
+    DataError that names a failing document.
     """
     separator = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype=np.int64)
     fine = tokenizer.parts_after_words
-    before = documents[0]
+    before = None
     with TokenWriter(path, vocab_size=tokenizer.vocab_size) as tokens:
         for batch in _batches(documents, fine=fine):
             for (document, part), ids in zip(batch, _encoded(batch, encode), strict=True):
                 if document is not before:
-                    tokens.write(separator)
+                    if before is not None:
+                        tokens.write(separator)
+                    tokens.start_document()
+                    before = document
                 tokens.write(ids)
                 done(len(part))
-                before = document
     return tokens.num_tokens
 
 
@@ -63,12 +66,12 @@ def after_words(text: bytes, size: int) -> Iterator[bytes]:
         start = end
 
 
-def _batches(documents: Sequence[Document], *, fine: bool) -> Iterator[list[tuple[Document, bytes]]]:
+def _batches(documents: Iterable[TextDocument], *, fine: bool) -> Iterator[list[tuple[TextDocument, bytes]]]:
     """Yield batches of parts of documents in order, each of about the batch size in bytes."""
     room = most = BATCH_BYTES if fine else WHOLE_BATCH_BYTES
-    batch: list[tuple[Document, bytes]] = []
+    batch: list[tuple[TextDocument, bytes]] = []
     for document in documents:
-        for piece in pieces(document):
+        for piece in document.pieces():
             for part in after_words(piece, PART_BYTES) if fine else [piece]:
                 batch.append((document, part))
                 room -= len(part)
@@ -78,10 +81,10 @@ def _batches(documents: Sequence[Document], *, fine: bool) -> Iterator[list[tupl
     yield batch
 
 
-def _encoded(batch: Sequence[tuple[Document, bytes]], encode: Encode) -> Sequence[NDArray[np.integer[Any]]]:
+def _encoded(batch: Sequence[tuple[TextDocument, bytes]], encode: Encode) -> Sequence[NDArray[np.integer[Any]]]:
     try:
         return encode([part for _, part in batch])
     except EncodingError as error:
         document, _ = batch[error.text]
-        what = f"data.tokenizer: {document.path} cannot be encoded: {error.reason}."
+        what = f"data.tokenizer: {document.place} cannot be encoded: {error.reason}."
         raise DataError(what, "Use another tokenizer, or leave that text out.") from error

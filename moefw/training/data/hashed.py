@@ -6,7 +6,7 @@ import hashlib
 import os
 import weakref
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Protocol, final
 
 from moefw.core.errors import DamagedDataError
 
@@ -29,17 +29,60 @@ def num_chunks(size: int) -> int:
     return -(-size // CHUNK_BYTES)
 
 
+class Hashes(Protocol):
+    """Hashes of a file's chunks, ``since`` when they are known."""
+
+    since: str
+
+    def fits(self, chunk: int, found: bytes) -> bool:
+        """Return whether ``found`` is the hash of a chunk."""
+
+
+@final
+class KnownHashes(Hashes):
+    """The result of :func:`chunk_hashes`."""
+
+    since = "it was written"
+
+    def __init__(self, hashes: bytes) -> None:
+        self._hashes = hashes
+
+    def fits(self, chunk: int, found: bytes) -> bool:
+        """Compare."""
+        return found == self._hashes[chunk * HASH_BYTES :][:HASH_BYTES]
+
+
+@final
+class SeenHashes(Hashes):
+    """Hashes of chunks as they were first read, by any process: a file at ``path`` that all of them share.
+
+    It is sparse, and made if it is not there. A process that is killed leaves whole hashes. Raises OSError.
+    """
+
+    since = "it was first read"
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def fits(self, chunk: int, found: bytes) -> bool:
+        """Compare, or note the hash of a chunk that nobody has read yet."""
+        seen = os.pread(self._descriptor, HASH_BYTES, chunk * HASH_BYTES)
+        if not any(seen):
+            os.pwrite(self._descriptor, found, chunk * HASH_BYTES)
+        return found == seen or not any(seen)
+
+
 @final
 class HashedFile:
-    """A file of ``size`` bytes that is no longer written; ``hashes`` is the result of :func:`chunk_hashes` for it.
+    """A file of ``size`` bytes that is no longer written. ``fix`` is the remedy for damage.
 
     A chunk is checked at its first read. The file is read, not memory-mapped: a disk error under a mapping kills the
     process without a message. Raises OSError if there is no such file.
     """
 
-    def __init__(self, path: Path, *, size: int, hashes: bytes) -> None:
-        assert len(hashes) == HASH_BYTES * num_chunks(size)
-        self.path, self.size = path, size
+    def __init__(self, path: Path, *, size: int, hashes: Hashes, fix: str) -> None:
+        self.path, self.size, self._fix = path, size, fix
         self._hashes, self._checked = hashes, bytearray(num_chunks(size))
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
@@ -55,8 +98,9 @@ class HashedFile:
     def _check(self, chunk: int) -> None:
         first = chunk * CHUNK_BYTES
         found = hashlib.sha256(self._read(first, min(CHUNK_BYTES, self.size - first))).digest()
-        if found != self._hashes[chunk * HASH_BYTES :][:HASH_BYTES]:
-            raise self._damaged(f"has changed since it was written (bytes {first:,} to {first + CHUNK_BYTES:,})")
+        if not self._hashes.fits(chunk, found):
+            place = f"(bytes {first:,} to {first + CHUNK_BYTES:,})"
+            raise self._damaged(f"has changed since {self._hashes.since} {place}")
         self._checked[chunk] = True
 
     def _read(self, start: int, count: int) -> bytes:
@@ -73,5 +117,4 @@ class HashedFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _damaged(self, what: str) -> DamagedDataError:
-        fix = f"Delete the folder {self.path.parent}: it is made anew from the text."
-        return DamagedDataError(f"the prepared data are damaged: {self.path} {what}.", fix)
+        return DamagedDataError(f"the prepared data are damaged: {self.path} {what}.", self._fix)

@@ -1,19 +1,25 @@
-"""The options of ``text``, which determine its prepared files."""
+"""Options that sources share. They determine prepared files."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator, Sequence
 
 from attrs import field, frozen
 from attrs.validators import and_, gt, lt, min_len, optional
 
+import moefw
+from moefw.core.plugin import DataSourcePlugin
+from moefw.core.site import Site
+
+NUM_BYTES = 256
+
 
 @frozen(kw_only=True)
-class Options:
-    """The text and how it is tokenized: see :class:`moefw.training.data.Text`."""
+class Tokenized(DataSourcePlugin):
+    """How documents are tokenized and split: see :class:`moefw.training.data.Text`."""
 
-    path: str | None = field(default=None, validator=optional(min_len(1)))
-    suffixes: tuple[str, ...] = ()
     tokenizer: str = field(default="bytes", validator=min_len(1))
     heldout: float = field(default=0.05, validator=and_(gt(0.0), lt(1.0)))
 
@@ -22,3 +28,42 @@ class Options:
         """Number of ids of a vocabulary that is made from the text; None: it is not made from it."""
         number = re.fullmatch("bpe-([0-9]{1,9})", self.tokenizer)
         return int(number[1]) if number else None
+
+    def needs(self, site: Site) -> Sequence[moefw.Need]:
+        """Return the need of a BPE vocabulary for token ids."""
+        if self.bpe_size is None:
+            return []
+        fix = f"Use model.vocab_size: {self.bpe_size}."
+        return [
+            moefw.need("token_ids", self.bpe_size, reason=f"{self.tokenizer} has them", fix=fix, option="tokenizer")
+        ]
+
+    def check(self, site: Site) -> Sequence[moefw.Problem | Iterator[moefw.Problem]]:
+        """Return the problems of ``bpe-N``: too few ids for all bytes and the end of a text, or a misspelt name."""
+        if self.bpe_size is None:
+            slip = re.match(r"\s*bpe", self.tokenizer, re.IGNORECASE) and not re.search(r"/|\.json$", self.tokenizer)
+            what = f"{self.tokenizer!r} is neither bytes, nor bpe- and a number, nor the path of a tokenizer.json."
+            return [moefw.Problem(what, "Use for example bpe-2048.", "tokenizer")] if slip else []
+        if self.bpe_size > NUM_BYTES:
+            return []
+        what = f"{self.tokenizer} has no room for all {NUM_BYTES} bytes and the end of a text."
+        return [moefw.Problem(what, f"Use bpe-{NUM_BYTES + 1} or more.", "tokenizer")]
+
+    @property
+    def absolute_tokenizer(self) -> str:
+        """The tokenizer, as an absolute path if it is a file."""
+        names_no_file = self.tokenizer == "bytes" or self.bpe_size is not None
+        return self.tokenizer if names_no_file else absolute(self.tokenizer)
+
+
+@frozen(kw_only=True)
+class Options(Tokenized):
+    """The text and how it is tokenized: see :class:`moefw.training.data.Text`."""
+
+    path: str | None = field(default=None, validator=optional(min_len(1)))
+    suffixes: tuple[str, ...] = ()
+
+
+def absolute(path: str) -> str:
+    """Return a path from the root, ``~`` expanded."""
+    return os.path.abspath(os.path.expanduser(path))

@@ -6,10 +6,11 @@ last token of a window is the first of the next one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from numpy.typing import NDArray
 
 from moefw.core.errors import DataError
@@ -30,6 +31,9 @@ class BatchOrder:
     sequences_per_step: int
     seed: int
     begin: int = 0
+    _epoch: Callable[[int, int, int], tuple[NDArray[np.int64], int]] = field(
+        init=False, eq=False, repr=False, factory=lambda: lru_cache(maxsize=2)(_epoch_order)
+    )
 
     def __attrs_post_init__(self) -> None:
         _check_enough("training", self.num_tokens, self.seq_len, "Use more text, or a shorter train.seq_len.")
@@ -45,13 +49,16 @@ class BatchOrder:
 
     def starts(self, step: int) -> NDArray[np.int64]:
         """Return where the windows of ``step`` (from 0) start: ``(sequences_per_step,)``, int64."""
+        return self.windows(self.first(step), self.sequences_per_step)
+
+    def windows(self, position: int, count: int) -> NDArray[np.int64]:
+        """Return where ``count`` windows from number ``position`` of the order start: ``(count,)``, int64."""
         shifts = min(self.seq_len, self.num_tokens - self.num_windows * self.seq_len)
-        position = self.first(step)
-        end = position + self.sequences_per_step
-        parts = []
+        end = position + count
+        parts = [np.empty(0, np.int64)]
         while position < end:
             epoch, first = divmod(position, self.num_windows)
-            windows, draw = _epoch_order(self.seed, epoch, self.num_windows)
+            windows, draw = self._epoch(self.seed, epoch, self.num_windows)
             part = windows[first : first + end - position]
             parts.append(part * self.seq_len + draw % shifts)
             position += len(part)
@@ -71,7 +78,6 @@ def heldout_windows(num_tokens: int, *, seq_len: int, max_tokens: int) -> NDArra
     return np.arange(wanted, dtype=np.int64) * present // wanted * seq_len
 
 
-@lru_cache(maxsize=2)
 def _epoch_order(seed: int, epoch: int, num_windows: int) -> tuple[NDArray[np.int64], int]:
     """Return a permutation of the windows and a number to draw the shift from.
 

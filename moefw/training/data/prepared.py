@@ -10,19 +10,23 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from moefw.core.errors import DamagedDataError
-from moefw.training.data.hashed import CHUNK_BYTES, HASH_BYTES, HashedFile, chunk_hashes, num_chunks
+from moefw.core.errors import DamagedDataError, DataError
+from moefw.training.data.corpus import CACHE_TAG
+from moefw.training.data.hashed import CHUNK_BYTES, HASH_BYTES, HashedFile, KnownHashes, chunk_hashes, num_chunks
 from moefw.training.folder import TOKENIZER
 
 TRAIN, HELDOUT, HELDOUT_TEXT = "train.bin", "heldout.bin", "heldout.raw"
+SEEN = "seen.bin"
+"""The hashes of files elsewhere, which become more when the folder is complete."""
 _META, _HASHES, _OWN_HASH = "meta.json", "hashes.bin", "sha256"
+_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by moefw; may be deleted.\n"
 
 
 @frozen(kw_only=True)
@@ -35,7 +39,9 @@ class Prepared:
 
     def open(self, name: str) -> HashedFile:
         """Open a file of the folder. Raises OSError if it is not there."""
-        return HashedFile(self.folder / name, size=self.meta["bytes"][name], hashes=self._hashes_of(name))
+        fix = f"Delete the folder {self.folder}: it is made anew from the text."
+        hashes = KnownHashes(self._hashes_of(name))
+        return HashedFile(self.folder / name, size=self.meta["bytes"][name], hashes=hashes, fix=fix)
 
     def read(self, name: str) -> bytes:
         """Return a whole file. Raises DamagedDataError."""
@@ -43,9 +49,8 @@ class Prepared:
 
     @property
     def digest(self) -> str:
-        """A hash of the ids in both streams, and of the tokenizer that made them."""
-        streams = [[name, self._hashes_of(name).hex()] for name in (TRAIN, HELDOUT)]
-        return _hash([self.meta["tokenizer"], self.meta["dtype"], streams])
+        """A hash of all files, and of the tokenizer. ``sample`` is a part of ids that are not in the folder."""
+        return _hash([self.meta.get(key) for key in ("tokenizer", "dtype", "bytes", "hashes", "sample")])
 
     def _hashes_of(self, name: str) -> bytes:
         sizes: Mapping[str, int] = self.meta["bytes"]
@@ -53,9 +58,43 @@ class Prepared:
         return self.hashes[before * HASH_BYTES :][: num_chunks(sizes[name]) * HASH_BYTES]
 
 
+def prepare_folder(cache_dir: Path, identity: Iterable[Any], fill: Callable[[Path], None]) -> Prepared:
+    """Return the data in a folder of the cache, filled in this call unless an earlier one did it.
+
+    Data with another ``identity``, an iterable of plain data, have another folder. Files are written to a temporary
+    folder that is renamed when complete, so a process may be killed at any time, and several may prepare at once.
+    Raises DataError.
+    """
+    digest = hashlib.sha256()
+    for entry in identity:
+        digest.update(json.dumps(entry).encode() + b"\n")
+    folder = cache_dir / digest.hexdigest()[:32]
+    prepared = open_prepared(folder)
+    if prepared is None:
+        with new_folder(folder) as partial:
+            (partial / CACHE_TAG).write_text(_TAG, encoding="utf-8")
+            fill(partial)
+        prepared = open_prepared(folder)
+    if prepared is None:
+        what = f"the prepared data in {folder} have changed as soon as they were written."
+        raise DataError(what, "Leave that folder alone, or set MOEFW_CACHE to another one.")
+    return prepared
+
+
+@contextmanager
+def kept_in(cache_dir: Path) -> Iterator[None]:
+    """Raise an OSError of the cache as a DataError."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        what = f"the prepared data cannot be kept in {cache_dir}: {reason}."
+        raise DataError(what, "Set MOEFW_CACHE to a folder that can be written and has room.") from error
+
+
 def describe(folder: Path, meta: Mapping[str, Any]) -> None:
     """Write ``meta.json`` and ``hashes.bin`` for all files that are in a folder now."""
-    files = sorted(folder.iterdir())
+    files = sorted(path for path in folder.iterdir() if path.name != SEEN)
     hashes = b"".join(map(chunk_hashes, files))
     (folder / _HASHES).write_bytes(hashes)
     sizes = {path.name: path.stat().st_size for path in files}

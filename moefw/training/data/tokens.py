@@ -1,16 +1,21 @@
-"""Token files: the ids of a corpus in order, in the smallest type that holds them, little endian."""
+"""Token files: the ids of a corpus in order, in the smallest type that holds them, and where its documents start."""
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefw.core.data import TokenStream
-from moefw.training.data.hashed import HashedFile
+from moefw.training.data.numbers import NumberFile
+
+STARTS: Final = np.dtype("<i8")
+"""The type of the files of document starts."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -21,32 +26,46 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @final
 class TokenFile(TokenStream):
-    """A token file, whose bytes are checked when they are first read."""
+    """The ids ``begin`` to ``end`` of a file. ``starts`` holds where documents start in the file, ascending."""
 
-    def __init__(self, file: HashedFile, *, dtype: np.dtype[Any]) -> None:
-        assert file.size % dtype.itemsize == 0
-        self.name = str(file.path)
-        self._file, self._dtype = file, dtype
+    def __init__(self, ids: NumberFile, starts: NumberFile, *, begin: int = 0, end: int | None = None) -> None:
+        self.name = f"{ids.name} from token {begin:,}" if begin else ids.name
+        self._ids, self._starts = ids, starts
+        self._begin, self._end = begin, len(ids) if end is None else end
 
     def __len__(self) -> int:
         """Return the number of tokens."""
-        return self._file.size // self._dtype.itemsize
+        return self._end - self._begin
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` ids from ``start``, int64; the range lies inside the file. Raises DamagedDataError."""
-        width = self._dtype.itemsize
-        return np.frombuffer(self._file.read(start * width, count * width), dtype=self._dtype).astype(np.int64)
+        """Return ``count`` ids from ``start``, int64; all are in the stream. Raises DamagedDataError."""
+        assert 0 <= start <= start + count <= len(self)
+        return self._ids.read(self._begin + start, count)
+
+    def document_starts(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return where documents start among ``count`` tokens from ``start``. Raises DamagedDataError."""
+        first, last = (bisect_left(self._starts, self._begin + place) for place in (start, start + count))
+        return self._starts.read(first, last - first) - self._begin
+
+
+def starts_file(path: Path) -> Path:
+    """Return the file of document starts beside a token file."""
+    return path.with_suffix(".starts")
 
 
 @final
 class TokenWriter:
-    """Writes a token file from beginning to end; a context manager. Syncs the file to the disk on exit."""
+    """Writes a token file and its document starts from beginning to end; a context manager. Syncs them on exit."""
 
     def __init__(self, path: Path, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
-        self._file = path.open("wb")
+        self._file, self._starts = path.open("wb"), starts_file(path).open("wb")
         self.num_tokens = 0
+
+    def start_document(self) -> None:
+        """Note that the next id starts a document."""
+        self._starts.write(np.array(self.num_tokens, STARTS).tobytes())
 
     def write(self, ids: NDArray[np.integer[Any]]) -> None:
         """Append ids, one axis, which may be empty."""
@@ -58,7 +77,9 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with self._file:
-            if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        with ExitStack() as stack:
+            for file in (self._file, self._starts):
+                stack.enter_context(file)
+                if error is None:
+                    file.flush()
+                    os.fsync(file.fileno())

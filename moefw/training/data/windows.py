@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +17,30 @@ def read_windows(stream: TokenStream, starts: Iterable[int], *, seq_len: int, vo
 
     Raises DamagedDataError if an id is outside the vocabulary, and ContractError if the stream returns no ids.
     """
-    return np.stack([_window(stream, int(start), seq_len + 1, vocab_size) for start in starts])
+    return np.stack([read_ids(stream, int(start), seq_len + 1, vocab_size) for start in starts])
 
 
-def _window(stream: TokenStream, start: int, count: int, vocab_size: int) -> NDArray[np.int64]:
+def number_documents(stream: TokenStream, starts: Iterable[int], *, seq_len: int) -> NDArray[np.int64]:
+    """Return the number of each token's document in the windows at ``starts``: ``(B, seq_len + 1)``, int64, ascending.
+
+    Raises ContractError if the stream does not know where documents start.
+    """
+    return np.stack([_numbers(stream, int(start), seq_len + 1) for start in starts])
+
+
+def _numbers(stream: TokenStream, start: int, count: int) -> NDArray[np.int64]:
+    places: Any = stream.document_starts(start, count)
+    known = isinstance(places, np.ndarray) and places.ndim == 1 and places.dtype == np.int64
+    if not known or ((places < start) | (places >= start + count)).any():
+        name = stream.name or type(stream).__name__
+        what = f"{name}: document_starts({start}, {count}) returned {places!r}, not positions of this range, int64."
+        raise ContractError(what, "This is a fault of the data source.")
+    numbers: NDArray[np.int64] = np.bincount(places - start, minlength=count).cumsum()
+    return numbers
+
+
+def read_ids(stream: TokenStream, start: int, count: int, vocab_size: int) -> NDArray[np.int64]:
+    """Return ``count`` ids from ``start``, int64; at least one. Raises as :func:`read_windows` does."""
     ids = stream.read(start, count)
     name = stream.name or type(stream).__name__
     if not isinstance(ids, np.ndarray) or ids.shape != (count,) or ids.dtype != np.int64:

@@ -50,7 +50,7 @@ class PluginGuard:
     @contextmanager
     def calling(self, plugin: Plugin, step: int) -> Iterator[None]:
         """Guard a call of a part. Raises MisbehaviourError if a third-party part fails or changes shared state."""
-        part = self._assembly.registry.origin(plugin)
+        part = self._assembly.registry.accountable(plugin)
         if part.distribution == OURS:
             yield
             return

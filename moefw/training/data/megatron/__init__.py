@@ -1,0 +1,60 @@
+"""``megatron``: a pair of files of Megatron-LM's preprocessing, ``.bin`` and ``.idx``, read where they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from attrs import evolve, field, frozen
+from attrs.validators import and_, gt, lt, min_len
+
+import moefw
+from moefw.core.plugin import DataSourcePlugin
+from moefw.core.site import Site
+from moefw.training.data.options import absolute
+
+
+@frozen(kw_only=True)
+class Megatron(DataSourcePlugin):
+    """The documents of an indexed dataset of Megatron-LM, already token ids.
+
+    ``path`` is what the two files share, with or without ``.bin`` or ``.idx``. ``tokenizer`` is the ``tokenizer.json``
+    that made the ids, or ``bytes``. ``heldout`` is the share of tokens, at the end, that training never sees, at most
+    16,777,216. It begins with a document, unless that would leave less than half of it.
+    """
+
+    name: ClassVar[str] = "megatron"
+
+    path: str = field(validator=min_len(1))
+    tokenizer: str = field(validator=min_len(1))
+    heldout: float = field(default=0.01, validator=and_(gt(0.0), lt(1.0)))
+
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """Return the problem of a tokenizer that would be made from text, which is not there."""
+        if not re.fullmatch("bpe-[0-9]+", self.tokenizer):
+            return []
+        what = f"{self.tokenizer} is made from text, and these files hold ids."
+        return [moefw.Problem(what, "Name the tokenizer.json that made the ids.", "tokenizer")]
+
+    def prepare(self, cache_dir: Path) -> moefw.DataSource:
+        """Return the data. The first call checks the whole index; ids are checked as they are read. Raises DataError.
+
+        The ids stay where they are. ``cache_dir`` gets the document starts, the held-out text, and a hash of each part
+        of the ids as it is first read.
+        """
+        from moefw.training.data.megatron.source import prepare_megatron
+
+        return prepare_megatron(self, cache_dir)
+
+    def anchored(self) -> Megatron:
+        """Return the same files and tokenizer, with absolute paths."""
+        tokenizer = self.tokenizer if self.tokenizer == "bytes" else absolute(self.tokenizer)
+        return evolve(self, path=absolute(self.path), tokenizer=tokenizer)
+
+
+@moefw.hookimpl
+def moefw_data_sources() -> list[type[DataSourcePlugin]]:
+    """Declare the data source."""
+    return [Megatron]

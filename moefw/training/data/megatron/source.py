@@ -1,0 +1,145 @@
+"""Prepares an indexed dataset: checks it once, and keeps beside it what a run needs besides the ids."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from moefw.core.errors import DataError
+from moefw.training.data.hashed import CHUNK_BYTES, HashedFile, KnownHashes, SeenHashes, chunk_hashes, num_chunks
+from moefw.training.data.megatron.index import read_index
+from moefw.training.data.numbers import NumberFile
+from moefw.training.data.prepared import HELDOUT_TEXT, SEEN, describe, kept_in, prepare_folder
+from moefw.training.data.source import FORMAT, PreparedSource, encoder
+from moefw.training.data.tokenizers import TextTokenizer, fingerprint, load_tokenizer, not_a_tokenizer, read_tokenizer
+from moefw.training.data.tokens import STARTS, TokenFile
+from moefw.training.data.windows import read_ids
+from moefw.training.faults.stamps import stamp
+
+if TYPE_CHECKING:
+    from moefw.training.data.megatron import Megatron
+
+HELDOUT_TOKENS: Final = 1 << 24
+"""More are not held out: their text is kept, and compressed to compare."""
+DECODED_TOKENS: Final = 1 << 18
+SAMPLED_CHUNKS: Final = 64
+"""16 MiB of the ids, which tell apart files that ranks take for the same."""
+
+_STARTS = "documents.starts"
+
+
+def prepare_megatron(options: Megatron, cache_dir: Path) -> PreparedSource:
+    """Return the data, checked in this call unless an earlier one did it. Raises DataError."""
+    ids, index = _pair(options.path)
+    content = read_tokenizer(options.tokenizer)
+    name = options.tokenizer if content is None else fingerprint(content)
+    files = [(str(path), size, time) for path, (size, time) in ((path, _identity(path)) for path in (ids, index))]
+    with kept_in(cache_dir):
+        prepared = prepare_folder(
+            cache_dir,
+            (("megatron", FORMAT, name, options.heldout), *files),
+            lambda folder: _fill(folder, ids, index, content, options),
+        )
+        dtype, num_tokens = np.dtype(prepared.meta["dtype"]), prepared.meta["tokens"]
+        numbers = NumberFile(_open(ids, prepared.folder), dtype)
+        starts = NumberFile(prepared.open(_STARTS), STARTS)
+        cut = num_tokens["train"]
+        return PreparedSource(
+            prepared,
+            load_tokenizer(options.tokenizer, content),
+            train=TokenFile(numbers, starts, end=cut),
+            heldout=TokenFile(numbers, starts, begin=cut),
+        )
+
+
+def _pair(path: str) -> tuple[Path, Path]:
+    """Return the file of ids and the index."""
+    root = os.path.abspath(os.path.expanduser(path)).removesuffix(".bin").removesuffix(".idx")
+    return Path(f"{root}.bin"), Path(f"{root}.idx")
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(f"data.path: {path} cannot be read: {reason}.", "Name a pair NAME.bin and NAME.idx.") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"data.path: {path} is no regular file.", "Name a pair NAME.bin and NAME.idx.")
+    return status.st_size, status.st_mtime_ns
+
+
+def _open(ids: Path, folder: Path) -> HashedFile:
+    fix = f"Restore it from a copy; if it is as it should be, delete the folder {folder}."
+    return HashedFile(ids, size=ids.stat().st_size, hashes=SeenHashes(folder / SEEN), fix=fix)
+
+
+def _fill(folder: Path, ids: Path, index: Path, content: bytes | None, options: Megatron) -> None:
+    with (folder / _STARTS).open("wb") as file:
+        found = read_index(index, ids, file)
+    starts, hashed = _starts(folder / _STARTS), _open(ids, folder)
+    cut = _cut(starts, found.num_tokens, options.heldout)
+    heldout = TokenFile(NumberFile(hashed, found.dtype), starts, begin=cut)
+    with encoder(options.tokenizer, content) as (tokenizer, _), (folder / HELDOUT_TEXT).open("wb") as raw:
+        raw.writelines(_text(heldout, tokenizer, options.tokenizer))
+    meta = {
+        "format": FORMAT,
+        "source": str(ids),
+        "tokenizer": tokenizer.fingerprint,
+        "dtype": found.dtype.str,
+        "documents": found.num_documents,
+        "tokens": {"train": cut, "heldout": found.num_tokens - cut},
+        "sample": _sample(hashed),
+    }
+    describe(folder, meta)
+
+
+def _starts(path: Path) -> NumberFile:
+    """Open document starts that are not described yet."""
+    hashes = KnownHashes(chunk_hashes(path))
+    return NumberFile(HashedFile(path, size=path.stat().st_size, hashes=hashes, fix="Run again."), STARTS)
+
+
+def _cut(starts: NumberFile, num_tokens: int, share: float) -> int:
+    """Return the number of tokens to train on: to a document's start, unless that leaves less than half of a share."""
+    if num_tokens < 2:
+        raise DataError(f"data.path: {num_tokens} token is too little to hold some out.", "Name more text.")
+    wanted = max(1, min(round(num_tokens * share), HELDOUT_TOKENS, num_tokens - 1))
+    target = num_tokens - wanted
+    place = bisect_left(starts, target)
+    if place < len(starts) and num_tokens - starts[place] >= wanted / 2:
+        return starts[place]
+    return target
+
+
+def _text(stream: TokenFile, tokenizer: TextTokenizer, name: str) -> Iterator[bytes]:
+    """Yield the text of the documents of a stream, without the separators at their ends."""
+    bounds = sorted({0, *stream.document_starts(0, len(stream)).tolist(), len(stream)})
+    for begin, end in pairwise(bounds):
+        for first in range(begin, end, DECODED_TOKENS):
+            stamp("preparing data: held-out text")
+            stop = min(first + DECODED_TOKENS, end)
+            ids = read_ids(stream, first, stop - first, tokenizer.vocab_size).tolist()
+            if stop == end and ids[-1] == tokenizer.separator:
+                del ids[-1]
+            try:
+                yield tokenizer.decode(ids).encode("utf-8", "replace")
+            except ValueError as error:
+                raise not_a_tokenizer(name, f"it cannot decode ids: {error}") from error
+
+
+def _sample(file: HashedFile) -> str:
+    """Return a hash of chunks spread over a file, the first and the last among them."""
+    digest, last = hashlib.sha256(), num_chunks(file.size) - 1
+    for chunk in sorted({last * part // (SAMPLED_CHUNKS - 1) for part in range(SAMPLED_CHUNKS)}):
+        start = chunk * CHUNK_BYTES
+        digest.update(file.read(start, min(CHUNK_BYTES, file.size - start)))
+    return digest.hexdigest()
