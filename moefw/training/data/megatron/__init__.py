@@ -46,7 +46,7 @@ class Megatron(DataSourcePlugin):
         """
         from moefw.training.data.megatron.source import prepare_megatron
 
-        return prepare_megatron(self, cache_dir)
+        return prepare_megatron(self.path, self.tokenizer, self.heldout, cache_dir)
 
     def anchored(self) -> Megatron:
         """Return the same files and tokenizer, with absolute paths."""

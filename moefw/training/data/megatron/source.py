@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from moefw.training.data.tokens import STARTS, TokenFile
 from moefw.training.data.windows import read_ids
 from moefw.training.faults.stamps import stamp
 
-if TYPE_CHECKING:
-    from moefw.training.data.megatron import Megatron
-
 HELDOUT_TOKENS: Final = 1 << 24
 """More are not held out: their text is kept, and compressed to compare."""
 DECODED_TOKENS: Final = 1 << 18
@@ -36,17 +33,17 @@ SAMPLED_CHUNKS: Final = 64
 _STARTS = "documents.starts"
 
 
-def prepare_megatron(options: Megatron, cache_dir: Path) -> PreparedSource:
+def prepare_megatron(path: str, tokenizer: str, heldout: float, cache_dir: Path) -> PreparedSource:
     """Return the data, checked in this call unless an earlier one did it. Raises DataError."""
-    ids, index = _pair(options.path)
-    content = read_tokenizer(options.tokenizer)
-    name = options.tokenizer if content is None else fingerprint(content)
-    files = [(str(path), size, time) for path, (size, time) in ((path, _identity(path)) for path in (ids, index))]
+    ids, index = _pair(path)
+    content = read_tokenizer(tokenizer)
+    name = tokenizer if content is None else fingerprint(content)
+    files = [(str(file), *_identity(file)) for file in (ids, index)]
     with kept_in(cache_dir):
         prepared = prepare_folder(
             cache_dir,
-            (("megatron", FORMAT, name, options.heldout), *files),
-            lambda folder: _fill(folder, ids, index, content, options),
+            (("megatron", FORMAT, name, heldout), *files),
+            lambda folder: _fill(folder, ids, index, tokenizer, content, heldout),
         )
         dtype, num_tokens = np.dtype(prepared.meta["dtype"]), prepared.meta["tokens"]
         numbers = NumberFile(_open(ids, prepared.folder), dtype)
@@ -54,7 +51,7 @@ def prepare_megatron(options: Megatron, cache_dir: Path) -> PreparedSource:
         cut = num_tokens["train"]
         return PreparedSource(
             prepared,
-            load_tokenizer(options.tokenizer, content),
+            load_tokenizer(tokenizer, content),
             train=TokenFile(numbers, starts, end=cut),
             heldout=TokenFile(numbers, starts, begin=cut),
         )
@@ -82,14 +79,14 @@ def _open(ids: Path, folder: Path) -> HashedFile:
     return HashedFile(ids, size=ids.stat().st_size, hashes=SeenHashes(folder / SEEN), fix=fix)
 
 
-def _fill(folder: Path, ids: Path, index: Path, content: bytes | None, options: Megatron) -> None:
+def _fill(folder: Path, ids: Path, index: Path, name: str, content: bytes | None, share: float) -> None:
     with (folder / _STARTS).open("wb") as file:
         found = read_index(index, ids, file)
     starts, hashed = _starts(folder / _STARTS), _open(ids, folder)
-    cut = _cut(starts, found.num_tokens, options.heldout)
+    cut = _cut(starts, found.num_tokens, share)
     heldout = TokenFile(NumberFile(hashed, found.dtype), starts, begin=cut)
-    with encoder(options.tokenizer, content) as (tokenizer, _), (folder / HELDOUT_TEXT).open("wb") as raw:
-        raw.writelines(_text(heldout, tokenizer, options.tokenizer))
+    with encoder(name, content) as (tokenizer, _), (folder / HELDOUT_TEXT).open("wb") as raw:
+        raw.writelines(_text(heldout, tokenizer, name))
     meta = {
         "format": FORMAT,
         "source": str(ids),

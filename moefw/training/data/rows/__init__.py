@@ -4,39 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import attrs
-from attrs import evolve, frozen
-from attrs.validators import min_len
+from attrs import frozen
 
 import moefw
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
-from moefw.training.data.options import Tokenized, absolute
-
-PACKAGE = "datasets"
-INSTALL = "Install it with: pip install 'moefw[datasets]', or convert the files to JSON lines (use: jsonl)."
-
-
-@frozen(kw_only=True)
-class Rows(Tokenized):
-    """Documents in rows: see :class:`JsonLines`."""
-
-    ending: ClassVar[str]
-
-    path: str = attrs.field(validator=min_len(1))
-    field: str = attrs.field(default="text", validator=min_len(1))
-
-    def prepare(self, cache_dir: Path) -> moefw.DataSource:
-        """Return the prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
-        from moefw.training.data.rows.read import prepare_rows
-
-        return prepare_rows(self, cache_dir)
-
-    def anchored(self) -> Any:
-        """Return the same rows and tokenizer, with absolute paths."""
-        return evolve(self, path=absolute(self.path), tokenizer=self.absolute_tokenizer)
+from moefw.training.data.rows.options import INSTALL, PACKAGE, Rows
 
 
 @frozen(kw_only=True)
@@ -50,6 +25,12 @@ class JsonLines(Rows):
 
     name: ClassVar[str] = "jsonl"
     ending: ClassVar[str] = ".jsonl"
+
+    def prepare(self, cache_dir: Path) -> moefw.DataSource:
+        """Return the prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
+        from moefw.training.data.rows.read import json_lines, prepare_rows
+
+        return prepare_rows(self, json_lines, cache_dir)
 
 
 @frozen(kw_only=True)
@@ -66,6 +47,12 @@ class Parquet(Rows):
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Return also the need of the library that reads the files."""
         return [*super().needs(site), moefw.need("package", PACKAGE, reason="it reads Parquet files", fix=INSTALL)]
+
+    def prepare(self, cache_dir: Path) -> moefw.DataSource:
+        """Return the prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
+        from moefw.training.data.rows.read import parquet, prepare_rows
+
+        return prepare_rows(self, parquet, cache_dir)
 
 
 @moefw.hookimpl

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from moefw.core.errors import DataError
 from moefw.training.data.corpus import find_corpus, unreadable
+from moefw.training.data.rows.options import INSTALL, Rows
 from moefw.training.data.rows.sides import split_rows
 from moefw.training.data.source import PreparedSource, prepare_corpus
 
-if TYPE_CHECKING:
-    from moefw.training.data.rows import Rows
-
-_LINES: Final = ".jsonl"
+Read = Callable[[Path, str], Iterator[tuple[str, Any]]]
+"""Yields the place and the value of a field of each row of a file."""
 
 
-def prepare_rows(options: Rows, cache_dir: Path) -> PreparedSource:
+def prepare_rows(options: Rows, read: Read, cache_dir: Path) -> PreparedSource:
     """Return the rows, tokenized in this call unless an earlier one did it. Raises DataError."""
     corpus = find_corpus(options.path, (options.ending,))
-    read = json_lines if options.ending == _LINES else parquet
 
     def values() -> Iterator[tuple[str, Any]]:
         for file in corpus.files:
@@ -61,8 +59,6 @@ def parquet(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        from moefw.training.data.rows import INSTALL
-
         raise DataError(f"datasets, which reads Parquet files, cannot be imported: {error}.", INSTALL) from error
 
     def rows(**options: Any) -> Any:

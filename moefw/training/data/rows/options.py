@@ -1,0 +1,28 @@
+"""Options of sources of rows."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import attrs
+from attrs import evolve, frozen
+from attrs.validators import min_len
+
+from moefw.training.data.options import Tokenized, absolute
+
+PACKAGE = "datasets"
+INSTALL = "Install it with: pip install 'moefw[datasets]', or convert the files to JSON lines (use: jsonl)."
+
+
+@frozen(kw_only=True)
+class Rows(Tokenized):
+    """Documents in rows: see :class:`JsonLines`."""
+
+    ending: ClassVar[str]
+
+    path: str = attrs.field(validator=min_len(1))
+    field: str = attrs.field(default="text", validator=min_len(1))
+
+    def anchored(self) -> Any:
+        """Return the same rows and tokenizer, with absolute paths."""
+        return evolve(self, path=absolute(self.path), tokenizer=self.absolute_tokenizer)
