@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import attrs
 
 from moefw.compose.assembly import Assembly, ChosenPlugins, LayerAssembly
+from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
-from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, over, plugin_fields, with_defaults
+from moefw.compose.spec.sections import RESERVED, Choice, Spec, over, plugin_fields, with_defaults
 from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, depends_on_unread, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
 from moefw.core.contracts import LayoutPlan
@@ -65,7 +66,7 @@ def assemble_tree(
     site, layers = work.fit(layout, machine or this_machine(device if isinstance(device, str) else "auto"))
     if layout is not None:
         with work.asking(()):
-            for problem in _batch_problems(spec.train, layout):
+            for problem in batch_problems(spec.train, layout):
                 work.tell(("train", "tokens_per_step"), problem)
     work.raise_problems()
     assert layout is not None, "a layout that is missing is a problem"
@@ -403,23 +404,3 @@ def _moe_layers(model: ModelPlugin) -> list[int]:
     if len(layers) > MAX_LAYERS:
         raise PlanError(f"{model.name} has more than {MAX_LAYERS} MoE layers.", "Use fewer layers.")
     return layers
-
-
-def _batch_problems(train: TrainSpec, layout: LayoutPlan) -> Iterator[Problem]:
-    """Yield the problems of a global batch that does not divide into micro-batches over dp, or these over cp and tp."""
-    dp, cp, tp = (layout.sizes.get(axis, 1) for axis in ("dp", "cp", "tp"))
-    if cp > 1 and train.seq_len % (2 * cp):
-        what = f"seq_len {train.seq_len} does not divide into {2 * cp} pieces, two for each rank of cp."
-        yield Problem(what, f"Use a seq_len that {2 * cp} divides.")
-    elif train.micro_batch * train.seq_len // cp % tp:
-        over = f" / cp {cp}" if cp > 1 else ""
-        what = f"micro_batch {train.micro_batch} x seq_len {train.seq_len}{over} tokens do not divide into {tp} parts, "
-        yield Problem(f"{what}one a rank of tp.", f"Use a seq_len that {cp * tp} divides.")
-    unit = train.micro_batch * train.seq_len * dp
-    if train.tokens_per_step % unit:
-        what = (
-            f"{train.tokens_per_step} tokens a step do not divide into micro-batches: "
-            f"micro_batch {train.micro_batch} x seq_len {train.seq_len} x {dp} data-parallel ranks = {unit}."
-        )
-        near = max(1, round(train.tokens_per_step / unit)) * unit
-        yield Problem(what, f"Use for example tokens_per_step: {near}.")
