@@ -226,7 +226,8 @@ class _Resolution:
         if not isinstance(model, Mapping) or model.get("preset") is None:
             return tree
         preset, sections = model["preset"], None
-        found = self.ask(("model", "use"), self.registry.get, "moefw_models", model.get("use"))
+        use = model.get("use")
+        found = self.ask(("model", "use"), self.registry.get, "moefw_models", use) if isinstance(use, str) else None
         if found is not None and preset is not UNREAD:
             sections = self._sections(found.declaration, preset)
         if sections is not None:
@@ -350,7 +351,7 @@ class _Resolution:
         demands = []
         for placed, need in stated.demands:
             with self.asking(placed.path, placed.part, "needs()"):
-                match(stated.promises, [(placed, need)])
+                match(_about(stated.promises, need.fact), [(placed, need)])
                 demands.append((placed, need))
         facts, misfits = match(stated.promises, demands)
         for misfit in misfits:
@@ -364,6 +365,11 @@ class _Resolution:
         return ChosenPlugins(
             **single, memory=tuple(placed.part for placed in self.placed if placed.section == "memory")
         )
+
+
+def _about(promises: Sequence[tuple[object, Offers]], fact: str) -> Iterator[tuple[object, Offers]]:
+    """Yield the offers of one fact."""
+    return ((part, {fact: offered[fact]}) for part, offered in promises if fact in offered)
 
 
 def _fault(error: Exception) -> Problem:

@@ -6,6 +6,7 @@ import math
 import types
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
@@ -70,8 +71,9 @@ def structure(
     return built
 
 
-def _options(cls: Any) -> list[attrs.Attribute[Any]]:
-    return [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
+@cache
+def _options(cls: Any) -> tuple[attrs.Attribute[Any], ...]:
+    return tuple(field for field in attrs.fields(attrs.resolve_types(cls)) if field.init)
 
 
 def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
