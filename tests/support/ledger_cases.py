@@ -135,7 +135,10 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "sharded, two tokens ahead": ({**SHARED_OUT, "model": {**MODEL, "num_layers": 4, "mtp_layers": 2}}, 8),
     "loop": (LOOPING, 4),
     "loop, parts recomputed": ({**LOOPING, "memory": [recompute("qkv", "router", "expert_fc1")]}, 4),
-    "loop, delayed scales": ({**LOOPING, "train": BRIEF, "precision": emulated("fp8-tensor", scaling="delayed", history=4)}, 4),
+    "loop, delayed scales": (
+        {**LOOPING, "train": BRIEF, "precision": emulated("fp8-tensor", scaling="delayed", history=4)},
+        4,
+    ),
     "once a rank": (ONCE_A_RANK, 4),
     "once a rank, four bits": ({**ONCE_A_RANK, "model": FOUR, "train": BRIEF, "precision": emulated("nvfp4")}, 4),
     "once a rank, codes on the wire": (
