@@ -15,7 +15,7 @@ ROWS = LayoutTable(PATH, RankPool()).rows
 
 @pytest.fixture(scope="module")
 def table(pool: RankPool) -> LayoutTable:
-    return LayoutTable(PATH, pool, steps=6)
+    return LayoutTable(PATH, pool, steps=4)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.quick], ids=str)
