@@ -37,7 +37,8 @@ def structure(
         what = f"{show(data)} is not a mapping of options."
         problems.append(Problem(what, "Write for example {key: value}.", marks.where(path)))
         return None
-    fields = {field.name: field for field in _options(cls)}
+    kind: Any = cls
+    fields = {field.name: field for field in _options(kind)}
     given = {key: value for key, value in data.items() if key in fields}
     for key in (str(key) for key in data if key not in fields and key not in also):
         what = f"{show(key)} is not an option here."
