@@ -38,7 +38,9 @@ setup: $(BIN)/.ready
 train: setup
 	$(BIN)/moefw train $(SPEC) $(ARGS)
 
+# Tests start Python hundreds of times, also where PYTHONDONTWRITEBYTECODE keeps it from storing what it compiles.
 test: setup
+	$(BIN)/python -m compileall -q -x /templates/ moefw kernels
 	$(BIN)/python -m pytest -m "not deep" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-deep: setup

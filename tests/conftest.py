@@ -42,16 +42,16 @@ def pool8() -> Iterator[RankPool]:
     ranks.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process in which Triton interprets kernels."""
+    """A process in which Triton interprets kernels, started once for all tests."""
     with ProcessPoolExecutor(1, get_context("spawn"), begin, ("1",)) as process:
         yield process
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def compiler() -> Iterator[ProcessPoolExecutor]:
-    """A process in which Triton compiles kernels."""
+    """A process in which Triton compiles kernels, started once for all tests."""
     with ProcessPoolExecutor(1, get_context("spawn"), begin, ("0",)) as process:
         yield process
 

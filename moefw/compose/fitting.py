@@ -66,13 +66,20 @@ def match(
 
     The first item of each pair identifies the part. Errors print it.
     """
-    promised = list(promises)
-    demanded = list(demands)
+    offered_of: dict[str, list[tuple[object, Any]]] = {}
+    for part, promise in promises:
+        for name, value in promise.items():
+            offered_of.setdefault(name, []).append((part, value))
+    asked_of: dict[str, list[tuple[Asker, Need]]] = {}
+    for asker, demand in demands:
+        asked_of.setdefault(demand.fact, []).append((asker, demand))
     settled: dict[str, Any] = {}
     misfits: list[Misfit[Asker]] = []
     for name, fact in FACTS.items():
-        offered = tuple((part, promise[name]) for part, promise in promised if name in promise)
-        asked = [(part, demand) for part, demand in demanded if demand.fact == name]
+        if name not in offered_of and name not in asked_of:
+            continue
+        offered = tuple(offered_of.get(name, ()))
+        asked = asked_of.get(name, [])
         if offered:
             values = [value for _, value in offered]
             settled[name], unmet = RULES[fact.rule](values, [demand.value for _, demand in asked])

@@ -371,7 +371,7 @@ class _Resolution:
         demands = []
         for placed, need in stated.demands:
             with self.asking(placed.path, placed.part, "needs()"):
-                match(stated.promises, [(placed, need)])
+                match(_about(stated.promises, need.fact), [(placed, need)])
                 demands.append((placed, need))
         facts, misfits = match(stated.promises, demands)
         for misfit in misfits:
@@ -385,6 +385,11 @@ class _Resolution:
         return ChosenPlugins(
             **single, memory=tuple(placed.part for placed in self.placed if placed.section == "memory")
         )
+
+
+def _about(promises: Sequence[tuple[object, Offers]], fact: str) -> Iterator[tuple[object, Offers]]:
+    """Yield the offers of one fact."""
+    return ((part, {fact: offered[fact]}) for part, offered in promises if fact in offered)
 
 
 def _fault(error: Exception) -> Problem:

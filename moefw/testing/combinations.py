@@ -169,7 +169,7 @@ def usable_here(
     for section, ways in found.items():
         if not ways:
             raise ValueError(f"exclude leaves nothing for {section}.")
-    usable = {section: [one for one in ways if fit.company(one) is not None] for section, ways in found.items()}
+    usable = {section: [one for one in ways if fit.fits(one)] for section, ways in found.items()}
     for section, ways in found.items():
         if not usable[section] and (section in fixed or named & {*ways[0].names}):
             raise ValueError(f"no spec with {' and '.join(ways[0].names)} is accepted: {fit.reason(ways[0])}")

@@ -44,7 +44,7 @@ def all_pairs(sections: Sections) -> Iterator[tuple[Variant, Variant]]:
 
 def fitting_pairs(fit: Fit) -> Iterator[Pair]:
     """Yield every pair of variants of two sections that some accepted combination contains."""
-    return (frozenset(pair) for pair in all_pairs(fit.sections) if fit.company(*pair) is not None)
+    return (frozenset(pair) for pair in all_pairs(fit.sections) if fit.fits(*pair))
 
 
 def met(parts: Mapping[str, Variant]) -> set[Pair]:
@@ -94,6 +94,6 @@ def _best(parts: Mapping[str, Variant], section: str, left: Mapping[Pair, None],
     for variant in fit.sections[section]:
         meeting = [frozenset((variant, other)) for other in parts.values()]
         gain = sum(pair in left for pair in meeting)
-        if gain > most and all(fit.company(*pair) is not None for pair in meeting):
+        if gain > most and all(fit.fits(*pair) for pair in meeting):
             best, most = variant, gain
     return best

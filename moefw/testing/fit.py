@@ -48,6 +48,8 @@ class Fit:
         self.sections, self.registry, self.model, self.pretend = sections, registry, model, pretend
         self._said: dict[frozenset[Variant], MoefwError | None] = {}
         self._companies: dict[frozenset[Variant], Parts | None] = {}
+        self._met: dict[frozenset[Variant], Parts] = {}
+        self._apart: set[frozenset[Variant]] = set()
         self._needs: dict[Variant, list[Need]] = {}
         self._stated: dict[Variant, str] = {}
 
@@ -75,6 +77,9 @@ class Fit:
             try:
                 self.resolve(parts)
                 self._said[key] = None
+                for number in (1, 2):
+                    for met in itertools.combinations(parts.values(), number):
+                        self._met.setdefault(frozenset(met), parts)
             except MoefwError as error:
                 self._said[key] = error
         return self._said[key]
@@ -89,7 +94,22 @@ class Fit:
         if key not in self._companies:
             candidates = self._candidates(chosen)
             self._companies[key] = next((parts for parts in candidates if self.refusal(parts) is None), None)
-        return self._companies[key]
+        return self._companies[key] or self._met.get(key)
+
+    def fits(self, *chosen: Variant) -> bool:
+        """Return whether an accepted combination contains the chosen variants, one or two.
+
+        Few resolves answer for many variants: what is tried first contains as many new pairs as possible.
+        """
+        if frozenset(chosen) in self._met:
+            return True
+        mixture = self._mixture(chosen)
+        refusal = self.refusal(mixture)
+        if refusal is None:
+            return True
+        for problem in refusal.problems:
+            self._apart.add(frozenset(named(problem, mixture.values())))
+        return self.company(*chosen) is not None
 
     def reason(self, *chosen: Variant) -> Problem:
         """Return why no company was found for the chosen variants, if possible as a problem that names all of them.
@@ -105,8 +125,8 @@ class Fit:
 
     def _thirds(self, chosen: Sequence[Variant]) -> Iterator[Problem]:
         for section in sorted(self.sections.keys() - {variant.section for variant in chosen}):
-            pairs = [(third, one) for third in self.sections[section] if self.company(third) for one in chosen]
-            refused = [pair for pair in pairs if self.company(*pair) is None]
+            pairs = [(third, one) for third in self.sections[section] if self.fits(third) for one in chosen]
+            refused = [pair for pair in pairs if not self.fits(*pair)]
             if {third for third, _ in refused} == {third for third, _ in pairs}:
                 reasons = dict.fromkeys(self.reason(*pair).what for pair in refused)
                 both = " and ".join(variant.label for variant in chosen)
@@ -152,12 +172,36 @@ class Fit:
             for one, other in itertools.permutations(companies, 2)
         ] or [plain | fixed]
         yield from merged
+        if self._lacks(chosen):
+            return
         for section in (section for section in self.sections if section not in fixed):
             asked = set()
             for variant in self.sections[section]:
                 if self._states(variant) not in asked:
                     asked.add(self._states(variant))
                     yield merged[0] | {section: variant}
+
+    def _mixture(self, chosen: Sequence[Variant]) -> Parts:
+        """Return the chosen variants with those of other sections that were named in no refusal and are new to them."""
+        parts = {variant.section: variant for variant in chosen}
+        for section, found in self.sections.items():
+            if section not in parts:
+                parts[section] = max(found, key=lambda variant: self._news(variant, parts))
+        return {section: parts[section] for section in self.sections}
+
+    def _news(self, variant: Variant, parts: Parts) -> tuple[bool, int]:
+        pairs = [frozenset((variant, other)) for other in parts.values()]
+        return self._apart.isdisjoint([frozenset((variant,)), *pairs]), sum(pair not in self._met for pair in pairs)
+
+    def _lacks(self, chosen: Iterable[Variant]) -> bool:
+        """Return whether the machine, which no other variant changes, lacks a device or package."""
+        machine = self._machine(chosen)
+        needs = [need for variant in chosen for need in self._asks(variant)]
+        return any(
+            (need.fact == "device" and machine.device not in need.value)
+            or (need.fact == "package" and not machine.has_package(need.value))
+            for need in needs
+        )
 
     def _machine(self, chosen: Iterable[Variant]) -> Machine:
         if not self.pretend:

@@ -59,13 +59,13 @@ def survey(registry: Registry, *, ours_only: bool = True) -> Matrix:
     sections = variants(registry, include=others)
     fit = Fit(sections, registry=registry, model={"num_layers": 1, "shared_expert_dim": 256}, pretend=True)
     every = [variant for ways in sections.values() for variant in ways]
-    alone = {variant: fit.reason(variant).what for variant in every if fit.company(variant) is None}
+    alone = {variant: fit.reason(variant).what for variant in every if not fit.fits(variant)}
     fit.sections = {section: [way for way in ways if way not in alone] for section, ways in sections.items()}
     refusals = [
         Refusal(one=one, other=other, reason=fit.reason(one, other).what)
         for here, there in itertools.combinations(fit.sections.values(), 2)
         for one, other in itertools.product(here, there)
-        if fit.company(one, other) is None
+        if not fit.fits(one, other)
     ]
     needs = {variant: fit.needs(variant) for variant in every if fit.needs(variant)}
     return Matrix(

@@ -32,6 +32,7 @@ from moefw.testing.suites.base import PROFILES
 from moefw.testing.suites.combination import CombinationSuite
 from moefw.testing.variants import OURS, Variant, variants
 from moefw.testing.verify import CombinationError, verify, verify_all
+from pairwise import pairwise
 
 MUST_ACCEPT = read_yaml((Path(__file__).parents[1] / "must_accept.yaml").read_text(), Marks("must_accept.yaml"), [])
 GUIDE = (Path(__file__).parents[2] / "docs" / "combinations.md").read_text()
@@ -96,7 +97,7 @@ def test_whatever_is_drawn_equals_the_oracle_or_says_why_not(pool: RankPool, com
 
 def refused_pairs(fit: Fit) -> Iterator[tuple[Variant, Variant]]:
     for one, other in all_pairs(fit.sections):
-        if fit.company(one, other) is None:
+        if not fit.fits(one, other):
             yield one, other
 
 
@@ -112,7 +113,7 @@ def test_every_two_parts_that_are_refused_are_both_named_with_the_reason(here: F
 def test_a_part_that_nothing_goes_with_is_named_with_its_limit() -> None:
     registry = Registry()
     fit = Fit(variants(registry), registry=registry, model={"num_layers": 1})
-    alone = [one for ways in fit.sections.values() for one in ways if fit.company(one) is None]
+    alone = [one for ways in fit.sections.values() for one in ways if not fit.fits(one)]
     assert alone
     for variant in alone:
         problem = fit.reason(variant)
@@ -127,7 +128,7 @@ def test_a_refusal_is_told_of_a_drawn_combination(pool: RankPool, here: Fit) -> 
             section: ways for section, ways in here.sections.items() if section not in (one.section, other.section)
         }
         fitting = {
-            section: [way for way in ways if here.company(way, one) and here.company(way, other)]
+            section: [way for way in ways if here.fits(way, one) and here.fits(way, other)]
             for section, ways in others.items()
         }
         if not all(fitting.values()):
@@ -158,17 +159,22 @@ def test_a_refusal_that_explains_nothing_fails(pool: RankPool, here: Fit, plugin
         verify(evolve(plain, parts={**plain.parts, "dispatch": alone}), pool)
 
 
-def specs() -> Iterator[dict[str, Any]]:
-    for product in products():
-        for choices in itertools.product(*product.values()):
-            yield dict(zip(product, choices, strict=True))
+def specs(*, deep: bool) -> list[dict[str, Any]]:
+    """Return the specs that hold all choices together, or those that every make test tries: every two together."""
+    return [
+        dict(zip(product, one.values, strict=True))
+        for product in products()
+        for one in pairwise(*product.values())
+        if bool(one.marks) is deep
+    ]
 
 
-def test_what_must_be_accepted_is() -> None:
+@pytest.mark.parametrize(("deep", "least"), [(False, 200), pytest.param(True, 3000, marks=pytest.mark.deep)])
+def test_what_must_be_accepted_is(deep: bool, least: int) -> None:
     registry = Registry()
     model = {"num_layers": 1, "num_experts": 8, "shared_expert_dim": 256}
-    asked = list(specs())
-    assert len(asked) > 500
+    asked = specs(deep=deep)
+    assert len(asked) > least
     for spec in asked:
         train = {"tokens_per_step": 64, "micro_batch": 1, "seq_len": 16}
         tree = {"model": model, "train": train, **spec}

@@ -211,6 +211,10 @@ class TestRefusals:
 
 
 class TestPresets:
+    def test_a_model_without_a_name_is_refused_beside_a_preset_too(self) -> None:
+        problem = refusal("model: {use: null, preset: qwen3-moe-tiny}", SpecError)
+        assert problem.where == "spec.yaml:1:9 model.use"
+
     def test_options_beside_a_preset_win(self) -> None:
         model = resolved("model: {preset: qwen3-30b-a3b, top_k: 2}").parts.model
         assert (model.num_experts, model.top_k, model.dim) == (128, 2, 2048)

@@ -106,8 +106,8 @@ def emulated(use: str, **options: Any) -> dict[str, Any]:
 
 
 FOUR = {**MODEL, "num_layers": 4}
-LONG = {**MODEL, "num_layers": 9, "num_dense_layers": 2}
-"""Two dense layers and seven MoE layers, of which three are run for a plan."""
+LONG = {**MODEL, "num_layers": 6, "num_dense_layers": 2}
+"""Two dense layers and four MoE layers, of which three are run for a plan."""
 BUDGET = {"use": "hybridep", "backend": "torch", "rank_capacity": 2.0, "on_overflow": "rerun"}
 
 CODES_GATHERED: dict[str, Any] = {
@@ -118,28 +118,33 @@ CODES_GATHERED: dict[str, Any] = {
 
 SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "sharded": (SHARED_OUT, 8),
-    "sharded, one micro-batch": ({**SHARED_OUT, "train": BRIEF}, 8),
-    "sharded, norms and dispatch recomputed": (
-        {**SHARED_OUT, "memory": [recompute("attn_norm", "mlp_norm", "dispatch")]},
+    "sharded, norms and dispatch recomputed, one micro-batch": (
+        {**SHARED_OUT, "train": BRIEF, "memory": [recompute("attn_norm", "mlp_norm", "dispatch")]},
         8,
     ),
     "sharded, layers recomputed": ({**SHARED_OUT, "memory": [recompute("layer")]}, 8),
-    "sharded, experts recomputed, attention offloaded": (
-        {**SHARED_OUT, "memory": [offload("attention"), recompute("attn_norm", "experts")]},
+    "sharded, experts recomputed, attention offloaded, one micro-batch": (
+        {**SHARED_OUT, "train": BRIEF, "memory": [offload("attention"), recompute("attn_norm", "experts")]},
         8,
     ),
-    "sharded, nine layers": ({**SHARED_OUT, "model": LONG}, 8),
-    "sharded, nine layers, one micro-batch": ({**SHARED_OUT, "model": LONG, "train": BRIEF}, 8),
-    "sharded, nine layers offloaded": ({**SHARED_OUT, "model": LONG, "memory": [offload("attention", "experts")]}, 8),
+    "sharded, six layers": ({**SHARED_OUT, "model": LONG}, 8),
+    "sharded, six layers offloaded, one micro-batch": (
+        {**SHARED_OUT, "model": LONG, "train": BRIEF, "memory": [offload("attention", "experts")]},
+        8,
+    ),
     "sharded, two tokens ahead": ({**SHARED_OUT, "model": {**MODEL, "num_layers": 4, "mtp_layers": 2}}, 8),
     "loop": (LOOPING, 4),
     "loop, parts recomputed": ({**LOOPING, "memory": [recompute("qkv", "router", "expert_fc1")]}, 4),
-    "loop, delayed scales": ({**LOOPING, "precision": emulated("fp8-tensor", scaling="delayed", history=4)}, 4),
+    "loop, delayed scales": (
+        {**LOOPING, "train": BRIEF, "precision": emulated("fp8-tensor", scaling="delayed", history=4)},
+        4,
+    ),
     "once a rank": (ONCE_A_RANK, 4),
-    "once a rank, four bits": ({**ONCE_A_RANK, "model": FOUR, "precision": emulated("nvfp4")}, 4),
+    "once a rank, four bits": ({**ONCE_A_RANK, "model": FOUR, "train": BRIEF, "precision": emulated("nvfp4")}, 4),
     "once a rank, codes on the wire": (
         {
             **ONCE_A_RANK,
+            "train": BRIEF,
             "precision": emulated("mxfp8", saved_activations="int8"),
             "dispatch": {"use": "deepep", "backend": "torch", "wire": "fp8"},
         },

@@ -40,7 +40,15 @@ def model_case(world: int, memory: Sequence[Mapping[str, Any]], **parts: Any) ->
 def run(
     pool: RankPool, memory: Sequence[Mapping[str, Any]], *, in_flight: bool = False, **parts: Any
 ) -> list[Observed]:
-    return list(pool.run(observed, 2, model_case(2, memory, **parts), in_flight, 1.0))
+    """Run two ranks. A run without policies, with which many are compared, is run once."""
+    key = repr((in_flight, parts))
+    if memory or key not in _PLAIN:
+        found = list(pool.run(observed, 2, model_case(2, memory, **parts), in_flight, 1.0))
+        return found if memory else _PLAIN.setdefault(key, found)
+    return _PLAIN[key]
+
+
+_PLAIN: dict[str, list[Observed]] = {}
 
 
 def assert_same(plain: Sequence[Observed], treated: Sequence[Observed]) -> None:

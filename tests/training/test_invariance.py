@@ -17,7 +17,7 @@ VARIANTS = [
     *itertools.product((1, 2, 4), DISPATCHERS, ("grouped",)),
     *itertools.product((1, 2, 4), ("alltoall",), ("loop",)),
 ]
-STEPS = 10
+STEPS = 6
 FIRST = [-0.041986, -0.007812, -0.114613]
 
 

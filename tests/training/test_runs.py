@@ -208,7 +208,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
 def learn(overrides: list[str], cache: Path) -> list[float]:
-    """Return the losses of 8 steps of the quickstart on this rank's world."""
+    """Return the losses of 5 steps of the quickstart on this rank's world."""
     assembly = specs.read(str(QUICKSTART), overrides, 2)
     layout, shared = open_layout(assembly, "cpu"), Shared()
     data = assembly.parts.data.prepare(cache)
@@ -218,7 +218,7 @@ def learn(overrides: list[str], cache: Path) -> list[float]:
         assembly=assembly, device=torch.device("cpu"), layout=layout, data=data, model=model, shared=shared
     )
     trainer = Trainer(session, resume=None)
-    found = [trainer._step(step)["loss"] for step in range(8)]
+    found = [trainer._step(step)["loss"] for step in range(5)]
     shared.close()
     return found
 

@@ -6,6 +6,7 @@ import math
 import types
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
@@ -36,7 +37,8 @@ def structure(
         what = f"{show(data)} is not a mapping of options."
         problems.append(Problem(what, "Write for example {key: value}.", marks.where(path)))
         return None
-    fields = {field.name: field for field in _options(cls)}
+    kind: Any = cls
+    fields = {field.name: field for field in _options(kind)}
     given = {key: value for key, value in data.items() if key in fields}
     for key in (str(key) for key in data if key not in fields and key not in also):
         what = f"{show(key)} is not an option here."
@@ -70,8 +72,9 @@ def structure(
     return built
 
 
-def _options(cls: Any) -> list[attrs.Attribute[Any]]:
-    return [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
+@cache
+def _options(cls: Any) -> tuple[attrs.Attribute[Any], ...]:
+    return tuple(field for field in attrs.fields(attrs.resolve_types(cls)) if field.init)
 
 
 def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
