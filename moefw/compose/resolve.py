@@ -212,19 +212,16 @@ class _Resolution:
     def _filled(self, part: Plugin, path: KeyPath) -> Plugin:
         """Return a part, with the plugins that its options name in the place of their choices."""
         for field in attrs.fields(type(part)):
-            choices = getattr(part, field.name)
-            if "hook" in field.metadata and choices is not UNREAD:
-                paths = [(*path, field.name, index) for index in range(len(choices))]
-                inner = (self._inner(field.metadata["hook"], *both) for both in zip(choices, paths, strict=True))
+            hook, choices = field.metadata.get("hook"), getattr(part, field.name)
+            if hook and choices is not UNREAD:
+                inner = (self._inner(hook, choice, (*path, field.name, n)) for n, choice in enumerate(choices))
                 object.__setattr__(part, field.name, tuple(inner))
         return part
 
     def _inner(self, hook: str, choice: Any, path: KeyPath) -> Any:
         part = None if choice is UNREAD else self._part(hook, choice, path)
-        if part is None:
-            return UNREAD
-        self.inner.append(_Placed(path, part))
-        return part
+        self.inner += [] if part is None else [_Placed(path, part)]
+        return UNREAD if part is None else part
 
     def _preset(self, declaration: type[Plugin], name: Any, path: KeyPath) -> Mapping[str, Any]:
         presets: Mapping[str, Any] = {}

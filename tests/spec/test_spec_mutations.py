@@ -124,6 +124,9 @@ def test_mutated_specs_are_sound_or_refused_with_a_place(number: int) -> None:
     @settings(max_examples=number)
     @given(MUTATED, st.lists(OVERRIDES, max_size=2))
     @example('{"model": "\\u001e"}', [])
+    @example('{"model": {"use": null, "preset": []}}', [])
+    @example('{"data": {"use": "blend", "parts": [7, {"use": []}, {"use": "text", "weight": "x"}]}}', [])
+    @example('{"data": {"use": "blend", "parts": 7}}', ["data.parts.0=1"])
     def check_one(spec: str | bytes, overrides: list[str]) -> None:
         data = spec.encode(errors="surrogatepass") if isinstance(spec, str) else spec
         told: tuple[Problem, ...] = ()
