@@ -40,8 +40,7 @@ class Kind:
     @property
     def one(self) -> str:
         """The noun with its article."""
-        article = "" if self.noun.endswith("parallelism") else "an " if self.noun[0] in "aeiou" else "a "
-        return f"{article}{self.noun}"
+        return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -61,7 +60,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "context": Kind(
         "context parallelism",
         "ContextParallelSuite",
-        "context_parallel: {use: sample}\nparallel: {dense: {cp: 2}}",
+        "context_parallel: {use: sample}",
         "what the ranks of cp exchange around the core of attention, in forward and backward.",
     ),
     "router": Kind(

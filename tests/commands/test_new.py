@@ -64,7 +64,13 @@ def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: 
             assert not any(word in path + text for word in ("sample", "Sample", "{kind}", "{spec}", "{changes}"))
     assert f'my-{kind} = "moefw_my_{kind}"' in files["pyproject.toml"]
     assert "    plugin = My\n" in files[f"tests/test_my_{kind}.py"]
-    noun = {"gemm": "GEMM", "precision": "precision recipe", "memory": "memory policy"}.get(kind, kind)
+    nouns = {
+        "gemm": "GEMM",
+        "precision": "precision recipe",
+        "memory": "memory policy",
+        "context": "context parallelism",
+    }
+    noun = nouns.get(kind, kind)
     one = f"{'An' if kind == 'attention' else 'A'} {noun}"
     assert f'description = "{one} for moefw"' in files["pyproject.toml"]
     assert f"{one} for moefw. " in files["README.md"]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import final
 
 import moefw
-
 from moefw.core.contracts import Layout
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.communication.gather import gather
