@@ -9,7 +9,7 @@ Legend, in addition to that of :mod:`moefw.runtime.attention.attend`: ``kv`` is 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from math import inf, sqrt
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefw.core.contracts import ContextAttention, Layout
 from moefw.runtime.attention import kernels
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.attention.sinks import add_sinks, sink_gradient
@@ -25,34 +26,39 @@ from moefw.runtime.attention.visible import Visible
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 
 
-class Carrier(ABC):
-    """Brings the keys and values of every rank of cp to this one, and their gradients back. Collective."""
+class PartialAttention(ContextAttention):
+    """Attention to the keys and values of one rank of cp after the other. How they come, and gradients back, is left.
+
+    Saves its inputs, output and log-sum-exp.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.cut = SequenceCut(layout)
+
+    def __call__(
+        self,
+        q_BHSd: Tensor,
+        k_BGSd: Tensor,
+        v_BGSe: Tensor,
+        mask: Mask,
+        *,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+        sinks_H: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Return ``out_BHSe`` of this rank's queries, by the kernels of PyTorch."""
+        scale = 1.0 / sqrt(q_BHSd.shape[-1]) if scale is None else scale
+        given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, mask.documents_BS, mask.window, scale, self)
+        out_BHSe: Tensor = _Partial.apply(*given)  # type: ignore[no-untyped-call]
+        return out_BHSe
 
     @abstractmethod
     def visit(self, kv: Tensor, see: Callable[[int, Tensor], None]) -> None:
-        """Call ``see(rank, kv)`` with those of every rank of cp, this one first."""
+        """Call ``see(rank, kv)`` with those of every rank of cp, this one first. Collective."""
 
     @abstractmethod
     def visit_back(self, kv: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Call ``gradient(rank, kv)`` likewise. Return the sum over all ranks of the gradients of this rank's."""
-
-
-def attend_by(
-    carrier: Carrier,
-    cut: SequenceCut,
-    q_BHSd: Tensor,
-    k_BGSd: Tensor,
-    v_BGSe: Tensor,
-    mask: Mask,
-    *,
-    sinks_H: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Return ``out_BHSe``: see :class:`moefw.ContextAttention`. Saves its inputs, output and log-sum-exp."""
-    scale = 1.0 / sqrt(q_BHSd.shape[-1]) if scale is None else scale
-    given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, mask.documents_BS, mask.window, scale, carrier, cut)
-    out_BHSe: Tensor = _Partial.apply(*given)  # type: ignore[no-untyped-call]
-    return out_BHSe
 
 
 class _Partial(torch.autograd.Function):
@@ -66,28 +72,27 @@ class _Partial(torch.autograd.Function):
         documents_BS: Tensor | None,
         window: int | None,
         scale: float,
-        carrier: Carrier,
-        cut: SequenceCut,
+        ranks: PartialAttention,
     ) -> Tensor:
-        merged = _Merged(q, v.shape[-1], Visible(cut, Mask(window=window, documents_BS=documents_BS), q, scale))
-        carrier.visit(torch.cat([k, v], -1), merged.add)
+        merged = _Merged(q, v.shape[-1], Visible(ranks.cut, Mask(window=window, documents_BS=documents_BS), q, scale))
+        ranks.visit(torch.cat([k, v], -1), merged.add)
         out, lse_BHS = merged.out.to(q.dtype), merged.lse_BHS
         if sinks_H is not None:
             lse_BHS = add_sinks(out, lse_BHS, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
-        ctx.window, ctx.scale, ctx.carrier, ctx.cut = window, scale, carrier, cut
+        ctx.window, ctx.scale, ctx.ranks = window, scale, ranks
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse_BHS, sinks_H, documents_BS = ctx.saved_tensors
-        visible = Visible(ctx.cut, Mask(window=ctx.window, documents_BS=documents_BS), q, ctx.scale)
+        visible = Visible(ctx.ranks.cut, Mask(window=ctx.window, documents_BS=documents_BS), q, ctx.scale)
         gradients = _Gradients(grad, q, out, lse_BHS, visible, k.shape[-1])
-        grad_kv = ctx.carrier.visit_back(torch.cat([k, v], -1), gradients.of)
+        grad_kv = ctx.ranks.visit_back(torch.cat([k, v], -1), gradients.of)
         grad_k, grad_v = grad_kv.to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
         grad_sinks = sink_gradient(grad, out, lse_BHS, sinks_H) if ctx.needs_input_grad[3] else None
-        return gradients.grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None, None, None
+        return gradients.grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None, None
 
 
 class _Merged:

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-import moefw
-from moefw.core.contracts import Layout
-from moefw.runtime.attention.mask import Mask
-from moefw.runtime.attention.partial import Carrier, attend_by
+from moefw.runtime.attention.partial import PartialAttention
 from moefw.runtime.communication.gather import all_gather, reduce_scatter
-from moefw.runtime.parallel.sequence_cut import SequenceCut
 
 
 @final
-class AllGatherKVAttention(moefw.ContextAttention, Carrier):
+class AllGatherKVAttention(PartialAttention):
     """See :class:`moefw.plugins.context_parallel.allgather_kv.AllGatherKV`."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.cut = SequenceCut(layout)
-
-    def __call__(
-        self, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, mask: Mask, *, attend: Any, **options: Any
-    ) -> Tensor:
-        """Return ``out_BHSe`` of this rank's queries."""
-        return attend_by(self, self.cut, q_BHSd, k_BGSd, v_BGSe, mask, **options)
 
     def visit(self, kv: Tensor, see: Callable[[int, Tensor], None]) -> None:
         """Gather those of all ranks while this rank's are seen."""

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import moefw
-from moefw.core.contracts import Layout
-from moefw.runtime.attention.mask import Mask
-from moefw.runtime.attention.partial import Carrier, attend_by
+from moefw.runtime.attention.partial import PartialAttention
 from moefw.runtime.communication.movement import Work
-from moefw.runtime.parallel.sequence_cut import SequenceCut
 
 
 @final
-class RingAttention(moefw.ContextAttention, Carrier):
+class RingAttention(PartialAttention):
     """See :class:`moefw.plugins.context_parallel.ring_attention.Ring`."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.cut = SequenceCut(layout)
-
-    def __call__(
-        self, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, mask: Mask, *, attend: Any, **options: Any
-    ) -> Tensor:
-        """Return ``out_BHSe`` of this rank's queries."""
-        return attend_by(self, self.cut, q_BHSd, k_BGSd, v_BGSe, mask, **options)
 
     def visit(self, kv: Tensor, see: Callable[[int, Tensor], None]) -> None:
         """Pass on each rank's while they are seen."""
