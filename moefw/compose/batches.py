@@ -19,6 +19,9 @@ def batch_problems(train: TrainSpec, layout: LayoutPlan) -> Iterator[Problem]:
         over = f" / cp {cp}" if cp > 1 else ""
         what = f"micro_batch {train.micro_batch} x seq_len {train.seq_len}{over} tokens do not divide into {tp} parts, "
         yield Problem(f"{what}one a rank of tp.", f"Use a seq_len that {cp * tp} divides.")
+    if train.packing != "none":
+        yield from _pack_problems(train, 2 * cp * tp if cp > 1 else tp)
+        return
     unit = train.micro_batch * train.seq_len * dp
     if train.tokens_per_step % unit:
         what = (
@@ -27,3 +30,18 @@ def batch_problems(train: TrainSpec, layout: LayoutPlan) -> Iterator[Problem]:
         )
         near = max(1, round(train.tokens_per_step / unit)) * unit
         yield Problem(what, f"Use for example tokens_per_step: {near}.")
+
+
+def _pack_problems(train: TrainSpec, unit: int) -> Iterator[Problem]:
+    """Yield the problems of packs. A pack that all ranks of cp share is a multiple of ``unit`` tokens."""
+    room = train.micro_batch * train.seq_len
+    if room % unit:
+        what = f"a pack has room for micro_batch {train.micro_batch} x seq_len {train.seq_len} tokens, which do not "
+        yield Problem(f"{what}divide into {unit} equal parts.", f"Use a seq_len that {unit} divides.")
+    if train.tokens_per_step % train.seq_len:
+        what = f"{train.tokens_per_step} tokens a step are not a whole number of the longest sequence, {train.seq_len}."
+        near = max(1, round(train.tokens_per_step / train.seq_len)) * train.seq_len
+        yield Problem(what, f"Use for example tokens_per_step: {near}.")
+    if train.record_routes or train.replay_routes:
+        what = "routes are recorded and replayed of sequences of one length, and packing makes others."
+        yield Problem(what, "Use packing: none, or leave out record_routes and replay_routes.")

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from moefw.compose.assembly import Assembly
 from moefw.core.context import BuildContext, ExpertGroup, ModelContext
 from moefw.core.contracts import ContextAttention, Layout, MemoryPolicy, Precision
+from moefw.core.errors import ContractError
 from moefw.core.plugin import Plugin
 from moefw.core.records import Shard, Side
 from moefw.core.site import Site
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.dropped import drops
 from moefw.runtime.naming import expert_parameters
+from moefw.runtime.parallel.cp_blocks import layouts_by_cp
 from moefw.runtime.parallel.opened_layout import open_by
 from moefw.runtime.phases import Phase, straight
 
@@ -78,7 +80,8 @@ class LayerContext(BuildContext):
     sharding: Sharding | None = None
     recipes: tuple[Precision, Precision] | None = None
     policies: Mapping[str, MemoryPolicy] = Factory(dict)
-    context_attention: ContextAttention | None = None
+    layouts: Mapping[int | None, Layout] = Factory(dict)
+    context_attentions: Mapping[int | None, ContextAttention] = Factory(dict)
     watch: Watch | None = None
 
     @property
@@ -121,9 +124,20 @@ class LayerContext(BuildContext):
 
     def core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         """Return the core of this layer's attention: ``attend``, or what the ranks of cp do around it."""
-        if self.context_attention is None:
+        around = self.context_attentions
+        if not around:
             return lambda *tensors, **options: attend(*tensors, **options)[0]
-        return partial(self.context_attention.__call__, attend=attend)
+        if len(self.layouts) == len(around) == 2:
+            return partial(around[None].__call__, attend=attend)
+
+        def core(q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+            if mask.cp is None:
+                raise ContractError("a mask does not say how many ranks share its batch.", "Make it by Mask.of(batch).")
+            if mask.cp == 1:
+                return attend(q, k, v, mask, **options)[0]
+            return around[mask.cp](q, k, v, mask, attend=attend, **options)
+
+        return core
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
         """Return ``module``. Where the layout shards its weights, each call gathers them. Raises PlanError."""
@@ -197,11 +211,17 @@ class ModelParts(ModelContext):
         self.assembly, self._layout, self.device = assembly, layout, device
         self._shared, self._sharding, self._watch = shared, _sharding(layout, shard_by), watch
         self._contexts: dict[int, LayerContext] = {}
+        self._layouts = layouts_by_cp(layout, dynamic=assembly.spec.train.packing == "dynamic")
 
     @property
     def layout(self) -> Layout:
         """This rank's position and process groups."""
         return self._layout
+
+    @property
+    def layouts(self) -> Mapping[int | None, Layout]:
+        """The layout of the ranks that share a batch, by ``Batch.cp``."""
+        return self._layouts
 
     @property
     def precision(self) -> Precision:
@@ -246,17 +266,20 @@ class ModelParts(ModelContext):
             bare,
             recipes=recipes,
             policies=policies,
-            context_attention=self._context_attention(bare),
+            layouts=self.layouts,
+            context_attentions=self._context_attentions(bare),
             sharding=self._sharding,
             watch=self._watch,
         )
 
-    def _context_attention(self, bare: LayerContext) -> ContextAttention | None:
-        if self._layout.size("cp") == 1:
-            return None
-        plugin = self.assembly.parts.context_parallel
-        with self._calling(plugin):
-            return plugin.build(bare)
+    def _context_attentions(self, bare: LayerContext) -> Mapping[int | None, ContextAttention]:
+        plugin, made = self.assembly.parts.context_parallel, dict[Layout, ContextAttention]()
+        shared = {cp: layout for cp, layout in self.layouts.items() if layout.size("cp") > 1}
+        for layout in shared.values():
+            if layout not in made:
+                with self._calling(plugin):
+                    made[layout] = plugin.build(evolve(bare, layout=layout, site=evolve(bare.site, layout=layout.plan)))
+        return {cp: made[layout] for cp, layout in shared.items()}
 
     def _calling(self, part: Plugin) -> AbstractContextManager[None]:
         return self.assembly.registry.calling(part, "build()")

@@ -104,6 +104,10 @@ class BuildContext(Protocol):
         """This rank's position and process groups."""
 
     @property
+    def layouts(self) -> Mapping[int | None, Layout]:
+        """The layout of the ranks that share a batch, by ``Batch.cp``."""
+
+    @property
     def device(self) -> torch.device:
         """The device of tensors."""
 
@@ -128,7 +132,7 @@ class BuildContext(Protocol):
 
         It is ``attend`` (:func:`moefw.runtime.attention.attend.attend`, or a like function) on whole sequences. Where
         the ranks of cp share them, it exchanges what it needs. An attention that offers ``core`` calls this in
-        ``build``.
+        ``build``, and makes each mask by :meth:`moefw.runtime.attention.mask.Mask.of`.
         """
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
@@ -157,6 +161,10 @@ class ModelContext(Protocol):
     @property
     def layout(self) -> Layout:
         """This rank's position and process groups."""
+
+    @property
+    def layouts(self) -> Mapping[int | None, Layout]:
+        """The layout of the ranks that share a batch, by ``Batch.cp``."""
 
     @property
     def precision(self) -> Precision:

@@ -46,14 +46,19 @@ class Batch:
     documents_BS: Tensor | None = None
     """int64: the number of each token's document, within which it attends. None: a sequence is one document. Of whole
     sequences, also where ranks of cp share them."""
+    lengths: tuple[int, ...] | None = None
+    """The lengths of sequences that lie one behind another in the one row of a batch: a pack. The last is padded. Each
+    is a document, numbered from 0, with positions from 0 and a seed of its own. None: each row is a sequence."""
+    cp: int | None = None
+    """How many neighbours on cp share the sequences, where batches differ in it. None: all ranks of cp."""
     places_S: Tensor | None = None
-    """int64: where in its sequence each position is, if ranks of cp share the sequences (context parallelism). The
-    other fields then hold this rank's positions. None: this rank has whole sequences."""
+    """int64: where in its row each position is, if ranks of cp share the sequences (context parallelism). The other
+    fields then hold this rank's positions. None: this rank has whole sequences."""
     loss_scale: Tensor | None = None
     """None outside training: auxiliary losses are not attached."""
     seeds_B: Tensor | None = None
-    """int64: a seed that is unique to a sequence within the run. Random draws for a token depend on the seed and the
-    token's position, never on rank or call order. None outside training: nothing is drawn."""
+    """int64, one for each sequence: a seed that is unique to it within the run. Random draws for a token depend on the
+    seed and the token's position, never on rank or call order. None outside training: nothing is drawn."""
     keys_T: Tensor | None = None
     """int64: for each flattened token, the key from which stochastic rounding draws. A model makes keys of ``seeds_B``
     if its recipe draws. None: nothing is drawn."""
@@ -71,9 +76,33 @@ class Batch:
         return whole_T if self.part is None else self.part.of(whole_T)
 
     @property
+    def row_places(self) -> Tensor:
+        """Where in its row each position is: ``(S)`` int64."""
+        return torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device) if self.places_S is None else self.places_S
+
+    @property
     def places(self) -> Tensor:
         """Where in its sequence each position is: ``(S)`` int64."""
-        return torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device) if self.places_S is None else self.places_S
+        if self.lengths is None:
+            return self.row_places
+        assert self.positions_BS is not None
+        return self.positions_BS[0]
+
+    @property
+    def draws(self) -> tuple[Tensor, Tensor] | None:
+        """Seeds and places from which random draws for the tokens start, ``(B)`` and ``(S)``; None: nothing is drawn.
+
+        Of a pack, ``(T)`` and ``(T, 1)``. :func:`moefw_kernels.random.token_keys` makes keys of both.
+        """
+        if self.seeds_B is None or self.lengths is None:
+            return None if self.seeds_B is None else (self.seeds_B, self.places)
+        return self.seeds_B[self._documents_S], self.places.unsqueeze(1)
+
+    @property
+    def _documents_S(self) -> Tensor:
+        """The number of each token's sequence in a pack."""
+        assert self.documents_BS is not None
+        return self.documents_BS[0, self.row_places]
 
     @property
     def rows(self) -> RowGroups | None:
@@ -93,8 +122,15 @@ class Batch:
     @property
     def sequence_T(self) -> Tensor:
         """int64: for each of this rank's tokens, the number of its sequence in this micro-batch."""
+        if self.lengths is not None:
+            return self.own(self._documents_S)
         sequences, positions = self.ids_BS.shape
         return self.own(torch.arange(sequences, device=self.ids_BS.device).repeat_interleave(positions))
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences in this micro-batch."""
+        return len(self.ids_BS) if self.lengths is None else len(self.lengths)
 
     def route(self, layer: int, num_tokens: int, top_k: int) -> Tensor | None:
         """Return the recorded ``expert_ids_TK`` of a layer, or None. Raises ContractError on a wrong shape or dtype."""

@@ -60,9 +60,16 @@ def labels_of_next(batch: Batch) -> Tensor:
 
 
 def ids_ahead(batch: Batch, depth: int) -> Tensor:
-    """Return the id of the token ``depth`` positions ahead of each, ``(B, S)``; 0 where the batch does not hold it."""
+    """Return the id of the token ``depth`` positions ahead of each, ``(B, S)``; 0 where its sequence does not hold it.
+
+    The token behind a sequence is the label of its last one.
+    """
     next_BS = torch.cat([batch.ids_BS[:, 1:], batch.labels_BS[:, -1:].clamp(min=0)], dim=1)
-    return _shifted(next_BS, depth - 1, 0)
+    if batch.lengths is None or batch.documents_BS is None:
+        return _shifted(next_BS, depth - 1, 0)
+    sequence_BS = batch.documents_BS if batch.mask_BS is None else batch.documents_BS.masked_fill(~batch.mask_BS, -1)
+    next_BS = torch.where(_goes_on(sequence_BS, 1), next_BS, batch.labels_BS.clamp(min=0))
+    return _shifted(next_BS, depth - 1, 0) * _goes_on(sequence_BS, depth - 1)
 
 
 def labels_ahead(batch: Batch, depth: int) -> Tensor:
@@ -72,10 +79,15 @@ def labels_ahead(batch: Batch, depth: int) -> Tensor:
     """
     labels_BS = _shifted(batch.labels_BS, depth, IGNORED)
     if batch.documents_BS is not None:
-        labels_BS = labels_BS.masked_fill(_shifted(batch.documents_BS, depth, -1) != batch.documents_BS, IGNORED)
+        labels_BS = labels_BS.masked_fill(~_goes_on(batch.documents_BS, depth), IGNORED)
     if batch.mask_BS is not None:
         labels_BS = labels_BS.masked_fill(~(batch.mask_BS & _shifted(batch.mask_BS, depth, False)), IGNORED)
     return labels_BS
+
+
+def _goes_on(documents_BS: Tensor, steps: int) -> Tensor:
+    """Return whether the document of each token goes on for so many positions: bool ``(B, S)``."""
+    return _shifted(documents_BS, steps, -1) == documents_BS
 
 
 def _shifted(values_BS: Tensor, steps: int, fill: int) -> Tensor:

@@ -34,7 +34,8 @@ class Transformer(nn.Module):
 
     def __init__(self, options: Sizes, context: ModelContext) -> None:
         super().__init__()
-        self.options, self.cut, self.tp = options, SequenceCut(context.layout), TensorParallel(context.layout)
+        self.options, self.tp = options, TensorParallel(context.layout)
+        self.cuts = {cp: SequenceCut(layout) for cp, layout in context.layouts.items()}
         precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
         self.embed = Embedding(options.vocab_size, options.dim, self.tp, options.pad_id)
@@ -101,8 +102,9 @@ class Transformer(nn.Module):
         depths = range(1, self.options.mtp_layers + 1 if self.training else 1)
         ids = [batch.ids_BS, *(ids_ahead(batch, depth) for depth in depths)]
         labels = [labels_of_next(batch), *(labels_ahead(batch, depth) for depth in depths)]
-        ids_NT, labels_NT = (torch.stack([self.cut.own(each).flatten() for each in every]) for every in (ids, labels))
-        batch = replace(self.cut.part(batch), part=self.tp.shard(0))
+        cut = self.cuts[batch.cp]
+        ids_NT, labels_NT = (torch.stack([cut.own(each).flatten() for each in every]) for every in (ids, labels))
+        batch = replace(cut.part(batch), part=self.tp.shard(0), cp=cut.size)
         batch = keyed(batch) if self.draws else batch
         by_rank = ids_NT.unflatten(1, (self.tp.size, -1)).transpose(0, 1)
         x_TD, *ahead = self.embed(by_rank.flatten()).to(self.residual_dtype).chunk(len(ids_NT))
@@ -142,7 +144,7 @@ class Transformer(nn.Module):
     def keeps_past(self) -> bool:
         """Whether :meth:`extend` can be called: all attentions can go on, and each rank has whole sequences."""
         attentions = [cast("Any", block).attention for block in self.layers]
-        return self.cut.size == 1 and all(isinstance(one, CachedAttention) for one in attentions)
+        return self.cuts[None].size == 1 and all(isinstance(one, CachedAttention) for one in attentions)
 
     def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
         """Return ``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. None: they are first.
@@ -161,7 +163,8 @@ class Transformer(nn.Module):
     def _read(self, batch: Batch, past: Mapping[int, Any] | None) -> tuple[Tensor, Stream]:
         """Return ``(B, S, vocabulary)`` logits, and the end of the stream, with padding up to whole parts."""
         length = batch.ids_BS.shape[1]
-        padding = -length % (self.cut.unit * self.tp.size)
+        cut = self.cuts[batch.cp]
+        padding = -length % (cut.unit * self.tp.size)
         if padding:
             mask_BS = torch.ones_like(batch.ids_BS, dtype=torch.bool) if batch.mask_BS is None else batch.mask_BS
             batch = replace(
@@ -176,7 +179,7 @@ class Transformer(nn.Module):
         stream: Stream = straight(blocks)(replace(begin(batch), past=past))
         (logits_Tv,) = self.predictions(stream)
         logits_VT = self.tp.gather(logits_Tv.t())
-        logits_BSV = self.cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape))
+        logits_BSV = cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape))
         return logits_BSV[:, :length], stream
 
     def init_std(self, name: str) -> float | None:

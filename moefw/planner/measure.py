@@ -107,7 +107,7 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
         gradients=sum(stored.values()),
         optimizer=states.device,
         buffers=buffers,
-        batch=count * (4 * INT64 + BOOL if train.document_mask else 2 * INT64) * tokens + INT64 * train.micro_batch,
+        batch=count * (4 * INT64 + BOOL if train.masks_documents else 2 * INT64) * tokens + INT64 * train.micro_batch,
         host=states.host,
         step_passing=max(states.passing, flat),
     )

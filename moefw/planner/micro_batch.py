@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model
+from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
 from moefw.planner.gathering import Gathering, Unit
@@ -157,7 +158,7 @@ class MicroBatch:
         ids_BS = torch.zeros(train.micro_batch, train.seq_len, dtype=torch.int64)
         labels_BS, seeds_B = ids_BS.clone(), torch.arange(train.micro_batch)
         batch = Batch(ids_BS=ids_BS, labels_BS=labels_BS, seeds_B=seeds_B, loss_scale=torch.ones(()))
-        batch = with_documents(batch) if train.document_mask else batch
+        batch = as_trained(batch, train)
         given = (ids_BS, labels_BS, seeds_B, batch.positions_BS, batch.documents_BS, batch.mask_BS)
         self.recorder.label([tensor for tensor in given if tensor is not None], BATCH)
         return batch
@@ -171,8 +172,16 @@ class MicroBatch:
             unit.grads = torch.empty(unit.elements // unit.shards)
 
 
-def with_documents(batch: Batch) -> Batch:
-    """Return a batch as ``train.document_mask`` makes it, of one document a sequence."""
+def as_trained(batch: Batch, train: TrainSpec) -> Batch:
+    """Return a batch with masks as ``train`` makes them, of one document a sequence, or as a full pack of them."""
+    if not train.masks_documents:
+        return batch
+    rows, length = batch.ids_BS.shape
+    if train.packing != "none":
+        lengths = (length,) * rows if train.packing == "static" else (rows * length,)
+        one_row = (each.view(1, -1) for each in (batch.ids_BS, batch.labels_BS))
+        ids_BS, labels_BS = one_row
+        batch = replace(batch, ids_BS=ids_BS, labels_BS=labels_BS, lengths=lengths)
     zeros_BS = torch.zeros_like(batch.ids_BS)
     mask_BS = torch.ones_like(zeros_BS, dtype=torch.bool)
     return replace(batch, positions_BS=zeros_BS, documents_BS=zeros_BS.clone(), mask_BS=mask_BS)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
 from moefw.compose.optimizer import build_optimizer
@@ -53,11 +55,15 @@ class Run:
     state: dict[str, Tensor]
 
 
-def short_run(tree: Tree, steps: int, padded: bool = False, packed: bool = False) -> Run:
+Read = Callable[[Assembly, Layout], Callable[[int], list[Batch]]]
+"""Returns what reads this rank's micro-batches of a step."""
+
+
+def short_run(tree: Tree, steps: int, padded: bool = False, packed: bool = False, read: Read | None = None) -> Run:
     """Train on random tokens that depend on the step alone; each rank takes its share of the sequences.
 
     ``padded``: sequences have unequal numbers of valid tokens, and some have none. ``packed``: each holds documents of
-    unequal length, whose positions start anew.
+    unequal length, whose positions start anew. ``read``: other tokens.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("short run"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
@@ -70,28 +76,30 @@ def short_run(tree: Tree, steps: int, padded: bool = False, packed: bool = False
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     engine = Engine(model, optimizer, layout, clip_norm=train.clip_norm)
     first = _weights(model, layout)
-    vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
-    results = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)
-        tokens = torch.randint(vocabulary, shape, generator=generator)
-        numbers = step * len(tokens) + torch.arange(len(tokens))
-        mine = [part.tensor_split(layout.size("dp"))[layout.index("dp")] for part in (tokens, numbers)]
-        batches = [
-            Batch(
-                ids_BS=part[:, :-1],
-                labels_BS=part[:, 1:],
-                seeds_B=seeds,
-                mask_BS=_mask(seeds, train.seq_len, padded),
-            )
-            for part, seeds in zip(*(part.split(train.micro_batch) for part in mine), strict=True)
-        ]
-        batches = [_packed(batch) if packed else batch for batch in batches]
-        results.append(engine.step(batches, train.lr, _no_clock))
+    batches = read(assembly, layout) if read else partial(_drawn, assembly, layout, padded, packed)
+    results = [engine.step(batches(step), train.lr, _no_clock) for step in range(steps)]
     state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
     shared.close()
     return Run(results=results, first=first, last=_weights(model, layout), state=state)
+
+
+def _drawn(assembly: Assembly, layout: Layout, padded: bool, packed: bool, step: int) -> list[Batch]:
+    train, vocabulary = assembly.spec.train, getattr(assembly.parts.model, "vocab_size", 2)
+    generator = torch.Generator().manual_seed(step)
+    shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)
+    tokens = torch.randint(vocabulary, shape, generator=generator)
+    numbers = step * len(tokens) + torch.arange(len(tokens))
+    mine = [part.tensor_split(layout.size("dp"))[layout.index("dp")] for part in (tokens, numbers)]
+    batches = [
+        Batch(
+            ids_BS=part[:, :-1],
+            labels_BS=part[:, 1:],
+            seeds_B=seeds,
+            mask_BS=_mask(seeds, train.seq_len, padded),
+        )
+        for part, seeds in zip(*(part.split(train.micro_batch) for part in mine), strict=True)
+    ]
+    return [_packed(batch) if packed else batch for batch in batches]
 
 
 def _mask(numbers: Tensor, seq_len: int, padded: bool) -> Tensor | None:

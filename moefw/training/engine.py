@@ -30,10 +30,11 @@ class StepResult:
     expert in each MoE layer, 1.0 = fair. ``counts`` holds other counts, summed over layers: dropped choices, rows that
     overflowed a budget and rows that a memory policy had no space for (the step was run again then), and whether the
     step was bad. ``note`` is a line about a bad step, empty for other steps. ``routes``: the expert ids of this rank's
-    tokens by layer, for each of its micro-batches, if the engine keeps them.
+    tokens by layer, for each of its micro-batches, if the engine keeps them. ``tokens`` counts those with a loss.
     """
 
     loss: float
+    tokens: float
     aux_losses: dict[str, float]
     counts: dict[str, float]
     grad_norm: float
@@ -120,13 +121,17 @@ class Engine:
         return tally
 
     def _loss_scale(self, batches: Sequence[Batch]) -> Tensor:
-        """Return 1 / (valid tokens of the global batch), fp32. Ranks of cp and tp have the same whole sequences."""
-        counts = [batch.ids_BS.numel() if batch.mask_BS is None else int(batch.mask_BS.sum()) for batch in batches]
-        tokens = torch.tensor(sum(counts), dtype=torch.float64, device=batches[0].ids_BS.device)
-        group = self.layout.group("dp")
+        """Return 1 / (valid tokens of the global batch), fp32. Ranks that share a batch count their part of it."""
+        tokens = sum(_valid(batch) / (batch.cp or self.layout.size("cp")) for batch in batches)
+        total = torch.tensor(tokens, dtype=torch.float64, device=batches[0].ids_BS.device)
+        group = self.layout.group("dp", "cp")
         if group is not None:
-            dist.all_reduce(tokens, group=group)
-        return (1.0 / tokens.clamp_min(1)).float()
+            dist.all_reduce(total, group=group)
+        return (1.0 / total.round().clamp_min(1)).float()
+
+
+def _valid(batch: Batch) -> int:
+    return batch.ids_BS.numel() if batch.mask_BS is None else int(batch.mask_BS.sum())
 
 
 def _result(made: Attempt) -> StepResult:
@@ -139,6 +144,7 @@ def _result(made: Attempt) -> StepResult:
     shares = [(load / load.mean().clamp_min(1e-9)).tolist() for load in loads]
     return StepResult(
         loss=made.loss,
+        tokens=tokens,
         aux_losses=aux,
         counts=made.counts,
         grad_norm=made.grad_norm,

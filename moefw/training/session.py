@@ -56,7 +56,7 @@ class Session:
         """Return the windows of a stream at ``starts`` as a batch; ``more`` is for :meth:`batch`."""
         train = self.assembly.spec.train
         windows_BS = read_windows(stream, starts, seq_len=train.seq_len, vocab_size=self.data.vocab_size)
-        numbers_BS = number_documents(stream, starts, seq_len=train.seq_len) if train.document_mask else None
+        numbers_BS = number_documents(stream, starts, seq_len=train.seq_len) if train.masks_documents else None
         return self.batch(windows_BS, documents_BS=numbers_BS, **more)
 
     def batch(
@@ -206,12 +206,14 @@ def _fitting(data: DataSource, assembly: Assembly) -> DataSource:
     if room is not None and data.vocab_size > room:
         what = f"the tokenizer has {data.vocab_size} ids and model.vocab_size is {room}."
         raise PlanError(what, f"Use model.vocab_size: {data.vocab_size}.")
-    if assembly.spec.train.document_mask:
+    train = assembly.spec.train
+    if train.masks_documents:
+        option, off = ("document_mask", "false") if train.packing == "none" else ("packing", "none")
         for stream in (data.train, data.heldout):
             if stream.document_starts(0, 1) is None:
                 what = f"{stream.name or type(stream).__name__} does not tell where documents start."
-                fix = "Use train.document_mask: false, or a source that tells."
-                raise PlanError(f"train.document_mask keeps documents apart, and {what}", fix)
+                fix = f"Use train.{option}: {off}, or a source that tells."
+                raise PlanError(f"train.{option} keeps documents apart, and {what}", fix)
     return data
 
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch._dynamo
-from attrs import evolve
 from rich.console import Console
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.optimizer import build_optimizer
 from moefw.compose.pretrained import read_weights
 from moefw.core.errors import MoefwError, Problem
-from moefw.core.stages import Batch
 from moefw.training import checkpoint, ledger_file
 from moefw.training.agreement import anywhere, raise_together
 from moefw.training.clock import StepClock
-from moefw.training.data.blend.order import training_order
 from moefw.training.engine import Engine, StepResult
 from moefw.training.errors import StoppedError
 from moefw.training.evaluation import evaluation, evaluation_starts
@@ -31,6 +26,7 @@ from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
 from moefw.training.faults.plugin_guard import PluginGuard
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stamps import stamp
+from moefw.training.feed import feed_of
 from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
@@ -40,7 +36,6 @@ from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
 from moefw.training.resume import Which
 from moefw.training.routes.of_a_run import ROUTES, Routes
-from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session, open_session
 from moefw.training.world import Place
 
@@ -87,12 +82,7 @@ class Trainer:
         )
         self.spikes = LossSpikes(spec.loss_spike)
         self.guard = PluginGuard(assembly, session.layout.rank)
-        self.order = training_order(
-            session.data,
-            seq_len=spec.seq_len,
-            sequences_per_step=spec.tokens_per_step // spec.seq_len,
-            seed=assembly.spec.run.seed,
-        )
+        self.feed = feed_of(session)
         evaluation_starts(session)
         self.clock = StepClock()
         self.console = Console(quiet=not session.leads)
@@ -164,7 +154,7 @@ class Trainer:
         self.guard.notify("moefw_before_step", step=step)
         began = time.perf_counter()
         with self.clock("data"), self.guard.calling(self.session.assembly.parts.data, step):
-            batches = list(self._micro_batches(step))
+            batches = list(self.feed.micro_batches(step))
         batches = self.routes.given(step + 1, batches)
         lr = self.guard.learning_rate(step)
         result = self.engine.step(batches, lr, self.clock, number=step + 1)
@@ -176,26 +166,13 @@ class Trainer:
             record[LOSS_SPIKES] = 1
         for note in filter(None, (result.note, spike)):
             say(self.console, note)
-        record["tokens_per_s"] = self.spec.tokens_per_step / (time.perf_counter() - began)
+        record["tokens_per_s"] = result.tokens / (time.perf_counter() - began)
         if self._due(step, self.spec.eval_every):
             with self.clock("evaluation"):
                 record |= evaluation(self.session)
         stamp("observers")
         self.guard.notify("moefw_after_step", step=step, metrics=record)
         return record
-
-    def _micro_batches(self, step: int) -> Iterator[Batch]:
-        """Yield this rank's share of the step's sequences, ``micro_batch`` at a time."""
-        layout, stream, size = self.session.layout, self.session.data.train, self.spec.micro_batch
-        starts = self.order.starts(step)
-        each = len(starts) // layout.size("dp")
-        begin = layout.index("dp") * each
-        mine = starts[begin:][:each]
-        numbers = self.order.first(step) + np.arange(begin, begin + each)
-        seeds = sequence_seeds(self.session.assembly.spec.run.seed, numbers)
-        for first in range(0, each, size):
-            chosen = slice(first, first + size)
-            yield self.session.read(stream, mine[chosen], seeds_B=seeds[chosen])
 
     def _due(self, step: int, every: int) -> bool:
         """Return whether an action with period ``every``, which also follows the last step, is due after ``step``."""
@@ -212,7 +189,7 @@ class Trainer:
             world=session.layout.plan.world,
             plugins=tuple(tuple(version) for version in session.assembly.versions()),
             tokenizer=session.data.fingerprint,
-            sequences=self.order.first(step + 1),
+            sequences=self.feed.first(step + 1),
         )
         keep = self.spec.keep_checkpoints
         optimizer = self.engine.optimizer
@@ -229,8 +206,7 @@ class Trainer:
             return 0
         model, optimizer = self.session.model, self.engine.optimizer
         manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=data.fingerprint, group=group)
-        begin = manifest.origin.sequences - self.order.first(manifest.step)
-        self.order = evolve(self.order, begin=begin)
+        self.feed = self.feed.begun_at(manifest.origin.sequences - self.feed.first(manifest.step))
         if self.session.leads:
             self.notes = [*chosen.passed, *checkpoint.set_aside_after(self.run_dir, manifest.step)]
         return manifest.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -287,3 +288,31 @@ def test_what_does_not_fit_is_named_at_once() -> None:
         assert part in str(raised.value)
     with pytest.raises(ContractError, match="7 queries are not the last of 5 keys"):
         attend(q, k[:, :1, :5], v[:, :1, :5], Mask())
+
+
+@pytest.mark.parametrize(
+    "case", [Case(batch=1, keys=12, queries=12), Case(batch=1, keys=12, queries=12, sinks=True, window=3)]
+)
+def test_documents_whose_lengths_are_known_are_computed_one_by_one(case: Case) -> None:
+    tensors, mask = case.drawn()
+    lengths = (5, 1, 6)
+    packed = Mask(
+        window=mask.window, documents_BS=torch.arange(3).repeat_interleave(torch.tensor(lengths))[None], lengths=lengths
+    )
+    sinks = tensors[3] if case.sinks else None
+    out, lse = attend(*tensors[:3], packed, sinks_H=sinks)
+    alone = [
+        attend(*parts, mask, sinks_H=sinks) for parts in zip(*(x.split(lengths, 2) for x in tensors[:3]), strict=True)
+    ]
+    assert torch.equal(out, torch.cat([one for one, _ in alone], 2))
+    assert torch.equal(lse, torch.cat([one for _, one in alone], 2))
+    grad = torch.randn_like(out)
+    masked, _ = attend(*tensors[:3], replace(packed, lengths=None), sinks_H=sinks)
+    for one, other in zip(*(torch.autograd.grad(made, tensors, grad) for made in (out, masked)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def test_documents_of_another_length_than_the_keys_are_refused() -> None:
+    tensors, _ = Case(batch=1).drawn()
+    with pytest.raises(ContractError, match=r"documents of \(3, 3\) positions are not 7 keys"):
+        attend(*tensors, Mask(lengths=(3, 3)))

@@ -29,6 +29,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (attentions.ForgetsToGather, "heads_split", "the output changes with heads split over 2 ranks"),
     (attentions.CountsPlacesItself, "sequences_shared", "the output changes with sequences shared by 2 ranks of cp"),
     (attentions.ExchangesNothing, "sequences_shared", "the output changes with sequences shared by 2 ranks of cp"),
+    (attentions.SaysNotWhoSharesABatch, "sequences_shared", "Make it by Mask.of(batch)"),
     (attentions.OneRecipe, "products_keep", "the module's recipe serves several GEMMs"),
     (attentions.LosesKeys, "products_keep", "has 0 of"),
     (attentions.ForgetsThePast, "goes_on", "the output changes if tokens are read in pieces of (1, 1"),

@@ -63,7 +63,7 @@ class PlainAttention(nn.Module, Attention):
         return batch.rows
 
     def mask(self, batch: Batch) -> Mask:
-        return Mask(documents_BS=batch.documents_BS)
+        return Mask.of(batch)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         out = self.kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.mask(batch))
@@ -116,6 +116,11 @@ class CountsPlacesItself(PlainAttention):
 class ExchangesNothing(PlainAttention):
     def kernel_of(self, context: moefw.BuildContext) -> Any:
         return lambda q, k, v, mask: attend(q, k, v, Mask())[0] if mask.documents_BS is None else context.core(attend)
+
+
+class SaysNotWhoSharesABatch(PlainAttention):
+    def mask(self, batch: Batch) -> Mask:
+        return Mask(documents_BS=batch.documents_BS)
 
 
 class ForgetsTheFirst(PlainAttention):

@@ -56,8 +56,12 @@ def chosen(hook: str, **kwargs: Any) -> Any:
 class TrainSpec:
     """Length and hyperparameters of training. Token counts are global; ``micro_batch`` is in sequences per rank.
 
+    ``packing``: ``none`` cuts the text into sequences of ``seq_len`` tokens. Otherwise sequences are documents, longer
+    ones in parts of ``seq_len``, and lie one behind another in packs of at most ``micro_batch * seq_len`` tokens; a
+    step has ``tokens_per_step`` tokens on average. All ranks of cp share a pack (``static``), or as few as hold it in
+    an equal share of these tokens, or as need to share a long sequence's work (``dynamic``).
     ``document_mask``: tokens attend within their document only, positions restart in each, and no label crosses its
-    end, in training and evaluation (false: a window of ``seq_len`` tokens is one document).
+    end, in training and evaluation (false: a window of ``seq_len`` tokens is one document). With ``packing``, always.
     ``weights``: a Hugging Face folder to start from (null: from random weights); ``model.preset`` may be the same one.
     ``record_routes``: write each token's experts into ``routes`` in the run's folder. ``replay_routes``: such a folder,
     whose experts are taken in place of the router's choices, for the same tokens (null: the router chooses).
@@ -74,6 +78,7 @@ class TrainSpec:
     tokens_per_step: int = field(default=8192, validator=ge(1))
     micro_batch: int = field(default=4, validator=ge(1))
     seq_len: int = field(default=512, validator=ge(2))
+    packing: Literal["none", "static", "dynamic"] = "none"
     document_mask: bool = False
     lr: float = field(default=3e-3, validator=gt(0.0))
     optimizer: Choice = chosen("moefw_optimizers")
@@ -86,6 +91,11 @@ class TrainSpec:
     on_full_disk: Literal["stop", "continue"] = "stop"
     on_bad_step: Literal["stop", "skip", "rerun"] = "stop"
     loss_spike: float | None = field(default=2.0, validator=optional(gt(1.0)))  # type: ignore[arg-type]
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether tokens attend within their document only."""
+        return self.document_mask or self.packing != "none"
 
 
 def _names_a_folder(_: object, attribute: Attribute[str], value: str) -> None:

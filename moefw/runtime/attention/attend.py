@@ -7,7 +7,7 @@ the keys of ``k``, ``v`` and ``documents``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import Any
 
@@ -41,7 +41,9 @@ def attend(
     """
     check(q_BHSd, k_BGSd, v_BGSe, mask, sinks_H)
     scale = 1.0 / sqrt(q_BHSd.shape[-1]) if scale is None else scale
-    given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, mask.documents_BS, mask.window, scale)
+    by_document = mask.lengths is not None and q_BHSd.shape[2] == k_BGSd.shape[2]
+    lengths, documents_BS = (mask.lengths, None) if by_document else (None, mask.documents_BS)
+    given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, documents_BS, lengths, mask.window, scale)
     out_BHSe, lse_BHS = _Attend.apply(*given)  # type: ignore[no-untyped-call]
     return out_BHSe, lse_BHS
 
@@ -71,6 +73,8 @@ def check(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, mask: Mask, sinks_H: T
         wrong.append(f"{heads} heads of queries do not share {groups} heads of keys evenly")
     if queries > keys:
         wrong.append(f"{queries} queries are not the last of {keys} keys")
+    if mask.lengths is not None and sum(mask.lengths) != keys:
+        wrong.append(f"documents of {mask.lengths} positions are not {keys} keys")
     if mask.window is not None and mask.window < 1:
         wrong.append(f"a window of {mask.window} positions does not hold the query's own")
     if wrong:
@@ -88,29 +92,46 @@ class _Attend(torch.autograd.Function):
         v: Tensor,
         sinks_H: Tensor | None,
         documents_BS: Tensor | None,
+        lengths: Sequence[int] | None,
         window: int | None,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        out, lse_BHS = kernels.forward(q, k, v, _scores(q, k, documents_BS, window, scale))
+        made = []
+        for q_S, k_S, v_S in _apart(lengths, q, k, v):
+            made.append(kernels.forward(q_S, k_S, v_S, _scores(q_S, k_S, documents_BS, window, scale)))
+        out, lse_BHS = (_joined(parts) for parts in zip(*made, strict=True))
         if sinks_H is not None:
             lse_BHS = add_sinks(out, lse_BHS, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
         ctx.mark_non_differentiable(lse_BHS)
         ctx.set_materialize_grads(False)
-        ctx.window, ctx.scale = window, scale
+        ctx.lengths, ctx.window, ctx.scale = lengths, window, scale
         return out, lse_BHS
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 7
+            return (None,) * 8
         q, k, v, out, lse_BHS, sinks_H, documents_BS = ctx.saved_tensors
-        scores, grad_sinks = _scores(q, k, documents_BS, ctx.window, ctx.scale), None
-        grad_q, grad_k, grad_v = kernels.backward(grad, q, k, v, out, lse_BHS, scores)
+        made, grad_sinks = [], None
+        for grad_S, q_S, k_S, v_S, out_S, lse_S in _apart(ctx.lengths, grad, q, k, v, out, lse_BHS):
+            scores, lse_S = _scores(q_S, k_S, documents_BS, ctx.window, ctx.scale), lse_S.contiguous()
+            made.append(kernels.backward(grad_S, q_S, k_S, v_S, out_S, lse_S, scores))
         if ctx.needs_input_grad[3]:
             grad_sinks = sink_gradient(grad, out, lse_BHS, sinks_H)
-        return grad_q, grad_k, grad_v, grad_sinks, None, None, None
+        return *(_joined(parts) for parts in zip(*made, strict=True)), grad_sinks, None, None, None, None
+
+
+def _apart(lengths: Sequence[int] | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield each tensor's part for each of the documents, which stand one behind another along positions."""
+    if lengths is None:
+        return iter([tensors])
+    return zip(*(one.split(lengths, 2) for one in tensors), strict=True)
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _scores(q: Tensor, k: Tensor, documents_BS: Tensor | None, window: int | None, scale: float) -> kernels.Scores:

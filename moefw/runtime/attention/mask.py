@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
-from moefw.core.stages import stage
+from moefw.core.stages import Batch, stage
 
 
 @stage
@@ -17,6 +19,17 @@ class Mask:
     (arXiv 2004.05150). At least 1. None: all positions before it."""
     documents_BS: Tensor | None = None
     """Of an integer dtype: the number of each key's document. A query sees only keys of its own. None: one document."""
+    lengths: tuple[int, ...] | None = None
+    """The lengths of the documents of the one row, if the host knows them; they are computed one by one then."""
+    cp: int | None = None
+    """See :class:`moefw.Batch`."""
+
+    @classmethod
+    def of(cls, batch: Batch, window: int | None = None) -> Self:
+        """Return the mask of the sequences of a batch."""
+        alone = batch.lengths is not None and len(batch.lengths) == 1
+        documents_BS, lengths = (None, None) if alone else (batch.documents_BS, batch.lengths)
+        return cls(window=window, documents_BS=documents_BS, lengths=lengths, cp=batch.cp)
 
     def is_plain(self, queries: int, keys: int) -> bool:
         """Return whether a kernel's causal mask over as many queries as keys is this mask."""

@@ -29,9 +29,8 @@ APART: Final = 0x1E3779B97F4A7C15
 
 def keyed(batch: Batch) -> Batch:
     """Return the batch with a key for each flattened token, or the batch itself if it has no seeds."""
-    if batch.seeds_B is None:
-        return batch
-    return replace(batch, keys_T=token_keys(batch.seeds_B, batch.places, salt=SALT))
+    draws = batch.draws
+    return batch if draws is None else replace(batch, keys_T=token_keys(*draws, salt=SALT))
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.stages import Batch
-from moefw.planner.micro_batch import with_documents
+from moefw.planner.micro_batch import as_trained
 from moefw.planner.operations import Operations
 from moefw.recording.even import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
@@ -121,7 +121,7 @@ class _Step:
         ids_BS = [torch.zeros(train.micro_batch, train.seq_len, dtype=torch.int64) for _ in range(count)]
         seeds_B = torch.arange(train.micro_batch)
         batches = [Batch(ids_BS=ids, labels_BS=ids.clone(), seeds_B=seeds_B) for ids in ids_BS]
-        return [with_documents(batch) for batch in batches] if train.document_mask else batches
+        return [as_trained(batch, train) for batch in batches]
 
     @contextmanager
     def _clock(self, section: str) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moefw.core.contracts import Attention, CachedAttention
-from moefw.core.errors import PlanError
+from moefw.core.errors import ContractError, PlanError
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.attention_case import (
@@ -175,19 +175,26 @@ class AttentionSuite(Suite):
             self._split("tp", world, f"with heads split over {world} ranks of tp")
 
     def test_sequences_shared_by_ranks_give_the_whole(self) -> None:
-        """Each rank of cp has its positions; its gradients of parameters are shares that sum to the whole."""
+        """Each rank of cp has its positions; its gradients of parameters are shares that sum to the whole.
+
+        The ranks that share a batch are told with it, as where packs are shared by fewer than all ranks of cp.
+        """
         self.promised("core", dim=self.dim)
         self._split("cp", 2, "with sequences shared by 2 ranks of cp. Is context.core(...) called, with true positions")
 
     def _split(self, axis: str, world: int, says: str) -> None:
-        layer_case = self.on(tokens=(1,) * world, parts={"parallel": {"dense": {axis: world}}})
+        packs = {"tokens_per_step": 16, "micro_batch": 1, "seq_len": 16, "packing": "dynamic"}
+        layer_case = self.on(tokens=(1,) * world, parts={"parallel": {"dense": {axis: world}}, "train": packs})
         try:
             layer_case.resolve()
         except PlanError:
             return
         attention = self.attention()
         for case in (AttentionCase(documents=((8,), (8,))), AttentionCase(documents=((3, 5), (7, 1)), seed=1)):
-            ranks = self.pool.run(attended, world, layer_case, case)
+            try:
+                ranks = self.pool.run(attended, world, layer_case, case)
+            except ContractError as error:
+                raise AssertionError(f"{self.plugin.name} fails {says}.\n{error}") from error
             wanted = computed(attention, case, self.dim)
             found = {key: ranks[0][key] for key in ("out", "x")}
             found |= {key: torch.stack([rank[key] for rank in ranks]).sum(0) for key in wanted.keys() - found}

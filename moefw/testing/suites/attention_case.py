@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def attended(layer_case: LayerCase, case: AttentionCase) -> Results:
     attention, assembly, tp = attention_of(layer_case)
     cut = SequenceCut(open_layout(assembly, "cpu"))
     x_BSD, probe_BSD = (cut.own(drawn) for drawn in case.drawn(layer_case.dim, torch.float32))
-    batch = cut.part(case.batch(tp))
+    batch = replace(cut.part(case.batch(tp)), cp=cut.size)
     x_tD = batch.own(x_BSD.flatten(0, 1)).clone().requires_grad_()
     out_tD = attention(x_tD, attention.tables(batch), batch)
     (out_tD * batch.own(probe_BSD.flatten(0, 1))).sum().backward()

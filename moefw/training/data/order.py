@@ -32,7 +32,7 @@ class BatchOrder:
     seed: int
     begin: int = 0
     _epoch: Callable[[int, int, int], tuple[NDArray[np.int64], int]] = field(
-        init=False, eq=False, repr=False, factory=lambda: lru_cache(maxsize=2)(_epoch_order)
+        init=False, eq=False, repr=False, factory=lambda: lru_cache(maxsize=2)(epoch_order)
     )
 
     def __attrs_post_init__(self) -> None:
@@ -78,7 +78,7 @@ def heldout_windows(num_tokens: int, *, seq_len: int, max_tokens: int) -> NDArra
     return np.arange(wanted, dtype=np.int64) * present // wanted * seq_len
 
 
-def _epoch_order(seed: int, epoch: int, num_windows: int) -> tuple[NDArray[np.int64], int]:
+def epoch_order(seed: int, epoch: int, num_windows: int) -> tuple[NDArray[np.int64], int]:
     """Return a permutation of the windows and a number to draw the shift from.
 
     Sorts raw Philox output, which numpy promises never to change, unlike ``Generator.permutation``: a run

@@ -97,7 +97,7 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
     def _attended(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
         q, *made = self._project_in(x_tD, tables, batch)
         k, v = kept = behind(past, made)
-        out_tD: Tensor = self._project_out(self._core(q, k, v, batch.documents_BS), batch)
+        out_tD: Tensor = self._project_out(self._core(q, k, v, Mask.of(batch, self._window)), batch)
         return out_tD, kept
 
     def _qkv(self, x_tD: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,9 +117,8 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
             k, v = k[:, :, self._spread], v[:, :, self._spread]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Return ``(T, heads * head_dim)``."""
-        mask = Mask(window=self._window, documents_BS=documents_BS)
         out = self._attend(q, k, v, mask, sinks_H=None if self.sinks is None else self.sinks.weight)
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 

@@ -59,7 +59,7 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
     def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
         """Return ``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
         q, k, v = self._up(*self._down(x_tD, batch), tables, batch)
-        out_tD: Tensor = self._project_out(self._core(q, k, v, batch.documents_BS), batch)
+        out_tD: Tensor = self._project_out(self._core(q, k, v, Mask.of(batch)), batch)
         return out_tD
 
     def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
@@ -70,7 +70,7 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         q_T, kv_T = self._down(x_tD, batch)
         q = self._queries(q_T, tables, batch)
         kept = behind(past, self._latents(kv_T, tables, batch))
-        out_tD: Tensor = self._project_out(self._core(q, *self._keys_and_values(kept, batch.rows), None), batch)
+        out_tD: Tensor = self._project_out(self._core(q, *self._keys_and_values(kept, batch.rows), Mask()), batch)
         return out_tD, kept
 
     def _mla_down_proj(self, x_tD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -107,9 +107,9 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         k_rope = k_rope_BSd.unsqueeze(2).expand(*k_nope.shape[:-1], -1)
         return torch.cat([k_nope, k_rope], -1).transpose(1, 2), v.transpose(1, 2)
 
-    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Return ``(T, heads * v_dim)``."""
-        out = self._attend(q, k, v, Mask(documents_BS=documents_BS), scale=self.options.scale)
+        out = self._attend(q, k, v, mask, scale=self.options.scale)
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _attn_proj(self, out: Tensor, batch: Batch) -> Tensor:

@@ -99,7 +99,8 @@ class TopK(Options, RouterPlugin):
         """Return the router of one layer."""
         from moefw.plugins.routers.topk.router import TopKRouter
 
-        return TopKRouter(context.site, self, context.layout.group("cp", "tp"))
+        groups = {cp: layout.group("cp", "tp") for cp, layout in context.layouts.items()}
+        return TopKRouter(context.site, self, groups)
 
 
 @moefw.hookimpl

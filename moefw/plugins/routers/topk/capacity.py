@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from moefw.core.site import Dims
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk.options import Capacity
+from moefw.plugins.routers.topk.sharing import Sharing
 from moefw.runtime.communication.gather import all_gather
 from moefw_kernels.routing import within_capacity
 
@@ -20,14 +21,14 @@ from moefw_kernels.routing import within_capacity
 class Limit:
     """The most choices that an expert takes of the tokens of a rank, or of a micro-batch: ``ceil(T * K / E * factor)``.
 
-    In exact fractions: a factor of 1.1 is eleven tenths, not the nearest float. ``group``: the ranks that share a
-    micro-batch, all with as many tokens.
+    In exact fractions: a factor of 1.1 is eleven tenths, not the nearest float. The ranks in ``sharing`` have equally
+    many tokens.
     """
 
-    def __init__(self, options: Capacity, dims: Dims, group: ProcessGroup | None) -> None:
+    def __init__(self, options: Capacity, dims: Dims, sharing: Sharing) -> None:
         self.num_experts, self.by_weight, self.pad = dims.num_experts, options.drop == "probs", options.pad
         self.share = Fraction(str(options.factor)) * dims.top_k / dims.num_experts
-        self.group = group if options.over == "micro_batch" else None
+        self.sharing = sharing if options.over == "micro_batch" else None
 
     def of(self, num_tokens: int) -> int:
         """Return the limit for ``num_tokens`` tokens."""
@@ -35,25 +36,26 @@ class Limit:
 
     def kept(self, ids_TK: Tensor, weights_TK: Tensor, batch: Batch) -> Tensor | None:
         """Return which choices are kept, bool (T, K), False for -1; None if no expert can overflow."""
-        together = len(ids_TK) * (1 if self.group is None else self.group.size())
+        group = None if self.sharing is None else self.sharing[batch.cp]
+        together = len(ids_TK) * (1 if group is None else group.size())
         capacity = self.of(together)
         if capacity >= together:
             return None
         by = weights_TK.detach() if self.by_weight else None
-        if self.group is None:
+        if group is None:
             return within_capacity(ids_TK, capacity, self.num_experts, by=by)
-        order = self._gather(_place_in_batch(batch).unsqueeze(1)).squeeze(1).argsort()
-        ids_NK, by_NK = self._gather(ids_TK)[order], None if by is None else self._gather(by)[order]
+        order = _gathered(_place_in_batch(batch).unsqueeze(1), group).squeeze(1).argsort()
+        ids_NK, by_NK = _gathered(ids_TK, group)[order], None if by is None else _gathered(by, group)[order]
         kept_NK = torch.empty_like(ids_NK, dtype=torch.bool)
         kept_NK[order] = within_capacity(ids_NK, capacity, self.num_experts, by=by_NK)
-        return kept_NK.chunk(self.group.size())[self.group.rank()]
+        return kept_NK.chunk(group.size())[group.rank()]
 
-    def _gather(self, own: Tensor) -> Tensor:
-        """Return the rows of all ranks, in order of rank."""
-        assert self.group is not None
-        whole = own.new_empty(len(own) * self.group.size(), *own.shape[1:])
-        all_gather(whole, own.contiguous(), group=self.group)
-        return whole
+
+def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the rows of all ranks, in order of rank."""
+    whole = own.new_empty(len(own) * group.size(), *own.shape[1:])
+    all_gather(whole, own.contiguous(), group=group)
+    return whole
 
 
 def _place_in_batch(batch: Batch) -> Tensor:

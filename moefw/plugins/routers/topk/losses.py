@@ -9,12 +9,12 @@ from typing import NamedTuple, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from moefw.core.errors import ContractError
 from moefw.core.site import Dims
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk.options import OVER_MODEL, Balance
+from moefw.plugins.routers.topk.sharing import ALONE, Sharing
 from moefw_kernels.routing import count_choices, load_loss, switch_loss, z_loss
 
 LOAD = "global_load"
@@ -51,7 +51,7 @@ def over_micro_batch(view: View) -> Tensor:
 
 def over_sequences(view: View) -> Tensor:
     """Return the Switch loss of each sequence, weighted by its valid tokens."""
-    row_T, sequences = view.batch.sequence_T, len(view.batch.ids_BS)
+    row_T, sequences = view.batch.sequence_T, view.batch.num_sequences
     if len(row_T) != len(view.shares_TE):
         what = f"a balance over sequences got {len(view.shares_TE)} tokens; the batch has {len(row_T)} for this rank."
         raise ContractError(what, "Hand the tokens of the batch to the router, or set its part.")
@@ -97,19 +97,17 @@ LEVELS: dict[str, Callable[[View], Tensor]] = {
 class Losses:
     """All losses of one router. The functions are chosen once.
 
-    ``group``: the ranks that split a micro-batch's tokens. Their counts are added up.
+    The counts of the ranks in ``sharing`` are added up.
     """
 
-    def __init__(
-        self, rules: Sequence[Balance], dims: Dims, *, normalise: bool, group: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, rules: Sequence[Balance], dims: Dims, *, normalise: bool, sharing: Sharing = ALONE) -> None:
         self.num_experts, self.top_k, self.normalise = dims.num_experts, dims.top_k, normalise
         pooling = [rule.option("coeff") for rule in rules if rule.level == OVER_MODEL]
         self.over_model = pooling[0] if pooling else None
         aux = [rule for rule in rules if rule.kind == "aux_loss" and rule.level != OVER_MODEL]
         self.levels = tuple((NAMES[r.option("over")], r.option("coeff"), LEVELS[r.option("over")]) for r in aux)
         self.keeps_load = "global_batch" in {rule.option("over") for rule in aux}
-        self._add_up = None if group is None else partial(dist.all_reduce, group=group)
+        self._sharing = sharing
         self.z_coeffs = tuple(rule.option("coeff") for rule in rules if rule.kind == "z_loss")
 
     def __call__(
@@ -125,7 +123,9 @@ class Losses:
             ids_TK = scores_TE.topk(self.top_k).indices
             if mask_T is not None:
                 ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
-            view = View(shares_TE, ids_TK, valid_T, batch, load_E, self._add_up)
+            group = self._sharing[batch.cp]
+            add_up = None if group is None else partial(dist.all_reduce, group=group)
+            view = View(shares_TE, ids_TK, valid_T, batch, load_E, add_up)
             losses = {name: coeff * level(view) for name, coeff, level in self.levels}
             if self.keeps_load:
                 stats[CHOICES] = count_choices(ids_TK, self.num_experts)

@@ -11,7 +11,6 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Router
 from moefw.core.errors import ContractError
@@ -30,6 +29,7 @@ from moefw.plugins.routers.topk.scores import (
     softmax_of_chosen,
 )
 from moefw.plugins.routers.topk.selection import BelowQuantile, Best, Select, Stats, next_quantile
+from moefw.plugins.routers.topk.sharing import ALONE, Sharing
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.random import token_keys, uniform
@@ -47,7 +47,7 @@ class TopKRouter(nn.Module, Router):
     ``stats["tokens_per_expert"]`` counts choices before a capacity drops any, as balance requires.
     """
 
-    def __init__(self, site: Site, options: Options, group: ProcessGroup | None = None) -> None:
+    def __init__(self, site: Site, options: Options, sharing: Sharing = ALONE) -> None:
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
@@ -66,11 +66,11 @@ class TopKRouter(nn.Module, Router):
             groups = limits.count, limits.keep, limits.best or dims.top_k // limits.keep
         quantile = "quantile" in self.rules
         self._select: Select = BelowQuantile(dims.top_k, dims.num_experts) if quantile else Best(dims.top_k, groups)
-        self._limit = None if options.capacity is None else Limit(options.capacity, dims, group)
+        self._limit = None if options.capacity is None else Limit(options.capacity, dims, sharing)
         has_losses = not self.rules.keys() <= {"expert_bias", "quantile"}
         self._losses = None
         if has_losses:
-            self._losses = Losses(options.balance, dims, normalise=options.score != "softmax", group=group)
+            self._losses = Losses(options.balance, dims, normalise=options.score != "softmax", sharing=sharing)
         self._through_scores = has_losses or self._weigh is chosen_scores
         self._keep_state()
 
@@ -200,9 +200,10 @@ def _weigh(options: Options, top_k: int) -> Weigh:
 
 def jittered(x_TD: Tensor, batch: Batch, eps: float, layer: int) -> Tensor:
     """Return ``x * U(1-eps, 1+eps)``, drawn for (sequence seed, position, feature, layer); ``x`` without seeds."""
-    if batch.seeds_B is None:
+    draws = batch.draws
+    if draws is None:
         return x_TD
-    keys_T = batch.own(token_keys(batch.seeds_B, batch.places, salt=layer))
+    keys_T = batch.own(token_keys(*draws, salt=layer))
     if len(keys_T) != len(x_TD):
         what = f"a router with jitter got {len(x_TD)} tokens, and the batch has {len(keys_T)} for this rank."
         raise ContractError(what, "Hand the tokens of the batch to the router, or set its part.")

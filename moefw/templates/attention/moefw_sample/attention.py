@@ -51,10 +51,10 @@ class SampleAttention(nn.Module, moefw.CachedAttention):
         q, k, v = (in_heads(each, batch, self.width) for each in projected)
         q, k = rotate(q, tables, self.rope), rotate(k, tables, self.rope)
         kept = behind(past, (k.transpose(1, 2), v.transpose(1, 2)))
-        out_tD: Tensor = self.o_proj(self._core(q.transpose(1, 2), *kept, batch.documents_BS), rows)
+        out_tD: Tensor = self.o_proj(self._core(q.transpose(1, 2), *kept, Mask.of(batch)), rows)
         return out_tD, kept
 
-    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Return ``(T, H d)``."""
-        out_BHSd = self._attend(q, k, v, Mask(documents_BS=documents_BS))
+        out_BHSd = self._attend(q, k, v, mask)
         return out_BHSd.transpose(1, 2).flatten(0, 1).flatten(1)

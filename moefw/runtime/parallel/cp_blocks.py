@@ -1,0 +1,76 @@
+"""Blocks of neighbours on cp that share sequences of their own (dynamic context parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from torch.distributed import ProcessGroup
+
+from moefw.core.contracts import Layout, LayoutPlan
+from moefw.core.records import Side
+
+
+def block_sizes(cp: int) -> tuple[int, ...]:
+    """Return the sizes of blocks: 1, doubled while it divides ``cp``, and ``cp``. Each one is whole smaller ones."""
+    sizes = [1]
+    while cp % (2 * sizes[-1]) == 0:
+        sizes.append(2 * sizes[-1])
+    return tuple(dict.fromkeys((*sizes, cp)))
+
+
+@final
+class BlockPlan(LayoutPlan):
+    """A plan whose cp is a block of ``size`` neighbours on the cp of ``whole``. Its dp counts the blocks."""
+
+    def __init__(self, whole: LayoutPlan, size: int) -> None:
+        self.whole, self.size, self.world = whole, size, whole.world
+        self.blocks = whole.sizes["cp"] // size
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each axis."""
+        return {**self.whole.sizes, "cp": self.size, "dp": self.whole.sizes["dp"] * self.blocks}
+
+    def coordinates(self, rank: int) -> Mapping[str, int]:
+        """Return a rank's position on every axis."""
+        at = self.whole.coordinates(rank)
+        block, index = divmod(at["cp"], self.size)
+        return {**at, "cp": index, "dp": at["dp"] * self.blocks + block}
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` only on ``axes``, in ascending order."""
+        changed = {"dp", "cp"}
+        if not changed & {*axes}:
+            return self.whole.group(rank, axes)
+        at, fixed = self.coordinates(rank), changed - {*axes}
+        wide = self.whole.group(rank, tuple(dict.fromkeys((*axes, "cp"))))
+        return tuple(one for one in wide if all(self.coordinates(one)[axis] == at[axis] for axis in fixed))
+
+    def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks that hold the same parameters as ``rank``, a row for each set that shards them."""
+        return self.whole.copies(rank, side)
+
+
+@final
+class BlockLayout(Layout):
+    """A layout opened as another one, with the plan of its blocks."""
+
+    def __init__(self, whole: Layout, size: int) -> None:
+        self.whole, self.plan = whole, BlockPlan(whole.plan, size)
+        self.rank, self.device, self.ranks_per_node = whole.rank, whole.device, whole.ranks_per_node
+
+    def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Return the process group of ``ranks``, or None if it is this rank alone. Collective over ``ranks``."""
+        return self.whole.open(ranks)
+
+    def host_group(self) -> ProcessGroup | None:
+        """Return a group of all ranks for host tensors."""
+        return self.whole.host_group()
+
+
+def layouts_by_cp(layout: Layout, *, dynamic: bool) -> Mapping[int | None, Layout]:
+    """Return a layout for each number of ranks of cp that may share a batch, ``Batch.cp``; None: all of them."""
+    cp = layout.size("cp")
+    smaller = block_sizes(cp)[:-1] if dynamic else ()
+    return {None: layout, cp: layout, **{size: BlockLayout(layout, size) for size in smaller}}

@@ -1,0 +1,140 @@
+"""The micro-batches of a training step, read from the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from attrs import evolve, field, frozen
+
+from moefw.core.stages import Batch
+from moefw.runtime.parallel.cp_blocks import block_sizes
+from moefw.training.data.blend.order import BlendOrder, training_order
+from moefw.training.data.order import BatchOrder
+from moefw.training.data.packing.schedule import Pack, Room, schedule, token_work
+from moefw.training.data.packing.sequences import SequenceOrder, Sequences, sequence_order
+from moefw.training.data.windows import read_ids
+from moefw.training.seeds import sequence_seeds
+from moefw.training.session import Session
+
+
+class Feed(Protocol):
+    """What a run reads, step by step (from 0): a pure function of seed and step."""
+
+    def first(self, step: int) -> int:
+        """Return how many sequences of ``seq_len`` tokens come before a step."""
+
+    def begun_at(self, begin: int) -> Self:
+        """Return the feed, with all steps shifted by ``begin`` sequences."""
+
+    def micro_batches(self, step: int) -> Iterator[Batch]:
+        """Yield this rank's part of a step. Every rank gets equally many."""
+
+
+def feed_of(session: Session) -> Feed:
+    """Return the feed of a run. Raises DataError if there is too little text."""
+    spec = session.assembly.spec.train
+    sizes = {"seq_len": spec.seq_len, "sequences_per_step": spec.tokens_per_step // spec.seq_len}
+    if spec.packing == "none":
+        return Windows(session, training_order(session.data, seed=session.assembly.spec.run.seed, **sizes))
+    return Packs(session, sequence_order(session.data, seed=session.assembly.spec.run.seed, **sizes))
+
+
+@frozen
+class Windows:
+    """Sequences of one length, ``micro_batch`` at a time."""
+
+    session: Session
+    order: BatchOrder | BlendOrder
+
+    def first(self, step: int) -> int:
+        """Return how many sequences come before a step."""
+        return self.order.first(step)
+
+    def begun_at(self, begin: int) -> Windows:
+        """Return the feed, with all steps shifted by ``begin`` sequences."""
+        return evolve(self, order=evolve(self.order, begin=begin))
+
+    def micro_batches(self, step: int) -> Iterator[Batch]:
+        """Yield this rank's share of the step's sequences."""
+        session, size = self.session, self.session.assembly.spec.train.micro_batch
+        starts = self.order.starts(step)
+        each = len(starts) // session.layout.size("dp")
+        begin = session.layout.index("dp") * each
+        mine = starts[begin:][:each]
+        numbers = self.order.first(step) + np.arange(begin, begin + each)
+        seeds = sequence_seeds(session.assembly.spec.run.seed, numbers)
+        for first in range(0, each, size):
+            chosen = slice(first, first + size)
+            yield session.read(session.data.train, mine[chosen], seeds_B=seeds[chosen])
+
+
+@frozen
+class Packs:
+    """Sequences of mixed length in packs: see :func:`moefw.training.data.packing.schedule.schedule`."""
+
+    session: Session
+    order: SequenceOrder
+    room: Room = field(init=False)
+
+    @room.default
+    def _room(self) -> Room:
+        layout, spec = self.session.layout, self.session.assembly.spec.train
+        cp = layout.size("cp")
+        return Room(
+            dp=layout.size("dp"),
+            cp=cp,
+            tp=layout.size("tp"),
+            tokens=spec.micro_batch * spec.seq_len // cp,
+            sizes=block_sizes(cp) if spec.packing == "dynamic" else (cp,),
+            token_work=token_work(self.session.assembly.site.dims),
+        )
+
+    def first(self, step: int) -> int:
+        """Return how many sequences of ``seq_len`` tokens come before a step."""
+        return self.order.first(step)
+
+    def begun_at(self, begin: int) -> Packs:
+        """Return the feed, with all steps shifted by ``begin`` sequences of ``seq_len`` tokens."""
+        return Packs(self.session, evolve(self.order, begin=begin))
+
+    def micro_batches(self, step: int) -> Iterator[Batch]:
+        """Yield this rank's pack of each micro-batch. Some are empty."""
+        sequences, layout = self.order.sequences(step), self.session.layout
+        for by_rank in schedule(sequences.lengths_N.tolist(), self.room):
+            yield self._batch(by_rank[layout.index("dp")][layout.index("cp")], sequences)
+
+    def _batch(self, pack: Pack, sequences: Sequences) -> Batch:
+        session, chosen, stream = self.session, [*pack.sequences], self.session.data.train
+        lengths = sequences.lengths_N[chosen].tolist() or [0]
+        read = [
+            read_ids(stream, start, length + 1, session.data.vocab_size)
+            for start, length in zip(sequences.starts_N[chosen].tolist(), lengths, strict=False)
+        ]
+        tokens = sum(lengths)
+        padding = self.room.padded(tokens, pack.size) - tokens
+        lengths[-1] += padding
+        ids, labels = (np.concatenate([*parts, np.zeros(padding, np.int64)]) for parts in _inputs_and_labels(read))
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        documents = np.repeat(np.arange(len(lengths)), lengths)
+        seeds = sequence_seeds(
+            session.assembly.spec.run.seed, sequences.numbers_N[chosen] if chosen else np.zeros(1, np.int64)
+        )
+        rows = (torch.from_numpy(each).unsqueeze(0).to(session.device) for each in (ids, labels, positions, documents))
+        ids_BS, labels_BS, positions_BS, documents_BS = rows
+        return Batch(
+            ids_BS=ids_BS,
+            labels_BS=labels_BS,
+            mask_BS=torch.arange(len(ids), device=session.device).unsqueeze(0) < tokens if padding else None,
+            positions_BS=positions_BS,
+            documents_BS=documents_BS,
+            lengths=tuple(lengths),
+            cp=pack.size if len(self.room.sizes) > 1 else None,
+            seeds_B=torch.from_numpy(seeds).to(session.device),
+        )
+
+
+def _inputs_and_labels(read: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return [ids[:-1] for ids in read], [ids[1:] for ids in read]
