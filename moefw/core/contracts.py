@@ -166,7 +166,8 @@ class CachedAttention(Attention):
 class ContextAttention(ABC):
     """Core of an attention over sequences that the ranks of cp share, each with its own positions of all sequences.
 
-    Rank r of c has pieces r and 2c-1-r of 2c equal ones, in this order. Keeps no state between calls.
+    Rank r of c has pieces r and 2c-1-r of 2c equal ones, in this order: of each row, or of each sequence of a pack,
+    whose lengths the mask tells. Keeps no state between calls.
     """
 
     @abstractmethod

@@ -102,8 +102,9 @@ class Transformer(nn.Module):
         depths = range(1, self.options.mtp_layers + 1 if self.training else 1)
         ids = [batch.ids_BS, *(ids_ahead(batch, depth) for depth in depths)]
         labels = [labels_of_next(batch), *(labels_ahead(batch, depth) for depth in depths)]
-        cut = self.cuts[batch.cp]
-        ids_NT, labels_NT = (torch.stack([cut.own(each).flatten() for each in every]) for every in (ids, labels))
+        cut, lengths = self.cuts[batch.cp], batch.lengths
+        own = ([cut.own(each, 1, lengths).flatten() for each in every] for every in (ids, labels))
+        ids_NT, labels_NT = map(torch.stack, own)
         batch = replace(cut.part(batch), part=self.tp.shard(0), cp=cut.size)
         batch = keyed(batch) if self.draws else batch
         by_rank = ids_NT.unflatten(1, (self.tp.size, -1)).transpose(0, 1)
@@ -179,7 +180,7 @@ class Transformer(nn.Module):
         stream: Stream = straight(blocks)(replace(begin(batch), past=past))
         (logits_Tv,) = self.predictions(stream)
         logits_VT = self.tp.gather(logits_Tv.t())
-        logits_BSV = cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape))
+        logits_BSV = cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape), batch.lengths)
         return logits_BSV[:, :length], stream
 
     def init_std(self, name: str) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -107,34 +107,27 @@ class Packs:
             yield self._batch(by_rank[layout.index("dp")][layout.index("cp")], sequences)
 
     def _batch(self, pack: Pack, sequences: Sequences) -> Batch:
-        session, chosen, stream = self.session, [*pack.sequences], self.session.data.train
-        lengths = sequences.lengths_N[chosen].tolist() or [0]
-        read = [
-            read_ids(stream, start, length + 1, session.data.vocab_size)
-            for start, length in zip(sequences.starts_N[chosen].tolist(), lengths, strict=False)
-        ]
-        tokens = sum(lengths)
-        padding = self.room.padded(tokens, pack.size) - tokens
-        lengths[-1] += padding
-        ids, labels = (np.concatenate([*parts, np.zeros(padding, np.int64)]) for parts in _inputs_and_labels(read))
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        documents = np.repeat(np.arange(len(lengths)), lengths)
-        seeds = sequence_seeds(
-            session.assembly.spec.run.seed, sequences.numbers_N[chosen] if chosen else np.zeros(1, np.int64)
-        )
-        rows = (torch.from_numpy(each).unsqueeze(0).to(session.device) for each in (ids, labels, positions, documents))
-        ids_BS, labels_BS, positions_BS, documents_BS = rows
+        session, chosen = self.session, [*pack.sequences]
+        starts, lengths = (one[chosen].tolist() for one in (sequences.starts_N, sequences.lengths_N))
+        numbers = sequences.numbers_N[chosen] if chosen else np.zeros(1, np.int64)
+        held = self.room.held(lengths, pack.size)
+        ids_2S, valid_S = np.zeros((2, sum(held)), np.int64), np.zeros(sum(held), bool)
+        for start, length, at in zip(starts, lengths, np.cumsum(held) - held, strict=False):
+            read = read_ids(session.data.train, start, length + 1, session.data.vocab_size)
+            ids_2S[:, at : at + length], valid_S[at : at + length] = (read[:-1], read[1:]), True
+        positions_S = np.concatenate([np.arange(length) for length in held])
+        documents_S = np.repeat(np.arange(len(held)), held)
+
+        def row(values: np.ndarray[Any, Any]) -> torch.Tensor:
+            return torch.from_numpy(values).unsqueeze(0).to(session.device)
+
         return Batch(
-            ids_BS=ids_BS,
-            labels_BS=labels_BS,
-            mask_BS=torch.arange(len(ids), device=session.device).unsqueeze(0) < tokens if padding else None,
-            positions_BS=positions_BS,
-            documents_BS=documents_BS,
-            lengths=tuple(lengths),
+            ids_BS=row(ids_2S[0]),
+            labels_BS=row(ids_2S[1]),
+            mask_BS=None if valid_S.all() else row(valid_S),
+            positions_BS=row(positions_S),
+            documents_BS=row(documents_S),
+            lengths=tuple(held),
             cp=pack.size if len(self.room.sizes) > 1 else None,
-            seeds_B=torch.from_numpy(seeds).to(session.device),
+            seeds_B=torch.from_numpy(sequence_seeds(session.assembly.spec.run.seed, numbers)).to(session.device),
         )
-
-
-def _inputs_and_labels(read: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    return [ids[:-1] for ids in read], [ids[1:] for ids in read]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefw import DataError, Dims, TokenStream
+from moefw.testing.packed_text import MIXED, Documents
 from moefw.training.data.blend.source import BlendSource
 from moefw.training.data.packing.schedule import Room, schedule, token_work
 from moefw.training.data.packing.sequences import SequenceOrder, document_parts, sequence_order
-from packed_runs import LENGTHS, Documents
 
 
 def room(dp: int, cp: int, tokens: int, *, tp: int = 1, static: bool = False, token_work: float = 8.0) -> Room:
@@ -43,9 +43,10 @@ def test_each_sequence_is_in_one_pack_that_its_ranks_can_hold(
                 assert at % pack.size == 0
                 assert row[at : at + pack.size] == [pack] * pack.size
                 assert pack.size in ranks.sizes or not pack.sequences
-                assert len(pack.sequences) <= 1 or pack.size == 1 or static
-                tokens = sum(lengths[number] for number in pack.sequences)
-                assert ranks.padded(tokens, pack.size) <= ranks.tokens * pack.size
+                held = ranks.held([lengths[number] for number in pack.sequences], pack.size)
+                assert sum(held) <= ranks.tokens * pack.size
+                assert all(tokens % (2 * pack.size) == 0 for tokens in held) or pack.size == 1
+                assert sum(held) % (tp * pack.size) == 0
                 found += pack.sequences
                 at += pack.size
     assert sorted(found) == list(range(len(lengths)))
@@ -56,17 +57,34 @@ def test_a_step_without_sequences_has_a_micro_batch_of_empty_packs() -> None:
     assert [pack.sequences for pack in row] == [()] * 4
 
 
-def test_long_sequences_get_the_ranks_that_they_need_and_short_ones_the_others() -> None:
+def test_a_long_sequence_gets_the_ranks_that_it_needs_and_short_ones_one_each() -> None:
+    """Else they would get keys of each other for nothing."""
     ((row,),) = schedule([32, 8, 8, 7, 5], room(1, 8, 8, token_work=1000.0))
     assert [pack.sequences for pack in row] == [(0,)] * 4 + [(1,), (2,), (3,), (4,)]
 
 
+def test_a_short_sequence_fills_the_room_of_those_that_share_a_long_one() -> None:
+    ((row,),) = schedule([24, 8, 8, 8, 8, 8], room(1, 8, 8, token_work=1000.0))
+    assert [pack.sequences for pack in row[:4]] == [(0, 5)] * 4
+
+
 def test_a_sequence_that_one_rank_could_hold_is_shared_if_all_would_wait_for_it() -> None:
-    """64 tokens fit one rank. Alone there, they are more than a fair share of the work."""
-    (row,), _ = schedule([64, 16, 16], room(1, 4, 64, token_work=0.0))
-    assert [pack.sequences for pack in row] == [(0,)] * 4
-    ((row,),) = schedule([64, 64, 64, 64], room(1, 4, 64, token_work=0.0))
-    assert [pack.sequences for pack in row] == [(0,), (1,), (2,), (3,)]
+    ((row,),) = schedule([64, 16, 16], room(1, 4, 64, token_work=0.0))
+    assert [pack.sequences for pack in row] == [(0, 1, 2)] * 4
+
+
+@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=30), cp=st.sampled_from([2, 4]))
+def test_the_busiest_ranks_have_never_more_work_than_if_all_shared_all(lengths: list[int], cp: int) -> None:
+    ranks, alike = (room(2, cp, 64 // cp, static=static) for static in (False, True))
+
+    def busiest(ranks: Room) -> float:
+        packs = [{pack for row in rows for pack in row} for rows in schedule(lengths, ranks)]
+        each = [
+            [(ranks.work([lengths[one] for one in pack.sequences], pack.size)) for pack in batch] for batch in packs
+        ]
+        return sum(map(max, each))
+
+    assert busiest(ranks) <= busiest(alike) * (1 + 1e-9)
 
 
 def test_the_work_of_a_token_is_that_of_its_products_in_scores() -> None:
@@ -89,7 +107,7 @@ def order(**more: Any) -> SequenceOrder:
 
 
 def test_an_epoch_shows_each_sequence_once_and_steps_have_their_tokens_on_average() -> None:
-    whole, total = order(), 20 * sum(max(length - 1, 0) for length in LENGTHS)
+    whole, total = order(), sum(length - 1 for length in MIXED)
     steps = -(-2 * total // 96)
     parts = [whole.sequences(step) for step in range(steps)]
     numbers = np.concatenate([part.numbers_N for part in parts])
@@ -133,7 +151,7 @@ def test_a_blend_gives_tokens_in_proportion() -> None:
 
 class Single(Documents):
     def __init__(self) -> None:
-        self.starts, self.ids = np.arange(5), np.arange(5)
+        super().__init__(5, [1] * 5)
 
 
 def test_a_text_of_single_tokens_is_refused() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from moefw.training.feed import Windows
 from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session
-from moefw.training.trainer import Trainer
 from moefw_kernels.random import mix, token_keys, uniform
 
 SEEDS = torch.tensor([0, 1, 2, -5, 2**62])
@@ -78,7 +78,7 @@ def test_every_sequence_of_a_run_has_a_seed_of_its_own_whoever_asks() -> None:
 
 def seeds_of(rank: int, ranks: int, micro_batch: int, step: int) -> torch.Tensor:
     """The seeds of a rank's sequences in a step of 12, over its micro-batches."""
-    spec = SimpleNamespace(micro_batch=micro_batch, seq_len=4, document_mask=False)
+    spec = SimpleNamespace(micro_batch=micro_batch, seq_len=4, masks_documents=False)
     stream = SimpleNamespace(name="text", read=lambda start, count: np.arange(start, start + count))
     session: Any = SimpleNamespace(
         layout=SimpleNamespace(size=lambda _: ranks, index=lambda _: rank),
@@ -89,9 +89,8 @@ def seeds_of(rank: int, ranks: int, micro_batch: int, step: int) -> torch.Tensor
     session.batch = lambda *args, **kwargs: Session.batch(session, *args, **kwargs)
     session.read = lambda *args, **kwargs: Session.read(session, *args, **kwargs)
     session._placed = lambda values: Session._placed(session, values)
-    order = SimpleNamespace(starts=lambda step: np.arange(12) + 100 * step, first=lambda step: 12 * step)
-    trainer: Any = SimpleNamespace(session=session, spec=spec, order=order)
-    batches = list(Trainer._micro_batches(trainer, step))
+    order: Any = SimpleNamespace(starts=lambda step: np.arange(12) + 100 * step, first=lambda step: 12 * step)
+    batches = list(Windows(session, order).micro_batches(step))
     for batch in batches:
         number = batch.ids_BS[:, 0].numpy() - 100 * step + 12 * step
         assert batch.seeds_B.tolist() == sequence_seeds(5, number).tolist()

@@ -12,9 +12,9 @@ import pytest
 
 from moefw import Batch
 from moefw.compose.build import open_layout
+from moefw.testing.packed_text import read_packs
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
-from packed_runs import read_packs
 from resolved_specs import resolved
 
 GQA = {"use": "gqa", "num_heads": 4, "num_kv_heads": 1, "head_dim": 8}

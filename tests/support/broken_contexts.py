@@ -26,8 +26,9 @@ class Gathering(moefw.ContextAttention):
         self, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, mask: Mask, *, attend: Any, **options: Any
     ) -> Tensor:
         def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            out, _ = attend(self.whole(q), self.whole(k), self.whole(v), mask, sinks_H=sinks, scale=options["scale"])
-            return self.own(out)
+            whole = (self.whole(x, mask.lengths) for x in (q, k, v))
+            out, _ = attend(*whole, mask, sinks_H=sinks, scale=options["scale"])
+            return self.own(out, mask.lengths)
 
         return self.again(run, q_BHSd, k_BGSd, v_BGSe, options["sinks_H"])
 
@@ -35,12 +36,20 @@ class Gathering(moefw.ContextAttention):
         out: Tensor = checkpoint(run, *tensors, use_reentrant=False)
         return out
 
-    def whole(self, own: Tensor) -> Tensor:
+    def whole(self, own: Tensor, lengths: Any) -> Tensor:
         (by_rank,) = finish(gather([own.movedim(2, 0)], self.cut.group))
-        return self.cut.whole(by_rank, 0).movedim(0, 2)
+        return self.cut.whole(by_rank, 0, lengths).movedim(0, 2)
 
-    def own(self, whole: Tensor) -> Tensor:
-        return self.cut.own(whole, 2)
+    def own(self, whole: Tensor, lengths: Any) -> Tensor:
+        return self.cut.own(whole, 2, lengths)
+
+
+class CutsPacksAsOneSequence(Gathering):
+    def whole(self, own: Tensor, lengths: Any) -> Tensor:
+        return super().whole(own, None)
+
+    def own(self, whole: Tensor, lengths: Any) -> Tensor:
+        return super().own(whole, None)
 
 
 class SeesItsOwnKeysAlone(Gathering):
@@ -50,14 +59,14 @@ class SeesItsOwnKeysAlone(Gathering):
 
 
 class ForgetsTheOrder(Gathering):
-    def whole(self, own: Tensor) -> Tensor:
+    def whole(self, own: Tensor, lengths: Any) -> Tensor:
         (by_rank,) = finish(gather([own.movedim(2, 0)], self.cut.group))
         return by_rank.movedim(0, 2)
 
 
 class LosesGradientsOfOthers(Gathering):
-    def whole(self, own: Tensor) -> Tensor:
-        whole = super().whole(own.detach())
+    def whole(self, own: Tensor, lengths: Any) -> Tensor:
+        whole = super().whole(own.detach(), lengths)
         pieces = [*whole.chunk(self.cut.unit, 2)]
         for mine, number in zip(own.chunk(2, 2), self.cut.pieces(self.cut.index), strict=True):
             pieces[number] = mine

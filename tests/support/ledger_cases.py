@@ -171,6 +171,14 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         8,
     ),
     "choices dropped": ({**ONCE_A_RANK, "routing": {"use": "topk", "capacity": {"factor": 0.5}}}, 4),
+    "packs of documents that ranks share": (
+        {
+            **ONCE_A_RANK,
+            "train": {**BRIEF, "packing": "static"},
+            "parallel": {"dense": {"cp": 2, "shard": "all"}, "experts": {"ep": 4}},
+        },
+        4,
+    ),
     "a third party's dispatcher and memory policy": (
         {
             **SHARED_OUT,

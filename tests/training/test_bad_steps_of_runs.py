@@ -11,7 +11,7 @@ import torch
 
 from moefw.commands import specs
 from moefw.core.errors import RunError
-from moefw.training import trainer
+from moefw.training import feed, trainer
 from moefw.training.engine import Engine
 from moefw.training.faults.loss_spike import WARM_UP, LossSpikes
 from moefw.training.metrics import read_metrics
@@ -51,13 +51,13 @@ def test_a_skipped_batch_is_counted_and_not_met_again(
     spec: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     met: list[int] = []
-    seeds = trainer.sequence_seeds
+    seeds = feed.sequence_seeds
 
     def watched(seed: int, numbers: Any) -> Any:
         met.extend(numbers.tolist())
         return seeds(seed, numbers)
 
-    monkeypatch.setattr(trainer, "sequence_seeds", watched)
+    monkeypatch.setattr(feed, "sequence_seeds", watched)
     train(spec, "train.on_bad_step=skip", "train.steps=3")
     records = train(spec, "train.on_bad_step=skip", "train.steps=5", resume="last")
     assert met == list(range(5 * 4))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moefw.commands import specs
 from moefw.core.errors import RunError
 from moefw.core.stages import Batch
-from moefw.training import trainer
+from moefw.training import feed, trainer
 from moefw.training.generate import generate
 from moefw.training.resume import Which
 from moefw.training.world import Place
@@ -34,13 +34,13 @@ def test_with_steps_of_another_size_a_run_goes_on_where_it_was_in_the_text(
     spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    seeds = trainer.sequence_seeds
+    seeds = feed.sequence_seeds
 
     def watched(seed: int, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         seen.extend(numbers.tolist())
         return seeds(seed, numbers)
 
-    monkeypatch.setattr(trainer, "sequence_seeds", watched)
+    monkeypatch.setattr(feed, "sequence_seeds", watched)
     for steps, tokens in ((2, 512), (4, 256), (5, 512)):
         train(spec, f"train.steps={steps}", f"train.tokens_per_step={tokens}", resume="last" if steps > 2 else None)
     assert seen == list(range(8 + 8 + 4 + 4 + 8))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf, sqrt
 from typing import Any
 
@@ -48,7 +49,7 @@ class PartialAttention(ContextAttention):
     ) -> Tensor:
         """Return ``out_BHSe`` of this rank's queries, by the kernels of PyTorch."""
         scale = 1.0 / sqrt(q_BHSd.shape[-1]) if scale is None else scale
-        given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, mask.documents_BS, mask.window, scale, self)
+        given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, mask.documents_BS, mask, scale, self)
         out_BHSe: Tensor = _Partial.apply(*given)  # type: ignore[no-untyped-call]
         return out_BHSe
 
@@ -70,24 +71,24 @@ class _Partial(torch.autograd.Function):
         v: Tensor,
         sinks_H: Tensor | None,
         documents_BS: Tensor | None,
-        window: int | None,
+        mask: Mask,
         scale: float,
         ranks: PartialAttention,
     ) -> Tensor:
-        merged = _Merged(q, v.shape[-1], Visible(ranks.cut, Mask(window=window, documents_BS=documents_BS), q, scale))
+        merged = _Merged(q, v.shape[-1], Visible(ranks.cut, mask, q, scale))
         ranks.visit(torch.cat([k, v], -1), merged.add)
         out, lse_BHS = merged.out.to(q.dtype), merged.lse_BHS
         if sinks_H is not None:
             lse_BHS = add_sinks(out, lse_BHS, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
-        ctx.window, ctx.scale, ctx.ranks = window, scale, ranks
+        ctx.mask, ctx.scale, ctx.ranks = replace(mask, documents_BS=None), scale, ranks
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse_BHS, sinks_H, documents_BS = ctx.saved_tensors
-        visible = Visible(ctx.ranks.cut, Mask(window=ctx.window, documents_BS=documents_BS), q, ctx.scale)
+        visible = Visible(ctx.ranks.cut, replace(ctx.mask, documents_BS=documents_BS), q, ctx.scale)
         gradients = _Gradients(grad, q, out, lse_BHS, visible, k.shape[-1])
         grad_kv = ctx.ranks.visit_back(torch.cat([k, v], -1), gradients.of)
         grad_k, grad_v = grad_kv.to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)

@@ -6,6 +6,7 @@ each rank has one from the front and the one as far from the back: all ranks hav
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
@@ -22,7 +23,7 @@ from moefw.runtime.communication.movement import finish
 class SequenceCut:
     """The cut of sequences among the ranks of cp. With one rank, nothing is cut.
 
-    The length of a sequence is a multiple of ``unit``.
+    The length of a sequence is a multiple of ``unit``. Of a pack, each sequence is cut: ``lengths`` are theirs.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -33,46 +34,50 @@ class SequenceCut:
         """Return the numbers of the pieces that a rank of cp holds, of ``unit`` pieces."""
         return rank, self.unit - 1 - rank
 
-    def own(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's positions of whole sequences, which lie along ``dim``."""
-        if self.size == 1:
-            return whole
-        pieces = whole.chunk(self.unit, dim)
-        return torch.cat([pieces[number] for number in self.pieces(self.index)], dim)
+    def own(self, whole: Tensor, dim: int = 1, lengths: Sequence[int] | None = None) -> Tensor:
+        """Return this rank's positions of whole sequences, which lie along ``dim``: one, or those of a pack."""
+        return whole if self.size == 1 else torch.cat(self._pieces(whole, dim, self.index, lengths), dim)
 
-    def places(self, length: int, device: torch.device) -> Tensor:
-        """Return where this rank's positions are in sequences of ``length``: int64."""
-        return self.own(torch.arange(length, device=device), 0)
+    def by_rank(self, whole: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
+        """Return the positions of whole sequences along ``dim`` rank by rank."""
+        ranks = range(self.size)
+        return torch.cat([piece for rank in ranks for piece in self._pieces(whole, dim, rank, lengths)], dim)
 
-    def whole(self, by_rank: Tensor, dim: int) -> Tensor:
-        """Return the positions of all ranks along ``dim``, given rank by rank, in the order of the sequence."""
-        held = [piece for rank in range(self.size) for piece in self.pieces(rank)]
-        pieces = by_rank.chunk(self.unit, dim)
-        return torch.cat([pieces[held.index(number)] for number in range(self.unit)], dim)
+    def _pieces(self, whole: Tensor, dim: int, rank: int, lengths: Sequence[int] | None) -> list[Tensor]:
+        """Return the pieces of a rank, sequence by sequence."""
+        sequences = whole.split(lengths, dim) if lengths else (whole,)
+        return [sequence.chunk(self.unit, dim)[number] for sequence in sequences for number in self.pieces(rank)]
 
-    def by_rank(self, whole: Tensor, dim: int) -> Tensor:
-        """Return whole sequences along ``dim`` rank by rank: the inverse of :meth:`whole`."""
-        pieces = whole.chunk(self.unit, dim)
-        return torch.cat([pieces[number] for rank in range(self.size) for number in self.pieces(rank)], dim)
+    def places(self, length: int, device: torch.device, lengths: Sequence[int] | None = None) -> Tensor:
+        """Return where this rank's positions are in a row of ``length``: int64."""
+        return self.own(torch.arange(length, device=device), 0, lengths)
 
-    def gather(self, own_BSD: Tensor) -> Tensor:
+    def whole(self, by_rank: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
+        """Return the positions of all ranks along ``dim``, given rank by rank, in the order of the sequences."""
+        lengths = lengths or (by_rank.shape[dim],)
+        sizes = [length // self.unit for length in lengths for _ in self.pieces(0)] * self.size
+        held = [(at, number) for rank in range(self.size) for at in range(len(lengths)) for number in self.pieces(rank)]
+        pieces = dict(zip(held, by_rank.split(sizes, dim), strict=True))
+        return torch.cat([pieces[at, number] for at in range(len(lengths)) for number in range(self.unit)], dim)
+
+    def gather(self, own_BSD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Return the positions of whole sequences, ``(B, S, D)``, from each rank's part. Collective over cp."""
         if self.size == 1:
             return own_BSD
         (by_rank,) = finish(gather([own_BSD.transpose(0, 1)], self.group))
-        return self.whole(by_rank, 0).transpose(0, 1)
+        return self.whole(by_rank, 0, lengths).transpose(0, 1)
 
     def part(self, batch: Batch) -> Batch:
         """Return the batch of this rank's positions, from one of whole sequences. Documents stay whole."""
         if self.size == 1:
             return batch
         masks = (batch.mask_BS, batch.positions_BS)
-        mask_BS, positions_BS = (None if each is None else self.own(each) for each in masks)
+        mask_BS, positions_BS = (None if each is None else self.own(each, 1, batch.lengths) for each in masks)
         return replace(
             batch,
-            ids_BS=self.own(batch.ids_BS),
-            labels_BS=self.own(batch.labels_BS),
+            ids_BS=self.own(batch.ids_BS, 1, batch.lengths),
+            labels_BS=self.own(batch.labels_BS, 1, batch.lengths),
             mask_BS=mask_BS,
             positions_BS=positions_BS,
-            places_S=self.places(batch.ids_BS.shape[1], batch.ids_BS.device),
+            places_S=self.places(batch.ids_BS.shape[1], batch.ids_BS.device, batch.lengths),
         )

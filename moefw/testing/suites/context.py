@@ -35,6 +35,7 @@ class ContextCase:
     value_width: int = 4
     window: int | None = None
     documents: bool = False
+    lengths: tuple[int, ...] | None = None
     sinks: bool = False
     scale: float | None = None
     seed: int = 0
@@ -50,8 +51,13 @@ class ContextCase:
         ]
         tensors = [torch.randn(shape, generator=draws) for shape in shapes]
         steps = torch.rand(2, self.length, generator=draws) < 0.2
+        if self.lengths is not None:
+            numbers_S = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+            mask = Mask(window=self.window, documents_BS=numbers_S.expand(2, -1), lengths=self.lengths)
+        else:
+            mask = Mask(window=self.window, documents_BS=steps.cumsum(1) if self.documents else None)
         probe = torch.randn(2, self.heads, self.length, self.value_width, generator=draws)
-        return tensors, Mask(window=self.window, documents_BS=steps.cumsum(1) if self.documents else None), probe
+        return tensors, mask, probe
 
 
 CASES = (
@@ -62,8 +68,10 @@ CASES = (
     ContextCase(window=17, groups=2, seed=3),
     ContextCase(documents=True, seed=4),
     ContextCase(documents=True, window=3, sinks=True, groups=8, seed=5),
+    ContextCase(lengths=(16, 8), seed=6),
+    ContextCase(lengths=(8, 16), window=3, sinks=True, seed=8),
 )
-"""Shared and own heads of keys, narrower values, sinks, windows shorter and longer than a piece, documents."""
+"""Shared and own heads of keys, narrower values, sinks, windows shorter and longer than a piece, documents, packs."""
 
 
 class ContextParallelSuite(Suite):
@@ -128,8 +136,8 @@ def opened(layer_case: LayerCase) -> tuple[ContextAttention, SequenceCut]:
 def own(cut: SequenceCut, case: ContextCase) -> tuple[list[Tensor], Mask, Tensor]:
     """Return this rank's positions of all tensors but the sinks, with gradients."""
     tensors, mask, probe = case.drawn()
-    mine = [cut.own(tensor, 2) if tensor.dim() > 1 else tensor for tensor in tensors]
-    return [tensor.clone().requires_grad_() for tensor in mine], mask, cut.own(probe, 2)
+    mine = [cut.own(tensor, 2, mask.lengths) if tensor.dim() > 1 else tensor for tensor in tensors]
+    return [tensor.clone().requires_grad_() for tensor in mine], mask, cut.own(probe, 2, mask.lengths)
 
 
 def begun(part: ContextAttention, tensors: list[Tensor], mask: Mask, case: ContextCase) -> Tensor:
@@ -147,7 +155,7 @@ def shared(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> list[list[T
         out = begun(part, tensors, mask, case)
         (out * probe).sum().backward()
         results = [out.detach(), *(_grad(tensor) for tensor in tensors)]
-        found.append([_whole(cut, result) if result.dim() > 1 else _sum(cut, result) for result in results])
+        found.append([_whole(cut, result, case) if result.dim() > 1 else _sum(cut, result) for result in results])
     return found
 
 
@@ -212,8 +220,8 @@ def _saved(run: Callable[[], Any]) -> int:
     return total
 
 
-def _whole(cut: SequenceCut, own_BHSd: Tensor) -> Tensor:
-    whole_BSD = cut.gather(own_BHSd.transpose(1, 2).flatten(2))
+def _whole(cut: SequenceCut, own_BHSd: Tensor, case: ContextCase) -> Tensor:
+    whole_BSD = cut.gather(own_BHSd.transpose(1, 2).flatten(2), case.lengths)
     return whole_BSD.view(*whole_BSD.shape[:2], own_BHSd.shape[1], -1).transpose(1, 2)
 
 

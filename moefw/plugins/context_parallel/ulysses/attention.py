@@ -38,10 +38,10 @@ class UlyssesAttention(moefw.ContextAttention):
         copies = self._copies(q_BHSd.shape[1], k_BGSd.shape[1])
         k_BGSd, v_BGSe = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k_BGSd, v_BGSe))
         q, k, v = self._exchange(*(self._heads_by_rank(x) for x in (q_BHSd, k_BGSd, v_BGSe)))
-        q, k, v = (self.cut.whole(x.permute(1, 2, 0, 3, 4).flatten(2, 3), 2) for x in (q, k, v))
+        q, k, v = (self.cut.whole(x.permute(1, 2, 0, 3, 4).flatten(2, 3), 2, mask.lengths) for x in (q, k, v))
         own_sinks = None if sinks_H is None else sinks_H.chunk(self.cut.size)[self.cut.index]
         out, _ = attend(q, k, v, mask, sinks_H=own_sinks, scale=scale)
-        by_rank = self.cut.by_rank(out, 2).unflatten(2, (self.cut.size, -1)).permute(2, 0, 1, 3, 4)
+        by_rank = self.cut.by_rank(out, 2, mask.lengths).unflatten(2, (self.cut.size, -1)).permute(2, 0, 1, 3, 4)
         (heads,) = self._exchange(by_rank)
         out_BHSe: Tensor = heads.permute(1, 0, 2, 3, 4).flatten(1, 2)
         return out_BHSe

@@ -39,14 +39,14 @@ class SampleAttention(moefw.ContextAttention):
         """Return ``out_BHSe`` of this rank's queries."""
 
         def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            whole = (self._whole(x) for x in (q, k, v))
+            whole = (self._whole(x, mask) for x in (q, k, v))
             out_BHSe, _ = attend(*whole, mask, sinks_H=sinks, scale=scale)
-            return self.cut.own(out_BHSe, 2)
+            return self.cut.own(out_BHSe, 2, mask.lengths)
 
         out: Tensor = checkpoint(run, q_BHSd, k_BGSd, v_BGSe, sinks_H, use_reentrant=False)
         return out
 
-    def _whole(self, own_BHSd: Tensor) -> Tensor:
+    def _whole(self, own_BHSd: Tensor, mask: Mask) -> Tensor:
         """Return all positions of the heads. Differentiable: gradients of a position add up on its rank."""
         (by_rank,) = finish(gather([own_BHSd.movedim(2, 0)], self.cut.group))
-        return self.cut.whole(by_rank, 0).movedim(0, 2)
+        return self.cut.whole(by_rank, 0, mask.lengths).movedim(0, 2)

@@ -6,13 +6,21 @@ sequences come first, each where the work of the busiest rank grows least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
+from typing import Final
 
 import numpy as np
 from attrs import frozen
 
 from moefw.core.site import Dims
+
+EXCHANGE: Final = 0.1
+"""The work to get a token's keys from another rank, over that of the token's products: with four heads of keys of 128,
+as in Qwen3-30B-A3B, at 100 GB/s and 500 TFLOP/s."""
+
+MULTIPLES: Final = (0, 1, 2, 4, inf)
+"""Of a rank's fair share of work, beyond which a sequence gets more ranks."""
 
 
 @frozen(kw_only=True)
@@ -37,17 +45,28 @@ class Room:
     sizes: tuple[int, ...]
     token_work: float
 
+    def work(self, lengths: Sequence[int], size: int) -> float:
+        """Return the work of each rank for sequences that ``size`` ranks share: scores, products, keys of others."""
+        per_token = self.token_work * (1 + EXCHANGE * (size - 1))
+        return sum(length * (length + 1) / 2 + length * per_token for length in lengths) / size
+
     def unit(self, size: int) -> int:
-        """Return the number of tokens of which a pack is a multiple."""
-        return self.tp * (2 * size if size > 1 else 1)
+        """Return the number of tokens of which a pack is a multiple: in parts for tp of the pieces of its ranks."""
+        return self.tp * _pieces(size)
 
-    def padded(self, tokens: int, size: int) -> int:
-        """Return the tokens of a pack with its padding."""
-        return tokens + -tokens % self.unit(size)
+    def padded(self, length: int, size: int) -> int:
+        """Return the tokens of a sequence with its padding."""
+        return length + -length % _pieces(size)
 
-    def work(self, length: int) -> float:
-        """Return the work of a sequence, in scores."""
-        return length * (length + 1) / 2 + length * self.token_work
+    def held(self, lengths: Sequence[int], size: int) -> list[int]:
+        """Return the tokens of each sequence of a pack with its padding. That of the pack is behind the last one."""
+        padded = [self.padded(length, size) for length in lengths] or [0]
+        padded[-1] += -sum(padded) % self.unit(size)
+        return padded
+
+
+def _pieces(size: int) -> int:
+    return 2 * size if size > 1 else 1
 
 
 def token_work(dims: Dims) -> float:
@@ -63,20 +82,20 @@ def schedule(lengths: Sequence[int], room: Room) -> list[list[list[Pack]]]:
     """Return the pack of each rank ``[micro-batch][dp][cp]``. A rank without sequences has an empty pack of its own.
 
     A sequence gets the fewest ranks whose tokens it fits into, and more while its work on each exceeds a multiple of a
-    rank's fair share. Of several multiples, the one with the least work of the busiest ranks is taken. A pack of
-    several ranks holds one sequence, unless all packs are of as many.
+    rank's fair share. Of several multiples, the one whose busiest ranks have the least work in all is taken. With none,
+    all ranks of cp share all packs.
     """
-    work = [room.work(length) for length in lengths]
+    work = [room.work([length], 1) for length in lengths]
     fewest = max(1, -(-sum(lengths) // (room.tokens * room.dp * room.cp)))
     fair = sum(work) / (fewest * room.dp * room.cp)
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     tried = []
-    for most in (fair, 2 * fair, 4 * fair, inf) if len(room.sizes) > 1 else (inf,):
+    for times in MULTIPLES if len(room.sizes) > 1 else (0,):
         ranks = _Ranks(room, fewest)
         for number in order:
             fitting = [size for size in room.sizes if room.padded(lengths[number], size) <= room.tokens * size]
-            size = next((size for size in fitting if work[number] / size <= most), room.sizes[-1])
-            ranks.give(number, lengths[number], work[number], size)
+            size = next((size for size in fitting if work[number] / size <= times * fair), room.sizes[-1])
+            ranks.give(number, lengths[number], size)
         tried.append(ranks)
     return min(tried, key=lambda ranks: ranks.busiest).packs
 
@@ -104,22 +123,32 @@ class _Ranks:
         )
         self.packs += [[[Pack(size=1)] * room.cp for _ in range(room.dp)] for _ in range(count)]
 
-    def give(self, number: int, length: int, work: float, size: int) -> None:
-        """Give a sequence to the ``size`` neighbours on cp that have room where the busiest rank's work grows least."""
-        blocks, unit = (*self.work.shape[:2], -1, size), self.room.unit(size)
-        tokens = self.tokens.reshape(blocks).max(-1) + length
-        taken = self.size.reshape(blocks)
-        adds = (taken == size) & (self.room.sizes == (size,) or size == 1)
-        fits = ((taken == 0) | adds).all(-1) & (tokens + -tokens % unit <= self.room.tokens * size)
-        if not fits.any():
+    def give(self, number: int, length: int, least: int) -> None:
+        """Give a sequence to ``least`` free neighbours on cp, or to a pack of as many or more, that has room.
+
+        The work of the busiest rank grows least there.
+        """
+        found = [place for size in self.room.sizes if size >= least for place in self._places(length, size, least)]
+        if not found:
             self._open(1)
-            self.give(number, length, work, size)
+            self.give(number, length, least)
             return
-        after = self.work.reshape(blocks).max(-1) + work / size
-        growth = np.maximum(after - self.work.max((1, 2))[:, None, None], 0.0)
-        best = np.lexsort((after[fits], growth[fits]))[0]
-        batch, dp, block = np.argwhere(fits)[best].tolist()
-        row, here = self.packs[batch][dp], slice(block * size, (block + 1) * size)
-        row[here] = [Pack(size=size, sequences=(*row[here.start].sequences, number))] * size
-        self.work[batch, dp, here], self.tokens[batch, dp, here] = after[batch, dp, block], tokens[batch, dp, block]
-        self.size[batch, dp, here] = size
+        _, after, size, batch, dp, first = min(found)
+        row, here = self.packs[batch][dp], slice(first, first + size)
+        row[here] = [Pack(size=size, sequences=(*row[first].sequences, number))] * size
+        self.work[batch, dp, here], self.size[batch, dp, here] = after, size
+        self.tokens[batch, dp, here] += self.room.padded(length, size)
+
+    def _places(self, length: int, size: int, least: int) -> Iterator[tuple[float, float, int, int, int, int]]:
+        """Yield the best place among packs of ``size``, and free ranks if no fewer would do: growth, work, where."""
+        blocks, unit = (*self.work.shape[:2], -1, size), self.room.unit(size)
+        tokens = self.tokens.reshape(blocks).max(-1) + self.room.padded(length, size)
+        taken = self.size.reshape(blocks)
+        fits = ((taken == size) | ((taken == 0) & (size == least))).all(-1)
+        fits &= tokens + -tokens % unit <= self.room.tokens * size
+        if fits.any():
+            after = self.work.reshape(blocks).max(-1) + self.room.work([length], size)
+            growth = np.maximum(after - self.work.max((1, 2))[:, None, None], 0.0)
+            best = np.lexsort((after[fits], growth[fits]))[0]
+            batch, dp, block = np.argwhere(fits)[best].tolist()
+            yield float(growth[batch, dp, block]), float(after[batch, dp, block]), size, batch, dp, block * size
