@@ -35,6 +35,7 @@ class Pack:
 class Room:
     """What ranks can hold: ``tokens`` a rank in a micro-batch. ``sizes``: how many ranks may share a pack, ascending.
 
+    ``tokens`` of as many ranks as share a pack are a multiple of :meth:`unit`.
     ``token_work``: the work of a token without attention, in scores between a query and a key.
     """
 
@@ -141,11 +142,11 @@ class _Ranks:
 
     def _places(self, length: int, size: int, least: int) -> Iterator[tuple[float, float, int, int, int, int]]:
         """Yield the best place among packs of ``size``, and free ranks if no fewer would do: growth, work, where."""
-        blocks, unit = (*self.work.shape[:2], -1, size), self.room.unit(size)
+        blocks = (*self.work.shape[:2], -1, size)
         tokens = self.tokens.reshape(blocks).max(-1) + self.room.padded(length, size)
         taken = self.size.reshape(blocks)
         fits = ((taken == size) | ((taken == 0) & (size == least))).all(-1)
-        fits &= tokens + -tokens % unit <= self.room.tokens * size
+        fits &= tokens <= self.room.tokens * size
         if fits.any():
             after = self.work.reshape(blocks).max(-1) + self.room.work([length], size)
             growth = np.maximum(after - self.work.max((1, 2))[:, None, None], 0.0)
