@@ -48,7 +48,6 @@ class Cost:
     def of(self, lengths: Sequence[int], room: Room) -> Cost:
         """Return the sums with one step more."""
         batches = [{(dp, pack) for dp, row in enumerate(rows) for pack in row} for rows in schedule(lengths, room)]
-
         padded = sum(held(pack, lengths, room) for batch in batches for _, pack in batch)
 
         def of_busiest(cost: Callable[[Pack], float]) -> float:

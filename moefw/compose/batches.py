@@ -7,20 +7,22 @@ from collections.abc import Iterator
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import Problem
+from moefw.runtime.parallel.cp_blocks import pieces_of
 
 
 def batch_problems(train: TrainSpec, layout: LayoutPlan) -> Iterator[Problem]:
     """Yield the problems of a global batch that does not divide into micro-batches over dp, or these over cp and tp."""
     dp, cp, tp = (layout.sizes.get(axis, 1) for axis in ("dp", "cp", "tp"))
-    if cp > 1 and train.seq_len % (2 * cp):
-        what = f"seq_len {train.seq_len} does not divide into {2 * cp} pieces, two for each rank of cp."
-        yield Problem(what, f"Use a seq_len that {2 * cp} divides.")
+    pieces = pieces_of(cp)
+    if train.seq_len % pieces:
+        what = f"seq_len {train.seq_len} does not divide into {pieces} pieces, two for each rank of cp."
+        yield Problem(what, f"Use a seq_len that {pieces} divides.")
     elif train.micro_batch * train.seq_len // cp % tp:
         over = f" / cp {cp}" if cp > 1 else ""
         what = f"micro_batch {train.micro_batch} x seq_len {train.seq_len}{over} tokens do not divide into {tp} parts, "
         yield Problem(f"{what}one a rank of tp.", f"Use a seq_len that {cp * tp} divides.")
     if train.packing != "none":
-        yield from _pack_problems(train, 2 * cp * tp if cp > 1 else tp)
+        yield from _pack_problems(train, pieces * tp)
         return
     unit = train.micro_batch * train.seq_len * dp
     if train.tokens_per_step % unit:

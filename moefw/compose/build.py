@@ -127,7 +127,7 @@ class LayerContext(BuildContext):
         around = self.context_attentions
         if not around:
             return lambda *tensors, **options: attend(*tensors, **options)[0]
-        if len(self.layouts) == len(around) == 2:
+        if 1 not in self.layouts:
             return partial(around[None].__call__, attend=attend)
 
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:

@@ -47,7 +47,7 @@ class Batch:
     """int64: the number of each token's document, within which it attends. None: a sequence is one document. Of whole
     sequences, also where ranks of cp share them."""
     lengths: tuple[int, ...] | None = None
-    """The lengths of sequences that lie one behind another in the one row of a batch: a pack. The last is padded. Each
+    """The lengths of sequences, with their padding, that lie one behind another in the one row of a batch: a pack. Each
     is a document, numbered from 0, with positions from 0 and a seed of its own. None: each row is a sequence."""
     cp: int | None = None
     """How many neighbours on cp share the sequences, where batches differ in it. None: all ranks of cp."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from moefw.core.stages import Batch
 from moefw.runtime.parallel.cp_blocks import block_sizes
@@ -20,28 +20,6 @@ from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session
 
 
-class Feed(Protocol):
-    """What a run reads, step by step (from 0): a pure function of seed and step."""
-
-    def first(self, step: int) -> int:
-        """Return how many sequences of ``seq_len`` tokens come before a step."""
-
-    def begun_at(self, begin: int) -> Self:
-        """Return the feed, with all steps shifted by ``begin`` sequences."""
-
-    def micro_batches(self, step: int) -> Iterator[Batch]:
-        """Yield this rank's part of a step. Every rank gets equally many."""
-
-
-def feed_of(session: Session) -> Feed:
-    """Return the feed of a run. Raises DataError if there is too little text."""
-    spec = session.assembly.spec.train
-    sizes = {"seq_len": spec.seq_len, "sequences_per_step": spec.tokens_per_step // spec.seq_len}
-    if spec.packing == "none":
-        return Windows(session, training_order(session.data, seed=session.assembly.spec.run.seed, **sizes))
-    return Packs(session, sequence_order(session.data, seed=session.assembly.spec.run.seed, **sizes))
-
-
 @frozen
 class Windows:
     """Sequences of one length, ``micro_batch`` at a time."""
@@ -49,16 +27,8 @@ class Windows:
     session: Session
     order: BatchOrder | BlendOrder
 
-    def first(self, step: int) -> int:
-        """Return how many sequences come before a step."""
-        return self.order.first(step)
-
-    def begun_at(self, begin: int) -> Windows:
-        """Return the feed, with all steps shifted by ``begin`` sequences."""
-        return evolve(self, order=evolve(self.order, begin=begin))
-
     def micro_batches(self, step: int) -> Iterator[Batch]:
-        """Yield this rank's share of the step's sequences."""
+        """Yield this rank's share of the sequences of a step (from 0)."""
         session, size = self.session, self.session.assembly.spec.train.micro_batch
         starts = self.order.starts(step)
         each = len(starts) // session.layout.size("dp")
@@ -92,16 +62,8 @@ class Packs:
             token_work=token_work(self.session.assembly.site.dims),
         )
 
-    def first(self, step: int) -> int:
-        """Return how many sequences of ``seq_len`` tokens come before a step."""
-        return self.order.first(step)
-
-    def begun_at(self, begin: int) -> Packs:
-        """Return the feed, with all steps shifted by ``begin`` sequences of ``seq_len`` tokens."""
-        return Packs(self.session, evolve(self.order, begin=begin))
-
     def micro_batches(self, step: int) -> Iterator[Batch]:
-        """Yield this rank's pack of each micro-batch. Some are empty."""
+        """Yield this rank's packs of a step (from 0). Every rank has equally many, some of them empty."""
         sequences, layout = self.order.sequences(step), self.session.layout
         for by_rank in schedule(sequences.lengths_N.tolist(), self.room):
             yield self._batch(by_rank[layout.index("dp")][layout.index("cp")], sequences)
@@ -131,3 +93,12 @@ class Packs:
             cp=pack.size if len(self.room.sizes) > 1 else None,
             seeds_B=torch.from_numpy(sequence_seeds(session.assembly.spec.run.seed, numbers)).to(session.device),
         )
+
+
+def feed_of(session: Session) -> Windows | Packs:
+    """Return what a run reads: a pure function of seed and step. Raises DataError if there is too little text."""
+    spec, seed = session.assembly.spec.train, session.assembly.spec.run.seed
+    sizes = {"seq_len": spec.seq_len, "sequences_per_step": spec.tokens_per_step // spec.seq_len}
+    if spec.packing == "none":
+        return Windows(session, training_order(session.data, seed=seed, **sizes))
+    return Packs(session, sequence_order(session.data, seed=seed, **sizes))

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch._dynamo
+from attrs import evolve
 from rich.console import Console
 
 from moefw.compose.assembly import Assembly
@@ -189,7 +190,7 @@ class Trainer:
             world=session.layout.plan.world,
             plugins=tuple(tuple(version) for version in session.assembly.versions()),
             tokenizer=session.data.fingerprint,
-            sequences=self.feed.first(step + 1),
+            sequences=self.feed.order.first(step + 1),
         )
         keep = self.spec.keep_checkpoints
         optimizer = self.engine.optimizer
@@ -206,7 +207,9 @@ class Trainer:
             return 0
         model, optimizer = self.session.model, self.engine.optimizer
         manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=data.fingerprint, group=group)
-        self.feed = self.feed.begun_at(manifest.origin.sequences - self.feed.first(manifest.step))
+        begin = manifest.origin.sequences - self.feed.order.first(manifest.step)
+        order: Any = evolve(self.feed.order, begin=begin)
+        self.feed = evolve(self.feed, order=order)
         if self.session.leads:
             self.notes = [*chosen.passed, *checkpoint.set_aside_after(self.run_dir, manifest.step)]
         return manifest.step

@@ -305,6 +305,7 @@ class TestResolvedSpec:
             "parallel.ranks_per_node": 2,
             "data.path": "x",
             "run.device": "cpu",
+            "train.packing": "static",
             "train.on_full_disk": "continue",
             "run.observers": ["wsd"],
             "train.tokens_per_step": 16384,

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import final
-
-from torch.distributed import ProcessGroup
+from typing import TYPE_CHECKING, final
 
 from moefw.core.contracts import Layout, LayoutPlan
 from moefw.core.records import Side
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def pieces_of(cp: int) -> int:
+    """Return the number of equal pieces of a sequence that ranks share: two for each, or one for a rank alone."""
+    return 2 * cp if cp > 1 else 1
 
 
 def block_sizes(cp: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
 from moefw.runtime.communication.gather import gather
 from moefw.runtime.communication.movement import finish
+from moefw.runtime.parallel.cp_blocks import pieces_of
 
 
 @final
@@ -28,7 +29,7 @@ class SequenceCut:
 
     def __init__(self, layout: Layout) -> None:
         self.size, self.index, self.group = layout.size("cp"), layout.index("cp"), layout.group("cp")
-        self.unit = 2 * self.size if self.size > 1 else 1
+        self.unit = pieces_of(self.size)
 
     def pieces(self, rank: int) -> tuple[int, int]:
         """Return the numbers of the pieces that a rank of cp holds, of ``unit`` pieces."""

@@ -14,6 +14,7 @@ import numpy as np
 from attrs import frozen
 
 from moefw.core.site import Dims
+from moefw.runtime.parallel.cp_blocks import pieces_of
 
 EXCHANGE: Final = 0.1
 """The work to get a token's keys from another rank, over that of the token's products: with four heads of keys of 128,
@@ -53,21 +54,17 @@ class Room:
 
     def unit(self, size: int) -> int:
         """Return the number of tokens of which a pack is a multiple: in parts for tp of the pieces of its ranks."""
-        return self.tp * _pieces(size)
+        return self.tp * pieces_of(size)
 
     def padded(self, length: int, size: int) -> int:
         """Return the tokens of a sequence with its padding."""
-        return length + -length % _pieces(size)
+        return length + -length % pieces_of(size)
 
     def held(self, lengths: Sequence[int], size: int) -> list[int]:
         """Return the tokens of each sequence of a pack with its padding. That of the pack is behind the last one."""
         padded = [self.padded(length, size) for length in lengths] or [0]
         padded[-1] += -sum(padded) % self.unit(size)
         return padded
-
-
-def _pieces(size: int) -> int:
-    return 2 * size if size > 1 else 1
 
 
 def token_work(dims: Dims) -> float:
