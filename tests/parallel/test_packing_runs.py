@@ -68,7 +68,7 @@ def compare(pool: RankPool, world: int, spec: dict[str, Any], **shared: Any) -> 
 def test_each_pack_has_its_own_number_of_ranks(
     pool: RankPool, algorithm: str, world: int, parallel: dict[str, Any], attention: dict[str, Any]
 ) -> None:
-    spec = tree(attention=attention)
+    spec = tree(96, attention=attention)
     compare(pool, world, spec, parallel=parallel, context_parallel={"use": algorithm})
 
 
