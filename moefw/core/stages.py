@@ -164,7 +164,7 @@ class Routing:
     """Rows that this rank adds to the padded size of each expert's group. It never sends more. None: no padding."""
     counts_host: tuple[int, ...] | None = None
     """Number of choices of each expert (E) on this rank, if the host knows it, and knows that it is the same on all
-    ranks of the expert group. No counts are exchanged then."""
+    ranks of the expert group: never of a pack. No counts are exchanged then."""
 
 
 @stage

@@ -101,6 +101,13 @@ def test_memory_policies_hold_packs_of_any_length(pool: RankPool, memory: list[d
     compare(pool, 2, tree(), parallel=TWO, memory=memory)
 
 
+def test_an_even_load_is_not_known_beforehand_where_ranks_have_unequal_packs(pool: RankPool) -> None:
+    spec = tree(64, routing={"use": "forced"}, parallel=ACROSS)
+    for one in run(pool, 4, spec)[0].results:
+        assert one.loss > 0.0
+        assert {len(load) for load in one.load_LE} == {SMALL["model"]["num_experts"]}
+
+
 def test_a_budget_and_pages_are_exceeded_and_the_step_run_again(pool: RankPool) -> None:
     dispatch = {"use": "hybridep", "backend": "torch", "rank_capacity": 0.6, "on_overflow": "rerun"}
     pages = [{"use": "paged-stash", "regions": ["experts"], "factor": 0.3, "page_rows": 2, "spill": "host"}]
