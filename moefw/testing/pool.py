@@ -23,6 +23,10 @@ CONNECTS = 3
 """Number of attempts to connect: on a busy machine, gloo's ranks sometimes fail to ("closed by peer")."""
 
 
+PRELOADED = ["moefw.training.trainer"]
+"""What the process imports once of which all ranks are copies."""
+
+
 class _UnconnectedError(Exception):
     """The ranks of a world did not connect, so the job can be repeated."""
 
@@ -33,7 +37,7 @@ class RankPool:
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["moefw.training.trainer"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[Any, Connection]] = []
         self._store: Any = None
         self._jobs = 0
