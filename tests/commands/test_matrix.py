@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import copies
 from moefw.cli import cli
 from moefw.commands import matrix as command
 from moefw.compose.registry import Registry
@@ -161,7 +161,6 @@ def test_the_guide_works_as_it_is_written(tmp_path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL):
         name = block.partition("\n")[0].removeprefix("# ")
         (tmp_path / name).write_text(block)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error::pytest.PytestWarning"]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path, timeout=280)
+    done = copies.run("pytest", "-q", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 passed" in done.stdout, done.stdout

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from attrs import frozen
 
+import copies
 from broken_dispatchers import BROKEN, Broken
 from broken_movements import ON_REAL_RANKS
 from moefw.compose.registry import Registry
@@ -161,8 +161,7 @@ def test_a_static_budget_passes_what_concerns_it() -> None:
 
 
 def certify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return copies.run("pytest", "-p", "no:cacheprovider", *arguments, cwd=folder)
 
 
 def test_an_installed_dispatcher_is_certified_in_an_empty_folder(tmp_path: Path) -> None:

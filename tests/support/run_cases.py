@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import faulty_source
+from copies import Copy
 from small_spec import small_spec
 
 MANY = 100_000
@@ -41,25 +42,25 @@ def start(environment: dict[str, str], *arguments: object) -> subprocess.Popen[s
     return subprocess.Popen(command, env=environment, start_new_session=True, text=True, **pipes)  # type: ignore[call-overload]
 
 
-def wait_until(true: Callable[[], object], process: subprocess.Popen[str]) -> None:
+def train(environment: dict[str, str], *arguments: object) -> Copy:
+    """Start ``moefw train``; its launcher and its ranks are copies of a process that has imported torch."""
+    return Copy(["moefw", "train", *arguments], env=environment)
+
+
+def wait_until(true: Callable[[], object], process: subprocess.Popen[str] | Copy) -> None:
     deadline = time.monotonic() + 200
     while not true():
         assert time.monotonic() < deadline, "the run did not get that far"
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate(10)
         time.sleep(0.01)
 
 
-def ranks_of(parent: int) -> dict[int, int]:
-    """Return the process of each rank that ``parent`` has started."""
-    found = {}
-    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        rank = next((each for each in variables if each.startswith(b"RANK=")), b"RANK=0")
-        found[int(rank.removeprefix(b"RANK="))] = int(pid)
-    return found
+def ranks_of(parent: int) -> list[int]:
+    """Return the processes of the ranks that ``parent`` has started, in order."""
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, list[str], float]:
+def end(process: subprocess.Popen[str] | Copy) -> tuple[int, list[str], float]:
     """Wait for the end; return exit code, lines on stderr, and seconds. No process of the run may be left."""
     began = time.monotonic()
     _, errors = process.communicate(timeout=200)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from run_cases import TORCHRUN, end, environment_in, spec, start
+from run_cases import TORCHRUN, end, environment_in, spec, start, train
 
 TIMEOUT = "run.timeout_s=6"
 
@@ -21,7 +21,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 )
 def test_a_rank_that_blocks_in_its_data_source_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
-    code, said, _ = end(start(environment, "-m", "moefw", "train", path, "data.fault=block", "data.rank=1", TIMEOUT))
+    code, said, _ = end(train(environment, path, "data.fault=block", "data.rank=1", TIMEOUT))
     assert code == 1
     (line,) = said
     assert line.startswith("error: rank 1 (")
@@ -36,7 +36,7 @@ def test_a_single_rank_that_blocks_in_its_data_source_is_named(
     tmp_path: Path, environment: dict[str, str], at: int, place: str
 ) -> None:
     path = spec(tmp_path, ranks=1, source="faulty")
-    code, said, _ = end(start(environment, "-m", "moefw", "train", path, "data.fault=block", f"data.at={at}", TIMEOUT))
+    code, said, _ = end(train(environment, path, "data.fault=block", f"data.at={at}", TIMEOUT))
     assert code == 1
     (line,) = said
     assert f"(run.timeout_s allows 6): {place}. The stacks of the ranks are in {tmp_path}/run/stacks. " in line
@@ -46,7 +46,7 @@ def test_a_single_rank_that_blocks_in_its_data_source_is_named(
 @pytest.mark.fault("a rank of a run gets no memory", "named, with what the plan says of it")
 def test_a_rank_without_memory_is_told_the_plan(tmp_path: Path, environment: dict[str, str]) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
-    code, said, _ = end(start(environment, "-m", "moefw", "train", path, "data.fault=all memory", "data.rank=1"))
+    code, said, _ = end(train(environment, path, "data.fault=all memory", "data.rank=1"))
     assert code == 1
     (line,) = said
     assert "ran out of memory at step 3, data. The plan of each of 2 ranks: saved for backward 0.3 MiB, " in line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from run_cases import TORCHRUN, end, environment_in, losses, ranks_of, spec, start, wait_until
+from copies import Copy
+from run_cases import TORCHRUN, end, environment_in, losses, ranks_of, spec, start, train, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +31,14 @@ def test_every_signal_saves_what_a_resumed_run_continues_to_the_same_end(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     path, run, steps = spec(tmp_path, ranks=2), tmp_path / "run", 0
-    wishes: Sequence[Callable[[subprocess.Popen[str]], None]] = [
+    wishes: Sequence[Callable[[Copy], None]] = [
         lambda process: process.send_signal(signal.SIGTERM),
         lambda process: os.killpg(process.pid, signal.SIGINT),
         lambda process: os.kill(ranks_of(process.pid)[1], signal.SIGUSR1),
     ]
     for number, wish in enumerate(wishes):
         before = steps
-        process = start(environment, "-m", "moefw", "train", path, *(["--resume"] if number else []))
+        process = train(environment, path, *(["--resume"] if number else []))
         wait_until(partial(has_steps, run, steps + 2), process)
         wish(process)
         code, said, _ = end(process)
@@ -49,16 +49,16 @@ def test_every_signal_saves_what_a_resumed_run_continues_to_the_same_end(
         ]
         assert steps >= before + 2
     last = f"train.steps={steps + 2}"
-    assert end(start(environment, "-m", "moefw", "train", path, "--resume", last))[0] == 0
+    assert end(train(environment, path, "--resume", last))[0] == 0
     whole = spec(tmp_path, ranks=2, name="whole")
-    assert end(start(environment, "-m", "moefw", "train", whole, last))[0] == 0
+    assert end(train(environment, whole, last))[0] == 0
     assert losses(run) == losses(tmp_path / "whole")
 
 
 @pytest.mark.fault("SIGTERM before the first step", "ends at once, exit code 143")
 def test_a_request_before_anything_is_to_save_ends_the_run_at_once(tmp_path: Path, environment: dict[str, str]) -> None:
     path, mark = spec(tmp_path, ranks=1, source="faulty"), tmp_path / "mark"
-    process = start(environment, "-m", "moefw", "train", path, "data.fault=block", "data.at=0", f"data.mark={mark}")
+    process = train(environment, path, "data.fault=block", "data.at=0", f"data.mark={mark}")
     wait_until(mark.exists, process)
     process.send_signal(signal.SIGTERM)
     code, said, seconds = end(process)
@@ -73,7 +73,7 @@ def test_a_second_interrupt_ends_a_run_that_does_not_come_to_the_end_of_its_step
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     path, mark = spec(tmp_path, ranks=1, source="faulty"), tmp_path / "mark"
-    process = start(environment, "-m", "moefw", "train", path, "data.fault=sleep", f"data.mark={mark}")
+    process = train(environment, path, "data.fault=sleep", f"data.mark={mark}")
     wait_until(mark.exists, process)
     for _ in range(2):
         time.sleep(1.0)
