@@ -14,6 +14,7 @@ import pytest
 from attrs import evolve, frozen
 from click.testing import CliRunner
 
+import copies
 from ledger_cases import CODES_GATHERED, LOOPING, PEAK, SAVED, SHARED_OUT, SPECS, assembly_of, check
 from memory_cases import qwen3_235b
 from moefw import hookimpl
@@ -171,9 +172,7 @@ def test_train_writes_what_is_predicted_and_measured(tmp_path: Path) -> None:
         "train.eval_every=0",
     ]
     small = ["model.num_layers=1", "train.seq_len=64", "train.tokens_per_step=512", "train.eval_tokens=512", "--ledger"]
-    done = subprocess.run(
-        [sys.executable, "-m", "moefw", *arguments, *small], capture_output=True, text=True, timeout=120
-    )
+    done = copies.run("moefw", *arguments, *small)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "run" / "ledger.json").read_text())
     assert found["predicted"]["peak_bytes"] == pytest.approx(found["measured"]["peak"], rel=PEAK)

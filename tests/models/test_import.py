@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import copies
 from command_here import complaint, moefw_says
 from hf_models import MODELS, loaded, model_of, same, tensors_of
 
@@ -59,8 +58,7 @@ def test_an_imported_run_trains_on_in_any_layout(folder: Path, memory: str, tmp_
         *("parallel.experts={ep: 2, shard: all}", "parallel.dense.shard=all", f"data.path={text}", f"memory={memory}"),
         *("train.eval_tokens=32", "model.vocab_size=62", "run.device=cpu", "routing.balance[0].rate=0.0"),
     ]
-    command = [sys.executable, "-m", "moefw", "train", f"{run}/spec.yaml", *overrides, "--resume"]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    ended = copies.run("moefw", "train", f"{run}/spec.yaml", *overrides, "--resume")
     assert ended.returncode == 0, ended.stderr
     moefw_says("convert", "export", run, tmp_path / "out", "--dtype", "fp32")
     assert same(tensors_of(folder), tensors_of(tmp_path / "out"))

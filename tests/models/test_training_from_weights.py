@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+import copies
 from command_here import complaint, moefw_says
 from experts_read import experts_read
 from hf_models import tensors_of, theirs
@@ -95,8 +96,7 @@ def test_a_rank_reads_its_own_experts(pool: RankPool, folder: Path, tmp_path: Pa
 def test_the_weights_of_the_first_step_are_those_of_the_folder(
     parallel: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "moefw", "train", str(spec_of(tmp_path, folder, parallel=parallel))]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    ended = copies.run("moefw", "train", spec_of(tmp_path, folder, parallel=parallel))
     assert ended.returncode == 0, ended.stderr
     theirs, rules = tensors_of(folder), FAMILIES["qwen3_moe"].rules
     found = saved(tmp_path / "run")
@@ -127,7 +127,9 @@ def test_a_kept_spec_names_the_folder_from_anywhere(
     assert f"{folder}/tokenizer.json" in kept
 
 
-def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(tmp_path: Path) -> None:
+def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import transformers
 
     example = Path(__file__).parents[2] / "examples" / "fine_tune"
@@ -138,13 +140,14 @@ def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(tmp_pa
         "train.micro_batch=1",
         "train.eval_tokens=256",
     ]
-    moefw_command = [sys.executable, "-m", "moefw"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["make_model.py", "runs/model"])
+    runpy.run_path(str(example / "make_model.py"), run_name="__main__")
     for command in (
-        [sys.executable, str(example / "make_model.py"), "runs/model"],
-        [*moefw_command, "train", str(example / "spec.yaml"), *sizes],
-        [*moefw_command, "convert", "export", "runs/fine_tune", "runs/tuned"],
+        ["train", example / "spec.yaml", *sizes],
+        ["convert", "export", "runs/fine_tune", "runs/tuned"],
     ):
-        ended = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+        ended = copies.run("moefw", *command)
         assert ended.returncode == 0, ended.stderr
     records = (tmp_path / "runs" / "fine_tune" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(record)["loss"] for record in records]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -13,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
+import copies
 from moefw.commands import specs
 from moefw.commands.eval import evaluate
 from moefw.commands.train import train
@@ -71,8 +70,7 @@ def test_damage_that_one_rank_alone_reads_is_told_with_its_rank_and_file(spec: P
     with path.open("r+b") as file:
         file.seek(chunk * CHUNK_BYTES)
         file.write(b"\x80")
-    command = [sys.executable, "-m", "moefw", "train", str(spec), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = copies.run("moefw", "train", spec, *overrides)
     assert done.returncode == 1
     assert f"error: rank 1: the prepared data are damaged: {path} has changed since it was written" in done.stderr
     assert f"Delete the folder {path.parent}: it is made anew from the text." in done.stderr

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import copies
 from command_here import moefw_says
 from moefw.training import checkpoint, trained
 from moefw.training.checkpoint import saving
@@ -214,12 +213,10 @@ def test_reading_ends_where_checkpoints_vanish_forever(place: Place, monkeypatch
 @pytest.mark.fault("eval beside a run that drops checkpoints", "reads the newest that is there")
 def test_eval_beside_a_run_that_drops_a_checkpoint_each_step(new: Place) -> None:
     settings = ["train.steps=20", "train.keep_checkpoints=1", f"run.dir={new.run}"]
-    command = [sys.executable, "-m", "moefw", "train", str(new.whole / "run.yaml"), *settings]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
-        seen = []
-        while run.poll() is None:
-            if checkpoint_dirs(new.run):
-                seen.append(json.loads(moefw_says("eval", new.run, "--json"))["step"])
+    run, seen = copies.Copy(["moefw", "train", new.whole / "run.yaml", *settings]), []
+    while run.poll() is None:
+        if checkpoint_dirs(new.run):
+            seen.append(json.loads(moefw_says("eval", new.run, "--json"))["step"])
     assert run.returncode == 0
     assert seen == sorted(seen)
     assert json.loads(moefw_says("eval", new.run, "--json"))["step"] == 20

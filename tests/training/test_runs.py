@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import copies
 from command_here import complaint, moefw_says
 from moefw.cli import main
 from moefw.commands import specs
@@ -34,7 +35,7 @@ attention: {num_heads: 2, num_kv_heads: 1, head_dim: 16}
 routing: {use: topk, score: sigmoid, balance: [{kind: expert_bias}]}
 parallel: %s
 data: {use: text, path: %s}
-train: {steps: 14, tokens_per_step: 512, micro_batch: 2, seq_len: 64, lr: 3.0e-3, checkpoint_every: 5, eval_every: 7, eval_tokens: 2048}
+train: {steps: 8, tokens_per_step: 512, micro_batch: 2, seq_len: 64, lr: 3.0e-3, checkpoint_every: 3, eval_every: 4, eval_tokens: 2048}
 run: {dir: %s, seed: 1, device: cpu}
 """
 
@@ -70,8 +71,7 @@ def spec(folder: Path, text: Path, layout: int | str, name: str = "run") -> Path
 
 def train(*arguments: object) -> str:
     """Return the output of a run of several ranks."""
-    command = [sys.executable, "-m", "moefw", "train", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = copies.run("moefw", "train", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -100,14 +100,14 @@ def split(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 def test_a_run_leaves_metrics_plots_a_sample_and_checkpoints(trained: tuple[Path, str]) -> None:
     run, printed = trained
-    assert list(losses(run)) == list(range(1, 15))
-    assert losses(run)[14] < losses(run)[1]
+    assert list(losses(run)) == list(range(1, 9))
+    assert losses(run)[8] < losses(run)[1]
     assert {path.name for path in run.iterdir()} >= {"spec.yaml", "metrics.jsonl", "tensorboard", "plots", "sample.txt"}
     assert {path.name for path in (run / "plots").iterdir()} == {"loss.png", "expert_load.png"}
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-10", "step-14"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-6", "step-8"}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(math.isfinite(record["grad_norm"]) and record["tokens_per_s"] > 0 for record in records)
-    assert records[6]["eval_bits_per_byte"] > records[13]["eval_bits_per_byte"] > 0
+    assert records[3]["eval_bits_per_byte"] > records[7]["eval_bits_per_byte"] > 0
     for word in ("forward", "backward", "zlib", "bits", "balance"):
         assert word in printed
 
@@ -116,7 +116,7 @@ def test_eval_of_the_run_gives_the_loss_that_training_saw(trained: tuple[Path, s
     run, _ = trained
     found = json.loads(moefw_says("eval", run, "--json"))
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert found["step"] == 14
+    assert found["step"] == 8
     assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
 
 
@@ -147,7 +147,7 @@ def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(
     command = [sys.executable, "-m", "moefw", "train", str(broken)]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     metrics = tmp_path / "broken" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 7, process)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert "continuing after step" in train(broken, "--resume")
@@ -195,7 +195,7 @@ def test_resume_may_change_the_layout(
 ) -> None:
     earlier, run = {"trained": trained[0], "split": split}[before], tmp_path / "run"
     shutil.copytree(earlier, run)
-    shutil.rmtree(run / "checkpoints" / "step-14")
+    shutil.rmtree(run / "checkpoints" / "step-8")
     train(spec(tmp_path, text, layout), "--resume", f"run.dir={run}")
     there, here = losses(earlier), losses(run)
     assert here.keys() == there.keys()
@@ -223,11 +223,11 @@ def learn(overrides: list[str], cache: Path) -> list[float]:
     return found
 
 
-def test_the_quickstart_learns_the_same_under_every_dispatcher(pool: RankPool, tmp_path: Path) -> None:
-    specs.read(str(QUICKSTART), []).parts.data.prepare(tmp_path)
+def test_the_quickstart_learns_the_same_under_every_dispatcher(pool: RankPool, text: Path, tmp_path: Path) -> None:
     found = {}
     for name, options in DISPATCHERS.items():
         chosen = [f"dispatch={json.dumps(options)}", "precision={use: fp32}", "train.eval_every=0", "run.device=cpu"]
+        chosen += [f"data.path={text}", "data.tokenizer=bytes", "model.vocab_size=256", "model.num_layers=1"]
         chosen += ["parallel.ranks_per_node=1", "train.tokens_per_step=512", "train.micro_batch=4", "train.seq_len=64"]
         found[name] = pool.run(learn, 2, chosen, tmp_path)[0]
     wanted = found.pop("alltoall")
@@ -338,7 +338,6 @@ def test_a_temperature_that_gives_no_probabilities_is_refused(trained: tuple[Pat
 def test_every_rank_that_is_not_ended_says_what_is_wrong(names: str, rank: str, local_rank: str, told: str) -> None:
     """The first rank of a node reports at once, others after a delay, within which torchrun and our launcher end them."""
     place = dict(zip(names.split(), (rank, local_rank, "16"), strict=True))
-    command = [sys.executable, "-m", "moefw", "train", "nope.yaml"]
-    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=False)
+    done = copies.run("moefw", "train", "nope.yaml", env=os.environ | place)
     assert done.returncode == 2
     assert done.stderr.startswith(told)
