@@ -68,7 +68,12 @@ STATES = {"optimizer-bf16": (2, False), "optimizer-offload": (4, True)}
 
 @pytest.mark.parametrize("policies", [[], ["optimizer-bf16"], ["optimizer-offload", "optimizer-bf16"]], ids=str)
 def test_states_rest_as_policies_say(policies: list[str]) -> None:
-    tree = {**LOOPING, "parallel": {}, "memory": [{"use": name} for name in policies]}
+    tree = {
+        **LOOPING,
+        "model": {**LOOPING["model"], "num_experts": 4},
+        "parallel": {},
+        "memory": [{"use": name} for name in policies],
+    }
     held = ledger(assembly_of(tree, 1)).held
     moments = 2 * (held.parameters // 4) * (2 if "optimizer-bf16" in policies else 4)
     on_host = "optimizer-offload" in policies
@@ -171,7 +176,17 @@ def test_train_writes_what_is_predicted_and_measured(tmp_path: Path) -> None:
         "train.steps=1",
         "train.eval_every=0",
     ]
-    small = ["model.num_layers=1", "train.seq_len=64", "train.tokens_per_step=512", "train.eval_tokens=512", "--ledger"]
+    (tmp_path / "text.txt").write_text("a fox jumps over a dog\n" * 500)
+    small = [
+        f"data.path={tmp_path}/text.txt",
+        "data.tokenizer=bytes",
+        "model.vocab_size=256",
+        "model.num_layers=1",
+        "train.seq_len=64",
+        "train.tokens_per_step=512",
+        "train.eval_tokens=512",
+        "--ledger",
+    ]
     done = copies.run("moefw", *arguments, *small)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "run" / "ledger.json").read_text())

@@ -22,7 +22,7 @@ from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL, short_run
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 
 CPU = torch.device("cpu")
 REGIONS = (
@@ -60,8 +60,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("name", NESTED)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("name", "precision"), each_value(NESTED, PRECISIONS))
 def test_no_bit_changes_where_regions_lie_in_each_other(pool: RankPool, precision: str, name: str) -> None:
     parts = {"gemm": {"use": "loop"}, "precision": PRECISIONS[precision]}
     for in_flight in (False, True):

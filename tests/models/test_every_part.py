@@ -21,6 +21,7 @@ from moefw.testing.combinations import usable_here
 from moefw.testing.fit import Fit
 from moefw.testing.pool import RankPool
 from moefw.testing.variants import Variant
+from pairwise import each_value
 
 SIZES = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -122,8 +123,11 @@ def test_so_do_parts_together(pool: RankPool, family: str, examples: int) -> Non
     run()
 
 
-@pytest.mark.parametrize("way", ["recompute", "offload"])
-@pytest.mark.parametrize(("family", "region"), [(family, region) for family in REGIONS for region in REGIONS[family]])
-def test_so_does_an_attention_under_memory_policies(pool: RankPool, family: str, region: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "way"),
+    each_value([(family, region) for family in REGIONS for region in REGIONS[family]], ["recompute", "offload"]),
+)
+def test_so_does_an_attention_under_memory_policies(pool: RankPool, where: tuple[str, str], way: str) -> None:
+    family, region = where
     sections = {"memory": [{"use": way, "regions": [region]}], "parallel": {"dense": {"tp": 2}, "experts": {"ep": 2}}}
     assert difference(pool, family, sections, 2, all_experts=False)[0] <= 1e-5

@@ -18,6 +18,7 @@ from command_here import moefw_says
 from hf_models import MODELS, SIZES, tensors_of, theirs
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.origins import Origin
+from pairwise import each_value
 
 EXPERT = 4 * 256 * 128
 """Bytes of an expert's matrix in fp32, the largest tensor of all models here that is not stacked."""
@@ -80,8 +81,7 @@ def test_what_is_held_is_counted_and_what_is_freed_is_not() -> None:
     assert counted.most == 2 * kept.nbytes
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["an expert a tensor", "stacked experts"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "stacked"), each_value(FAMILIES, [False, True]))
 def test_import_and_export_hold_an_experts_matrix(family: str, stacked: bool, tmp_path: Path) -> None:
     model = theirs(family, {**SIZES, **MODELS[family], **WIDE, **FAMILIES[family]}).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "in", save_original_format=not stacked)

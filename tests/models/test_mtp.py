@@ -27,6 +27,7 @@ from moefw.runtime.naming import canonical_parameters, initialise
 from moefw.runtime.phases import straight
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, short_run
+from pairwise import each_value
 
 SIZES = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -151,8 +152,7 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied"])
-@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize(("layout", "tied"), each_value(PARALLEL, [False, True]))
 def test_trains_as_on_one_rank(pool: RankPool, layout: str, tied: bool) -> None:
     tree = {**TREE, "model": {**TREE["model"], "tie_embeddings": tied}}
     world, parallel = PARALLEL[layout]

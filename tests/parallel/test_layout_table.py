@@ -15,7 +15,7 @@ ROWS = LayoutTable(PATH, RankPool()).rows
 
 @pytest.fixture(scope="module")
 def table(pool: RankPool) -> LayoutTable:
-    return LayoutTable(PATH, pool, steps=4)
+    return LayoutTable(PATH, pool, steps=2)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.quick], ids=str)

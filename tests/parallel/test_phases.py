@@ -16,7 +16,7 @@ from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.suites.watch import same_bits
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 from phase_cases import (
     MicroBatch,
     all_forward_first,
@@ -37,7 +37,7 @@ WORLDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "4 ranks": (4, {"dense": {"dp": 2, "tp": 2}, "experts": {"ep": 4}}),
     "4 ranks, sharded": (4, {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}),
 }
-SIZES = {"shared_expert_dim": 16, "vocab_size": 64}
+SIZES = {"shared_expert_dim": 16, "vocab_size": 64, "num_layers": 2}
 POLICIES: Mapping[str, list[dict[str, Any]]] = {
     "nothing": [],
     "recompute": [recompute("attn_norm", "mlp_norm", "dispatch", "expert_fc1")],
@@ -96,8 +96,7 @@ SPLIT: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", ["nothing", "both"])
-@pytest.mark.parametrize("parts", SPLIT)
+@pytest.mark.parametrize(("parts", "policy"), each_value(SPLIT, ["nothing", "both"]))
 def test_all_weight_gradients_may_be_computed_at_the_very_end(pool: RankPool, parts: str, policy: str) -> None:
     given = {**SPLIT[parts], "parallel": {"experts": {"ep": 2}}, "memory": POLICIES[policy]}
     case = whole_model(2, parts=given, plugins=(), sizes=SIZES)

@@ -27,6 +27,7 @@ from moefw.training import checkpoint
 from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine, evaluate
 from moefw_kernels.quantize import E4M3, E5M2, Format, quantize_tensor
+from pairwise import each_value
 
 ENDS = torch.tensor([16, 16, 48, 64], dtype=torch.int32)
 
@@ -218,8 +219,9 @@ def test_what_an_abandoned_step_measured_is_forgotten() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.parametrize("gemm", ["loop", "grouped"])
-@pytest.mark.parametrize("regions", [["layer"], ["experts", "attention", "dense_mlp"]], ids=str)
+@pytest.mark.parametrize(
+    ("regions", "gemm"), each_value([["layer"], ["experts", "attention", "dense_mlp"]], ["loop", "grouped"])
+)
 def test_recompute_changes_no_bit(regions: list[str], gemm: str) -> None:
     memory = [{"use": "recompute", "regions": regions}]
     kept, again = (trained(small(gemm={"use": gemm}, memory=policy), 3) for policy in ([], memory))
@@ -236,8 +238,7 @@ LAYOUTS: Mapping[str, tuple[int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("gemm", ["loop", "grouped"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "gemm"), each_value(LAYOUTS, ["loop", "grouped"]))
 def test_no_layout_changes_what_is_remembered(pool: RankPool, layout: str, gemm: str) -> None:
     """The largest magnitude over all copies, parts and tokens has one name.
 

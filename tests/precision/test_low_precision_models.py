@@ -32,7 +32,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "fp8-tensor": FORMATS["fp8-tensor"].choice,
     "fp8-tensor, delayed": {**FORMATS["fp8-tensor"].choice, "scaling": "delayed", "history": 3},
 }
-STEPS = 10
+STEPS = 4
 
 
 def trained(pool: RankPool, recipe: Mapping[str, Any], world: int, parallel: Any) -> list[Run]:

@@ -135,17 +135,23 @@ def assert_same(got: list[Trained], wanted: list[Trained]) -> None:
 @pytest.mark.parametrize(
     ("world", "parallel", "gemm", "scales"),
     [
-        (2, ALL, "grouped", "power_of_two"),
-        (2, ALL, "loop", "fp32"),
+        pytest.param(2, ALL, "grouped", "power_of_two", marks=pytest.mark.deep),
+        (2, ALL, "loop", "power_of_two"),
+        pytest.param(2, ALL, "loop", "fp32", marks=pytest.mark.deep),
         (4, SPLIT, "grouped", "fp32"),
-        (4, SPLIT, "loop", "power_of_two"),
+        pytest.param(4, SPLIT, "loop", "power_of_two", marks=pytest.mark.deep),
         (4, HYBRID, "grouped", "power_of_two"),
     ],
 )
 def test_training_is_that_of_quantizing_the_gathered_fp32_weight(
     pool: RankPool, world: int, parallel: Any, gemm: str, scales: str
 ) -> None:
-    given: dict[str, Any] = {"gemm": {"use": gemm}, "precision": {"scales": scales}, "sizes": {"shared_expert_dim": 0}}
+    given: dict[str, Any] = {
+        "gemm": {"use": gemm},
+        "precision": {"scales": scales},
+        "sizes": {"shared_expert_dim": 0},
+        "steps": 2,
+    }
     wanted = pool.run(partial(trained, **given), world, "fp32", parallel)
     assert_same(pool.run(partial(trained, **given), world, "fp8", parallel), wanted)
 

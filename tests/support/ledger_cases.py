@@ -122,19 +122,19 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         {**SHARED_OUT, "train": BRIEF, "memory": [recompute("attn_norm", "mlp_norm", "dispatch")]},
         8,
     ),
-    "sharded, layers recomputed": ({**SHARED_OUT, "memory": [recompute("layer")]}, 8),
+    "sharded, layers recomputed": ({**SHARED_OUT, "train": BRIEF, "memory": [recompute("layer")]}, 8),
     "sharded, experts recomputed, attention offloaded, one micro-batch": (
         {**SHARED_OUT, "train": BRIEF, "memory": [offload("attention"), recompute("attn_norm", "experts")]},
         8,
     ),
-    "sharded, six layers": ({**SHARED_OUT, "model": LONG}, 8),
+    "sharded, six layers": ({**SHARED_OUT, "train": BRIEF, "model": LONG}, 8),
     "sharded, six layers offloaded, one micro-batch": (
         {**SHARED_OUT, "model": LONG, "train": BRIEF, "memory": [offload("attention", "experts")]},
         8,
     ),
     "sharded, two tokens ahead": ({**SHARED_OUT, "model": {**MODEL, "num_layers": 4, "mtp_layers": 2}}, 8),
     "loop": (LOOPING, 4),
-    "loop, parts recomputed": ({**LOOPING, "memory": [recompute("qkv", "router", "expert_fc1")]}, 4),
+    "loop, parts recomputed": ({**LOOPING, "train": BRIEF, "memory": [recompute("qkv", "router", "expert_fc1")]}, 4),
     "loop, delayed scales": (
         {**LOOPING, "train": BRIEF, "precision": emulated("fp8-tensor", scaling="delayed", history=4)},
         4,
@@ -157,10 +157,10 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "in parts": (IN_PARTS, 8),
     "in parts, offloaded": ({**IN_PARTS, "memory": [offload("experts")]}, 8),
     "in parts, groups filled": (
-        {**IN_PARTS, "routing": {"use": "topk", "capacity": {"factor": 1.5, "pad": True}}},
+        {**IN_PARTS, "train": BRIEF, "routing": {"use": "topk", "capacity": {"factor": 1.5, "pad": True}}},
         8,
     ),
-    "sinkhorn": ({**ONCE_A_RANK, "routing": {"use": "sinkhorn", "z_loss": 0.1, "dtype": "fp64"}}, 4),
+    "sinkhorn": ({**ONCE_A_RANK, "train": BRIEF, "routing": {"use": "sinkhorn", "z_loss": 0.1, "dtype": "fp64"}}, 4),
     "quantiles, jitter, coupled": (
         {
             **ONCE_A_RANK,
@@ -170,7 +170,6 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         },
         8,
     ),
-    "choices dropped": ({**ONCE_A_RANK, "routing": {"use": "topk", "capacity": {"factor": 0.5}}}, 4),
     "packs of documents that ranks share": (
         {
             **ONCE_A_RANK,
@@ -179,6 +178,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         },
         4,
     ),
+    "choices dropped": ({**ONCE_A_RANK, "train": BRIEF, "routing": {"use": "topk", "capacity": {"factor": 0.5}}}, 4),
     "a third party's dispatcher and memory policy": (
         {
             **SHARED_OUT,

@@ -1,4 +1,4 @@
-"""Pairwise test parameters: every two values occur together. ``make test-deep`` tests all combinations."""
+"""Test parameters in which every value, or every two values, occur. ``make test-deep`` tests all combinations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ import pytest
 
 def pairwise(*factors: Iterable[Any]) -> list[Any]:
     """Return all combinations of the factors' values; those without a new pair are marked ``deep``."""
+    return _covering(2, factors)
+
+
+def each_value(*factors: Iterable[Any]) -> list[Any]:
+    """Return all combinations of the factors' values; those without a new value are marked ``deep``."""
+    return _covering(1, factors)
+
+
+def _covering(together: int, factors: Iterable[Iterable[Any]]) -> list[Any]:
     met: set[tuple[tuple[int, str], ...]] = set()
     found = []
     for values in _spread([list(factor) for factor in factors]):
-        pairs = set(itertools.combinations(((place, str(value)) for place, value in enumerate(values)), 2))
-        found.append(pytest.param(*values, marks=() if pairs - met else pytest.mark.deep))
-        met |= pairs
+        new = set(itertools.combinations(((place, str(value)) for place, value in enumerate(values)), together))
+        found.append(pytest.param(*values, marks=() if new - met else pytest.mark.deep))
+        met |= new
     return found
 
 
