@@ -23,8 +23,9 @@ FOUR = {"dense": {"cp": 2, "tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard
 
 
 def tree(attention: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
-    model = {**SMALL["model"], "vocab_size": 64, "init_std": 0.1, "mtp_layers": 1}
-    return {**SMALL, "model": model, "attention": attention, **parts}
+    model = {**SMALL["model"], "vocab_size": 64, "init_std": 0.1, "mtp_layers": 1, "num_layers": 2}
+    train = {**SMALL["train"], "tokens_per_step": 128}
+    return {**SMALL, "model": model, "train": train, "attention": attention, **parts}
 
 
 def assert_alike(runs: list[Run], alone: Run) -> None:

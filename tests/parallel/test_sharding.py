@@ -16,6 +16,11 @@ from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL, short_run
 
+TREE = {
+    **SMALL,
+    "model": {**SMALL["model"], "vocab_size": 64, "num_layers": 2},
+    "train": {**SMALL["train"], "tokens_per_step": 128},
+}
 ALL = {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}
 
 
@@ -67,9 +72,9 @@ def test_no_weight_stays_gathered_until_backward(pool: RankPool, precision: str)
 
 
 def test_sharded_bf16_learns_like_whole_bf16(pool: RankPool) -> None:
-    tree = {**SMALL, "model": {**SMALL["model"], "vocab_size": 64}, "precision": {"use": "bf16"}}
-    copies = pool.run(short_run, 4, {**tree, "parallel": {"experts": {"ep": 2}}}, 8)
-    shared = pool.run(short_run, 4, {**tree, "parallel": ALL}, 8)
+    tree = {**TREE, "precision": {"use": "bf16"}}
+    copies = pool.run(short_run, 4, {**tree, "parallel": {"experts": {"ep": 2}}}, 6)
+    shared = pool.run(short_run, 4, {**tree, "parallel": ALL}, 6)
     for got, wanted in zip(shared[0].results, copies[0].results, strict=True):
         assert got.loss == pytest.approx(wanted.loss, rel=1e-4)
         assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
@@ -77,9 +82,9 @@ def test_sharded_bf16_learns_like_whole_bf16(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("regions", [["layer"], ["attention", "router", "experts", "shared_experts", "dense_mlp"]])
 def test_recompute_gathers_again_and_changes_no_bit(pool: RankPool, regions: list[str]) -> None:
-    tree = {**SMALL, "model": {**SMALL["model"], "vocab_size": 64}, "parallel": ALL}
-    plain = pool.run(short_run, 4, tree, 3)
-    again = pool.run(short_run, 4, {**tree, "memory": [{"use": "recompute", "regions": regions}]}, 3)
+    tree = {**TREE, "parallel": ALL}
+    plain = pool.run(short_run, 4, tree, 2)
+    again = pool.run(short_run, 4, {**tree, "memory": [{"use": "recompute", "regions": regions}]}, 2)
     assert [one.loss for one in again[0].results] == [one.loss for one in plain[0].results]
     assert all(torch.equal(again[0].last[name], plain[0].last[name]) for name in plain[0].last)
 
