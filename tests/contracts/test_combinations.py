@@ -89,7 +89,7 @@ def test_the_covering_set_tries_empty_unequal_masked_skewed_and_aligned(covering
     assert {c.row_alignment for c in covering} == {1, 4}
 
 
-@settings(max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(combination=combinations())
 def test_whatever_is_drawn_equals_the_oracle_or_says_why_not(pool: RankPool, combination: Combination) -> None:
     verify(combination, pool, must_accept=must_accept)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 
 import copies
 from broken_dispatchers import BROKEN, Broken
@@ -20,7 +20,7 @@ from moefw.plugins.dispatchers.hybridep import HybridEP
 from moefw.testing import DispatcherSuite
 from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.base import Profile
+from moefw.testing.suites.base import PROFILES, Profile
 
 ON_THREADS = [
     name for name, each in BROKEN.items() if not each.check.startswith("test_the_layer") and "RealRanks" not in name
@@ -120,6 +120,11 @@ def test_a_whole_run_finds_it_too(pool: RankPool, name: str) -> None:
     broken = BROKEN[name]
     found = dict(every_check(suite(broken, pool, broken.worlds)))
     assert broken.words in found.get(broken.check, ""), found
+
+
+@pytest.fixture(scope="session", params=[(1, 4), pytest.param((2,), marks=pytest.mark.deep)], ids=str)
+def moefw_profile(request: pytest.FixtureRequest) -> Profile:
+    return evolve(PROFILES["quick"], worlds=request.param)
 
 
 class TestAllToAll(DispatcherSuite):

@@ -113,10 +113,12 @@ def commands(console: str) -> Iterator[tuple[str, list[str]]]:
     yield command, shown
 
 
+@pytest.mark.parametrize("plugins", ["-p two_ranks", pytest.param("", marks=pytest.mark.deep)], ids=["two", "all"])
 @pytest.mark.parametrize("guide", sorted(GUIDES.glob("write-*.md")), ids=lambda path: path.stem)
-def test_a_guide_leads_from_an_empty_folder_to_a_certified_plugin(guide: Path, tmp_path: Path) -> None:
+def test_a_guide_leads_from_an_empty_folder_to_a_certified_plugin(guide: Path, plugins: str, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    plugins = "" if guide.stem == "write-a-layout" else "-p two_ranks"
+    if guide.stem == "write-a-layout":
+        plugins = ""
     reader = Reader(tmp_path / "work", tmp_path / "site", plugins)
     reader.follow(guide.read_text())
     (package,) = (tmp_path / "work").iterdir()

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from attrs import evolve
 
 from ledger_cases import MODEL, RUN, in_all
 from moefw.compose.defaults import defaults
@@ -19,6 +20,7 @@ from moefw.planner.report import Transfer
 from moefw.testing.layer_case import LayerCase, assert_matches, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
+from moefw.testing.suites.base import PROFILES, Profile
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RING, TWO_HOP = EXAMPLES / "third_party_dispatcher", EXAMPLES / "two_hop_dispatcher"
@@ -35,6 +37,11 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session", params=[(1, 4), pytest.param((2,), marks=pytest.mark.deep)], ids=str)
+def moefw_profile(request: pytest.FixtureRequest) -> Profile:
+    return evolve(PROFILES["quick"], worlds=request.param)
 
 
 _ring, _two_hop = load(RING / "tests" / "test_ring.py"), load(TWO_HOP / "tests" / "test_two_hop.py")

@@ -277,9 +277,9 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_bits(
     pool: RankPool, tmp_path: Path, world: int, parallel: Any, gemm: str
 ) -> None:
     layer_case = small(world, parallel=parallel, gemm={"use": gemm})
-    whole = pool.run(go_on, world, layer_case, tmp_path / "whole", range(6))
+    whole = pool.run(go_on, world, layer_case, tmp_path / "whole", range(5))
     pool.run(go_on, world, layer_case, tmp_path / "parts", range(3))
-    again = pool.run(go_on, world, layer_case, tmp_path / "parts", range(3, 6))
+    again = pool.run(go_on, world, layer_case, tmp_path / "parts", range(3, 5))
     for (losses, state), (wanted, right) in zip(again, whole, strict=True):
         assert losses == wanted[3:]
         assert state.keys() == right.keys()
@@ -295,8 +295,8 @@ def test_what_is_remembered_moves_into_another_layout(pool: RankPool, tmp_path: 
     assert state.keys() == saved.keys()
     assert any(name.startswith("layers.2.moe.experts.7.gate_up.") for name in state)
     assert all(torch.equal(state[name], saved[name]) for name in state)
-    wanted, _ = pool.run(go_on, 2, small(2, parallel=EP), tmp_path, range(3, 6))[0]
-    losses, _ = go_on(layer_case, tmp_path, range(3, 6))
+    wanted, _ = pool.run(go_on, 2, small(2, parallel=EP), tmp_path, range(3, 5))[0]
+    losses, _ = go_on(layer_case, tmp_path, range(3, 5))
     assert losses == pytest.approx(wanted, rel=5e-4)
 
 
