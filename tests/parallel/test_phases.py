@@ -75,7 +75,7 @@ def test_nor_with_a_loss_over_all_layers_which_no_recompute_doubles(pool: RankPo
     routing = {"use": "topk", "balance": [{"kind": "aux_loss", "over": "model", "coeff": 1.0}]}
     ranks, parallel = 2, {"dense": {"tp": 2}, "experts": {"ep": 2}}
     cases = [
-        whole_model(ranks, parts={"parallel": parallel, **parts}, plugins=(), sizes=SIZES)
+        whole_model(ranks, parts={"parallel": parallel, **parts}, plugins=(), sizes={**SIZES, "num_layers": 3})
         for parts in ({}, {"routing": routing}, {"routing": routing, "memory": POLICIES[policy]})
     ]
     without, plain, *_ = (pool.run(scheduled, ranks, case, (in_one,)) for case in cases[:2])
