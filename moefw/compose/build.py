@@ -219,11 +219,6 @@ class ModelParts(ModelContext):
         return self._layout
 
     @property
-    def layouts(self) -> Mapping[int | None, Layout]:
-        """The layout of the ranks that share a batch, by ``Batch.cp``."""
-        return self._layouts
-
-    @property
     def precision(self) -> Precision:
         """The recipe of the first layer."""
         return self._recipes()[0]
@@ -266,7 +261,7 @@ class ModelParts(ModelContext):
             bare,
             recipes=recipes,
             policies=policies,
-            layouts=self.layouts,
+            layouts=self._layouts,
             context_attentions=self._context_attentions(bare),
             sharding=self._sharding,
             watch=self._watch,
@@ -274,7 +269,7 @@ class ModelParts(ModelContext):
 
     def _context_attentions(self, bare: LayerContext) -> Mapping[int | None, ContextAttention]:
         plugin, made = self.assembly.parts.context_parallel, dict[Layout, ContextAttention]()
-        shared = {cp: layout for cp, layout in self.layouts.items() if layout.size("cp") > 1}
+        shared = {cp: layout for cp, layout in self._layouts.items() if layout.size("cp") > 1}
         for layout in shared.values():
             if layout not in made:
                 with self._calling(plugin):

@@ -163,10 +163,6 @@ class ModelContext(Protocol):
         """This rank's position and process groups."""
 
     @property
-    def layouts(self) -> Mapping[int | None, Layout]:
-        """The layout of the ranks that share a batch, by ``Batch.cp``."""
-
-    @property
     def precision(self) -> Precision:
         """The precision recipe."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar, dataclass_transform
+from typing import Any, Protocol, Self, TypeVar, cast, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -83,17 +83,11 @@ class Batch:
     @property
     def places(self) -> Tensor:
         """Where in its sequence each position is: ``(S)`` int64."""
-        if self.lengths is None:
-            return self.row_places
-        assert self.positions_BS is not None
-        return self.positions_BS[0]
+        return self.row_places if self.lengths is None else cast("Tensor", self.positions_BS)[0]
 
     @property
     def draws(self) -> tuple[Tensor, Tensor] | None:
-        """Seeds and places from which random draws for the tokens start, ``(B)`` and ``(S)``; None: nothing is drawn.
-
-        Of a pack, ``(T)`` and ``(T, 1)``. :func:`moefw_kernels.random.token_keys` makes keys of both.
-        """
+        """Seeds ``(B)`` and places ``(S)`` of tokens' keys; of a pack ``(T)``, ``(T, 1)``. None: nothing is drawn."""
         if self.seeds_B is None or self.lengths is None:
             return None if self.seeds_B is None else (self.seeds_B, self.places)
         return self.seeds_B[self._documents_S], self.places.unsqueeze(1)
@@ -101,8 +95,7 @@ class Batch:
     @property
     def _documents_S(self) -> Tensor:
         """The number of each token's sequence in a pack."""
-        assert self.documents_BS is not None
-        return self.documents_BS[0, self.row_places]
+        return cast("Tensor", self.documents_BS)[0, self.row_places]
 
     @property
     def rows(self) -> RowGroups | None:
@@ -126,11 +119,6 @@ class Batch:
             return self.own(self._documents_S)
         sequences, positions = self.ids_BS.shape
         return self.own(torch.arange(sequences, device=self.ids_BS.device).repeat_interleave(positions))
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences in this micro-batch."""
-        return len(self.ids_BS) if self.lengths is None else len(self.lengths)
 
     def route(self, layer: int, num_tokens: int, top_k: int) -> Tensor | None:
         """Return the recorded ``expert_ids_TK`` of a layer, or None. Raises ContractError on a wrong shape or dtype."""

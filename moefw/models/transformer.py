@@ -35,7 +35,7 @@ class Transformer(nn.Module):
     def __init__(self, options: Sizes, context: ModelContext) -> None:
         super().__init__()
         self.options, self.tp = options, TensorParallel(context.layout)
-        self.cuts = {cp: SequenceCut(layout) for cp, layout in context.layouts.items()}
+        self.cuts = {cp: SequenceCut(layout) for cp, layout in context.at(0).layouts.items()}
         precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
         self.embed = Embedding(options.vocab_size, options.dim, self.tp, options.pad_id)

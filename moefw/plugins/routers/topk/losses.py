@@ -51,7 +51,7 @@ def over_micro_batch(view: View) -> Tensor:
 
 def over_sequences(view: View) -> Tensor:
     """Return the Switch loss of each sequence, weighted by its valid tokens."""
-    row_T, sequences = view.batch.sequence_T, view.batch.num_sequences
+    row_T, sequences = view.batch.sequence_T, len(view.batch.lengths or view.batch.ids_BS)
     if len(row_T) != len(view.shares_TE):
         what = f"a balance over sequences got {len(view.shares_TE)} tokens; the batch has {len(row_T)} for this rank."
         raise ContractError(what, "Hand the tokens of the batch to the router, or set its part.")
