@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from moefw.core.site import Dims
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk.options import Capacity
-from moefw.plugins.routers.topk.sharing import Sharing
+from moefw.plugins.routers.topk.token_groups import TokenGroups
 from moefw.runtime.communication.gather import all_gather
 from moefw_kernels.routing import within_capacity
 
@@ -21,14 +21,14 @@ from moefw_kernels.routing import within_capacity
 class Limit:
     """The most choices that an expert takes of the tokens of a rank, or of a micro-batch: ``ceil(T * K / E * factor)``.
 
-    In exact fractions: a factor of 1.1 is eleven tenths, not the nearest float. The ranks in ``sharing`` have equally
+    In exact fractions: a factor of 1.1 is eleven tenths, not the nearest float. The ranks in ``groups`` have equally
     many tokens.
     """
 
-    def __init__(self, options: Capacity, dims: Dims, sharing: Sharing) -> None:
+    def __init__(self, options: Capacity, dims: Dims, groups: TokenGroups) -> None:
         self.num_experts, self.by_weight, self.pad = dims.num_experts, options.drop == "probs", options.pad
         self.share = Fraction(str(options.factor)) * dims.top_k / dims.num_experts
-        self.sharing = sharing if options.over == "micro_batch" else None
+        self.groups = groups if options.over == "micro_batch" else None
 
     def of(self, num_tokens: int) -> int:
         """Return the limit for ``num_tokens`` tokens."""
@@ -36,7 +36,7 @@ class Limit:
 
     def kept(self, ids_TK: Tensor, weights_TK: Tensor, batch: Batch) -> Tensor | None:
         """Return which choices are kept, bool (T, K), False for -1; None if no expert can overflow."""
-        group = None if self.sharing is None else self.sharing[batch.cp]
+        group = None if self.groups is None else self.groups[batch.cp]
         together = len(ids_TK) * (1 if group is None else group.size())
         capacity = self.of(together)
         if capacity >= together:

@@ -14,7 +14,7 @@ from moefw.core.errors import ContractError
 from moefw.core.site import Dims
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk.options import OVER_MODEL, Balance
-from moefw.plugins.routers.topk.sharing import ALONE, Sharing
+from moefw.plugins.routers.topk.token_groups import ALONE, TokenGroups
 from moefw_kernels.routing import count_choices, load_loss, switch_loss, z_loss
 
 LOAD = "global_load"
@@ -97,17 +97,17 @@ LEVELS: dict[str, Callable[[View], Tensor]] = {
 class Losses:
     """All losses of one router. The functions are chosen once.
 
-    The counts of the ranks in ``sharing`` are added up.
+    The counts of the ranks in ``groups`` are added up.
     """
 
-    def __init__(self, rules: Sequence[Balance], dims: Dims, *, normalise: bool, sharing: Sharing = ALONE) -> None:
+    def __init__(self, rules: Sequence[Balance], dims: Dims, *, normalise: bool, groups: TokenGroups = ALONE) -> None:
         self.num_experts, self.top_k, self.normalise = dims.num_experts, dims.top_k, normalise
         pooling = [rule.option("coeff") for rule in rules if rule.level == OVER_MODEL]
         self.over_model = pooling[0] if pooling else None
         aux = [rule for rule in rules if rule.kind == "aux_loss" and rule.level != OVER_MODEL]
         self.levels = tuple((NAMES[r.option("over")], r.option("coeff"), LEVELS[r.option("over")]) for r in aux)
         self.keeps_load = "global_batch" in {rule.option("over") for rule in aux}
-        self._sharing = sharing
+        self._groups = groups
         self.z_coeffs = tuple(rule.option("coeff") for rule in rules if rule.kind == "z_loss")
 
     def __call__(
@@ -123,7 +123,7 @@ class Losses:
             ids_TK = scores_TE.topk(self.top_k).indices
             if mask_T is not None:
                 ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
-            group = self._sharing[batch.cp]
+            group = self._groups[batch.cp]
             add_up = None if group is None else partial(dist.all_reduce, group=group)
             view = View(shares_TE, ids_TK, valid_T, batch, load_E, add_up)
             losses = {name: coeff * level(view) for name, coeff, level in self.levels}

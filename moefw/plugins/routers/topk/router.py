@@ -29,7 +29,7 @@ from moefw.plugins.routers.topk.scores import (
     softmax_of_chosen,
 )
 from moefw.plugins.routers.topk.selection import BelowQuantile, Best, Select, Stats, next_quantile
-from moefw.plugins.routers.topk.sharing import ALONE, Sharing
+from moefw.plugins.routers.topk.token_groups import ALONE, TokenGroups
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.random import token_keys, uniform
@@ -47,7 +47,7 @@ class TopKRouter(nn.Module, Router):
     ``stats["tokens_per_expert"]`` counts choices before a capacity drops any, as balance requires.
     """
 
-    def __init__(self, site: Site, options: Options, sharing: Sharing = ALONE) -> None:
+    def __init__(self, site: Site, options: Options, token_groups: TokenGroups = ALONE) -> None:
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
@@ -66,11 +66,11 @@ class TopKRouter(nn.Module, Router):
             groups = limits.count, limits.keep, limits.best or dims.top_k // limits.keep
         quantile = "quantile" in self.rules
         self._select: Select = BelowQuantile(dims.top_k, dims.num_experts) if quantile else Best(dims.top_k, groups)
-        self._limit = None if options.capacity is None else Limit(options.capacity, dims, sharing)
+        self._limit = None if options.capacity is None else Limit(options.capacity, dims, token_groups)
         has_losses = not self.rules.keys() <= {"expert_bias", "quantile"}
         self._losses = None
         if has_losses:
-            self._losses = Losses(options.balance, dims, normalise=options.score != "softmax", sharing=sharing)
+            self._losses = Losses(options.balance, dims, normalise=options.score != "softmax", groups=token_groups)
         self._through_scores = has_losses or self._weigh is chosen_scores
         self._keep_state()
 

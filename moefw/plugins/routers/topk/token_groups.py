@@ -7,7 +7,7 @@ from typing import Final
 
 from torch.distributed import ProcessGroup
 
-Sharing = Mapping[int | None, ProcessGroup | None]
+TokenGroups = Mapping[int | None, ProcessGroup | None]
 """The group of the ranks by ``Batch.cp``. None: a rank has whole micro-batches."""
 
-ALONE: Final[Sharing] = {None: None}
+ALONE: Final[TokenGroups] = {None: None}
