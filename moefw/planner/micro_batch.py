@@ -179,9 +179,7 @@ def as_trained(batch: Batch, train: TrainSpec) -> Batch:
     rows, length = batch.ids_BS.shape
     if train.packing != "none":
         lengths = (length,) * rows if train.packing == "static" else (rows * length,)
-        one_row = (each.view(1, -1) for each in (batch.ids_BS, batch.labels_BS))
-        ids_BS, labels_BS = one_row
-        batch = replace(batch, ids_BS=ids_BS, labels_BS=labels_BS, lengths=lengths)
+        batch = replace(batch, ids_BS=batch.ids_BS.view(1, -1), labels_BS=batch.labels_BS.view(1, -1), lengths=lengths)
     zeros_BS = torch.zeros_like(batch.ids_BS)
     mask_BS = torch.ones_like(zeros_BS, dtype=torch.bool)
     return replace(batch, positions_BS=zeros_BS, documents_BS=zeros_BS.clone(), mask_BS=mask_BS)

@@ -87,12 +87,16 @@ def schedule(lengths: Sequence[int], room: Room) -> list[list[list[Pack]]]:
     fewest = max(1, -(-sum(lengths) // (room.tokens * room.dp * room.cp)))
     fair = sum(work) / (fewest * room.dp * room.cp)
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    fitting = [[size for size in room.sizes if room.padded(length, size) <= room.tokens * size] for length in lengths]
+
+    def sizes(most: float) -> tuple[int, ...]:
+        at_most = ((size for size in fitting[number] if work[number] / size <= most) for number in order)
+        return tuple(next(size, room.sizes[-1]) for size in at_most)
+
     tried = []
-    for times in MULTIPLES if len(room.sizes) > 1 else (0,):
+    for chosen in dict.fromkeys(sizes(times * fair) for times in MULTIPLES):
         ranks = _Ranks(room, fewest)
-        for number in order:
-            fitting = [size for size in room.sizes if room.padded(lengths[number], size) <= room.tokens * size]
-            size = next((size for size in fitting if work[number] / size <= times * fair), room.sizes[-1])
+        for number, size in zip(order, chosen, strict=True):
             ranks.give(number, lengths[number], size)
         tried.append(ranks)
     return min(tried, key=lambda ranks: ranks.busiest).packs

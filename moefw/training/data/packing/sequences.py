@@ -37,7 +37,12 @@ class SourceOrder:
     starts_N: Ints
     lengths_N: Ints
     seed: int
+    _tokens: int = field(init=False, eq=False, repr=False)
     _epoch: Callable[[int], tuple[Ints, Ints]] = field(init=False, eq=False, repr=False)
+
+    @_tokens.default
+    def _in_an_epoch(self) -> int:
+        return int(self.lengths_N.sum())
 
     @_epoch.default
     def _cached(self) -> Callable[[int], tuple[Ints, Ints]]:
@@ -51,7 +56,7 @@ class SourceOrder:
 
     def _number(self, position: int) -> int:
         """Return the number of the first sequence that starts at token ``position`` of the order or later."""
-        epoch, rest = divmod(position, int(self.lengths_N.sum()))
+        epoch, rest = divmod(position, self._tokens)
         return epoch * len(self.starts_N) + int(np.searchsorted(self._epoch(epoch)[1], rest))
 
     def between(self, first: int, end: int) -> Sequences:
