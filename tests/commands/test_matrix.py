@@ -181,6 +181,7 @@ def test_the_guide_works_as_it_is_written(tmp_path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL):
         name = block.partition("\n")[0].removeprefix("# ")
         (tmp_path / name).write_text(block)
-    done = copies.run("pytest", "-q", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
+    strict = ["-W", "error::pytest.PytestWarning", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    done = copies.run("pytest", "-q", "-p", "no:cacheprovider", *strict, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 passed" in done.stdout, done.stdout
