@@ -6,6 +6,7 @@ Functions of ``(group, rank, case, assembly, ...)``, as in :mod:`moefw.testing.s
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -278,7 +279,17 @@ def live_tensors(
                 there_and_back(moves, one, rank, dropless=dropless)
             dist.barrier(group=group)
             if rank == 0:
-                gc.collect()
-                counts.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+                counts.append(_settled_tensors(counts[-1] if len(counts) > 1 else None))
             dist.barrier(group=group)
     return counts
+
+
+def _settled_tensors(before: int | None) -> int:
+    """Return the number of live tensors; for a second, wait for gloo's threads to release more than ``before``."""
+    deadline = time.monotonic() + 1.0
+    while True:
+        gc.collect()
+        count = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+        if before is None or count <= before or time.monotonic() > deadline:
+            return count
+        time.sleep(0.01)
