@@ -39,7 +39,7 @@ SMALL: Mapping[str, Any] = {
     },
     "attention": {"use": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
     "routing": {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias", "rate": 0.01}]},
-    "train": {"steps": 20, "tokens_per_step": 256, "micro_batch": 2, "seq_len": 16, "lr": 1e-3},
+    "train": {"steps": 20, "tokens_per_step": 128, "micro_batch": 2, "seq_len": 16, "lr": 1e-3},
     "run": {"device": "cpu", "seed": 3},
 }
 """A transformer of one dense layer and two MoE layers with a shared expert. It trains in milliseconds."""

@@ -42,7 +42,7 @@ def run(pool: RankPool, world: int, routing: dict[str, Any], micro_batch: int, r
 
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_no_layout_and_no_split_changes_a_step(pool: RankPool, name: str) -> None:
-    wanted = run(pool, 1, TOKENWISE[name], micro_batch=16)
+    wanted = run(pool, 1, TOKENWISE[name], micro_batch=8)
     got = run(pool, 2, TOKENWISE[name], micro_batch=2, regions=("router",))
     for one, other in zip(got.results, wanted.results, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5)

@@ -114,7 +114,7 @@ def test_ranks_agree_on_every_result(pool: RankPool) -> None:
 
 
 def test_micro_batches_change_nothing_but_memory(pool: RankPool, alone: Run) -> None:
-    train = {**SMALL["train"], "micro_batch": 16}
+    train = {**SMALL["train"], "micro_batch": 8}
     (whole,) = run(pool, 1, train=train)
     for got, wanted in zip(whole.results, alone.results, strict=True):
         assert got.loss == pytest.approx(wanted.loss, rel=2e-6)
