@@ -132,7 +132,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         {**SHARED_OUT, "model": LONG, "train": BRIEF, "memory": [offload("attention", "experts")]},
         8,
     ),
-    "sharded, two tokens ahead": ({**SHARED_OUT, "model": {**MODEL, "num_layers": 4, "mtp_layers": 2}}, 8),
+    "sharded, two tokens ahead": ({**SHARED_OUT, "train": BRIEF, "model": {**MODEL, "mtp_layers": 2}}, 8),
     "loop": (LOOPING, 4),
     "loop, parts recomputed": ({**LOOPING, "train": BRIEF, "memory": [recompute("qkv", "router", "expert_fc1")]}, 4),
     "loop, delayed scales": (
@@ -188,6 +188,22 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         8,
     ),
 }
+
+EVERY_PART = (
+    "sharded",
+    "sharded, layers recomputed",
+    "sharded, six layers offloaded, one micro-batch",
+    "sharded, two tokens ahead",
+    "loop, delayed scales",
+    "once a rank, codes on the wire",
+    "once a node, pages",
+    "in parts, groups filled",
+    "sinkhorn",
+    "quantiles, jitter, coupled",
+    "packs of documents that ranks share",
+    "a third party's dispatcher and memory policy",
+)
+"""Specs that together have every kind of part."""
 
 
 @frozen
