@@ -23,6 +23,7 @@ from moefw.core.errors import PlanError
 from moefw.core.plugin import DispatcherPlugin
 from moefw.planner import Ledger, ledger
 from moefw.testing.measured import measure
+from pairwise import deep
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -70,11 +71,7 @@ STATES = {"optimizer-bf16": (2, False), "optimizer-offload": (4, True)}
 
 @pytest.mark.parametrize(
     "policies",
-    [
-        [],
-        pytest.param(["optimizer-bf16"], marks=pytest.mark.deep),
-        ["optimizer-offload", "optimizer-bf16"],
-    ],
+    [[], *deep(["optimizer-bf16"]), ["optimizer-offload", "optimizer-bf16"]],
     ids=str,
 )
 def test_states_rest_as_policies_say(policies: list[str]) -> None:

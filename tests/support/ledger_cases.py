@@ -108,6 +108,7 @@ def emulated(use: str, **options: Any) -> dict[str, Any]:
 FOUR = {**MODEL, "num_layers": 4}
 LONG = {**MODEL, "num_layers": 6, "num_dense_layers": 2}
 """Two dense layers and four MoE layers, of which three are run for a plan."""
+SHALLOW = {**LOOPING["model"], "num_layers": 1}
 BUDGET = {"use": "hybridep", "backend": "torch", "rank_capacity": 2.0, "on_overflow": "rerun"}
 
 CODES_GATHERED: dict[str, Any] = {
@@ -136,7 +137,12 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "loop": (LOOPING, 4),
     "loop, parts recomputed": ({**LOOPING, "train": BRIEF, "memory": [recompute("qkv", "router", "expert_fc1")]}, 4),
     "loop, delayed scales": (
-        {**LOOPING, "train": BRIEF, "precision": emulated("fp8-tensor", scaling="delayed", history=4)},
+        {
+            **LOOPING,
+            "model": SHALLOW,
+            "train": BRIEF,
+            "precision": emulated("fp8-tensor", scaling="delayed", history=4),
+        },
         4,
     ),
     "once a rank": (ONCE_A_RANK, 4),
@@ -144,6 +150,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "once a rank, codes on the wire": (
         {
             **ONCE_A_RANK,
+            "model": {**MODEL, "num_layers": 1},
             "train": BRIEF,
             "precision": emulated("mxfp8", saved_activations="int8"),
             "dispatch": {"use": "deepep", "backend": "torch", "wire": "fp8"},
