@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +25,12 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with whole runs: their files take longest, and all workers wait for the last file."""
     items.sort(key=lambda item: "training" not in item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and tests, which stay, from garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -39,14 +39,21 @@ REGIONS = (
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "precision", "in_flight"), each_value(("alltoall", "hybridep"), PRECISIONS, (False, True))
+    ("treated", "dispatch", "precision", "in_flight"),
+    each_value(
+        [*(("grouped", region) for region in REGIONS), ("loop", "expert_fc1"), ("loop", "moe_act")],
+        ("alltoall", "hybridep"),
+        PRECISIONS,
+        (False, True),
+    ),
 )
-def test_no_bit_changes_in_any_region(pool: RankPool, dispatch: str, precision: str, in_flight: bool) -> None:
-    parts = {"dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
-    for gemm, regions in (("grouped", REGIONS), ("loop", ("expert_fc1", "moe_act"))):
-        plain = run(pool, [], in_flight=in_flight, gemm={"use": gemm}, **parts)
-        for region in regions:
-            assert_same(plain, run(pool, [offload(region)], in_flight=in_flight, gemm={"use": gemm}, **parts))
+def test_no_bit_changes_in_any_region(
+    pool: RankPool, treated: tuple[str, str], dispatch: str, precision: str, in_flight: bool
+) -> None:
+    gemm, region = treated
+    parts = {"gemm": {"use": gemm}, "dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
+    plain = run(pool, [], in_flight=in_flight, **parts)
+    assert_same(plain, run(pool, [offload(region)], in_flight=in_flight, **parts))
 
 
 NESTED = {

@@ -420,7 +420,8 @@ def test_the_ledger_counts_the_pages_that_there_are(precision: str, options: Map
         "dispatch": {**BUDGET, "rank_capacity": 3.0},
         "memory": [stash("experts", page_rows=8, **options)],
     }
-    model, assembly, layout, shared = open_model(whole_model(1, parts=parts, plugins=(), sizes=BALANCED))
+    sizes = {**BALANCED, "num_layers": 1}
+    model, assembly, layout, shared = open_model(whole_model(1, parts=parts, plugins=(), sizes=sizes))
     model(global_batch(assembly, layout, 0)[0])
     found = ledger(assembly)
     assert not found.unknown

@@ -27,13 +27,22 @@ FINE = ("attn_norm", "qkv", "core_attn", "attn_proj", "mlp_norm", "router", "dis
 EXPERTS = ("expert_fc1", "moe_act")
 
 
-@pytest.mark.parametrize(("dispatch", "precision", "in_flight"), each_value(DISPATCHERS, PRECISIONS, (False, True)))
-def test_no_bit_changes_in_any_region(pool: RankPool, dispatch: str, precision: str, in_flight: bool) -> None:
-    parts = {"dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
-    for gemm, sets in (("grouped", [FINE, ("dispatch",), ("expert_fc1",)]), ("loop", [EXPERTS, ("moe_act",)])):
-        plain = run(pool, [], in_flight=in_flight, gemm={"use": gemm}, **parts)
-        for regions in sets:
-            assert_same(plain, run(pool, [recompute(*regions)], in_flight=in_flight, gemm={"use": gemm}, **parts))
+@pytest.mark.parametrize(
+    ("treated", "dispatch", "precision", "in_flight"),
+    each_value(
+        [("grouped", FINE), ("loop", EXPERTS), ("grouped", ("dispatch",)), ("loop", ("moe_act",))],
+        DISPATCHERS,
+        PRECISIONS,
+        (False, True),
+    ),
+)
+def test_no_bit_changes_in_any_region(
+    pool: RankPool, treated: tuple[str, tuple[str, ...]], dispatch: str, precision: str, in_flight: bool
+) -> None:
+    gemm, regions = treated
+    parts = {"gemm": {"use": gemm}, "dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
+    plain = run(pool, [], in_flight=in_flight, **parts)
+    assert_same(plain, run(pool, [recompute(*regions)], in_flight=in_flight, **parts))
 
 
 NESTED = {

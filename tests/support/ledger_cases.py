@@ -197,7 +197,6 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 EVERY_PART = (
-    "sharded",
     "sharded, layers recomputed",
     "sharded, six layers offloaded, one micro-batch",
     "sharded, two tokens ahead",
@@ -205,7 +204,6 @@ EVERY_PART = (
     "once a rank, codes on the wire",
     "once a node, pages",
     "in parts, groups filled",
-    "sinkhorn",
     "quantiles, jitter, coupled",
     "packs of documents that ranks share",
     "a third party's dispatcher and memory policy",
