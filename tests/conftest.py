@@ -11,8 +11,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from moefw.testing.pool import RankPool
+from moefw.testing.pool import PRELOADED, RankPool
 from triton_process import begin
+
+PRELOADED.append("matplotlib.figure")  # which each run of a test imports to draw its plots
 
 pytest_plugins = ("cpu_seconds", "fault_table")
 
