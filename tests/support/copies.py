@@ -138,6 +138,7 @@ def _become_a_rank(command: Sequence[str], environment: Mapping[str, str], leash
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = list(command)
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)

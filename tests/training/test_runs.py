@@ -36,7 +36,7 @@ attention: {num_heads: 2, num_kv_heads: 1, head_dim: 16}
 routing: {use: topk, score: sigmoid, balance: [{kind: expert_bias}]}
 parallel: %s
 data: {use: text, path: %s}
-train: {steps: 8, tokens_per_step: 512, micro_batch: 2, seq_len: 64, lr: 3.0e-3, checkpoint_every: 3, eval_every: 4, eval_tokens: 2048}
+train: {steps: 8, tokens_per_step: 256, micro_batch: 2, seq_len: 64, lr: 3.0e-3, checkpoint_every: 3, eval_every: 4, eval_tokens: 512}
 run: {dir: %s, seed: 1, device: cpu}
 """
 
