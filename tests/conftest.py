@@ -14,7 +14,8 @@ import pytest
 from moefw.testing.pool import PRELOADED, RankPool
 from triton_process import begin
 
-PRELOADED.append("matplotlib.figure")  # which each run of a test imports to draw its plots
+PRELOADED += ["matplotlib.figure", "moefw.testing.suites.dispatcher", "moefw.testing.suites.memory"]
+"""What runs of tests and ranks of suites import too."""
 
 pytest_plugins = ("cpu_seconds", "fault_table")
 
