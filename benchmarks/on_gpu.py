@@ -76,9 +76,9 @@ OFFLOAD = "memory=[{use: offload, regions: [experts, attention], min_bytes: 1}]"
 PARTS: Mapping[str, Part] = {
     "kernels": kernels(
         *("quantize_kernels", "swiglu_kernels", "paged_copy", "swizzle", "gather_sum", "empty_groups"),
-        some="both_orientations or kernel_of_matrices",
+        some="kernel_of_matrices",
     ),
-    "products": kernels("grouped_gemm", "fused_quantize", some="each_tile"),
+    "products": kernels("grouped_gemm", "fused_quantize", some="cannot_be_multiplied"),
     "dispatchers": script("one_rank", small=()),
     "layers": script("fp8_layer"),
     "quickstart": quickstart(),

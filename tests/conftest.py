@@ -12,8 +12,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from moefw.testing.pool import RankPool
+from moefw.testing.pool import PRELOADED, RankPool
 from triton_process import begin
+
+PRELOADED += ["matplotlib.figure", "moefw.testing.suites.dispatcher", "moefw.testing.suites.memory"]
+"""What runs of tests and ranks of suites import too."""
 
 pytest_plugins = ("cpu_seconds", "fault_table")
 

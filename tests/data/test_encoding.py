@@ -123,9 +123,11 @@ def test_memory_holds_a_batch_and_not_a_corpus(tmp_path, monkeypatch):
         sizes.append(sum(map(len, texts)))
         return [np.zeros(1, np.int64) for _ in texts]
 
-    folder = write(tmp_path / "text", {f"{i}.txt": "some words " * 300_000 for i in range(4)})
+    monkeypatch.setattr(corpus_ids, "BATCH_BYTES", 1 << 18)
+    monkeypatch.setattr(corpus_ids, "PART_BYTES", 1 << 12)
+    folder = write(tmp_path / "text", {f"{i}.txt": "some words " * 30_000 for i in range(4)})
     Text(path=str(folder), tokenizer="bpe-300").prepare(tmp_path / "cache")
-    assert sum(sizes) == 4 * 3_300_000
+    assert sum(sizes) == 4 * 330_000
     assert max(sizes) <= corpus_ids.BATCH_BYTES + corpus_ids.PART_BYTES + 100
 
 

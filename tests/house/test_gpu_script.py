@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sysconfig
 import time
@@ -53,10 +54,17 @@ def test_all_parts_run_on_a_bare_machine_and_are_appended(
     out, before = tmp_path / "out" / "gpu.json", RESULTS.read_text() if RESULTS.exists() else None
     out.parent.mkdir()
     out.write_text('[{"date": "earlier"}]')
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     done = subprocess.run(
-        [bare_python, "benchmarks/on_gpu.py", "--dry", "--out", out.parent],
+        [bare_python, "tests/support/parts_as_copies.py", "--dry", "--out", out.parent],
         cwd=ROOT,
-        env={"PATH": "", "HOME": str(Path.home()), "MOEFW_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={
+            "PATH": "",
+            "HOME": str(Path.home()),
+            "MOEFW_CACHE": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+        },
         capture_output=True,
         text=True,
     )

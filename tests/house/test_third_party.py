@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -15,6 +16,7 @@ from moefw.compose.defaults import defaults
 from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble, assemble_tree
 from moefw.compose.spec.source import Marks
+from moefw.core.plugin import Plugin
 from moefw.planner import ledger
 from moefw.planner.report import Transfer
 from moefw.testing.layer_case import LayerCase, assert_matches, solve, truth
@@ -39,14 +41,22 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="session", params=[(1, 4), pytest.param((2,), marks=pytest.mark.deep)], ids=str)
+@pytest.fixture(scope="session")
 def moefw_profile(request: pytest.FixtureRequest) -> Profile:
     return evolve(PROFILES["quick"], worlds=request.param)
 
 
+def on(*worlds: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("moefw_profile", worlds, ids=str, indirect=True)
+
+
+def deep(*worlds: int) -> Any:
+    return pytest.param(worlds, marks=pytest.mark.deep)
+
+
 _ring, _two_hop = load(RING / "tests" / "test_ring.py"), load(TWO_HOP / "tests" / "test_two_hop.py")
-TestRing = _ring.TestRing
-TestTwoHop = _two_hop.TestTwoHop
+TestRing = on((2,), deep(1, 4))(_ring.TestRing)
+TestTwoHop = on(deep(1, 2, 4))(_two_hop.TestTwoHop)
 test_rows_go_to_neighbours_and_no_further_than_they_are_needed = (
     _ring.test_rows_go_to_neighbours_and_no_further_than_they_are_needed
 )
@@ -60,15 +70,26 @@ def test_a_spec_takes_it_and_its_option(tmp_path: Path) -> None:
     assert assemble(path, defaults=defaults(), registry=registry).parts.dispatch == moefw_ring.Ring(both_ways=False)
 
 
+def assert_equals_the_oracle(
+    pool: RankPool, tokens: tuple[int, ...], parallel: dict[str, Any], plugin: type[Plugin], **options: Any
+) -> None:
+    parts = {
+        "dispatch": {"use": plugin.name, **options},
+        "routing": {"use": "topk", "score": "softmax"},
+        "parallel": parallel,
+    }
+    case = LayerCase(tokens=tokens, masked=True, row_alignment=16, parts=parts, plugins=(plugin,))
+    assert_matches(pool.run(solve, 4, case), truth(case, Rule(score="softmax", top_k=2)), rtol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [(5, 3, 0, 2), (0, 0, 0, 3)])
 def test_one_way_round_equals_the_oracle(pool: RankPool, tokens: tuple[int, ...]) -> None:
-    parts = {
-        "dispatch": {"use": "ring", "both_ways": False},
-        "routing": {"use": "topk", "score": "softmax"},
-        "parallel": {"experts": {"ep": 2, "etp": 2}},
-    }
-    case = LayerCase(tokens=tokens, masked=True, row_alignment=16, parts=parts, plugins=(moefw_ring.Ring,))
-    assert_matches(pool.run(solve, 4, case), truth(case, Rule(score="softmax", top_k=2)), rtol=1e-5)
+    assert_equals_the_oracle(pool, tokens, {"experts": {"ep": 2, "etp": 2}}, moefw_ring.Ring, both_ways=False)
+
+
+@pytest.mark.parametrize("tokens", [(5, 3, 0, 2), (0, 0, 0, 3)])
+def test_two_hops_equal_the_oracle(pool: RankPool, tokens: tuple[int, ...]) -> None:
+    assert_equals_the_oracle(pool, tokens, {"experts": {"ep": 4}, "ranks_per_node": 2}, moefw_two_hop.TwoHop)
 
 
 def test_the_groups_of_two_hops_are_planned_at_1024_ranks() -> None:

@@ -1,7 +1,8 @@
 """Commands in copies of a process that has imported torch, because the imports cost a new process seconds.
 
-A copy is a process of its own, in a session of its own. The ranks that a launcher starts in it are copies too. What
-a command imports, and what ``/proc`` says of its start, only ``subprocess`` shows.
+A copy is a process of its own, in a session of its own. The ranks that a launcher or torchrun starts in it are copies
+too. What a command imports, and what ``/proc`` says of its start, only ``subprocess`` shows. A run that ends writes a
+short sample: that of a user takes longer than the training of a test.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
 from moefw.testing.pool import PRELOADED
-from moefw.training import launcher
+from moefw.training import launcher, report
 
 SPAWNER = multiprocessing.get_context("forkserver")
 
@@ -72,9 +76,9 @@ def run(
 
 
 class Rank:
-    """A rank, a copy of its launcher, with what the launcher asks of ``subprocess.Popen``."""
+    """A rank, a copy of its launcher, with what the launcher or torchrun asks of ``subprocess.Popen``."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], leash: int) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], leash: int | None) -> None:
         sys.stdout.flush()
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -87,9 +91,12 @@ class Rank:
             self.returncode = os.waitstatus_to_exitcode(status) if ended else None
         return self.returncode
 
-    def wait(self) -> None:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def wait(self, timeout: float = 280) -> None:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.01)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -105,14 +112,18 @@ def _copy(command: list[str], folder: str, environment: dict[str, str], said: st
     os.chdir(folder)
     multiprocessing.context._concrete_contexts["forkserver"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     launcher._start = lambda command, environment, leash: Rank(command[2:], environment, leash)  # type: ignore[assignment]
+    SubprocessHandler._popen = lambda _, command, environment: Rank(command[3:], environment, None)  # type: ignore[assignment]
+    report.SAMPLE_TOKENS = 4
     _run(command, environment)
 
 
-def _become_a_rank(command: Sequence[str], environment: Mapping[str, str], leash: int) -> None:
+def _become_a_rank(command: Sequence[str], environment: Mapping[str, str], leash: int | None) -> None:
     """Forget the signal handlers and files of the launcher, as a new program would, and run the command."""
     try:
+        if leash is None:
+            os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         for file in map(int, os.listdir("/proc/self/fd")):
             if file > 2 and file != leash:
@@ -127,6 +138,7 @@ def _become_a_rank(command: Sequence[str], environment: Mapping[str, str], leash
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = list(command)
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -69,4 +69,4 @@ def end(process: subprocess.Popen[str] | Copy) -> tuple[int, list[str], float]:
     return process.returncode, [line for line in errors.splitlines() if line], time.monotonic() - began
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "moefw")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "moefw")

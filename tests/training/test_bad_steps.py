@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from moefw.training.engine import Engine, StepResult
 
 ALL = {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}
 SPLIT = {"dense": {"dp": 2, "tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard": "all"}}
+TENSOR = {"dense": {"dp": 1, "tp": 2}, "experts": {"ep": 2}}
 RECOMPUTE = [{"use": "recompute", "regions": ["layer", "router"]}]
 EXPERT = "layers.2.moe.experts.5.gate_proj.weight"
 
@@ -38,7 +39,7 @@ class Run:
 
     def __init__(self, policy: str, **parts: Any) -> None:
         world = dist.get_world_size()
-        parts = {**parts, "train": {**SMALL["train"], "tokens_per_step": 64, "micro_batch": 1}}
+        parts = {**parts, "train": {**SMALL["train"], "tokens_per_step": 16 * max(world, 2), "micro_batch": 1}}
         layer_case = whole_model(world, parts=parts, plugins=(Faulty,), sizes={"vocab_size": 64})
         self.model, self.assembly, self.layout, self.shared = open_model(layer_case)
         self.optimizer = build_optimizer(self.assembly, self.model, self.layout, torch.device("cpu"), self.shared)
@@ -93,7 +94,7 @@ def nan_in_a_weight(name: str, on: int | None, **parts: Any) -> tuple[int, list[
         (1, EXPERT, {}),
         (2, EXPERT, {"parallel": {"experts": {"ep": 2}}}),
         (2, EXPERT, {"parallel": ALL, "memory": RECOMPUTE}),
-        (4, EXPERT, {"parallel": SPLIT}),
+        pytest.param(4, EXPERT, {"parallel": SPLIT}, marks=pytest.mark.deep),
         (4, "embed.weight", {"parallel": SPLIT}),
         (2, "embed.weight", {"parallel": ALL}),
         (2, "layers.1.moe.experts.0.down_proj.weight", {"gemm": {"use": "loop"}, "parallel": ALL}),
@@ -118,12 +119,15 @@ def test_a_copy_of_a_weight_that_is_bad_on_one_rank_is_named_with_that_rank(pool
         assert messages[0].startswith("step 2, rank 2: embed.weight holds 64 NaN (of 2,048 values).")
 
 
-def spoiled_experts(fault: Fault, **parts: Any) -> str:
+def spoiled_experts(faults: Iterable[Fault], **parts: Any) -> list[str]:
     FaultyExperts.fault = None
     run = Run("stop", gemm={"use": "faulty"}, **parts)
     run.step(1)
-    FaultyExperts.fault = fault
-    return run.failure(2)
+    told = []
+    for fault in faults:
+        FaultyExperts.fault = fault
+        told.append(run.failure(2))
+    return told
 
 
 FAULTS: dict[Fault, str] = {
@@ -138,22 +142,21 @@ FAULTS: dict[Fault, str] = {
     "named with layer, expert, rank and micro-batch",
 )
 @pytest.mark.parametrize(
-    ("world", "rank", "parts"),
+    ("world", "rank", "micro_batches", "parts"),
     [
-        (1, 0, {}),
-        (2, 1, {"parallel": {"experts": {"ep": 2}}, "memory": RECOMPUTE}),
-        (2, 1, {"parallel": ALL}),
-        (4, 1, {"parallel": SPLIT, "memory": [{"use": "recompute", "regions": ["attention", "experts"]}]}),
+        (1, 0, 2, {}),
+        (2, 1, 1, {"parallel": {"experts": {"ep": 2}}, "memory": RECOMPUTE}),
+        (2, 1, 1, {"parallel": ALL}),
+        (2, 1, 2, {"parallel": TENSOR, "memory": [{"use": "recompute", "regions": ["attention", "experts"]}]}),
+        pytest.param(4, 1, 2, {"parallel": SPLIT}, marks=pytest.mark.deep),
     ],
 )
 def test_what_a_broken_part_makes_is_named_with_expert_rank_and_micro_batch(
-    pool: RankPool, world: int, rank: int, parts: dict[str, Any]
+    pool: RankPool, world: int, rank: int, micro_batches: int, parts: dict[str, Any]
 ) -> None:
-    for fault, place in FAULTS.items():
-        for message in pool.run(partial(spoiled_experts, **parts), world, fault):
-            assert message.startswith(
-                f"step 2, rank {rank}: {place} of micro-batch 1 of {4 if world == 1 else 2}, holds 1 inf"
-            )
+    for told in pool.run(partial(spoiled_experts, **parts), world, list(FAULTS)):
+        for message, place in zip(told, FAULTS.values(), strict=True):
+            assert message.startswith(f"step 2, rank {rank}: {place} of micro-batch 1 of {micro_batches}, holds 1 inf")
             assert "\n" not in message
 
 
@@ -180,10 +183,12 @@ def trained(policy: str, forwards: int, rank: int = 0, **parts: Any) -> tuple[li
     return results, run.everything()
 
 
+DELAYED = {"use": "fp8-tensor", "backend": "emulate", "scaling": "delayed"}
 EVERY_PART = [
     (1, {}),
     (2, {"parallel": ALL, "memory": RECOMPUTE}),
-    (4, {"parallel": SPLIT, "precision": {"use": "fp8-tensor", "backend": "emulate", "scaling": "delayed"}}),
+    (2, {"parallel": TENSOR, "precision": DELAYED}),
+    pytest.param(4, {"parallel": SPLIT, "precision": DELAYED}, marks=pytest.mark.deep),
     (
         2,
         {
@@ -210,11 +215,11 @@ def test_a_fault_that_does_not_repeat_itself_leaves_no_trace_where_the_step_is_r
         assert all(torch.equal(one, other) for one, other in zip(last, other_last, strict=True))
 
 
-def skipped(forwards: int, **parts: Any) -> tuple[bool, list[StepResult], list[StepResult]]:
+def skipped(**parts: Any) -> tuple[bool, list[StepResult], list[StepResult]]:
     run = Run("skip", **parts)
     run.step(1)
     before = run.everything()
-    Hiccup(run.model, 0, forwards=forwards)
+    Hiccup(run.model, 0, forwards=2 * len(global_batch(run.assembly, run.layout, 2)))
     results = [run.step(2)]
     same = all(torch.equal(one, other) for one, other in zip(before, run.everything(), strict=True))
     results.append(run.step(3))
@@ -223,11 +228,11 @@ def skipped(forwards: int, **parts: Any) -> tuple[bool, list[StepResult], list[S
 
 
 @pytest.mark.fault("NaN in an input; on_bad_step: skip ({id})", "the step changes nothing, and the next ones go on")
-@pytest.mark.parametrize(("world", "parts"), EVERY_PART[:3])
+@pytest.mark.parametrize(("world", "parts"), EVERY_PART[:4])
 def test_a_skipped_step_changes_nothing_and_the_next_ones_go_on(
     pool: RankPool, world: int, parts: dict[str, Any]
 ) -> None:
-    for same, (bad, after), (_, without) in pool.run(partial(skipped, **parts), world, 8 if world == 1 else 4):
+    for same, (bad, after), (_, without) in pool.run(partial(skipped, **parts), world):
         assert same
         assert bad.counts["skipped_steps"] == 1.0
         assert "skipped_steps" not in after.counts
@@ -251,7 +256,7 @@ def test_a_run_stops_where_its_policy_says_so_and_says_what_was_tried(pool: Rank
     (message,) = pool.run(stopped, 1, "stop", 1)
     assert "run again, it is finite: the fault does not repeat itself. Use train.on_bad_step: rerun" in message
     (message,) = pool.run(stopped, 1, "stop", 1000)
-    assert "step 2, rank 0: the output of embed, in forward of micro-batch 1 of 4, holds 32 NaN" in message
+    assert "step 2, rank 0: the output of embed, in forward of micro-batch 1 of 2, holds 32 NaN" in message
     (message,) = pool.run(stopped, 1, "rerun", 1000)
     assert "It is reproducible" in message
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from run_cases import TORCHRUN, end, environment_in, spec, start, train
+from copies import Copy
+from run_cases import TORCHRUN, end, environment_in, spec, train
 
 TIMEOUT = "run.timeout_s=6"
 
@@ -57,7 +58,7 @@ def test_a_rank_without_memory_is_told_the_plan(tmp_path: Path, environment: dic
 def test_under_torchrun_a_stopped_rank_is_named(tmp_path: Path, environment: dict[str, str], rank: int) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
     fault = ("data.fault=stop", f"data.rank={rank}")
-    _, said, _ = end(start(environment, *TORCHRUN, "train", path, *fault, TIMEOUT))
+    _, said, _ = end(Copy([*TORCHRUN, "train", path, *fault, TIMEOUT], env=environment))
     (line,) = (line for line in said if line.startswith("error: "))
     assert line.startswith(f"error: rank {rank} (")
     assert f"; its process is stopped; rank {1 - rank} waits in all_reduce of ranks 0 and 1. " in line
@@ -67,7 +68,8 @@ def test_under_torchrun_a_stopped_rank_is_named(tmp_path: Path, environment: dic
 @pytest.mark.fault("a rank leaves with code 0 under torchrun", "named")
 def test_under_torchrun_a_rank_that_leaves_without_a_word_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
-    _, said, _ = end(start(environment, *TORCHRUN, "train", path, "data.fault=leave with 0", "data.rank=1"))
+    torchrun = [*TORCHRUN, "train", path, "data.fault=leave with 0", "data.rank=1"]
+    _, said, _ = end(Copy(torchrun, env=environment))
     (line,) = (line for line in said if line.startswith("error: "))
     assert line.startswith("error: rank 1 (")
     assert " left without a word, last heard of at " in line

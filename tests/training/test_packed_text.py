@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import copies
 from command_here import moefw_says
 from data_cases import write
 from resolved_specs import problems_of
@@ -46,8 +45,8 @@ def test_packed_text_resumes_bit_for_bit_and_on_ranks_that_share_sequences(spec:
     assert trained(spec, "--resume=2") == whole
     evaluated = json.loads(moefw_says("eval", spec.parent / "run", "--json"))
     assert evaluated["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-6)
-    ranks = [sys.executable, "-m", "moefw", "train", str(spec), "--resume=2", "parallel={dense: {dp: 1, cp: 2}}"]
-    subprocess.run(ranks, check=True, timeout=240, capture_output=True)
+    shared = copies.run("moefw", "train", spec, "--resume=2", "parallel={dense: {dp: 1, cp: 2}}")
+    assert shared.returncode == 0, shared.stderr
     for one, wanted in zip(records(spec), whole, strict=True):
         assert one["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         assert one.get("eval_loss", 0.0) == pytest.approx(wanted.get("eval_loss", 0.0), rel=1e-5)

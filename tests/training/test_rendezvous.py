@@ -7,9 +7,6 @@ import pickle
 import re
 import signal
 import stat
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,18 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import copies
 from moefw.commands import specs
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.runtime.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.training.session import Session
 from moefw.training.trainer import Trainer
+from run_cases import end, losses, ranks_of, wait_until
 
 SPEC = """\
 model: {dim: 16, num_layers: 1, num_experts: 4, top_k: 2, expert_dim: 16}
 attention: {num_heads: 2, num_kv_heads: 2, head_dim: 8}
 data: {use: text, path: %s}
-train: {steps: 3, tokens_per_step: 512, micro_batch: 1, seq_len: 64, eval_every: 2, eval_tokens: 512}
+train: {steps: 3, tokens_per_step: 128, micro_batch: 1, seq_len: 64, eval_every: 2, eval_tokens: 128}
 run: {dir: %s, device: cpu}
 """
 
@@ -56,29 +55,20 @@ def listening(pid: int) -> set[str]:
     "another user of the machine looks for a way in", "ranks listen on loopback alone and meet in a folder of mode 0700"
 )
 def test_local_ranks_listen_on_loopback_and_meet_in_a_folder_of_their_own(spec: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "moefw", "train", str(spec), "parallel.experts.ep=2", "train.steps=100000"]
-    environment = os.environ | {"TMPDIR": str(tmp_path), "MOEFW_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen([*command, f"run.dir={tmp_path / 'run'}"], env=environment, stdout=subprocess.DEVNULL)
-    try:
-        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert run.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
-        assert len(ranks) == 2
-        assert [listening(pid) for pid in ranks] == [{"0100007F"}] * 2
-        (folder,) = {Path(value) for pid in ranks for value in meetings(pid)}
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    finally:
-        run.send_signal(signal.SIGTERM)
-        run.wait(60)
+    places, run = tmp_path / "places", tmp_path / "run"
+    places.mkdir()
+    environment = os.environ | {"TMPDIR": str(places), "MOEFW_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    options = ["parallel.experts.ep=2", "train.steps=100000", f"run.dir={run}"]
+    process = copies.Copy(["moefw", "train", spec, *options], env=environment)
+    wait_until(lambda: losses(run), process)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    assert [listening(pid) for pid in ranks] == [{"0100007F"}] * 2
+    (folder,) = places.glob("moefw-*")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    process.send_signal(signal.SIGTERM)
+    end(process)
     assert not folder.exists()
-
-
-def meetings(pid: int) -> list[str]:
-    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return [each.removeprefix("MOEFW_MEETING=") for each in variables if each.startswith("MOEFW_MEETING=")]
 
 
 SPLIT = "{dense: {dp: 2, tp: 2, shard: all}, experts: {ep: 2, shard: all}}"

@@ -28,6 +28,7 @@ from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.training.session import Session
 from moefw.training.trainer import Trainer
+from run_cases import TORCHRUN
 
 SPEC = """\
 model: {dim: 32, num_layers: 2, num_experts: 8, top_k: 2, expert_dim: 32}
@@ -35,7 +36,7 @@ attention: {num_heads: 2, num_kv_heads: 1, head_dim: 16}
 routing: {use: topk, score: sigmoid, balance: [{kind: expert_bias}]}
 parallel: %s
 data: {use: text, path: %s}
-train: {steps: 8, tokens_per_step: 512, micro_batch: 2, seq_len: 64, lr: 3.0e-3, checkpoint_every: 3, eval_every: 4, eval_tokens: 2048}
+train: {steps: 8, tokens_per_step: 256, micro_batch: 2, seq_len: 64, lr: 3.0e-3, checkpoint_every: 3, eval_every: 4, eval_tokens: 512}
 run: {dir: %s, seed: 1, device: cpu}
 """
 
@@ -144,17 +145,16 @@ def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(
 ) -> None:
     whole = request.getfixturevalue("split") if layout == SPLIT else request.getfixturevalue("trained")[0]
     broken = spec(tmp_path, text, layout, "broken")
-    command = [sys.executable, "-m", "moefw", "train", str(broken)]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = copies.Copy(["moefw", "train", broken])
     metrics = tmp_path / "broken" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate(10)
     assert "continuing after step" in train(broken, "--resume")
     assert losses(tmp_path / "broken") == losses(whole)
 
 
-def wait_until(true, process: subprocess.Popen[bytes], timeout_s: float = 120.0) -> None:
+def wait_until(true, process: subprocess.Popen[bytes] | copies.Copy, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, "the run did not get that far"
@@ -246,21 +246,16 @@ def test_training_again_moves_the_earlier_run_aside(tmp_path: Path, text: Path) 
 
 def test_the_ranks_of_torchrun_are_joined(tmp_path: Path, text: Path) -> None:
     path = spec(tmp_path, text, 1)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "moefw",
-        "train",
-    ]
-    done = subprocess.run([*command, str(path), "train.steps=2"], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", *TORCHRUN, "train", str(path), "train.steps=2"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert "2 ranks (dp=2 edp=2)" in done.stdout
     assert list(losses(tmp_path / "run")) == [1, 2]
-    failed = subprocess.run([*command, str(path), "train.seq_len=0"], capture_output=True, text=True, timeout=240)
+    failed = copies.run(*TORCHRUN, "train", path, "train.seq_len=0")
     assert "error: command line, 'train.seq_len=0' train.seq_len" in failed.stderr
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from copies import Copy
-from run_cases import TORCHRUN, end, environment_in, losses, ranks_of, spec, start, train, wait_until
+from run_cases import TORCHRUN, end, environment_in, losses, ranks_of, spec, train, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_second_interrupt_ends_a_run_that_does_not_come_to_the_end_of_its_step
 
 @pytest.mark.fault("SIGTERM to torchrun", "its ranks save")
 def test_torchrun_passes_a_request_on_and_its_ranks_save(tmp_path: Path, environment: dict[str, str]) -> None:
-    process = start(environment, *TORCHRUN, "train", spec(tmp_path, ranks=2))
+    process = Copy([*TORCHRUN, "train", spec(tmp_path, ranks=2)], env=environment)
     wait_until(lambda: len(losses(tmp_path / "run")) > 1, process)
     process.send_signal(signal.SIGTERM)
     _, said, _ = end(process)
