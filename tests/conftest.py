@@ -36,6 +36,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_samples() -> Iterator[None]:
+    """Let a run that ends write a short sample: that of a user takes longer than the training of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moefw.training.report.SAMPLE_TOKENS", 4)
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Four gloo ranks, started once for all tests."""
