@@ -19,6 +19,7 @@ from moefw.commands import matrix as command
 from moefw.compose.registry import Registry
 from moefw.testing.matrix import Matrix, survey
 from moefw.testing.variants import OURS, Variant, variants
+from must_accept import MUST_ACCEPT
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -51,6 +52,14 @@ def _survey_once(ours: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
         return found[ours_only]
 
     monkeypatch.setattr(command, "survey", once)
+
+
+def test_the_share_refused_does_not_grow(ours: Matrix, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\n{ours.summary()}", file=sys.stderr)
+    at_most: Any = MUST_ACCEPT["refused_at_most"]
+    assert ours.share_refused <= at_most, "a larger share needs an ADR and a new number in must_accept.yaml"
+    assert at_most - ours.share_refused < 0.002, "less is refused: lower the number in must_accept.yaml"
 
 
 @pytest.fixture

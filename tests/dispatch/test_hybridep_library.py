@@ -26,6 +26,7 @@ from moefw.plugins.dispatchers.hybridep.limits import Shape, limits
 from moefw.testing.layer_case import LayerCase, assert_matches, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
+from pairwise import each_value
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 BF16 = 4e-2
@@ -64,8 +65,7 @@ def case(world: str, *, capacity: float | None = None, on_overflow: str = "rerun
     return LayerCase(**{"tokens": tokens, "dim": 16, "num_experts": 16, "parts": parts, **more})
 
 
-@pytest.mark.parametrize("options", TOKENS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "options"), each_value(WORLDS, TOKENS))
 def test_outputs_and_gradients_equal_the_oracle(pool: RankPool, world: str, options: str) -> None:
     for seed, skew in enumerate(("even", "one", "starved")):
         layer_case = case(world, skew=skew, seed=seed, masked=seed == 1, shared=True, row_alignment=1 + 3 * seed)

@@ -21,6 +21,7 @@ from moefw.testing.minima import Scheme, distinct, inside
 from moefw.testing.pool import RankPool
 from moefw.testing.threads import thread_world
 from moefw.testing.wire import count_bytes, dispatch_assembly, open_dispatcher
+from pairwise import each_value
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"deepep": {"backend": "torch"}, "hybridep": {"backend": "torch"}}
 """Options that a dispatcher needs."""
@@ -103,8 +104,7 @@ def cases(use: str, world: int) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("use", DISPATCHERS)
+@pytest.mark.parametrize(("use", "world"), each_value(DISPATCHERS, [2, 4, 8]))
 def test_the_same_bytes_leave_a_rank_on_gloo_and_on_threads(pool8: RankPool, use: str, world: int) -> None:
     tried = cases(use, world)
     by_rank = pool8.run(all_counted, world, tried)
