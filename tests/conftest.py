@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +28,20 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with whole runs: their files take longest, and all workers wait for the last file."""
     items.sort(key=lambda item: "training" not in item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and tests, which stay, from garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_samples() -> Iterator[None]:
+    """Let a run that ends write a short sample: that of a user takes longer than the training of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moefw.training.report.SAMPLE_TOKENS", 4)
+        yield
 
 
 @pytest.fixture(scope="session")

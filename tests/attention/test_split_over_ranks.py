@@ -9,6 +9,7 @@ import pytest
 
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, short_run
+from pairwise import each_value
 
 GQA = {"use": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MLA = {"use": "mla", "num_heads": 4, "q_rank": 10, "kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5}
@@ -32,9 +33,9 @@ def tree(attention: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
     return {**SMALL, "model": model, "attention": attention, **parts}
 
 
-@pytest.mark.parametrize(("parallel", "world"), [("tp 2", 2), ("tp 2, sharded", 4)])
-@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_trains_as_on_one_rank(pool: RankPool, attention: Mapping[str, Any], parallel: str, world: int) -> None:
+@pytest.mark.parametrize(("name", "parallel"), each_value(ATTENTIONS, PARALLEL))
+def test_trains_as_on_one_rank(pool: RankPool, name: str, parallel: str) -> None:
+    attention, world = ATTENTIONS[name], 4 if parallel == "tp 2, sharded" else 2
     (alone,) = pool.run(short_run, 1, tree(attention), 2)
     memory = [{"use": "recompute", "regions": RECOMPUTED[attention["use"]]}] if world == 4 else []
     runs = pool.run(short_run, world, tree(attention, parallel=PARALLEL[parallel], memory=memory), 2)

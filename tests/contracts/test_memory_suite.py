@@ -47,6 +47,7 @@ class TestHalf(MemorySuite):
     plugin = policies.Half
 
 
+@pytest.mark.deep
 class TestKeep(MemorySuite):
     plugin = Keep
 

@@ -9,7 +9,7 @@ import pytest
 from moefw.testing.layer_case import DISPATCHERS, LayerCase, assert_matches, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 
 GEMMS = ("loop", "grouped")
 PRECISIONS = {"fp32": 5e-5, "bf16": 4e-2}
@@ -101,9 +101,8 @@ EIGHT = {
 }
 
 
-@pytest.mark.parametrize("layout", EIGHT)
-@pytest.mark.parametrize("dispatch", DISPATCHERS)
-def test_every_dispatcher_equals_the_oracle_on_eight_ranks(pool8: RankPool, dispatch: str, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "dispatch"), each_value(EIGHT, DISPATCHERS))
+def test_every_dispatcher_equals_the_oracle_on_eight_ranks(pool8: RankPool, layout: str, dispatch: str) -> None:
     tokens = (3, 0, 5, 2, 4, 1, 0, 6)
     settings = zip(itertools.cycle(PRECISIONS), ("sigmoid", "aux", "softmax"), SKEWS)
     for seed, (precision, routing, skew) in enumerate(settings):
@@ -131,8 +130,7 @@ def test_an_expert_without_tokens_gets_a_zero_gradient(pool: RankPool) -> None:
     assert outcomes[0].grads["experts.0.down_proj.weight"].abs().max() > 0
 
 
-@pytest.mark.parametrize("alignment", [4, 16])
-@pytest.mark.parametrize("dispatch", DISPATCHERS)
+@pytest.mark.parametrize(("dispatch", "alignment"), each_value(DISPATCHERS, [4, 16]))
 def test_groups_are_padded_with_zero_rows_to_the_alignment_that_was_negotiated(
     pool: RankPool, dispatch: str, alignment: int
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from moefw.testing.layer_case import DISPATCHERS, LayerCase, assert_matches, received, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
+from pairwise import each_value, pairwise
 
 FACTOR = 0.7
 WORLDS = {
@@ -25,10 +26,9 @@ def limited(dispatch: str, world: str, *, drop: str, pad: bool, alignment: int =
     return LayerCase(tokens=tokens, num_experts=8, parts=parts, row_alignment=alignment, skew="one", masked=True)
 
 
-@pytest.mark.parametrize("drop", ["probs", "position"])
-@pytest.mark.parametrize("pad", [False, True], ids=["ragged", "padded"])
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dispatch", DISPATCHERS)
+@pytest.mark.parametrize(
+    ("dispatch", "world", "pad", "drop"), pairwise(DISPATCHERS, WORLDS, [False, True], ["probs", "position"])
+)
 def test_a_layer_that_drops_equals_the_oracle(pool: RankPool, dispatch: str, world: str, pad: bool, drop: str) -> None:
     case = limited(dispatch, world, drop=drop, pad=pad)
     wanted = truth(case, Rule(top_k=case.top_k, capacity=(FACTOR, drop)))
@@ -36,9 +36,7 @@ def test_a_layer_that_drops_equals_the_oracle(pool: RankPool, dispatch: str, wor
     assert_matches(pool.run(solve, case.world, case), wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("alignment", [1, 4])
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dispatch", DISPATCHERS)
+@pytest.mark.parametrize(("dispatch", "world", "alignment"), each_value(DISPATCHERS, WORLDS, [1, 4]))
 def test_every_group_has_the_capacity_of_all_source_ranks(
     pool: RankPool, dispatch: str, world: str, alignment: int
 ) -> None:

@@ -28,6 +28,7 @@ from moefw.plugins.dispatchers.deepep.probe import choose, library
 from moefw.testing.layer_case import LayerCase, assert_matches, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
+from pairwise import each_value
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 BF16 = 4e-2
@@ -88,8 +89,7 @@ def test_the_rank_counts_are_those_of_the_real_library() -> None:
     assert list(BUFFER_RANKS) == SNAPSHOT["ranks"]["get_dispatch_config"] == SNAPSHOT["ranks"]["get_combine_config"]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize(("world", "interface"), each_value(WORLDS, INTERFACES))
 def test_outputs_and_gradients_equal_the_oracle(pool: RankPool, interface: str, world: str) -> None:
     for seed, skew in enumerate(("even", "one", "starved")):
         layer_case = case(
@@ -101,8 +101,7 @@ def test_outputs_and_gradients_equal_the_oracle(pool: RankPool, interface: str, 
         assert_matches(outcomes, truth(layer_case, Rule(top_k=2)), rtol=BF16)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize(("world", "interface"), each_value(WORLDS, INTERFACES))
 def test_the_same_rows_arrive_as_over_the_torch_backend(pool: RankPool, interface: str, world: str) -> None:
     layer_case = case(world, interface, num_experts=8, top_k=3, row_alignment=4)
     ours = pool.run(received, layer_case.world, layer_case, INTERFACES[interface][1])
@@ -128,8 +127,10 @@ def test_groups_are_padded_to_the_capacity_of_the_router(pool: RankPool, world: 
         assert len(set(mine["sizes"])) == 1
 
 
-@pytest.mark.parametrize("world", ["two ranks, unequal", "four ranks, one empty", "experts in two parts"])
-@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize(
+    ("world", "interface"),
+    each_value(["two ranks, unequal", "four ranks, one empty", "experts in two parts"], INTERFACES),
+)
 def test_redispatch_moves_other_values_along_the_handle(pool: RankPool, interface: str, world: str) -> None:
     layer_case = case(world, interface)
     etp = WORLDS[world][2]

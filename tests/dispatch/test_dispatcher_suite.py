@@ -110,12 +110,8 @@ def the_same_examples_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
 
 
-QUICK = "WrongAmongProcesses"
-
-
-@pytest.mark.parametrize(
-    "name", [QUICK, *(pytest.param(name, marks=pytest.mark.deep) for name in BROKEN if name != QUICK)]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_whole_run_finds_it_too(pool: RankPool, name: str) -> None:
     broken = BROKEN[name]
     found = dict(every_check(suite(broken, pool, broken.worlds)))

@@ -22,6 +22,7 @@ from moefw_kernels.grouped_gemm import blockwise_grouped_mm, tensorwise_grouped_
 from moefw_kernels.paged_copy import Pages
 from moefw_kernels.permute import RowMap
 from moefw_kernels.quantize import E4M3, E5M2, Quantized, Scales, empty_rows, quantize_fp8, quantize_tensor
+from pairwise import each_value
 from triton_compiled import Compiled, compile_launches
 
 A_FEW = 8
@@ -200,9 +201,17 @@ def hold(case: Case, code: Compiled, capability: int) -> None:
         assert "cp.async.cg.shared.global" in code.ptx, "loads of codes are wide and run ahead"
 
 
-@pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.deep] if case.deep else []) for name, case in CASES.items()]
+    ("name", "capability"),
+    [
+        *each_value([name for name, case in CASES.items() if not case.deep], [90, 100]),
+        *(
+            pytest.param(name, capability, marks=pytest.mark.deep)
+            for name, case in CASES.items()
+            for capability in (90, 100)
+            if case.deep
+        ),
+    ],
 )
 def test_a_kernel_spills_nothing_moves_16_bytes_and_uses_the_tensor_cores(
     compiler: ProcessPoolExecutor, name: str, capability: int

@@ -140,7 +140,12 @@ def permuting_kernel(scales: Scales, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scales", "dtype"), [("fp32", torch.float16), ("power_of_two", torch.float32), ("e8m0", torch.bfloat16)]
+    ("scales", "dtype"),
+    [
+        pytest.param("fp32", torch.float16, marks=pytest.mark.deep),
+        pytest.param("power_of_two", torch.float32, marks=pytest.mark.deep),
+        ("e8m0", torch.bfloat16),
+    ],
 )
 def test_the_kernel_that_permutes(interpreter: ProcessPoolExecutor, scales: Scales, dtype: torch.dtype) -> None:
     interpreter.submit(permuting_kernel, scales, dtype).result()

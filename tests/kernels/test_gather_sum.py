@@ -13,8 +13,7 @@ from torch import Tensor
 
 from moefw_kernels.permute import gather_sum, reference, rows, sort_slots
 from moefw_kernels.permute.rows import RowMap
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+from pairwise import deep
 
 
 def maps() -> Iterator[RowMap]:
@@ -49,7 +48,7 @@ def kernel_as_the_reference(dtype: torch.dtype) -> None:
                     assert not found.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *deep(torch.float32, torch.float16)], ids=str)
 def test_the_kernel_has_the_bits_of_the_reference_in_fp32(interpreter: ProcessPoolExecutor, dtype: torch.dtype) -> None:
     interpreter.submit(kernel_as_the_reference, dtype).result()
 

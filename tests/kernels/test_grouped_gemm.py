@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from moefw_kernels.grouped_gemm import blockwise_grouped_mm, reference, tensorwise_grouped_mm
 from moefw_kernels.quantize import E5M2, Quantized, quantize_fp8, quantize_tensor
+from pairwise import each_value
 
 GROUPS = [(128, 0, 5, 300, 1), (7,), (0, 0), (0, 131, 0), (1, 1, 2, 3, 5, 7, 11, 13, 17)]
 BLOCKS = [(128, 0, 256), (0, 0), (0, 384, 0), (128,)]
@@ -132,9 +133,7 @@ def kernel_as_the_reference(sizes: Sequence[int], pair: tuple[Quantized, Quantiz
     close(mine[:count], right[:count])
 
 
-@pytest.mark.parametrize("sizes", GROUPS, ids=str)
-@pytest.mark.parametrize("backward", [False, True], ids=["fprop", "dgrad"])
-@pytest.mark.parametrize("blocks", [True, False], ids=["blockwise", "tensorwise"])
+@pytest.mark.parametrize(("sizes", "backward", "blocks"), each_value(GROUPS, [False, True], [True, False]), ids=str)
 def test_the_kernel_of_rows_by_weights(
     interpreter: ProcessPoolExecutor, sizes: Sequence[int], backward: bool, blocks: bool
 ) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from moefw_kernels import quantize as package
 from moefw_kernels.quantize import E4M3, E5M2, Format, Quantized, reference
 from moefw_kernels.random import token_keys, uniform
+from pairwise import each_value
 
 INF, NAN = float("inf"), float("nan")
 Size = tuple[int, ...]
@@ -93,17 +94,19 @@ def nvfp4_as_the_reference(block: tuple[int, int], dtype: torch.dtype, sizes: li
                 same(mine, reference.quantize_nvfp4(view, block, level, keys))
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
+@pytest.mark.parametrize(
+    ("block", "power_of_two", "fmt"),
+    each_value([(1, 128), (128, 1), (128, 128)], [True, False], [E4M3, E5M2]),
+    ids=str,
+)
 def test_fp8_blocks(interpreter: ProcessPoolExecutor, block: Size, power_of_two: bool, fmt: Format) -> None:
     dtype = torch.float32 if power_of_two else torch.float16
     interpreter.submit(quantized_as_the_reference, "quantize_fp8", SIZES, dtype, (block, fmt, power_of_two)).result()
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("rounding", ["rceil", "floor"])
-@pytest.mark.parametrize("block", [(1, 32), (32, 1), (32, 32)])
+@pytest.mark.parametrize(
+    ("block", "rounding", "fmt"), each_value([(1, 32), (32, 1), (32, 32)], ["rceil", "floor"], [E4M3, E5M2]), ids=str
+)
 def test_mxfp8_blocks(interpreter: ProcessPoolExecutor, block: Size, rounding: str, fmt: Format) -> None:
     options = (block, fmt, rounding)
     interpreter.submit(quantized_as_the_reference, "quantize_mxfp8", SIZES, torch.float32, options).result()
@@ -117,8 +120,7 @@ def test_both_orientations_in_one_read(interpreter: ProcessPoolExecutor, name: s
     interpreter.submit(both_as_the_reference, name, block, SIZES, (E4M3, option)).result()
 
 
-@pytest.mark.parametrize("keyed", [False, True], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
+@pytest.mark.parametrize(("block", "keyed"), each_value([(1, 16), (16, 1), (16, 16)], [False, True]), ids=str)
 def test_nvfp4_blocks(interpreter: ProcessPoolExecutor, block: Size, keyed: bool) -> None:
     sizes = [(29, 67), (1, 1), (3, 17), (2, 17, 19), (0, 5), (4, 0)]
     interpreter.submit(nvfp4_as_the_reference, block, torch.bfloat16, sizes, keyed).result()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moefw_kernels.swizzle import reference, swizzle
+from pairwise import each_value
 
 SHAPES = [(1, 1), (128, 4), (130, 5), (257, 9), (31, 3), (0, 4), (4, 0), (3, 1, 7), (2, 129, 6), (0, 2, 2)]
 GROUPS = [(128, 0, 5, 300, 1), (0, 0), (7,), (0, 131, 0), (4, 8, 3), ()]
@@ -90,8 +91,7 @@ def test_the_kernel_of_matrices(interpreter: ProcessPoolExecutor, shape: tuple[i
         interpreter.submit(kernel_as_the_reference, scales, None, -2).result()
 
 
-@pytest.mark.parametrize("axis", [-2, -1])
-@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+@pytest.mark.parametrize(("sizes", "axis"), each_value(GROUPS, [-2, -1]), ids=str)
 def test_the_kernel_of_groups(interpreter: ProcessPoolExecutor, sizes: Sequence[int], axis: int) -> None:
     for across in (5, 130):
         scales = drawn(sum(sizes) + 3, across)

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from click.testing import CliRunner
 
 import copies
-from ledger_cases import CODES_GATHERED, LOOPING, PEAK, SAVED, SHARED_OUT, SPECS, assembly_of, check
+from ledger_cases import CODES_GATHERED, EVERY_PART, LOOPING, PEAK, SAVED, SHARED_OUT, SPECS, assembly_of, check
 from memory_cases import qwen3_235b
 from moefw import hookimpl
 from moefw.commands.plan import plan
@@ -23,11 +23,14 @@ from moefw.core.errors import PlanError
 from moefw.core.plugin import DispatcherPlugin
 from moefw.planner import Ledger, ledger
 from moefw.testing.measured import measure
+from pairwise import deep
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERY_PART else pytest.mark.deep) for name in SPECS]
+)
 def test_a_step_holds_what_the_ledger_says(name: str) -> None:
     check(assembly_of(*SPECS[name]))
 
@@ -66,7 +69,11 @@ def test_regions_tell_what_policies_spare() -> None:
 STATES = {"optimizer-bf16": (2, False), "optimizer-offload": (4, True)}
 
 
-@pytest.mark.parametrize("policies", [[], ["optimizer-bf16"], ["optimizer-offload", "optimizer-bf16"]], ids=str)
+@pytest.mark.parametrize(
+    "policies",
+    [[], *deep(["optimizer-bf16"]), ["optimizer-offload", "optimizer-bf16"]],
+    ids=str,
+)
 def test_states_rest_as_policies_say(policies: list[str]) -> None:
     tree = {
         **LOOPING,

@@ -48,7 +48,7 @@ def observe(
     in_flight=st.booleans(),
     treated=st.fixed_dictionaries({region: st.sampled_from(ways) for region, ways in MECHANISMS.items()}),
 )
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_policies_on_any_regions_change_no_bit(
     pool: RankPool, dispatch: str, gemm: str, precision: str, in_flight: bool, treated: Mapping[str, str | None]
 ) -> None:

@@ -22,7 +22,7 @@ from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL, short_run
-from pairwise import each_value, pairwise
+from pairwise import each_value
 
 CPU = torch.device("cpu")
 REGIONS = (
@@ -39,14 +39,21 @@ REGIONS = (
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "precision", "in_flight"), pairwise(("alltoall", "hybridep"), PRECISIONS, (False, True))
+    ("treated", "dispatch", "precision", "in_flight"),
+    each_value(
+        [*(("grouped", region) for region in REGIONS), ("loop", "expert_fc1"), ("loop", "moe_act")],
+        ("alltoall", "hybridep"),
+        PRECISIONS,
+        (False, True),
+    ),
 )
-def test_no_bit_changes_in_any_region(pool: RankPool, dispatch: str, precision: str, in_flight: bool) -> None:
-    parts = {"dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
-    for gemm, regions in (("grouped", REGIONS), ("loop", ("expert_fc1", "moe_act"))):
-        plain = run(pool, [], in_flight=in_flight, gemm={"use": gemm}, **parts)
-        for region in regions:
-            assert_same(plain, run(pool, [offload(region)], in_flight=in_flight, gemm={"use": gemm}, **parts))
+def test_no_bit_changes_in_any_region(
+    pool: RankPool, treated: tuple[str, str], dispatch: str, precision: str, in_flight: bool
+) -> None:
+    gemm, region = treated
+    parts = {"gemm": {"use": gemm}, "dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
+    plain = run(pool, [], in_flight=in_flight, **parts)
+    assert_same(plain, run(pool, [offload(region)], in_flight=in_flight, **parts))
 
 
 NESTED = {
@@ -60,12 +67,13 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize(("name", "precision"), each_value(NESTED, PRECISIONS))
-def test_no_bit_changes_where_regions_lie_in_each_other(pool: RankPool, precision: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "precision", "in_flight"), each_value(NESTED, PRECISIONS, (False, True)))
+def test_no_bit_changes_where_regions_lie_in_each_other(
+    pool: RankPool, name: str, precision: str, in_flight: bool
+) -> None:
     parts = {"gemm": {"use": "loop"}, "precision": PRECISIONS[precision]}
-    for in_flight in (False, True):
-        plain = run(pool, [], in_flight=in_flight, **parts)
-        assert_same(plain, run(pool, NESTED[name], in_flight=in_flight, **parts))
+    plain = run(pool, [], in_flight=in_flight, **parts)
+    assert_same(plain, run(pool, NESTED[name], in_flight=in_flight, **parts))
 
 
 def test_no_bit_changes_where_parameters_are_shared_out(pool: RankPool) -> None:

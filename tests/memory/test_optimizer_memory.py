@@ -35,6 +35,7 @@ from moefw.training import checkpoint
 from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine
 from moefw.training.optimizers import AdamW
+from pairwise import deep, each_value
 
 CPU = torch.device("cpu")
 Memory = Sequence[Mapping[str, Any]]
@@ -82,14 +83,13 @@ def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[st
     return [name for name in one.keys() | other.keys() if not same_bits(one[name], other[name])]
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tp 2, etp 2", "ep 2, sharded"])
-@pytest.mark.parametrize("memory", [UP, DOWN], ids=["updated on the device", "updated on the host"])
+@pytest.mark.parametrize(("memory", "layout"), each_value((UP, DOWN), ("one rank", "tp 2, etp 2", "ep 2, sharded")))
 def test_offload_changes_no_bit(pool: RankPool, tmp_path: Path, memory: Memory, layout: str) -> None:
     plain = run(pool, tmp_path / "plain", [], layout, range(3))
     assert differing(plain, run(pool, tmp_path / "moved", memory, layout, range(3))) == []
 
 
-@pytest.mark.parametrize("gemm", ["grouped", "loop"])
+@pytest.mark.parametrize("gemm", ["grouped", *deep("loop")])
 def test_no_layout_changes_a_bit_of_bf16_states(pool: RankPool, tmp_path: Path, gemm: str) -> None:
     alone, *others = (run(pool, tmp_path / name, BF16, name, range(3), gemm={"use": gemm}) for name in LAYOUTS)
     assert alone["optimizer/exp_avg_sq/head.weight"].dtype is torch.bfloat16
@@ -98,7 +98,9 @@ def test_no_layout_changes_a_bit_of_bf16_states(pool: RankPool, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    "memory", [[*BF16, *UP], [*UP, *BF16], [*DOWN, *BF16]], ids=["bf16 up", "up bf16", "down bf16"]
+    "memory",
+    [[*BF16, *UP], *deep([*UP, *BF16], [*DOWN, *BF16])],
+    ids=["bf16 up", "up bf16", "down bf16"],
 )
 def test_bf16_states_off_the_device_are_the_same_bits(pool: RankPool, tmp_path: Path, memory: Memory) -> None:
     for layout in ("one rank", "all sharded"):
@@ -106,7 +108,11 @@ def test_bf16_states_off_the_device_are_the_same_bits(pool: RankPool, tmp_path: 
         assert differing(plain, run(pool, tmp_path / f"moved {layout}", memory, layout, range(3))) == []
 
 
-@pytest.mark.parametrize("memory", [BF16, UP, [*DOWN, *BF16]], ids=["bf16", "offload", "both"])
+@pytest.mark.parametrize(
+    "memory",
+    [*deep(BF16, UP), [*DOWN, *BF16]],
+    ids=["bf16", "offload", "both"],
+)
 def test_a_resumed_run_goes_on_bit_for_bit_in_any_layout(pool: RankPool, tmp_path: Path, memory: Memory) -> None:
     through = run(pool, tmp_path / "through", memory, "one rank", range(4))
     legs = {"all sharded": range(2), "tp 2, etp 2": range(2, 3), "ep 2": range(3, 4)}
@@ -232,7 +238,7 @@ def losses(memory: Memory, beta2: float) -> list[float]:
     return [engine.step(batches, train["lr"], lambda section: nullcontext()).loss for _ in range(30)]
 
 
-@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("beta2", [*deep(0.95), 0.999])
 def test_bf16_states_train_like_fp32(pool: RankPool, beta2: float) -> None:
     (plain,), (treated,) = (pool.run(losses, 1, memory, beta2) for memory in ([], BF16))
     assert plain[-1] < 0.01 * plain[0]

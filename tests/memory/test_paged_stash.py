@@ -28,6 +28,7 @@ from moefw.testing.suites.memory import MemorySuite
 from moefw.testing.suites.memory_case import Observed, observed
 from moefw.testing.suites.runs import global_batch, open_model, train, whole_model
 from moefw.testing.suites.watch import same_bits
+from pairwise import deep, each_value
 
 CAPACITY = 24.0
 BUDGET = {"use": "hybridep", "backend": "torch", "rank_capacity": CAPACITY, "on_overflow": "rerun"}
@@ -60,9 +61,8 @@ def untreated(precision: str, in_flight: bool) -> Observed:
         return observed(model_case(1, [], dispatch=BUDGET, precision=PRECISIONS[precision]), in_flight, 1.0)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_no_bit_changes(precision: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "precision"), each_value(CASES, PRECISIONS))
+def test_no_bit_changes(case: str, precision: str) -> None:
     parts = {"dispatch": BUDGET, "precision": PRECISIONS[precision]}
     for in_flight in (False, True):
         with poisoned_memory():
@@ -71,7 +71,7 @@ def test_no_bit_changes(precision: str, case: str) -> None:
         assert sum(value for name, value in treated.values.items() if UNSAVED in name) == 0
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*deep("fp32", "bf16"), "fp8-blockwise"])
 def test_no_bit_changes_on_two_ranks(pool: RankPool, precision: str) -> None:
     parts = {"dispatch": BUDGET, "precision": PRECISIONS[precision]}
     for in_flight in (False, True):
@@ -406,9 +406,10 @@ def test_the_pool_is_no_larger_than_the_valid_rows(precision: str, capsys: pytes
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
-        *((precision, {}) for precision in PRECISIONS),
-        ("fp32", {"factor": 1.0}),
+        ("fp8-blockwise", {}),
         ("fp32", {"factor": 9.0}),
+        *(pytest.param(precision, {}, marks=pytest.mark.deep) for precision in ("fp32", "bf16")),
+        pytest.param("fp32", {"factor": 1.0}, marks=pytest.mark.deep),
     ],
     ids=str,
 )
@@ -419,7 +420,8 @@ def test_the_ledger_counts_the_pages_that_there_are(precision: str, options: Map
         "dispatch": {**BUDGET, "rank_capacity": 3.0},
         "memory": [stash("experts", page_rows=8, **options)],
     }
-    model, assembly, layout, shared = open_model(whole_model(1, parts=parts, plugins=(), sizes=BALANCED))
+    sizes = {**BALANCED, "num_layers": 1}
+    model, assembly, layout, shared = open_model(whole_model(1, parts=parts, plugins=(), sizes=sizes))
     model(global_batch(assembly, layout, 0)[0])
     found = ledger(assembly)
     assert not found.unknown

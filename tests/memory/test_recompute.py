@@ -21,19 +21,28 @@ from moefw.runtime.memory import dropped
 from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
-from pairwise import pairwise
+from pairwise import each_value
 
 FINE = ("attn_norm", "qkv", "core_attn", "attn_proj", "mlp_norm", "router", "dispatch", "expert_fc1")
 EXPERTS = ("expert_fc1", "moe_act")
 
 
-@pytest.mark.parametrize(("dispatch", "precision", "in_flight"), pairwise(DISPATCHERS, PRECISIONS, (False, True)))
-def test_no_bit_changes_in_any_region(pool: RankPool, dispatch: str, precision: str, in_flight: bool) -> None:
-    parts = {"dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
-    for gemm, sets in (("grouped", [FINE, ("dispatch",), ("expert_fc1",)]), ("loop", [EXPERTS, ("moe_act",)])):
-        plain = run(pool, [], in_flight=in_flight, gemm={"use": gemm}, **parts)
-        for regions in sets:
-            assert_same(plain, run(pool, [recompute(*regions)], in_flight=in_flight, gemm={"use": gemm}, **parts))
+@pytest.mark.parametrize(
+    ("treated", "dispatch", "precision", "in_flight"),
+    each_value(
+        [("grouped", FINE), ("loop", EXPERTS), ("grouped", ("dispatch",)), ("loop", ("moe_act",))],
+        DISPATCHERS,
+        PRECISIONS,
+        (False, True),
+    ),
+)
+def test_no_bit_changes_in_any_region(
+    pool: RankPool, treated: tuple[str, tuple[str, ...]], dispatch: str, precision: str, in_flight: bool
+) -> None:
+    gemm, regions = treated
+    parts = {"gemm": {"use": gemm}, "dispatch": DISPATCHERS[dispatch], "precision": PRECISIONS[precision]}
+    plain = run(pool, [], in_flight=in_flight, **parts)
+    assert_same(plain, run(pool, [recompute(*regions)], in_flight=in_flight, **parts))
 
 
 NESTED = {
@@ -46,14 +55,13 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("name", NESTED)
-def test_no_bit_changes_where_policies_meet(pool: RankPool, name: str) -> None:
-    for precision in ("bf16", "fp8-blockwise"):
-        parts = {"precision": PRECISIONS[precision], "dispatch": DISPATCHERS["alltoall"]}
-        for in_flight in (False, True):
-            assert_same(
-                run(pool, [], in_flight=in_flight, **parts), run(pool, NESTED[name], in_flight=in_flight, **parts)
-            )
+@pytest.mark.parametrize(
+    ("name", "precision", "in_flight"), each_value(NESTED, ("bf16", "fp8-blockwise"), (False, True))
+)
+def test_no_bit_changes_where_policies_meet(pool: RankPool, name: str, precision: str, in_flight: bool) -> None:
+    parts = {"precision": PRECISIONS[precision], "dispatch": DISPATCHERS["alltoall"]}
+    plain = run(pool, [], in_flight=in_flight, **parts)
+    assert_same(plain, run(pool, NESTED[name], in_flight=in_flight, **parts))
 
 
 class Norm(nn.Module):

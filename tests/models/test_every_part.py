@@ -21,7 +21,7 @@ from moefw.testing.combinations import usable_here
 from moefw.testing.fit import Fit
 from moefw.testing.pool import RankPool
 from moefw.testing.variants import Variant
-from pairwise import each_value
+from pairwise import deep, each_value
 
 SIZES = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -94,8 +94,7 @@ def check(pool: RankPool, family: str, parts: Mapping[str, Variant]) -> None:
     assert cosine >= 0.5, parts
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("section", "family"), each_value(SECTIONS, MODELS))
 def test_each_part_computes_what_transformers_does(pool: RankPool, family: str, section: str) -> None:
     for variant in here().sections[section]:
         parts = here().company(variant)
@@ -103,7 +102,7 @@ def test_each_part_computes_what_transformers_does(pool: RankPool, family: str, 
         check(pool, family, parts)
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(200, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("examples", [8, *deep(200)])
 @pytest.mark.parametrize("family", MODELS)
 def test_so_do_parts_together(pool: RankPool, family: str, examples: int) -> None:
     @settings(

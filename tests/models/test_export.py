@@ -28,6 +28,7 @@ from moefw.runtime.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.training import checkpoint
 from moefw.training.exporting import config_of, export
+from pairwise import each_value
 
 TINY = ("qwen3-30b-a3b-tiny", "qwen2-57b-a14b-tiny", "mixtral-8x7b-tiny", "olmoe-1b-7b-tiny", "gpt-oss-20b-tiny")
 PARALLEL: Mapping[str, tuple[int, Mapping[str, Any]]] = {
@@ -90,8 +91,7 @@ def saved(preset: str, run_dir: Path, parallel: Mapping[str, Any], world: int, m
     shared.close()
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-@pytest.mark.parametrize("preset", [*TINY, "deepseek-v3-tiny"])
+@pytest.mark.parametrize(("preset", "parallel"), each_value([*TINY, "deepseek-v3-tiny"], PARALLEL))
 def test_transformers_computes_the_logits_of_a_checkpoint(
     pool: RankPool, preset: str, parallel: str, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import copies
 from command_here import complaint, moefw_says
 from hf_models import MODELS, loaded, model_of, same, tensors_of
+from pairwise import deep, each_value
 
 
 def with_tokenizer(folder: Path) -> Path:
@@ -22,8 +23,7 @@ def with_tokenizer(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("family", "dtype"), each_value(MODELS, ["bf16", "fp32"]))
 def test_what_is_imported_and_exported_has_the_same_bits(family: str, dtype: str, tmp_path: Path) -> None:
     model = model_of(family, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     model.save_pretrained(tmp_path / "in", max_shard_size="40KB")
@@ -48,7 +48,7 @@ def test_an_imported_run_generates_without_the_folder(folder: Path, tmp_path: Pa
     assert said.startswith("a b c")
 
 
-@pytest.mark.parametrize("memory", ["[]", "[{use: optimizer-bf16}]"])
+@pytest.mark.parametrize("memory", [*deep("[]"), "[{use: optimizer-bf16}]"])
 def test_an_imported_run_trains_on_in_any_layout(folder: Path, memory: str, tmp_path: Path) -> None:
     run, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text("abcdefghij " * 500)

@@ -91,8 +91,7 @@ def save(main: Any, mtp: Any, folder: Path, *, grads: bool = False) -> None:
     save_file(own, folder / "mtp.safetensors")
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied"])
+@pytest.mark.parametrize(("layers", "tied"), each_value([1, 2], [False, True]))
 def test_logits_losses_and_gradients_are_those_of_transformers(layers: int, tied: bool) -> None:
     main = theirs("deepseek_v3", {**SIZES, "tie_word_embeddings": tied})
     mtp = their_mtp(main, layers)

@@ -23,6 +23,7 @@ from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Written, lay_out
 from moefw.testing.pool import RankPool
 from moefw.training.importing import import_folder
+from pairwise import pairwise
 
 IDS = torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
 
@@ -51,9 +52,9 @@ def test_tokens_see_no_padding_on_either_side(side: str, tmp_path: Path) -> None
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("original", [True, False], ids=["an expert a tensor", "stacked experts"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "dtype", "original"), pairwise(MODELS, [torch.float32, torch.bfloat16], [True, False])
+)
 def test_what_is_read_and_written_again_has_the_same_bits(
     family: str, dtype: torch.dtype, original: bool, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from moefw.compose.build import open_layout
 from moefw.testing.packed_text import read_packs
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
+from pairwise import deep
 from resolved_specs import resolved
 
 GQA = {"use": "gqa", "num_heads": 4, "num_kv_heads": 1, "head_dim": 8}
@@ -28,7 +29,7 @@ STEPS = 2
 
 
 def tree(tokens_per_step: int = 256, **parts: Any) -> dict[str, Any]:
-    model = {**SMALL["model"], "vocab_size": 64, "init_std": 0.1, "mtp_layers": 1}
+    model = {**SMALL["model"], "vocab_size": 64, "init_std": 0.1, "mtp_layers": 1, "num_layers": 2}
     train = {
         **SMALL["train"],
         "seq_len": 32,
@@ -83,7 +84,7 @@ def test_losses_of_sequences_and_random_draws_are_those_of_each_document(pool: R
     compare(pool, 2, tree(routing=routing), parallel=TWO)
 
 
-@pytest.mark.parametrize("dispatch", ["allgather", "alltoall", "deepep", "hybridep"])
+@pytest.mark.parametrize("dispatch", ["alltoall", "hybridep", *deep("allgather", "deepep")])
 def test_every_dispatcher_moves_rows_of_some_ranks_and_none_of_others(pool: RankPool, dispatch: str) -> None:
     backend = {"backend": "torch"} if dispatch in ("deepep", "hybridep") else {}
     compare(pool, 4, tree(64, dispatch={"use": dispatch, **backend}), parallel=ACROSS)
@@ -92,7 +93,7 @@ def test_every_dispatcher_moves_rows_of_some_ranks_and_none_of_others(pool: Rank
 @pytest.mark.parametrize(
     "memory",
     [
-        [{"use": "recompute", "regions": ["layer"]}],
+        *deep([{"use": "recompute", "regions": ["layer"]}]),
         [{"use": "recompute", "regions": ["core_attn", "moe_act"]}, {"use": "offload", "regions": ["qkv"]}],
     ],
     ids=["layers again", "regions again, or on the host"],
@@ -114,10 +115,10 @@ def test_a_budget_and_pages_are_exceeded_and_the_step_run_again(pool: RankPool) 
     compare(pool, 4, tree(64), parallel=ACROSS, dispatch=dispatch, memory=pages)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-tensor", "fp8-blockwise", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8-tensor", *deep("fp8-blockwise", "nvfp4")])
 def test_recipes_quantize_packs_of_any_length(pool: RankPool, recipe: str) -> None:
     spec = tree(64, precision={"use": recipe, "backend": "emulate"})
-    spec["model"] |= {"num_layers": 2, "mtp_layers": 0}
+    spec["model"] |= {"mtp_layers": 0}
     (alone,), (found, _) = run(pool, 1, spec), run(pool, 2, {**spec, "parallel": TWO})
     for one, wanted in zip(found.results, alone.results, strict=True):
         assert one.loss == pytest.approx(wanted.loss, rel=1e-2)

@@ -15,6 +15,7 @@ from moefw.runtime.parallel.pieces import all_of, local, whole
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL, short_run
+from pairwise import deep
 
 TREE = {
     **SMALL,
@@ -65,7 +66,7 @@ def kept_weights(precision: str) -> list[str]:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="this torch crashes when a hook looks at parameters of FSDP2")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [*deep("fp32"), "bf16"])
 def test_no_weight_stays_gathered_until_backward(pool: RankPool, precision: str) -> None:
     for found in pool.run(kept_weights, 4, precision):
         assert not [name for name in found if "router" not in name]
@@ -73,14 +74,16 @@ def test_no_weight_stays_gathered_until_backward(pool: RankPool, precision: str)
 
 def test_sharded_bf16_learns_like_whole_bf16(pool: RankPool) -> None:
     tree = {**TREE, "precision": {"use": "bf16"}}
-    copies = pool.run(short_run, 4, {**tree, "parallel": {"experts": {"ep": 2}}}, 6)
-    shared = pool.run(short_run, 4, {**tree, "parallel": ALL}, 6)
+    copies = pool.run(short_run, 4, {**tree, "parallel": {"experts": {"ep": 2}}}, 4)
+    shared = pool.run(short_run, 4, {**tree, "parallel": ALL}, 4)
     for got, wanted in zip(shared[0].results, copies[0].results, strict=True):
         assert got.loss == pytest.approx(wanted.loss, rel=1e-4)
         assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
 
 
-@pytest.mark.parametrize("regions", [["layer"], ["attention", "router", "experts", "shared_experts", "dense_mlp"]])
+@pytest.mark.parametrize(
+    "regions", [*deep(["layer"]), ["attention", "router", "experts", "shared_experts", "dense_mlp"]]
+)
 def test_recompute_gathers_again_and_changes_no_bit(pool: RankPool, regions: list[str]) -> None:
     tree = {**TREE, "parallel": ALL}
     plain = pool.run(short_run, 4, tree, 2)

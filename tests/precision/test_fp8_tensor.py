@@ -165,7 +165,7 @@ def no_clock(section: str) -> AbstractContextManager[None]:
     ("gemm", "options"),
     [
         ("loop", {}),
-        ("grouped", {"algorithm": "most_recent"}),
+        pytest.param("grouped", {"algorithm": "most_recent"}, marks=pytest.mark.deep),
         ("grouped", {"margin": 2, "saved_activations": "fp8"}),
     ],
     ids=str,
@@ -277,11 +277,11 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_bits(
     pool: RankPool, tmp_path: Path, world: int, parallel: Any, gemm: str
 ) -> None:
     layer_case = small(world, parallel=parallel, gemm={"use": gemm})
-    whole = pool.run(go_on, world, layer_case, tmp_path / "whole", range(5))
-    pool.run(go_on, world, layer_case, tmp_path / "parts", range(3))
-    again = pool.run(go_on, world, layer_case, tmp_path / "parts", range(3, 5))
+    whole = pool.run(go_on, world, layer_case, tmp_path / "whole", range(4))
+    pool.run(go_on, world, layer_case, tmp_path / "parts", range(2))
+    again = pool.run(go_on, world, layer_case, tmp_path / "parts", range(2, 4))
     for (losses, state), (wanted, right) in zip(again, whole, strict=True):
-        assert losses == wanted[3:]
+        assert losses == wanted[2:]
         assert state.keys() == right.keys()
         assert all(torch.equal(state[name], right[name]) for name in state)
 

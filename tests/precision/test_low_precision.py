@@ -21,6 +21,7 @@ from moefw.testing.layer_case import DISPATCHERS, LayerCase, Outcome, assert_mat
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import open_context
 from moefw.testing.suites.watch import same_bits
+from pairwise import each_value
 from quantized_oracle import FORMATS, Format, InFP32, OneBatch, product, product_backward, quantized_truth, solve_many
 
 GEMMS = ("loop", "grouped")
@@ -166,8 +167,7 @@ MEMORY = (
 )
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "world"), each_value(FORMATS, WORLDS))
 def test_every_dispatcher_gemm_and_layout_rounds_the_same_rows(pool: RankPool, name: str, world: str) -> None:
     """With masked tokens and a shared expert; the cases cycle through the recompute policies."""
     tokens, parallel, grouping = WORLDS[world]
@@ -190,8 +190,7 @@ def test_every_dispatcher_gemm_and_layout_rounds_the_same_rows(pool: RankPool, n
         assert_matches(outcomes, wanted, rtol=tolerance(name))
 
 
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "gemm"), each_value(FORMATS, GEMMS))
 def test_gradients_of_experts_are_the_same_bits_however_their_rows_arrive(pool: RankPool, name: str, gemm: str) -> None:
     """Rows are in order (expert, source rank, token) on 1, 2 and 4 ranks: blocks of rows hold the same rows.
 

@@ -23,6 +23,7 @@ from moefw.testing.layer_case import LayerCase, build_layer, received
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL, Run, short_run
+from pairwise import deep, each_value
 from quantized_oracle import FORMATS
 
 SAVED = "fp8-blockwise fp32 scales, saved fp8"
@@ -70,8 +71,7 @@ bf16 itself: 3e-5, 0 and 6e-5.
 """
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "layout"), each_value(RECIPES, LAYOUTS))
 def test_a_model_trains_on_two_ranks_as_on_one(
     pool: RankPool, alone: Callable[[str], Run], name: str, layout: str
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_model_trains_on_two_ranks_as_on_one(
         assert runs[0].results[0].loss == one.results[0].loss
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-tensor, delayed", *deep("fp8-blockwise", "mxfp8", SAVED, "fp8-tensor")])
 def test_two_runs_of_a_model_give_the_same_bits(pool: RankPool, alone: Callable[[str], Run], name: str) -> None:
     (again,), first = trained(pool, RECIPES[name], 1, {}), alone(name)
     assert [result.loss for result in again.results] == [result.loss for result in first.results]
@@ -172,8 +172,11 @@ def same(tensor: Tensor, wanted: Tensor) -> bool:
     return fits and torch.equal(tensor.float(), wanted.float())
 
 
-@pytest.mark.parametrize("gemm", ["loop", "grouped"])
-@pytest.mark.parametrize("precision", [*RECIPES.values(), *SAVED_CODES.values(), {"use": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "gemm"),
+    each_value([*RECIPES.values(), *SAVED_CODES.values(), {"use": "bf16"}], ["loop", "grouped"]),
+    ids=str,
+)
 def test_what_a_policy_takes_from_autograd_is_held_by_nobody_else(precision: Mapping[str, Any], gemm: str) -> None:
     """Memory of a region that is recomputed or moved to the host must be free between forward and backward."""
     layer, shared = build_layer(saving(precision, gemm))

@@ -259,7 +259,7 @@ model: {dim: 32, num_layers: 3, num_experts: 4, top_k: 2, expert_dim: 32}
 attention: {num_heads: 2, num_kv_heads: 1, head_dim: 16}
 precision: {use: nvfp4, backend: emulate}
 data: {use: text, path: %s}
-train: {steps: 8, tokens_per_step: 64, micro_batch: 1, seq_len: 32, lr: 3.0e-3, checkpoint_every: 4, eval_every: 0}
+train: {steps: 4, tokens_per_step: 64, micro_batch: 1, seq_len: 32, lr: 3.0e-3, checkpoint_every: 2, eval_every: 0}
 run: {dir: %s, seed: 1, device: cpu}
 """
 
@@ -273,12 +273,12 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, monkeypatch
     spec, run = tmp_path / "spec.yaml", tmp_path / "run"
     spec.write_text(SPEC % (text, run))
     moefw_says("train", spec)
-    wanted, checkpoint = losses(run), parameters(run, 8)
+    wanted, checkpoint = losses(run), parameters(run, 4)
     assert len(checkpoint) == 1
-    shutil.rmtree(run / "checkpoints" / "step-8")
-    assert "continuing after step 4" in moefw_says("train", spec, "--resume")
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    assert "continuing after step 2" in moefw_says("train", spec, "--resume")
     assert losses(run) == wanted
-    assert parameters(run, 8) == checkpoint
+    assert parameters(run, 4) == checkpoint
 
 
 def losses(run: Path) -> list[float]:

@@ -39,6 +39,7 @@ from moefw.training import checkpoint
 from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine, StepResult, evaluate
 from moefw_kernels.quantize import quantize_fp8
+from pairwise import each_value
 
 SIZES = {
     "vocab_size": 64,
@@ -56,7 +57,10 @@ TRAIN = {**SMALL["train"], "tokens_per_step": 64, "micro_batch": 1}
 ALL = {"dense": {"shard": "all"}, "experts": {"shard": "all"}}
 SPLIT = {"dense": {"tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard": "all"}}
 HYBRID = {"dense": {"shard": 2}, "experts": {"shard": 2}}
-RECOMPUTE = {"use": "recompute", "regions": ["attention", "experts"]}
+POLICIES = {
+    "recompute": {"use": "recompute", "regions": ["attention", "experts"]},
+    "offload": {"use": "offload", "regions": ["attention", "experts"], "min_bytes": 0},
+}
 
 
 def layer_case(
@@ -136,7 +140,7 @@ def assert_same(got: list[Trained], wanted: list[Trained]) -> None:
     ("world", "parallel", "gemm", "scales"),
     [
         pytest.param(2, ALL, "grouped", "power_of_two", marks=pytest.mark.deep),
-        (2, ALL, "loop", "power_of_two"),
+        pytest.param(2, ALL, "loop", "power_of_two", marks=pytest.mark.deep),
         pytest.param(2, ALL, "loop", "fp32", marks=pytest.mark.deep),
         (4, SPLIT, "grouped", "fp32"),
         pytest.param(4, SPLIT, "loop", "power_of_two", marks=pytest.mark.deep),
@@ -156,14 +160,13 @@ def test_training_is_that_of_quantizing_the_gathered_fp32_weight(
     assert_same(pool.run(partial(trained, **given), world, "fp8", parallel), wanted)
 
 
-@pytest.mark.parametrize("gemm", ["grouped", "loop"])
-def test_memory_policies_change_no_bit(pool: RankPool, gemm: str) -> None:
+@pytest.mark.parametrize(("gemm", "policy"), each_value(("grouped", "loop"), POLICIES))
+def test_memory_policies_change_no_bit(pool: RankPool, gemm: str, policy: str) -> None:
     """Recomputed regions gather again, and weights are not offloaded; states of the optimizer rest in bf16."""
     given: dict[str, Any] = {"gemm": {"use": gemm}, "steps": 2, "sizes": MOE}
     states = [{"use": "optimizer-bf16"}]
-    for memory in ([RECOMPUTE], [{"use": "offload", "regions": ["attention", "experts"], "min_bytes": 0}]):
-        wanted = pool.run(partial(trained, memory=states, **given), 2, "fp32", ALL)
-        assert_same(pool.run(partial(trained, memory=memory + states, **given), 2, "fp8", ALL), wanted)
+    wanted = pool.run(partial(trained, memory=states, **given), 2, "fp32", ALL)
+    assert_same(pool.run(partial(trained, memory=[POLICIES[policy], *states], **given), 2, "fp8", ALL), wanted)
 
 
 def test_checkpoints_are_those_of_fp32_and_resume_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from moefw.runtime.compute.row_keys import keyed
 from moefw.testing.layer_case import DISPATCHERS, LayerCase, this_rank
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
+from pairwise import each_value
 from quantized_oracle import FORMATS
 
 WORLDS: dict[str, tuple[int, Any]] = {
@@ -72,8 +73,7 @@ def seen_by_rank(layer_case: LayerCase) -> Seen:
     return Seen(group, keys_T, output.layers[LAYER].expert_ids_TK.numpy(), by_expert, padding)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dispatch", DISPATCHERS)
+@pytest.mark.parametrize(("world", "dispatch"), each_value(WORLDS, DISPATCHERS))
 def test_each_row_has_the_key_of_its_token_and_expert(pool: RankPool, dispatch: str, world: str) -> None:
     """Rows are in order of (source rank, token) within an expert; padding has no keys."""
     ranks, parallel = WORLDS[world]

@@ -20,6 +20,7 @@ from moefw.testing.minima import Scheme
 from moefw.testing.pool import RankPool
 from moefw.testing.threads import thread_world
 from moefw.testing.wire import count_bytes, dispatch_assembly, open_dispatcher
+from pairwise import each_value
 from quantized_oracle import FORMATS, Format, InFP32, quantized_truth, solve_many
 
 PACKED = ("fp8-blockwise", "mxfp8")
@@ -31,8 +32,7 @@ def layer(form: Format, dispatch: Mapping[str, Any], *, kind: type[LayerCase] = 
     return kind(parts=parts, row_alignment=form.rows, **{"dim": 96, "expert_dim": 80, "top_k": 3, **given})
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", [*PACKED, "fp8-blockwise fp32 scales"])
+@pytest.mark.parametrize(("name", "world"), each_value([*PACKED, "fp8-blockwise fp32 scales"], WORLDS))
 def test_experts_compute_with_rows_rounded_once_and_everything_else_does_not(
     pool: RankPool, name: str, world: str
 ) -> None:

@@ -12,6 +12,7 @@ from moefw.core.stages import Batch
 from moefw.testing.layer_case import LayerCase, assert_matches, build_layer, solve, this_rank, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
+from pairwise import each_value
 
 AUX = {"kind": "aux_loss", "coeff": 0.2}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -54,9 +55,7 @@ def case(routing: dict[str, Any], tokens: tuple[int, ...] = (9, 6), memory: Any 
     return LayerCase(tokens=tokens, num_experts=8, parts=parts, **more)
 
 
-@pytest.mark.parametrize("memory", [[], RECOMPUTE], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("skew", ["even", "one"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "skew", "memory"), each_value(SETTINGS, ["even", "one"], [[], RECOMPUTE]))
 def test_the_layer_equals_the_oracle(pool: RankPool, setting: str, skew: str, memory: Any) -> None:
     routing, words = SETTINGS[setting]
     for masked, tokens in ((False, (9, 6)), (True, (0, 11))):

@@ -108,6 +108,7 @@ def emulated(use: str, **options: Any) -> dict[str, Any]:
 FOUR = {**MODEL, "num_layers": 4}
 LONG = {**MODEL, "num_layers": 6, "num_dense_layers": 2}
 """Two dense layers and four MoE layers, of which three are run for a plan."""
+SHALLOW = {**LOOPING["model"], "num_layers": 1}
 BUDGET = {"use": "hybridep", "backend": "torch", "rank_capacity": 2.0, "on_overflow": "rerun"}
 
 CODES_GATHERED: dict[str, Any] = {
@@ -132,11 +133,16 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         {**SHARED_OUT, "model": LONG, "train": BRIEF, "memory": [offload("attention", "experts")]},
         8,
     ),
-    "sharded, two tokens ahead": ({**SHARED_OUT, "model": {**MODEL, "num_layers": 4, "mtp_layers": 2}}, 8),
+    "sharded, two tokens ahead": ({**SHARED_OUT, "train": BRIEF, "model": {**MODEL, "mtp_layers": 2}}, 8),
     "loop": (LOOPING, 4),
     "loop, parts recomputed": ({**LOOPING, "train": BRIEF, "memory": [recompute("qkv", "router", "expert_fc1")]}, 4),
     "loop, delayed scales": (
-        {**LOOPING, "train": BRIEF, "precision": emulated("fp8-tensor", scaling="delayed", history=4)},
+        {
+            **LOOPING,
+            "model": SHALLOW,
+            "train": BRIEF,
+            "precision": emulated("fp8-tensor", scaling="delayed", history=4),
+        },
         4,
     ),
     "once a rank": (ONCE_A_RANK, 4),
@@ -144,6 +150,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "once a rank, codes on the wire": (
         {
             **ONCE_A_RANK,
+            "model": {**MODEL, "num_layers": 1},
             "train": BRIEF,
             "precision": emulated("mxfp8", saved_activations="int8"),
             "dispatch": {"use": "deepep", "backend": "torch", "wire": "fp8"},
@@ -188,6 +195,20 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         8,
     ),
 }
+
+EVERY_PART = (
+    "sharded, layers recomputed",
+    "sharded, six layers offloaded, one micro-batch",
+    "sharded, two tokens ahead",
+    "loop, delayed scales",
+    "once a rank, codes on the wire",
+    "once a node, pages",
+    "in parts, groups filled",
+    "quantiles, jitter, coupled",
+    "packs of documents that ranks share",
+    "a third party's dispatcher and memory policy",
+)
+"""Specs that together have every kind of part."""
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""Test parameters in which every value, or every two values, occur. ``make test-deep`` tests all combinations."""
+"""Test parameters for ``make test``: those in which every value, or every two values, occur. Others are ``deep``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def pairwise(*factors: Iterable[Any]) -> list[Any]:
 def each_value(*factors: Iterable[Any]) -> list[Any]:
     """Return all combinations of the factors' values; those without a new value are marked ``deep``."""
     return _covering(1, factors)
+
+
+def deep(*values: Any) -> list[Any]:
+    """Return the values as parameters that only ``make test-deep`` tests."""
+    return [pytest.param(value, marks=pytest.mark.deep) for value in values]
 
 
 def _covering(together: int, factors: Iterable[Iterable[Any]]) -> list[Any]:
