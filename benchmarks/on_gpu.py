@@ -76,7 +76,7 @@ OFFLOAD = "memory=[{use: offload, regions: [experts, attention], min_bytes: 1}]"
 PARTS: Mapping[str, Part] = {
     "kernels": kernels(
         *("quantize_kernels", "swiglu_kernels", "paged_copy", "swizzle", "gather_sum", "empty_groups"),
-        some="kernel_of_matrices",
+        some="tile_has_the_order or free_list",
     ),
     "products": kernels("grouped_gemm", "fused_quantize", some="cannot_be_multiplied"),
     "dispatchers": script("one_rank", small=()),
