@@ -111,12 +111,12 @@ def test_all_are_listed_and_one_spec_takes_them_all(
     assert "routing: my-router  dispatch: my-dispatcher  gemm: my-gemm  precision: my-precision" in done.stdout
 
 
-@pytest.mark.parametrize("options", [["-p", "two_ranks"], pytest.param([], marks=pytest.mark.deep)], ids=["two", "all"])
+@pytest.mark.deep
 def test_each_passes_its_suite_as_generated(
-    installed: Callable[..., subprocess.CompletedProcess[str]], packages: dict[str, Path], options: list[str]
+    installed: Callable[..., subprocess.CompletedProcess[str]], packages: dict[str, Path]
 ) -> None:
     tests = [str(package / "tests") for package in packages.values()]
-    done = installed("pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests)
+    done = installed("pytest", "-q", "-x", "-p", "no:cacheprovider", *tests)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("passed") == 1
 

@@ -353,6 +353,7 @@ def test_options_that_nobody_can_guess_are_asked_for() -> None:
         usable_here(only=Puzzling)
 
 
+@pytest.mark.deep
 class TestAgain(CombinationSuite):
     plugin = Again
     options = {"regions": ["router", "experts"]}

@@ -73,9 +73,9 @@ COMBINATIONS = list(itertools.product(DISPATCHERS, GEMMS, PRECISIONS, MEMORY))
 def test_every_combination_equals_the_oracle(
     pool: RankPool, dispatch: str, gemm: str, precision: str, memory: str
 ) -> None:
-    """Each runs on three worlds, routings and skews; the next combination takes others."""
+    """Each runs on two worlds, routings and skews; the next combination takes others."""
     number = COMBINATIONS.index((dispatch, gemm, precision, memory))
-    for seed in (number, number + 3, number + 6):
+    for seed in (number, number + 3):
         routing, world, skew = (list(one)[seed % len(one)] for one in (ROUTINGS, WORLDS, SKEWS))
         case = layer_case(
             dispatch, gemm, precision, memory, routing, world, skew, seed=seed, masked=seed % 2 == 1, shared=True

@@ -5,6 +5,7 @@ Launches are those of the kernels' own functions on tensors without memory, so t
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -201,15 +202,26 @@ def hold(case: Case, code: Compiled, capability: int) -> None:
         assert "cp.async.cg.shared.global" in code.ptx, "loads of codes are wide and run ahead"
 
 
+RESEMBLE_OTHERS = (
+    *("mxfp8 (1, 32) e4m3 rceil", "mxfp8 (32, 1) e4m3 rceil", "mxfp8 (32, 32) e4m3 rceil"),
+    *("clamped swiglu", "clamped swiglu backward", "swiglu_quantize power_of_two"),
+    *(
+        "permute_quantize power_of_two padding=True",
+        "hadamard of columns",
+        "swizzle rows",
+        "gather_sum torch.float32 1",
+    ),
+)
+DEEP = [name for name, case in CASES.items() if case.deep or name in RESEMBLE_OTHERS]
+
+
 @pytest.mark.parametrize(
     ("name", "capability"),
     [
-        *each_value([name for name, case in CASES.items() if not case.deep], [90, 100]),
+        *each_value([name for name in CASES if name not in DEEP], [90, 100]),
         *(
             pytest.param(name, capability, marks=pytest.mark.deep)
-            for name, case in CASES.items()
-            for capability in (90, 100)
-            if case.deep
+            for name, capability in itertools.product(DEEP, (90, 100))
         ),
     ],
 )

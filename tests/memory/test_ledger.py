@@ -35,6 +35,7 @@ def test_a_step_holds_what_the_ledger_says(name: str) -> None:
     check(assembly_of(*SPECS[name]))
 
 
+@pytest.mark.deep
 def test_a_rank_of_256_with_some_layers_of_qwen3_235b_holds_what_the_ledger_says() -> None:
     check(qwen3_235b(5))
 

@@ -14,6 +14,7 @@ from moefw.core.errors import ContractError
 from moefw.testing.measured import Measured, measure, measure_here
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL
+from pairwise import deep
 
 TOKENS, DIM, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, TOP_K, EXPERT_DIM = 32, 32, 4, 2, 8, 8, 2, 16
 """Sizes of ``SMALL``, whose micro-batches are two sequences of 16 tokens."""
@@ -143,7 +144,7 @@ def test_ranks_hold_what_they_are_measured_to_hold_without_the_others(pool: Rank
         assert found.peak == pytest.approx(min(measured.peak for measured in truths), rel=0.01)
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+@pytest.mark.parametrize("ranks_per_node", [2, *deep(1, 4)])
 def test_rows_that_travel_in_two_hops_are_measured_without_the_other_ranks(ranks_per_node: int) -> None:
     layout = {"experts": {"ep": 4}, "ranks_per_node": ranks_per_node}
     one_hop, two_hops = (

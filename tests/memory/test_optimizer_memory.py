@@ -454,6 +454,7 @@ class TestOptimizerBF16(OptimizerMemorySuite):
     plugin = OptimizerBF16
 
 
+@pytest.mark.deep
 class TestOptimizerBF16ToNearest(TestOptimizerBF16):
     options = {"rounding": "nearest"}
 

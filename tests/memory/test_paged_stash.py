@@ -494,6 +494,7 @@ class TestPagedStash(MemorySuite):
     parts = {"dispatch": BUDGET}
 
 
+@pytest.mark.deep
 class TestPagedStashSpilled(MemorySuite):
     plugin = PagedStash
     options = {"factor": 0.25, "page_rows": 4, "spill": "host"}

@@ -134,7 +134,7 @@ def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(
 
     example = Path(__file__).parents[2] / "examples" / "fine_tune"
     sizes = [
-        "train.steps=6",
+        "train.steps=4",
         "train.lr=0.01",
         "train.tokens_per_step=256",
         "train.micro_batch=1",

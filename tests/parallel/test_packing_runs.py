@@ -62,7 +62,7 @@ def compare(pool: RankPool, world: int, spec: dict[str, Any], **shared: Any) -> 
         ("allgather_kv", 4, SHARDED, SINKS),
         ("ring_attention", 2, TWO, MLA),
         ("ulysses", 4, HEADS, GQA),
-        ("ring_attention", 4, ACROSS, GQA),
+        pytest.param("ring_attention", 4, ACROSS, GQA, marks=pytest.mark.deep),
     ],
     ids=["sinks, windows and FSDP", "latents on a ring", "heads and parts of experts", "experts across dp and cp"],
 )

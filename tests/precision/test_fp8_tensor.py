@@ -272,7 +272,11 @@ def go_on(layer_case: LayerCase, folder: Path, steps: range) -> tuple[list[float
 EP = {"experts": {"ep": 2}}
 
 
-@pytest.mark.parametrize(("world", "parallel", "gemm"), [(1, {}, "grouped"), (2, EP, "loop")], ids=["1", "ep 2"])
+@pytest.mark.parametrize(
+    ("world", "parallel", "gemm"),
+    [pytest.param(1, {}, "grouped", marks=pytest.mark.deep), (2, EP, "loop")],
+    ids=["1", "ep 2"],
+)
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_bits(
     pool: RankPool, tmp_path: Path, world: int, parallel: Any, gemm: str
 ) -> None:

@@ -144,7 +144,7 @@ def assert_same(got: list[Trained], wanted: list[Trained]) -> None:
         pytest.param(2, ALL, "loop", "fp32", marks=pytest.mark.deep),
         (4, SPLIT, "grouped", "fp32"),
         pytest.param(4, SPLIT, "loop", "power_of_two", marks=pytest.mark.deep),
-        (4, HYBRID, "grouped", "power_of_two"),
+        pytest.param(4, HYBRID, "grouped", "power_of_two", marks=pytest.mark.deep),
     ],
 )
 def test_training_is_that_of_quantizing_the_gathered_fp32_weight(

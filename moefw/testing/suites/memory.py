@@ -47,6 +47,13 @@ class MemorySuite(Suite):
     holding: ClassVar[Sequence[str]] = ("layer",)
     movements: ClassVar[Sequence[str]] = ("dispatch",)
     world: ClassVar[int] = 2
+    _runs: ClassVar[dict[Any, list[Observed]]]
+    """Runs that several checks of a class look at, by what they observe."""
+
+    def __init_subclass__(cls) -> None:
+        """Give each policy runs of its own."""
+        super().__init_subclass__()
+        cls._runs = {}
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -208,7 +215,10 @@ class MemorySuite(Suite):
         return None
 
     def _observe(self, regions: Sequence[str], *, in_flight: bool = False, language: float = 1.0) -> list[Observed]:
-        return list(self.pool.run(observed, self.world, self.model(regions), in_flight, language))
+        key = tuple(regions), in_flight, language
+        if key not in self._runs:
+            self._runs[key] = list(self.pool.run(observed, self.world, self.model(regions), in_flight, language))
+        return self._runs[key]
 
     def _compare_regions(self, *, in_flight: bool) -> None:
         plain = self._observe((), in_flight=in_flight)
