@@ -23,6 +23,7 @@ from moefw.testing.layer_case import LayerCase, assert_matches, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.base import PROFILES, Profile
+from pairwise import deep
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RING, TWO_HOP = EXAMPLES / "third_party_dispatcher", EXAMPLES / "two_hop_dispatcher"
@@ -50,13 +51,9 @@ def on(*worlds: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("moefw_profile", worlds, ids=str, indirect=True)
 
 
-def deep(*worlds: int) -> Any:
-    return pytest.param(worlds, marks=pytest.mark.deep)
-
-
 _ring, _two_hop = load(RING / "tests" / "test_ring.py"), load(TWO_HOP / "tests" / "test_two_hop.py")
-TestRing = on((2,), deep(1, 4))(_ring.TestRing)
-TestTwoHop = on(deep(1, 2, 4))(_two_hop.TestTwoHop)
+TestRing = on((2,), *deep((1, 4)))(_ring.TestRing)
+TestTwoHop = on(*deep((1, 2, 4)))(_two_hop.TestTwoHop)
 test_rows_go_to_neighbours_and_no_further_than_they_are_needed = (
     _ring.test_rows_go_to_neighbours_and_no_further_than_they_are_needed
 )

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from click.testing import CliRunner
 
 import copies
-from ledger_cases import CODES_GATHERED, EVERY_PART, LOOPING, PEAK, SAVED, SHARED_OUT, SPECS, assembly_of, check
+from ledger_cases import CODES_GATHERED, LOOPING, PEAK, QUICK, SAVED, SHARED_OUT, SPECS, assembly_of, check
 from memory_cases import qwen3_235b
 from moefw import hookimpl
 from moefw.commands.plan import plan
@@ -23,14 +23,12 @@ from moefw.core.errors import PlanError
 from moefw.core.plugin import DispatcherPlugin
 from moefw.planner import Ledger, ledger
 from moefw.testing.measured import measure
-from pairwise import deep
+from pairwise import deep, quick
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in EVERY_PART else pytest.mark.deep) for name in SPECS]
-)
+@pytest.mark.parametrize("name", quick(SPECS, *QUICK))
 def test_a_step_holds_what_the_ledger_says(name: str) -> None:
     check(assembly_of(*SPECS[name]))
 

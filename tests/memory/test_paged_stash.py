@@ -28,7 +28,7 @@ from moefw.testing.suites.memory import MemorySuite
 from moefw.testing.suites.memory_case import Observed, observed
 from moefw.testing.suites.runs import global_batch, open_model, train, whole_model
 from moefw.testing.suites.watch import same_bits
-from pairwise import deep, each_value
+from pairwise import each_value, quick
 
 CAPACITY = 24.0
 BUDGET = {"use": "hybridep", "backend": "torch", "rank_capacity": CAPACITY, "on_overflow": "rerun"}
@@ -71,7 +71,7 @@ def test_no_bit_changes(case: str, precision: str) -> None:
         assert sum(value for name, value in treated.values.items() if UNSAVED in name) == 0
 
 
-@pytest.mark.parametrize("precision", [*deep("fp32", "bf16"), "fp8-blockwise"])
+@pytest.mark.parametrize("precision", quick(PRECISIONS, "fp8-blockwise"))
 def test_no_bit_changes_on_two_ranks(pool: RankPool, precision: str) -> None:
     parts = {"dispatch": BUDGET, "precision": PRECISIONS[precision]}
     for in_flight in (False, True):

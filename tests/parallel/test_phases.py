@@ -16,7 +16,7 @@ from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.suites.watch import same_bits
-from pairwise import deep, each_value
+from pairwise import each_value, quick
 from phase_cases import (
     MicroBatch,
     all_forward_first,
@@ -61,7 +61,7 @@ def test_no_bit_depends_on_the_order_in_which_phases_run(
             assert not wrong, (schedule.__name__, rank)
 
 
-@pytest.mark.parametrize("world", [*deep("1 rank", "2 ranks", "4 ranks"), "4 ranks, sharded"])
+@pytest.mark.parametrize("world", quick(WORLDS, "4 ranks, sharded"))
 def test_nor_with_losses_of_tokens_further_ahead(pool: RankPool, world: str) -> None:
     ranks, parallel = WORLDS[world]
     case = whole_model(ranks, parts={"parallel": parallel}, plugins=(), sizes={**SIZES, "mtp_layers": 2})
@@ -70,7 +70,7 @@ def test_nor_with_losses_of_tokens_further_ahead(pool: RankPool, world: str) -> 
             assert [name for name in plain if not same_bits(plain[name], found[name])] == []
 
 
-@pytest.mark.parametrize("policy", [*deep("nothing", "recompute", "offload"), "recompute of layers", "both"])
+@pytest.mark.parametrize("policy", quick(POLICIES, "recompute of layers", "both"))
 def test_nor_with_a_loss_over_all_layers_which_no_recompute_doubles(pool: RankPool, policy: str) -> None:
     routing = {"use": "topk", "balance": [{"kind": "aux_loss", "over": "model", "coeff": 1.0}]}
     ranks, parallel = 2, {"dense": {"tp": 2}, "experts": {"ep": 2}}

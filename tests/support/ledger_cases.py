@@ -196,7 +196,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     ),
 }
 
-EVERY_PART = (
+QUICK = (
     "sharded, layers recomputed",
     "sharded, six layers offloaded, one micro-batch",
     "sharded, two tokens ahead",
@@ -208,7 +208,7 @@ EVERY_PART = (
     "packs of documents that ranks share",
     "a third party's dispatcher and memory policy",
 )
-"""Specs that together have every kind of part."""
+"""Specs that together have every dispatcher, GEMM and layout, and every way of memory policies."""
 
 
 @frozen

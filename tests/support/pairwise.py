@@ -24,6 +24,11 @@ def deep(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.deep) for value in values]
 
 
+def quick(values: Iterable[Any], *named: Any) -> list[Any]:
+    """Return all values as parameters, of which ``make test`` tests the named ones."""
+    return [pytest.param(value, marks=() if value in named else pytest.mark.deep) for value in values]
+
+
 def _covering(together: int, factors: Iterable[Iterable[Any]]) -> list[Any]:
     met: set[tuple[tuple[int, str], ...]] = set()
     found = []
