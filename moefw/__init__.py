@@ -45,12 +45,13 @@ from moefw.core.plugin import (
     ModelPlugin,
     OptimizerMemoryPlugin,
     OptimizerPlugin,
+    PipelinePlugin,
     Plugin,
     PrecisionPlugin,
     RouterPlugin,
     SchedulePlugin,
 )
-from moefw.core.records import Canonical, SavedOperand, Shard, State
+from moefw.core.records import Action, Canonical, SavedOperand, Shard, Stage, State
 from moefw.core.site import Activation, Dims, Machine, Site
 from moefw.runtime.parallel.meshes import Mesh, MeshPlan
 
@@ -87,6 +88,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "ANY",
     "API_VERSION",
+    "Action",
     "Activation",
     "Assembly",
     "Attention",
@@ -132,6 +134,7 @@ __all__ = [
     "OptimizerPolicy",
     "OptimizerStates",
     "Pending",
+    "PipelinePlugin",
     "PlanError",
     "Plugin",
     "PluginError",
@@ -148,6 +151,7 @@ __all__ = [
     "SharedInput",
     "Site",
     "SpecError",
+    "Stage",
     "State",
     "StatePart",
     "Stateful",

@@ -21,6 +21,7 @@ from moefw.core.plugin import (
     MemoryPlugin,
     ModelPlugin,
     OptimizerPlugin,
+    PipelinePlugin,
     PrecisionPlugin,
     RouterPlugin,
     SchedulePlugin,
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 
 SECTIONS: Final = (
-    *("model", "attention", "context_parallel", "routing", "dispatch", "gemm", "precision", "parallel", "data"),
+    *("model", "attention", "context_parallel", "routing", "dispatch", "gemm", "precision", "parallel", "pipeline"),
+    "data",
 )
 """The sections of a spec that are one plugin each."""
 
@@ -51,6 +53,7 @@ class ChosenPlugins:
     precision: PrecisionPlugin
     memory: tuple[MemoryPlugin, ...]
     parallel: LayoutPlugin
+    pipeline: PipelinePlugin
     data: DataSourcePlugin
     optimizer: OptimizerPlugin
     schedule: SchedulePlugin

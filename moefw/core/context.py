@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Layout, Precision
-from moefw.core.records import Shard, Side
+from moefw.core.records import Shard, Side, Stage
 from moefw.core.site import Site
 
 T = TypeVar("T")
@@ -169,6 +169,10 @@ class ModelContext(Protocol):
     @property
     def fallback(self) -> Precision:
         """The recipe of the head, and of modules that ``precision`` keeps in high precision."""
+
+    @property
+    def stages(self) -> Sequence[Sequence[Stage]]:
+        """The pipeline stages of each position on pp. A model builds the layers of its own position's alone."""
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
         """Return ``module``. Where the layout shards its parameters, each call gathers them in ``dtype``."""

@@ -79,6 +79,11 @@ def moefw_layouts() -> Sequence[type[plugin.LayoutPlugin]]:  # type: ignore[empt
 
 
 @hookspec
+def moefw_pipelines() -> Sequence[type[plugin.PipelinePlugin]]:  # type: ignore[empty-body]
+    """Return the schedules of pipeline stages (``pipeline:``)."""
+
+
+@hookspec
 def moefw_data_sources() -> Sequence[type[plugin.DataSourcePlugin]]:  # type: ignore[empty-body]
     """Return the data sources (``data:``)."""
 

@@ -10,6 +10,7 @@ from attrs.validators import ge, gt, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import Need, Offers, offers
+from moefw.core.records import Action
 from moefw.core.site import Dims, Site
 
 if TYPE_CHECKING:
@@ -203,6 +204,37 @@ class LayoutPlugin(Plugin):
 
 
 @frozen
+class PipelinePlugin(Plugin):
+    """Declares a pipeline schedule: where stages lie, and the order in which each rank runs them. Needs no torch.
+
+    ``layout``: the stages, in the letters of Megatron-LM: ``E`` embedding, ``t`` layer, ``m`` layer that predicts a
+    further token, ``L`` loss, ``|`` between stages, ``*3`` or ``(...)*3`` for repetition. null: layers are spread
+    evenly, and those that predict further tokens lie in the last stage.
+    """
+
+    hook: ClassVar[str] = "moefw_pipelines"
+
+    layout: str | None = field(default=None, kw_only=True)
+
+    @property
+    def chunks(self) -> int:
+        """The number of stages of each rank of pp."""
+        return 1
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """Return the position on pp, of ``ranks``, that holds a stage."""
+        return stage % ranks
+
+    def check_batches(self, ranks: int, micro_batches: int) -> Iterable[Problem]:
+        """Return why so many micro-batches cannot run, with the nearest number that can."""
+        return ()
+
+    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[Action]]:
+        """Return what each of ``ranks`` positions on pp does, in order. An action waits for the tensors it needs."""
+        raise NotImplementedError
+
+
+@frozen
 class ModelPlugin(Plugin):
     """Declares the transformer around the MoE layers."""
 
@@ -292,6 +324,7 @@ FAMILIES: tuple[type[Plugin], ...] = (
     PrecisionPlugin,
     MemoryPlugin,
     LayoutPlugin,
+    PipelinePlugin,
     DataSourcePlugin,
     OptimizerPlugin,
     SchedulePlugin,

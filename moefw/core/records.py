@@ -51,17 +51,54 @@ class Shard:
         return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(shape))
 
 
+@frozen
+class Stage:
+    """Stage ``index`` of the ``count`` stages of a pipeline. The first one embeds, the last one computes the losses."""
+
+    index: int
+    count: int
+    layers: range
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage embeds the tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage computes the losses."""
+        return self.index == self.count - 1
+
+
+@frozen
+class Action:
+    """One pass of a micro-batch through a stage of a pipeline.
+
+    ``F``: forward. ``B``: backward. ``I``, and later ``W``: a backward in two parts, the gradients of inputs and those
+    of weights.
+    """
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
 @frozen(eq=False)
 class Canonical:
     """A parameter, or its piece ``parameter[index]``, under a name that is the same in every layout.
 
-    ``shard`` is the part of the named tensor that this rank holds; None: all of it.
+    ``shard`` is the part of the named tensor that this rank holds; None: all of it. ``holders``: the positions on pp
+    that hold copies, which other tokens' gradients reach; empty: this one alone.
     """
 
     name: str
     parameter: Parameter
     index: tuple[Any, ...] = ()
     shard: Shard | None = None
+    holders: tuple[int, ...] = ()
 
     def of(self, like: Tensor) -> Tensor:
         """Return this piece of a tensor with the parameter's shape: the parameter, its gradient or its moments."""

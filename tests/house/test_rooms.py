@@ -76,7 +76,7 @@ def test_imports_make_no_circle() -> None:
 
 def test_the_core_is_what_an_author_reads() -> None:
     files = [MODULES[module] for module in MODULES if room(module) == "core"]
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 1700
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 1800
 
 
 def test_the_kernels_stand_alone() -> None:

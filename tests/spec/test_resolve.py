@@ -288,6 +288,8 @@ class TestResolvedSpec:
             "precision.use": "bf16",
             "train.schedule.use": "wsd",
             "context_parallel.use": "ring_attention",
+            "pipeline.use": "gpipe",
+            "pipeline.layout": None,
             "routing.score": "sigmoid",
             "routing.balance": [{"kind": "aux_loss"}],
             "routing.pre_softmax": True,

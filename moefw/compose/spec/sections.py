@@ -130,6 +130,7 @@ class Spec:
     precision: Choice = chosen("moefw_precisions")
     memory: tuple[Choice, ...] = chosen("moefw_memory_policies", default=())
     parallel: Choice = chosen("moefw_layouts")
+    pipeline: Choice = chosen("moefw_pipelines")
     data: Choice = chosen("moefw_data_sources")
     train: TrainSpec
     run: RunSpec = RunSpec()

@@ -1,0 +1,45 @@
+"""``interleaved``: 1F1B with several stages a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+import moefw
+from moefw.core.plugin import PipelinePlugin
+
+
+@frozen
+class Interleaved(PipelinePlugin):
+    """1F1B with ``chunks`` stages a rank, ``ranks`` apart (arXiv 2104.04473): bubbles are ``chunks`` times shorter.
+
+    More micro-batches are held than in ``1f1b``, and sent ``chunks`` times as often.
+    """
+
+    name: ClassVar[str] = "interleaved"
+
+    chunks: int = field(default=2, validator=ge(2), kw_only=True)
+
+    def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
+        """Yield a problem of micro-batches that are no multiple of the rounds, each of ``ranks`` or slightly more."""
+        rounds = max(1, micro_batches // ranks)
+        if micro_batches % rounds:
+            below, above = micro_batches // ranks * ranks, -(-micro_batches // ranks) * ranks
+            near = below if micro_batches - below <= above - micro_batches else above
+            what = f"interleaved runs micro-batches in {rounds} rounds, which do not divide {micro_batches} of them."
+            yield moefw.Problem(what, f"Use {near} micro-batches a step, or use: 1f1b.")
+
+    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
+        """Return the order of torch's ``ScheduleInterleaved1F1B``."""
+        from moefw.plugins.pipelines.torch_orders import order_of
+
+        return order_of("ScheduleInterleaved1F1B", self.chunks, ranks, micro_batches)
+
+
+@moefw.hookimpl
+def moefw_pipelines() -> list[type[PipelinePlugin]]:
+    """Declare the schedule."""
+    return [Interleaved]
