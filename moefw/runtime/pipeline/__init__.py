@@ -1,0 +1,1 @@
+"""Pipelines: where stages lie, what travels between them, and who plays a schedule."""
