@@ -28,7 +28,7 @@ from moefw.models.huggingface.loading import load
 from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors
-from moefw.runtime.parallel.gradients import copied_over, split_axis
+from moefw.runtime.parallel.gradients import STAGE, copied_over, split_axis
 from moefw.runtime.parallel.pieces import whole
 
 BESIDE: Final = (
@@ -153,6 +153,8 @@ def _owned(model: Pretrained) -> Iterator[tuple[str, Tensor]]:
     layout, module = model.layout, model.module
     experts = expert_parameters(module)
     for parameter, pieces in by_parameter(module):
+        if pieces[0].holders and layout.index("pp") != pieces[0].holders[0]:
+            continue
         values = whole(parameter.detach())
         axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
         for piece in pieces:
@@ -161,7 +163,7 @@ def _owned(model: Pretrained) -> Iterator[tuple[str, Tensor]]:
                 tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
             if layout.index(*axes) == 0 and (piece.shard is None or piece.shard.index == 0):
                 yield piece.name, tensor
-    if layout.rank == 0:
+    if layout.index(*STAGE) == 0:
         yield from ((name, state) for name, state in state_tensors(module).items() if name in model.source.origins)
 
 

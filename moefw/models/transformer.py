@@ -86,26 +86,26 @@ class Transformer(nn.Module):
         return [layer - self.options.num_layers + 1 for layer in place.layers if layer >= self.options.num_layers]
 
     def _phases(self, place: Stage, *, further: bool = True) -> tuple[Phase, ...]:
-        """Return the phases of a stage's layers, and of the norm behind the last that predicts the next token.
+        """Return the phases of a stage's layers. ``further``: also of those that predict further tokens."""
+        layers = [layer for layer in place.layers if further or layer < self.options.num_layers]
+        return tuple(phase for layer in layers for phase in self.phases_of(layer))
 
-        ``further``: also of the layers that predict further tokens.
-        """
-        found: list[Phase] = []
-        for layer in place.layers:
-            block: Any = self.layers[layer]
-            found += block.phases if further or layer < self.options.num_layers else ()
-            if layer == self.options.num_layers - 1:
-                found.append(self.normalise)
-        return (*found,)
+    def phases_of(self, layer: int) -> tuple[Phase, ...]:
+        """Return the phases of one layer on this rank, with the norm behind the last that predicts the next token."""
+        block: Any = self.layers[layer]
+        return (*block.phases, self.normalise) if layer == self.options.num_layers - 1 else block.phases
 
     def _stage(self, place: Stage) -> ModelStage:
         layers = straight(self._phases(place))
 
         def run(arrived: Arrived) -> Passed | Output:
-            stream: Stream = layers(self.enter(place, arrived.batch, arrived.tensors))
-            return self.end(stream) if place.is_last else Passed(tensors=stream.passed, layers=stream.layers)
+            return self.leave(place, layers(self.enter(place, arrived.batch, arrived.tensors)))
 
         return ModelStage(place, run, lambda batch: self._awaited(place, batch))
+
+    def leave(self, place: Stage, stream: Stream) -> Passed | Output:
+        """End a stage, given the end of its stream."""
+        return self.end(stream) if place.is_last else Passed(tensors=stream.passed, layers=stream.layers)
 
     def _block(self, layer: int, context: ModelContext) -> nn.Module:
         if not self._holds(layer):

@@ -18,6 +18,8 @@ from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout, Precision
 from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPlugin, Plugin, PrecisionPlugin
+from moefw.core.records import Action
+from moefw.planner.layers import unlike_positions
 from moefw.planner.micro_batch import BUFFERS, POOL, MicroBatch
 from moefw.planner.optimizer_states import measure_states
 from moefw.planner.report import Held, Ledger, Peak, RegionTotals
@@ -27,6 +29,7 @@ from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.places import OUTSIDE, Place
 from moefw.recording.recorder import GATHERED, Recorder
 from moefw.runtime.parallel.gradients import Family, Gradients
+from moefw.runtime.pipeline.timeline import most_in_flight
 
 FP32: Final = 4
 INT64: Final = 8
@@ -36,22 +39,13 @@ WEIGHTS: Final = "weights"
 
 
 def measure(assembly: Assembly, micro_batches: int) -> Ledger:
-    """Return the ledger of the first rank for steps of ``micro_batches``. Routing is even.
+    """Return the ledger of a rank for steps of ``micro_batches``: of the stage of a pipeline that needs most memory.
 
-    It has no peak if a part raises MoefwError or RuntimeError, the errors of what is missing or needs values.
+    Routing is even. It has no peak if a part raises MoefwError or RuntimeError, the errors of what is missing or needs
+    values.
     """
-    parts = assembly.parts
-    try:
-        found = _ledger(assembly, micro_batches)
-    except (MoefwError, RuntimeError) as error:
-        held = _held(_that_builds(assembly), micro_batches)
-        return evolve(held, unknown=str(error))
-    if not parts.memory:
-        rows = tuple(evolve(row, without_policies=row.saved) for row in found.regions)
-        return evolve(found, regions=rows)
-    with _recorded(evolve(assembly, parts=evolve(parts, memory=())), gradients=False) as (batch, _, _):
-        batch.forward()
-        return evolve(found, regions=_beside(found.regions, _regions(batch)))
+    found = [_measure(assembly, micro_batches, position) for position in unlike_positions(assembly, micro_batches)]
+    return max(found, key=lambda one: (one.peak_bytes or 0, one.held.device))
 
 
 def try_to_build(assembly: Assembly) -> str:
@@ -60,7 +54,7 @@ def try_to_build(assembly: Assembly) -> str:
     Raises PluginError if a part fails to import a module, or breaks its contract.
     """
     try:
-        _held(assembly, 1)
+        _held(assembly, 1, 0)
     except PluginError:
         raise
     except (MoefwError, RuntimeError) as error:
@@ -68,32 +62,58 @@ def try_to_build(assembly: Assembly) -> str:
     return ""
 
 
-def _ledger(assembly: Assembly, count: int) -> Ledger:
-    with _recorded(assembly, gradients=count > 1) as (batch, layout, shared):
+def _measure(assembly: Assembly, count: int, position: int) -> Ledger:
+    parts = assembly.parts
+    try:
+        found = _ledger(assembly, count, position)
+    except (MoefwError, RuntimeError) as error:
+        held = _held(_that_builds(assembly), count, position)
+        return evolve(held, unknown=str(error))
+    if not parts.memory:
+        rows = tuple(evolve(row, without_policies=row.saved) for row in found.regions)
+        return evolve(found, regions=rows)
+    plain = evolve(assembly, parts=evolve(parts, memory=()))
+    with _recorded(plain, 1, position, gradients=False) as (batch, _, _):
+        batch.forward()
+        return evolve(found, regions=_beside(found.regions, _regions(batch)))
+
+
+def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
+    with _recorded(assembly, count, position, gradients=count > 1) as (batch, layout, shared):
         batch.forward()
         batch.backward()
         usage, regions, pools = Usage(batch, gradients=count > 1), _regions(batch), _labelled(batch, POOL)
         found = _with_held(batch, layout, shared, count)
         step = Peak(place="optimizer", saved=0, gathered=0, passing=found.held.step_passing)
-        peak = max(usage.peak(found.held.gradients), step, key=lambda one: one.total)
-        return evolve(found, regions=regions, work=tuple(batch.work()), pools=pools, peak=peak)
+        peaks = [usage.peak(found.held.gradients), step]
+        found = evolve(found, regions=regions, work=tuple(batch.work()), pools=pools)
+    if assembly.layout.sizes.get("pp", 1) > 1 and count > 1:
+        with _recorded(assembly, count, position, gradients=False) as (batch, _, _):
+            batch.forward()
+            batch.backward()
+            peaks.append(Usage(batch, gradients=False).peak(found.held.gradients))
+    return evolve(found, peak=max(peaks, key=lambda one: one.total))
 
 
-def _held(assembly: Assembly, count: int) -> Ledger:
-    with _recorded(assembly, gradients=False) as (batch, layout, shared):
+def _held(assembly: Assembly, count: int, position: int) -> Ledger:
+    with _recorded(assembly, count, position, gradients=False) as (batch, layout, shared):
         return _with_held(batch, layout, shared, count)
 
 
 @contextmanager
-def _recorded(assembly: Assembly, *, gradients: bool) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
-    recorder, shared = Recorder(), Shared()
+def _recorded(
+    assembly: Assembly, count: int, position: int, *, gradients: bool
+) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
+    """Open the first rank of a position on pp."""
+    recorder, shared, plan = Recorder(), Shared(), assembly.layout
+    rank = next(rank for rank in range(plan.world) if plan.coordinates(rank).get("pp", 0) == position)
     with ExitStack() as stack:
-        stack.enter_context(fake_tensor_world(0, assembly.layout.world))
+        stack.enter_context(fake_tensor_world(rank, plan.world))
         stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
         stack.enter_context(recorder)
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
-        yield MicroBatch(assembly, layout, shared, recorder, gradients=gradients), layout, shared
+        yield MicroBatch(assembly, layout, shared, recorder, count=count, gradients=gradients), layout, shared
 
 
 def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> Ledger:
@@ -111,7 +131,15 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
         host=states.host,
         step_passing=max(states.passing, flat),
     )
-    return Ledger(world=layout.plan.world, micro_batches=count, tokens=tokens, held=held)
+    return Ledger(
+        world=layout.plan.world,
+        stages=layout.size("pp"),
+        position=layout.index("pp"),
+        in_flight=most_in_flight([step for step in batch.steps if isinstance(step, Action)]) or 1,
+        micro_batches=count,
+        tokens=tokens,
+        held=held,
+    )
 
 
 def _flat(family: Family, layout: Layout, stored: Mapping[nn.Parameter, int]) -> int:

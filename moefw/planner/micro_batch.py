@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -19,13 +21,18 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
+from moefw.core.records import Action, Stage
 from moefw.core.stages import Batch
 from moefw.planner.gathering import Gathering, Unit
 from moefw.planner.layers import InPhases, RunLayer, run_layers
 from moefw.planner.operations import Operations
 from moefw.planner.report import Work
+from moefw.planner.unconnected import Stages, Unconnected
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, PARAMETERS, Life, Recorder
+from moefw.runtime.pipeline.player import Player
+from moefw.runtime.pipeline.stage import Arrived, ModelStage
+from moefw.runtime.pipeline.transfers import Step
 
 BUFFERS: Final = "buffers"
 BATCH: Final = "batch"
@@ -40,21 +47,31 @@ SAVED: Final = (None, GATHERED)
 class MicroBatch:
     """A model and its recorded micro-batch. Moments count changes of the memory in use.
 
-    ``gradients``: whether those of an earlier micro-batch are there. ``layers``: those that run. ``offloaded``: bytes
-    of host memory by place.
+    ``count``: the micro-batches of a step. ``gradients``: whether those of an earlier one are there. ``layers``: those
+    that run. ``offloaded``: bytes of host memory by place.
     """
 
     def __init__(
-        self, assembly: Assembly, layout: Layout, shared: Shared, recorder: Recorder, *, gradients: bool
+        self, assembly: Assembly, layout: Layout, shared: Shared, recorder: Recorder, *, count: int, gradients: bool
     ) -> None:
         self.assembly, self.recorder = assembly, recorder
         self.operations = Operations(recorder, layout)
         self.sharding: Gathering | None = None
-        self.model: Any = build_model(
+        model: Any = build_model(
             assembly, layout, torch.device("cpu"), shared, shard_by=self._shard_by, watch=recorder.places
         )
+        self.model = model
         every = [RunLayer(number) for number in range(assembly.site.num_layers)]
         self.layers = run_layers(assembly, self.model) if isinstance(self.model, InPhases) else every
+        self.steps: Sequence[Step] = model.link.steps(count) if layout.size("pp") > 1 else ()
+        """What this rank does in a step of a pipeline; empty if there is none."""
+        self.passes: dict[tuple[str, int], range] = {}
+        """When each kind of pass runs through each stage of this rank, with what it receives."""
+        self.link: Unconnected | None = None
+        self.saved_in: dict[int, range] = {}
+        """The moments between which each stage saves what its backward needs."""
+        self._played: Iterator[Any] | None = None
+        self._rows: list[tuple[RunLayer, int]] = []
         self._began: list[int] = []
         self._done: list[int] = []
         self.operations.learn_weights(self.model)
@@ -84,21 +101,27 @@ class MicroBatch:
         """Run forward."""
         recorder, batch = self.recorder, self._batch()
         recorder.off_device.clear()
-        with recorder.places.phase("forward"), self.operations:
-            self._loss = self._forward(batch)
+        if self.steps:
+            self._forward_in_stages(batch)
+        else:
+            with recorder.places.phase("forward"), self.operations:
+                self._loss = self._forward(batch)
         self.turn = recorder.now
         self.offloaded.update(recorder.off_device)
 
     def backward(self) -> None:
         """Run backward."""
         recorder, loss = self.recorder, self._loss
-        assert loss is not None, "forward comes before backward"
-        self._loss = None
-        with recorder.places.phase("backward"), self.operations:
-            loss.backward()
-            del loss
-            for unit in self.units:
-                unit.end()
+        if self._played is not None:
+            for _ in self._played:
+                raise AssertionError("all forwards come before the first backward")
+        else:
+            assert loss is not None, "forward comes before backward"
+            self._loss = None
+            with recorder.places.phase("backward"), self.operations:
+                loss.backward()
+                del loss
+                self._end_units()
         self.end = recorder.now
         shards = [unit.grads for unit in self.units if unit.grads is not None]
         recorder.label([*shards, *(p.grad for p in self.model.parameters() if p.grad is not None)], GRADIENTS)
@@ -114,20 +137,54 @@ class MicroBatch:
         model, root = self.model, self.sharding.root_unit if self.sharding else None
         if root is not None:
             root.before(None, ())
-        if not any(layer.more for layer in self.layers):
-            output = model(batch)
+        if any(layer.more for layer in self.layers):
+            output = self._through(model.stages[0].place, Arrived(batch=batch))
         else:
-            value = model.begin(batch)
-            for layer in self.layers:
-                self._mark(value)
-                for phase in model.layers[layer.number].phases:
-                    value = phase(value)
-            self._mark(value)
-            output = model.end(value)
+            output = model(batch)
         if root is not None:
             root.after(None, (), output)
         loss: Tensor = output.objective * batch.loss_scale
         return loss
+
+    def _forward_in_stages(self, batch: Batch) -> None:
+        """Play the passes of one micro-batch through this rank's stages up to the first backward."""
+        model = self.model
+        if self.sharding is not None and self.sharding.root_unit is not None:
+            self.sharding.root_unit.before(None, ())
+        stages = [ModelStage(one.place, partial(self._through, one.place), one.awaited) for one in model.stages]
+        self.link = Unconnected(model.link, [one.place for one in stages], self.operations)
+        link: Any = self.link
+        self._played = Player(Stages(stages, link), [batch]).play(self._pass)
+        for one in stages:
+            began = self.recorder.now
+            next(self._played)
+            self.saved_in[one.place.index] = range(began, self.recorder.now)
+
+    @contextmanager
+    def _pass(self, action: Action) -> Iterator[None]:
+        began = max((window.stop for window in self.passes.values()), default=self.begin)
+        with self.recorder.places.phase("forward" if action.kind == "F" else "backward"), self.operations:
+            yield
+            if action.kind != "F":
+                self._end_units()
+        self.passes[action.kind, action.stage] = range(began, self.recorder.now)
+
+    def _end_units(self) -> None:
+        for unit in self.units:
+            unit.end()
+
+    def _through(self, place: Stage, arrived: Arrived) -> Any:
+        """Run those layers of a stage that are run."""
+        model = self.model
+        value = model.enter(place, arrived.batch, arrived.tensors)
+        for layer in self.layers:
+            if layer.number in place.layers:
+                self._rows.append((layer, len(self._began)))
+                self._mark(value)
+                for phase in model.phases_of(layer.number):
+                    value = phase(value)
+        self._mark(value)
+        return model.leave(place, value)
 
     def _mark(self, value: Any) -> None:
         """Record the current moment, and the moment at which backward reaches ``value``."""
@@ -144,7 +201,7 @@ class MicroBatch:
 
     def spans(self) -> Iterator[tuple[RunLayer, range, range]]:
         """Yield the layers that stand for others, with the moments of their forward and of their backward."""
-        for at, layer in enumerate(self.layers):
+        for layer, at in self._rows:
             if layer.more:
                 forward = range(self._began[at], self._began[at + 1])
                 yield layer, forward, range(self._done[at + 1], self._done[at])

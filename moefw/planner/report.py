@@ -121,8 +121,10 @@ class Work:
 
 @frozen(kw_only=True)
 class Ledger:
-    """The memory of one rank in bytes, and its work; all ranks are alike.
+    """The memory of one rank in bytes, and its work. All ranks of a pipeline's stage are alike.
 
+    ``stages`` and ``position``: the size of pp, and where on it the rank is that is told of: one that needs most.
+    ``in_flight``: the most forwards of stages that it has run and not run back; regions are of one micro-batch.
     ``pools``: bytes that policies keep from step to step. ``peak`` is None if a part cannot run on this machine;
     ``unknown`` is the reason, and only ``held`` is known.
     """
@@ -131,6 +133,9 @@ class Ledger:
     micro_batches: int
     tokens: int
     held: Held
+    stages: int = 1
+    position: int = 0
+    in_flight: int = 1
     regions: tuple[RegionTotals, ...] = ()
     work: tuple[Work, ...] = ()
     pools: int = 0
@@ -145,7 +150,10 @@ class Ledger:
     @property
     def ranks(self) -> str:
         """The ranks that hold it, in words."""
-        return "the rank" if self.world == 1 else f"each of {self.world} ranks"
+        if self.stages == 1:
+            return "the rank" if self.world == 1 else f"each of {self.world} ranks"
+        where = f"{self.position + 1} of {self.stages} on pp, which need most"
+        return f"the {self.world // self.stages} ranks in place {where} (passes in flight: {self.in_flight})"
 
     @property
     def totals(self) -> dict[str, int]:

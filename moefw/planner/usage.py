@@ -11,6 +11,8 @@ from attrs import frozen
 from moefw.planner.micro_batch import GRADIENTS, MicroBatch
 from moefw.planner.report import Peak
 from moefw.recording.recorder import GATHERED
+from moefw.runtime.pipeline.link import UNDER_WAY
+from moefw.runtime.pipeline.transfers import Receive
 
 
 @frozen
@@ -45,6 +47,7 @@ class Usage:
                     changes[life.ended] -= life.nbytes
         self._bytes = list(accumulate(changes))
         self._others = list(self._not_run())
+        self._beside = list(self._beyond_one(gradients))
 
     def _not_run(self) -> Iterator[_Others]:
         use = self._bytes
@@ -53,11 +56,49 @@ class Usage:
             gradients = saved + use[backward.stop] - use[backward.start]
             yield _Others(layer.more * saved, layer.more * gradients, forward.start, backward)
 
+    def _at(self, moment: int) -> int:
+        """Return the bytes in use with one micro-batch in flight."""
+        return self._bytes[moment] + sum(sum(one.at(moment)) for one in self._others)
+
+    def _beyond_one(self, gradients: bool) -> Iterator[tuple[range, int]]:
+        """Yield when each pass through a stage of a pipeline runs, and the most that is held beside it.
+
+        That is saved by the micro-batches in flight, received for later passes, and under way. The first backward of a
+        stage finds no ``gradients``, nor does a forward before all backwards.
+        """
+        batch, link = self._batch, self._batch.link
+        if link is None:
+            return
+        own = {stage: self._at(span.stop) - self._at(span.start) for stage, span in batch.saved_in.items()}
+        held, most = dict.fromkeys(own, 0), dict[tuple[str, int], int]()
+        received, sent, begun = dict[tuple[str, int, int], int](), 0, set[int]()
+        for step in batch.steps:
+            kind, stage = "B" if step.kind == "I" else step.kind, step.stage
+            if isinstance(step, Receive):
+                received[kind, stage, step.micro_batch] = link.received[kind, stage]
+                continue
+            received.pop((kind, stage, step.micro_batch), None)
+            found = stage in begun if kind == "B" else bool(begun)
+            if kind != "W" and found is gradients:
+                counted = [one for one in own if one < stage or (one == stage and kind == "B")]
+                others = sum(held[one] * own[one] for one in own) - sum(own[one] for one in counted)
+                others += sum(received.values()) + min(sent, UNDER_WAY) * link.sent
+                most[kind, stage] = max(others, most.get((kind, stage), others))
+            begun |= {stage} if kind == "B" else set()
+            sent += kind != "W"
+            held[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[step.kind]
+        yield from ((batch.passes[key], others) for key, others in most.items())
+
+    def _beside_at(self, moment: int) -> int:
+        """Return the most that is held beside the micro-batch at a moment."""
+        return max((held for window, held in self._beside if window.start <= moment <= window.stop), default=0)
+
     def peak(self, all_gradients: int) -> Peak:
         """Return the peak of the micro-batch. ``all_gradients``: bytes of all gradients at its end."""
         batch, recorder = self._batch, self._batch.recorder
-        moments = range(batch.begin, batch.end + 1)
-        moment = max(moments, key=lambda at: self._bytes[at] + sum(map(sum, (one.at(at) for one in self._others))))
+        windows = [window for window, _ in self._beside] or [range(batch.begin, batch.end)]
+        moments = [moment for window in windows for moment in range(window.start, window.stop + 1)]
+        moment = max(moments, key=lambda at: self._at(at) + self._beside_at(at))
         alive = [life for life in recorder.alive(moment) if life.kind in self._kinds]
         kept = set(batch.saved())
         missing_saved, missing_gradients = map(sum, zip((0, 0), *(one.at(moment) for one in self._others), strict=True))
@@ -68,5 +109,5 @@ class Usage:
         }
         there = sum(life.nbytes for life in alive if life.kind == GRADIENTS) + missing_gradients
         place = max((life for life in recorder.lives if life.began <= moment), key=lambda life: life.began).made_in
-        by["saved"] += missing_saved
+        by["saved"] += missing_saved + self._beside_at(moment)
         return Peak(place=str(place), gradients=there - all_gradients if GRADIENTS in self._kinds else 0, **by)

@@ -134,6 +134,9 @@ def _ledger_of(count: int) -> Ledger:
     row = {"kind": "moe", "region": "router", "layers": 2, "saved": 5}
     data = {
         "world": 1,
+        "stages": 1,
+        "position": 0,
+        "in_flight": 1,
         "tokens": 4,
         "pools": 0,
         "unknown": "",

@@ -69,7 +69,7 @@ def meet_a_hostile_peer(how: str, path: str) -> str:
         longest = max(int(each) for each in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = data
-        dist.all_gather([torch.empty(longest, dtype=torch.uint8) for _ in range(2)], padded)
+        dist.all_gather([torch.empty(longest // 4, dtype=torch.int32) for _ in range(2)], padded.view(torch.int32))
     return "peer"
 
 

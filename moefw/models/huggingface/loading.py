@@ -14,6 +14,7 @@ from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.origins import Origin, Rule, origins_of
 from moefw.runtime.naming import by_parameter, state_tensors
 from moefw.runtime.parallel.pieces import all_of
+from moefw.runtime.pipeline.stage import names_in_stages
 
 UNUSED: Final = r".*rotary_emb\.inv_freq|model\.layers\.\d+\.(shared_head\.head|embed_tokens)\.weight"
 """Tensors that folders hold and no model needs: angles of RoPE, and what MTP layers share with the model."""
@@ -38,7 +39,9 @@ def placed(
     Raises CheckpointError with every tensor that is missing, left over or of another shape.
     """
     origins, problems = dict[str, Origin](), list[Problem]()
-    for name, shape in wanted(model):
+    own = dict(wanted(model))
+    names = names_in_stages(own, model)
+    for name, shape in own.items():
         origin = next((each for each in origins_of(name, rules) if each.name in folder.tensors), None)
         if origin is None:
             usual = next(origins_of(name, rules)).name
@@ -48,7 +51,7 @@ def placed(
             problems.append(Problem(f"{what} for {name}.", "Use the config.json of the same model."))
         else:
             origins[name] = origin
-    claimed = {origin.name for name in origins for origin in _everywhere(name, rules, num_experts)}
+    claimed = {origin.name for name in names for origin in _everywhere(name, rules, num_experts)}
     for name in sorted(folder.tensors.keys() - claimed):
         if not problems and not re.fullmatch(UNUSED, name) and not _may_be_left(name, model):
             what = f"{folder.path} holds {name}, which the model does not have."

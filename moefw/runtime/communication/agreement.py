@@ -15,7 +15,10 @@ from torch.distributed import ProcessGroup
 from moefw.core.errors import DamagedDataError, MoefwError, Problem, RunError
 
 MAX_BYTES: Final = 1 << 30
-"""Size limit of one answer. A checkpoint's list of tensors has a few hundred bytes for each tensor."""
+"""Size limit of one answer, in whole words. A checkpoint's list of tensors has a few hundred bytes for each tensor."""
+
+_WORD: Final = torch.int32
+"""What travels. Unlike bytes, integers have values also where a rank is measured without memory."""
 
 
 def everywhere(answer: Any, group: ProcessGroup | None) -> list[Any]:
@@ -26,19 +29,22 @@ def everywhere(answer: Any, group: ProcessGroup | None) -> list[Any]:
     """
     if group is None:
         return [answer]
-    device = torch.device("cpu" if "gloo" in dist.get_backend(group) else "cuda")
-    own = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8).to(device)
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    said = bytearray(json.dumps(answer).encode())
+    said.extend(b" " * (-len(said) % _WORD.itemsize))
+    own = torch.frombuffer(said, dtype=_WORD).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
+    dist.all_gather(sizes, torch.tensor([own.nbytes], device=device), group=group)
     lengths = [int(size) for size in sizes]
-    wrong = [rank for rank, length in enumerate(lengths) if not 0 < length <= MAX_BYTES]
+    wrong = [rank for rank, length in enumerate(lengths) if not 0 < length <= MAX_BYTES or length % _WORD.itemsize]
     if wrong:
         raise _no_answer(wrong[0], f"announces {lengths[wrong[0]]} bytes")
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded = torch.zeros(max(lengths) // _WORD.itemsize, dtype=_WORD, device=device)
     padded[: own.numel()] = own
     sent = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(sent, padded, group=group)
-    return [_read(rank, data[:length]) for rank, (data, length) in enumerate(zip(sent, lengths, strict=True))]
+    words = [length // _WORD.itemsize for length in lengths]
+    return [_read(rank, data[:number]) for rank, (data, number) in enumerate(zip(sent, words, strict=True))]
 
 
 def anywhere(answer: bool, group: ProcessGroup | None) -> bool:

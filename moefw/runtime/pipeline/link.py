@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from moefw.core.records import Action, Stage
 from moefw.runtime.pipeline.transfers import Step, with_transfers
 
 Direction = Literal["forward", "backward"]
+UNDER_WAY: Final = 2
+"""The most sends of a rank whose tensors are kept."""
 
 
 @final
@@ -33,7 +35,7 @@ class Link:
         self.rank_of = [rank_of[stage] for stage in self.stages]
         self.playing: Action | None = None
         """The pass that runs now."""
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent: deque[tuple[Sequence[Any], Sequence[Tensor]]] = deque()
         self._steps: dict[int, Sequence[Step]] = {}
 
     @property
@@ -53,14 +55,18 @@ class Link:
         return self.rank_of[next_stage(stage, direction)] != self.rank_of[stage]
 
     def send(self, stage: int, direction: Direction, tensors: Sequence[Tensor], *, number: int = 0) -> None:
-        """Begin to send what ``stage`` passes on of micro-batch ``number``."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        """Begin to send what ``stage`` passes on of micro-batch ``number``.
+
+        Waits for earlier ones: their receivers have begun, as both ends follow one order.
+        """
+        self._wait(UNDER_WAY - 1)
         peer = self.rank_of[next_stage(stage, direction)]
-        for at, tensor in enumerate(tensors):
-            sent = tensor.detach().contiguous()
-            tag = _tag(stage, direction, number, at)
-            self._sent.append((dist.isend(sent, group=self.group, group_dst=peer, tag=tag), sent))
+        sent = [tensor.detach().contiguous() for tensor in tensors]
+        tags = [_tag(stage, direction, number, at) for at in range(len(sent))]
+        works = [
+            dist.isend(one, group=self.group, group_dst=peer, tag=tag) for one, tag in zip(sent, tags, strict=True)
+        ]
+        self._sent.append((works, sent))
 
     def receive(
         self, stage: int, direction: Direction, buffers: tuple[Tensor, ...], *, number: int = 0
@@ -82,8 +88,14 @@ class Link:
 
     def flush(self) -> None:
         """Wait until all that was sent has left."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self._wait(0)
+
+    def _wait(self, left: int) -> None:
+        """Wait until at most ``left`` sends are under way."""
+        while len(self._sent) > left:
+            works, _ = self._sent.popleft()
+            for work in works:
+                work.wait()
 
     def from_last(self, values: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return the fp32 ``values`` of the last stage on every rank of pp. Collective over pp."""

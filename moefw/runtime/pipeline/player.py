@@ -40,6 +40,7 @@ class Player:
         self._wgrads: dict[Key, Wgrads] = {}
         self._inputs: dict[Key, Wait] = {}
         self._grads: dict[Key, Wait] = {}
+        self._outputs: list[Output | Passed] = []
         self._passed: dict[Key, Sequence[Tensor]] = {}
         """Tensors without memory, like those passed on, whose gradients come back."""
 
@@ -58,13 +59,13 @@ class Player:
             self.link.playing = step
             with around(step):
                 if step.kind == "F":
-                    output = self._forward(key)
+                    self._outputs.append(self._forward(key))
                 elif step.kind == "W":
                     self._wgrads.pop(key).run()
                 else:
                     self._backward(key)
-            if step.kind == "F":
-                yield step.micro_batch, output
+            if self._outputs:
+                yield step.micro_batch, self._outputs.pop()
         self.link.playing = None
         self.link.flush()
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from attrs import frozen
 from torch import Tensor
 
 from moefw.core.records import Stage
 from moefw.core.stages import Batch, LayerStats, Output, stage
+from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.pipeline.link import Link
 
 
@@ -49,3 +50,9 @@ class Pipelined(Protocol):
 
     stages: Sequence[ModelStage]
     link: Link
+
+
+def names_in_stages(own: Iterable[str], model: Any) -> set[str]:
+    """Return the names that ranks have in all stages of a model, given those of this rank. Collective over pp."""
+    group = model.link.group if isinstance(model, Pipelined) else None
+    return {name for names in everywhere(sorted(own), group) for name in names}

@@ -24,15 +24,15 @@ def timeline(order: Sequence[Sequence[Action]], cost: Callable[[Action], Any]) -
 
     def ready(rank: int) -> bool:
         at = len(played[rank])
-        return at < len(order[rank]) and all(need in ends for need in _needs(order[rank][at], last))
+        return at < len(order[rank]) and all(need in ends for need in needs(order[rank][at], last))
 
     while runnable := [rank for rank in range(len(order)) if ready(rank)]:
         for rank in runnable:
             action = order[rank][len(played[rank])]
             free = played[rank][-1][1] if played[rank] else 0
-            start = max([free, *(ends[need] for need in _needs(action, last))])
-            ends[_made(action)] = start + cost(action)
-            played[rank].append((start, ends[_made(action)], action))
+            start = max([free, *(ends[need] for need in needs(action, last))])
+            ends[made(action)] = start + cost(action)
+            played[rank].append((start, ends[made(action)], action))
     waiting = [rank for rank, actions in enumerate(order) if len(played[rank]) < len(actions)]
     if waiting:
         raise ContractError([_waits(rank, order[rank][len(played[rank])], ends, last) for rank in waiting])
@@ -54,12 +54,13 @@ def most_in_flight(actions: Sequence[Action]) -> int:
     return most
 
 
-def _made(action: Action) -> tuple[str, int, int]:
+def made(action: Action) -> tuple[str, int, int]:
     """Return the name of what a pass makes. Both kinds of backward make the gradient of the stage's input: ``I``."""
     return "I" if action.kind == "B" else action.kind, action.stage, action.micro_batch
 
 
-def _needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
+def needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
+    """Yield what a pass waits for, as :func:`made` names it. ``last``: the last stage."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == "W":
         yield "I", stage, micro_batch
@@ -73,6 +74,6 @@ def _needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _waits(rank: int, action: Action, ends: dict[tuple[str, int, int], Any], last: int) -> Problem:
-    kind, stage, micro_batch = next(need for need in _needs(action, last) if need not in ends)
+    kind, stage, micro_batch = next(need for need in needs(action, last) if need not in ends)
     awaited = "forward" if kind == "F" else "backward"
     return Problem(f"rank {rank} waits at {action} for the {awaited} of micro-batch {micro_batch} in stage {stage}.")

@@ -9,6 +9,7 @@ from attrs import frozen
 
 from moefw.core.errors import PluginError
 from moefw.core.records import Action
+from moefw.runtime.pipeline.timeline import made, needs
 
 
 @frozen
@@ -34,28 +35,20 @@ def with_transfers(
     steps: list[list[Step]] = [[] for _ in order]
     left, done = [list(reversed(actions)) for actions in order], set[tuple[str, int, int]]()
     while any(left):
-        ready = [rank for rank, actions in enumerate(left) if actions and _needs(actions[-1], count) <= done]
+        ready = [
+            rank for rank, actions in enumerate(left) if actions and done.issuperset(needs(actions[-1], count - 1))
+        ]
         if not ready:
             waiting = ", ".join(f"{actions[-1]} on rank {rank}" for rank, actions in enumerate(left) if actions)
             raise PluginError(f"the order of the pipeline never ends: {waiting} wait for passes that are not done.")
         for rank in ready:
             action = left[rank].pop()
             steps[rank].append(action)
-            done.add(("B" if action.kind == "I" else action.kind, action.stage, action.micro_batch))
+            done.add(made(action))
             received = _received(action)
             if received is not None and 0 <= received.stage < count and rank_of(received.stage) != rank:
                 steps[rank_of(received.stage)].append(received)
     return tuple(map(tuple, steps))
-
-
-def _needs(action: Action, count: int) -> set[tuple[str, int, int]]:
-    """Return the passes whose results a pass needs."""
-    stage, number = action.stage, action.micro_batch
-    if action.kind == "F":
-        return {("F", stage - 1, number)} if stage else set()
-    if action.kind == "W":
-        return {("B", stage, number)}
-    return {("F", stage, number)} | ({("B", stage + 1, number)} if stage + 1 < count else set())
 
 
 def _received(action: Action) -> Receive | None:

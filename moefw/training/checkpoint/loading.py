@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from moefw.core.errors import CheckpointError
 from moefw.runtime.communication.agreement import raise_together
 from moefw.runtime.parallel.pieces import all_of
+from moefw.runtime.pipeline.stage import names_in_stages
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from moefw.training.checkpoint.shards import opened, words
@@ -35,8 +36,9 @@ def load(
     tensor is filled, if one of them sees a damaged folder, another model or another tokenizer.
     """
     checked, error = None, None
+    names = names_in_stages(model_slots(model), model)
     try:
-        checked = _checked(folder, model, optimizer, tokenizer)
+        checked = _checked(folder, model, optimizer, tokenizer, names)
     except CheckpointError as found:
         error = found
     raise_together(error, group)
@@ -51,15 +53,18 @@ def load(
 
 
 def _checked(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, tokenizer: str
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, tokenizer: str, names: Set[str]
 ) -> tuple[Manifest, Mapping[str, Any], Mapping[str, Slot]]:
-    """Return the manifest, and each tensor's open file and slot by name. Raises CheckpointError."""
+    """Return the manifest, and each tensor's open file and slot by name. Raises CheckpointError.
+
+    ``names``: those of the slots of all stages of a pipeline.
+    """
     with way_out(folder):
         manifest = read_manifest(folder)
         _check_same_tokenizer(folder, manifest.origin.tokenizer, tokenizer)
         files = opened(folder, manifest)
     saved, slots = manifest.tensors, model_slots(model)
-    _check_same_model(folder, saved, slots)
+    _check_same_model(folder, saved, slots, names)
     if optimizer is not None and any(name.startswith("optimizer/") for name in saved):
         states, rooms = optimizer_slots(model, optimizer, saved)
         _check_tensors(folder, saved, states)
@@ -69,9 +74,11 @@ def _checked(
     return manifest, files, slots
 
 
-def _check_same_model(folder: Path, saved: Mapping[str, SavedTensor], slots: Mapping[str, Slot]) -> None:
+def _check_same_model(
+    folder: Path, saved: Mapping[str, SavedTensor], slots: Mapping[str, Slot], names: Set[str]
+) -> None:
     _check_tensors(folder, saved, slots)
-    known = slots.keys() | {name for name in saved if ".experts." in name}  # other ranks have other experts
+    known = names | {name for name in saved if ".experts." in name}  # other ranks have other experts
     states = {name: f"model/{name.split('/', 2)[2]}" for name in saved if name.startswith("optimizer/")}
     extra = sorted(name for name in saved if states.get(name, name) not in known)
     if extra:

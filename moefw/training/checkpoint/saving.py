@@ -68,6 +68,8 @@ def owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) ->
     experts = expert_parameters(model)
     for turn, (parameter, pieces) in enumerate(by_parameter(model)):
         stamp("gathering a checkpoint")
+        if pieces[0].holders and layout.index("pp") != pieces[0].holders[0]:
+            continue
         axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
         moments = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
         for kind, held in {"model": parameter.detach(), **moments}.items():

@@ -57,7 +57,8 @@ class Routes:
             replay.check(range(start + 1, train.steps + 1))
         if train.record_routes and layout.rank == 0:
             drop_after(folder, start)
-        return cls(Recorder(folder, layout) if train.record_routes else None, replay)
+        recorder = Recorder(folder, layout, tuple(assembly.layers), dims.top_k) if train.record_routes else None
+        return cls(recorder, replay)
 
     def given(self, step: int, batches: list[Batch]) -> list[Batch]:
         """Return the micro-batches of a step (from 1), with the routes that are replayed. Collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from moefw.core.stages import Batch
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.training.routes.file import write
+
+_ELSEWHERE: Final = torch.iinfo(torch.int16).min
+"""Stands for the expert ids of layers that this rank does not have."""
 
 
 def own_tokens(layout: Layout, whole_BS: Tensor) -> Tensor:
@@ -31,11 +34,14 @@ class Recorder:
 
     folder: Path
     layout: Layout
+    layers: tuple[int, ...]
+    top_k: int
 
     def gathered(self, batches: Sequence[Batch], routes: Sequence[Mapping[int, Tensor]]) -> tuple[Tensor, Tensor]:
         """Return ``(N * S, L * K)``, int16, and ids ``(N * S)`` of the global batch on rank 0. Collective.
 
-        ``routes``: the expert ids of this rank's tokens by layer, for each of its micro-batches.
+        ``routes``: the expert ids of this rank's tokens by layer, for each of its micro-batches. The L layers are those
+        of all stages of a pipeline.
         """
         layout, each = self.layout, sum(batch.ids_BS.numel() for batch in batches)
         at, tokens = layout.index("dp") * each, list[Tensor]()
@@ -43,14 +49,20 @@ class Recorder:
             numbers_BS = torch.arange(at, at + batch.ids_BS.numel()).view(batch.ids_BS.shape)
             tokens.append(own_tokens(layout, torch.stack([numbers_BS, batch.ids_BS.cpu()], dim=-1)))
             at += batch.ids_BS.numel()
-        chosen = [torch.cat([*by_layer.values()], dim=1).to("cpu", torch.int16) for by_layer in routes]
+        chosen = [self._columns(by_layer, len(tokens_t2)) for by_layer, tokens_t2 in zip(routes, tokens, strict=True)]
         parts = zip(self._to_first(torch.cat(tokens)), self._to_first(torch.cat(chosen)), strict=True)
-        whole = torch.empty(each * layout.size("dp"), chosen[0].shape[1], dtype=torch.int16)
+        whole = torch.full((each * layout.size("dp"), chosen[0].shape[1]), _ELSEWHERE, dtype=torch.int16)
         ids_T = torch.empty(len(whole), dtype=torch.int64)
         for tokens_t2, chosen_tK in parts:
-            whole[tokens_t2[:, 0]] = chosen_tK
+            at_t = tokens_t2[:, 0]
+            whole[at_t] = whole[at_t].maximum(chosen_tK)
             ids_T[tokens_t2[:, 0]] = tokens_t2[:, 1]
         return whole, ids_T
+
+    def _columns(self, by_layer: Mapping[int, Tensor], num_tokens: int) -> Tensor:
+        """Return the ids of all layers, ``(T, L * K)`` int16, with a mark for layers of other stages."""
+        elsewhere_TK = torch.full((num_tokens, self.top_k), _ELSEWHERE)
+        return torch.cat([by_layer.get(layer, elsewhere_TK).to("cpu", torch.int16) for layer in self.layers], dim=1)
 
     def _to_first(self, own: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks on rank 0, and none elsewhere. Collective."""
@@ -66,6 +78,6 @@ class Recorder:
         """Write the file of a step, which counts from 1. Collective; raises OSError on rank 0 if it fails."""
         whole, ids_T = self.gathered(batches, routes)
         if self.layout.rank == 0:
-            seq_len, layers = batches[0].ids_BS.shape[1], routes[0]
-            by_layer = whole.unflatten(0, (-1, seq_len)).chunk(len(layers), dim=-1)
-            write(self.folder, step, dict(zip(layers, by_layer, strict=True)), ids_T.unflatten(0, (-1, seq_len)))
+            seq_len = batches[0].ids_BS.shape[1]
+            by_layer = whole.unflatten(0, (-1, seq_len)).chunk(len(self.layers), dim=-1)
+            write(self.folder, step, dict(zip(self.layers, by_layer, strict=True)), ids_T.unflatten(0, (-1, seq_len)))
