@@ -25,10 +25,10 @@ class Interleaved(PipelinePlugin):
 
     def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
         """Yield a problem of micro-batches that are no multiple of the rounds, each of ``ranks`` or slightly more."""
-        rounds = max(1, micro_batches // ranks)
-        if micro_batches % rounds:
-            below, above = micro_batches // ranks * ranks, -(-micro_batches // ranks) * ranks
-            near = below if micro_batches - below <= above - micro_batches else above
+        if micro_batches % _rounds(ranks, micro_batches):
+            around = range(micro_batches - ranks, micro_batches + ranks + 1)
+            near = min((n for n in around if n % _rounds(ranks, n) == 0), key=lambda n: abs(n - micro_batches))
+            rounds = _rounds(ranks, micro_batches)
             what = f"interleaved runs micro-batches in {rounds} rounds, which do not divide {micro_batches} of them."
             yield moefw.Problem(what, f"Use {near} micro-batches a step, or use: 1f1b.")
 
@@ -37,6 +37,10 @@ class Interleaved(PipelinePlugin):
         from moefw.plugins.pipelines.torch_orders import order_of
 
         return order_of("ScheduleInterleaved1F1B", self.chunks, ranks, micro_batches)
+
+
+def _rounds(ranks: int, micro_batches: int) -> int:
+    return max(1, micro_batches // ranks)
 
 
 @moefw.hookimpl

@@ -18,10 +18,8 @@ class GPipe(PipelinePlugin):
     name: ClassVar[str] = "gpipe"
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
-        """Return the order of torch's ``ScheduleGPipe``."""
-        from moefw.plugins.pipelines.torch_orders import order_of
-
-        return order_of("ScheduleGPipe", 1, ranks, micro_batches)
+        """Return all forwards, then all backwards, for each rank."""
+        return [_alternating(rank, micro_batches, micro_batches) for rank in range(ranks)]
 
 
 @frozen
@@ -31,10 +29,18 @@ class OneForwardOneBackward(PipelinePlugin):
     name: ClassVar[str] = "1f1b"
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
-        """Return the order of torch's ``Schedule1F1B``."""
-        from moefw.plugins.pipelines.torch_orders import order_of
+        """Return one forward for each later rank, then forwards and backwards in turn."""
+        return [_alternating(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks)]
 
-        return order_of("Schedule1F1B", 1, ranks, micro_batches)
+
+def _alternating(stage: int, ahead: int, micro_batches: int) -> list[moefw.Action]:
+    """Return ``ahead`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    order = [moefw.Action("F", stage, micro_batch) for micro_batch in range(ahead)]
+    for micro_batch in range(micro_batches):
+        if ahead + micro_batch < micro_batches:
+            order.append(moefw.Action("F", stage, ahead + micro_batch))
+        order.append(moefw.Action("B", stage, micro_batch))
+    return order
 
 
 @moefw.hookimpl
