@@ -134,7 +134,7 @@ class PipelineSuite(Suite):
             pytest.skip(f"{self.plugin.name} runs on none of {self.profile.worlds} ranks")
         for case in tried:
             fails = _fails(case)
-            assert not fails, f"{case} nothing to train by: {fails}"
+            assert not fails, f"{case} it is not run: {fails}"
             parts = {**self.parts, self.section: self.chosen}
             made = partial(model_case, count=case.count, layers=max(3, len(case.stages)), plugins=(self.plugin,))
             (alone,) = self.pool.run(stepped, 1, made(1, parts=parts), case.ranks, case.count)
