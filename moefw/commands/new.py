@@ -96,6 +96,14 @@ KINDS: Final[Mapping[str, Kind]] = {
         "how ranks are arranged into two meshes; the core opens the groups.",
         where="`Sample.plan` in `moefw_sample/__init__.py`",
     ),
+    "pipeline": Kind(
+        "pipeline schedule",
+        "PipelineSuite",
+        "pipeline: {use: sample}",
+        "what each rank runs, in order; `rank_of` and `chunks`\n"
+        "  say which stages it has, `check_batches` how many micro-batches it can run.",
+        where="`Sample.order` in `moefw_sample/__init__.py`",
+    ),
 }
 
 

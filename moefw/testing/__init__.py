@@ -23,6 +23,7 @@ _HOMES = {
     "MemorySuite": "suites.memory",
     "OptimizerMemorySuite": "suites.optimizer_memory",
     "LayoutSuite": "suites.layout",
+    "PipelineSuite": "suites.pipeline",
     "Suite": "suites.base",
     "Profile": "suites.base",
     "RankPool": "pool",

@@ -36,6 +36,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "precision": Kind("moefw_precisions", "precision", "PrecisionSuite"),
     "memory": Kind("moefw_memory_policies", "memory", "MemorySuite"),
     "layout": Kind("moefw_layouts", "parallel", "LayoutSuite"),
+    "pipeline": Kind("moefw_pipelines", "pipeline", "PipelineSuite"),
 }
 
 

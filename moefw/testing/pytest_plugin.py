@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moefw.testing.pool import RankPool
     from moefw.testing.suites.base import Profile
 
-WORDS = ("dispatcher", "attention", "context", "router", "gemm", "precision", "memory", "layout")
+WORDS = ("dispatcher", "attention", "context", "router", "gemm", "precision", "memory", "layout", "pipeline")
 """Kinds of plugins that can be certified: the keys of ``moefw.testing.certify.KINDS``."""
 PROFILES = ("quick", "ci", "nightly")
 _NAMED = pytest.StashKey[Any]()

@@ -54,7 +54,7 @@ def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: 
     package = packages[kind]
     files = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*") if path.is_file()}
     own = {"pyproject.toml", "README.md", f"tests/test_my_{kind}.py", f"moefw_my_{kind}/__init__.py"}
-    runtime = set() if kind == "layout" else {f"moefw_my_{kind}/{kind}.py"}
+    runtime = set() if kind in ("layout", "pipeline") else {f"moefw_my_{kind}/{kind}.py"}
     assert own | runtime <= files.keys()
     assert all(f"`{name}`" in files["README.md"] for name in runtime or {f"moefw_my_{kind}/__init__.py"})
     for path, text in files.items():
@@ -67,6 +67,7 @@ def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: 
         "precision": "precision recipe",
         "memory": "memory policy",
         "context": "context parallelism",
+        "pipeline": "pipeline schedule",
     }
     noun = nouns.get(kind, kind)
     one = f"{'An' if kind == 'attention' else 'A'} {noun}"

@@ -1,0 +1,195 @@
+"""The contract of pipeline schedules: ``class TestMine(PipelineSuite): plugin = Mine``."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+from attrs import frozen
+
+from moefw.compose.spec.source import Marks
+from moefw.compose.spec.structure import structure
+from moefw.core.errors import ContractError, Problem
+from moefw.core.records import Action
+from moefw.runtime.pipeline.timeline import timeline
+from moefw.testing.suites.base import Suite
+from moefw.testing.suites.pipeline_case import model_case, stepped
+from moefw.testing.suites.watch import worst_error
+
+RTOL = 2e-5
+"""Largest error as a share of a tensor's largest value."""
+
+
+@frozen
+class _Case:
+    """Numbers of ranks and micro-batches, and the schedule that is asked."""
+
+    schedule: Any
+    ranks: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.schedule.name} with {self.ranks} ranks and {self.count} micro-batches:"
+
+    @property
+    def stages(self) -> range:
+        return range(self.schedule.chunks * self.ranks)
+
+    def problems(self) -> list[Problem]:
+        return [*self.schedule.check_batches(self.ranks, self.count)]
+
+    def order(self) -> Sequence[Sequence[Action]]:
+        order: Sequence[Sequence[Action]] = self.schedule.order(self.ranks, self.count)
+        return order
+
+    def rank_of(self, stage: int) -> int:
+        return int(self.schedule.rank_of(stage, self.ranks))
+
+
+class PipelineSuite(Suite):
+    """Tests a schedule against its contract: the order of passes as arithmetic, then whole models against one stage.
+
+    ``ranks`` and ``micro_batches`` are the numbers that are tried, each of one with each of the other.
+    """
+
+    section = "pipeline"
+    ranks: ClassVar[Sequence[int]] = (1, 2, 3, 4, 8)
+    micro_batches: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 24)
+
+    def test_every_rank_has_as_many_stages(self) -> None:
+        """``rank_of`` gives each rank ``chunks`` stages."""
+        for case in self._cases():
+            found = Counter(map(case.rank_of, case.stages))
+            stray = [rank for rank in found if rank not in range(case.ranks)]
+            assert not stray, f"{case} rank_of puts a stage on rank {stray[0]}, which does not exist."
+            chunks = case.schedule.chunks
+            for rank in range(case.ranks):
+                says = f"{case} rank_of puts {found[rank]} of {len(case.stages)} stages on rank {rank}"
+                assert found[rank] == chunks, f"{says}, where chunks is {chunks}."
+
+    def test_every_pass_runs_once_on_the_rank_of_its_stage(self) -> None:
+        """For each stage and micro-batch one forward, and one backward, whole or in parts."""
+        for case in self._accepted():
+            order = case.order()
+            assert len(order) == case.ranks, f"{case} order lists the passes of {len(order)} ranks."
+            ran = Counter(_passes(order))
+            for rank, one in ((rank, one) for rank, actions in enumerate(order) for one in actions):
+                says = f"{case} rank {rank} runs {one}"
+                assert one.stage in case.stages, f"{says}, but there are {len(case.stages)} stages."
+                assert one.micro_batch in range(case.count), f"{says}, of a micro-batch that does not exist."
+                right = case.rank_of(one.stage)
+                assert rank == right, f"{says}, but the stage is on rank {right}."
+            for word, stage, number in _wanted(case):
+                times = ran[word, stage, number]
+                says = f"{case} rank {case.rank_of(stage)} runs the {word} of micro-batch {number} in stage {stage}"
+                assert times == 1, f"{says} {times} times, not once."
+
+    def test_a_backward_is_whole_or_in_two_parts(self) -> None:
+        """``B``, or ``I`` and later ``W``."""
+        for case in self._accepted():
+            for rank, actions in enumerate(case.order()):
+                kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
+                for one in (one for one in actions if one.kind != "F"):
+                    kinds[one.stage, one.micro_batch].append(one.kind)
+                for (stage, number), found in kinds.items():
+                    says = f"{case} rank {rank} runs the backward of micro-batch {number} in stage {stage} as"
+                    right = found in (["B"], ["I", "W"])
+                    assert right, f"{says} {' and '.join(found)}: it is B, or I and later W."
+
+    def test_the_order_can_be_played_to_its_end(self) -> None:
+        """No rank waits for a pass that nobody runs, or that waits for this rank."""
+        for case in self._accepted():
+            try:
+                timeline(case.order(), lambda _: 1)
+            except ContractError as error:
+                raise AssertionError(f"{case} {error}") from error
+
+    def test_the_order_is_the_same_each_time(self) -> None:
+        """Every rank asks for the order of all, and sends what the others expect by it."""
+        orders = [(case, case.order()) for case in self._accepted()]
+        for (case, order), other in zip(orders, self._accepted(), strict=True):
+            for rank, (once, again) in enumerate(zip(order, other.order(), strict=True)):
+                at = next((at for at, pair in enumerate(zip(once, again, strict=False)) if pair[0] != pair[1]), None)
+                assert at is None, f"{case} asked again, rank {rank} runs {again[at]} in place of {once[at]}."
+                assert len(once) == len(again), f"{case} asked again, rank {rank} runs {len(again)} passes."
+
+    def test_check_batches_refuses_what_order_cannot_do_and_nothing_that_it_can(self) -> None:
+        """A refusal has a reason and a fix. ``order`` cannot do numbers for which it raises or makes other passes."""
+        for case in self._cases():
+            problems, fails = case.problems(), _fails(case)
+            for problem in problems:
+                says = f"{case} check_batches refuses without"
+                assert problem.what, f"{says} a reason."
+                assert problem.fix, f"{says} a number that can run."
+            assert problems or not fails, f"{case} check_batches accepts what order cannot do: {fails}"
+            assert fails or not problems, f"{case} check_batches refuses what order can do: {problems[0]}"
+
+    def test_a_model_trains_as_in_one_stage(self) -> None:
+        """On real ranks: loss and all gradients. Each rank is told the same order."""
+        tried = [numbers for world in self.profile.worlds if world > 1 for numbers in self._near(2 * world, world)]
+        if not tried:
+            pytest.skip(f"{self.plugin.name} runs on none of {self.profile.worlds} ranks")
+        for case in tried:
+            fails = _fails(case)
+            assert not fails, f"{case} it is not run: {fails}"
+            parts = {**self.parts, self.section: self.chosen}
+            made = partial(model_case, count=case.count, layers=max(3, len(case.stages)), plugins=(self.plugin,))
+            (alone,) = self.pool.run(stepped, 1, made(1, parts=parts), case.ranks, case.count)
+            ranks = self.pool.run(stepped, case.ranks, made(case.ranks, parts=parts), case.ranks, case.count)
+            for rank, found in enumerate(ranks):
+                assert abs(found.loss / alone.loss - 1) <= RTOL, f"{case} the loss is {found.loss}, not {alone.loss}."
+                for name, grad in found.grads.items():
+                    error = worst_error(grad, alone.grads[name], floor=1e-30)
+                    says = f"{case} the gradient of {name} on rank {rank} is off by"
+                    assert error <= RTOL, f"{says} {error:.1e} of its largest value."
+                assert found.order == case.order(), f"{case} on rank {rank} of a run, order returns something else."
+            missing = sorted(alone.grads.keys() - {name for found in ranks for name in found.grads})
+            assert not missing, f"{case} no rank has {missing[0]}."
+
+    def _near(self, count: int, world: int) -> list[_Case]:
+        """Return the case of so many ranks whose number of micro-batches is nearest, if there is one."""
+        able = [case for case in self._cases((world,)) if not case.problems()]
+        return sorted(able, key=lambda case: abs(case.count - count))[:1]
+
+    def _cases(self, ranks: Sequence[int] = ()) -> list[_Case]:
+        """Return the numbers to try, with a declaration whose options are read as from a spec."""
+        problems: list[Problem] = []
+        read = structure(self.plugin, dict(self.options), (), Marks("suite"), problems)
+        assert not problems, f"{self.plugin.name}: the options {self.options} do not read: {problems[0]}"
+        return [_Case(read, each, count) for each in ranks or self.ranks for count in self.micro_batches]
+
+    def _accepted(self) -> Iterator[_Case]:
+        able = [case for case in self._cases() if not case.problems()]
+        numbers = f"{tuple(self.micro_batches)} micro-batches on {tuple(self.ranks)} ranks"
+        assert able, f"{self.plugin.name}: check_batches refuses all of {numbers}."
+        return iter(able)
+
+
+def _wanted(case: _Case) -> Iterator[tuple[str, int, int]]:
+    """Yield what is to run: forward or backward, stage, micro-batch."""
+    for word in ("forward", "backward"):
+        for stage in case.stages:
+            for number in range(case.count):
+                yield word, stage, number
+
+
+def _passes(order: Sequence[Sequence[Action]]) -> list[tuple[str, int, int]]:
+    """Return what an order runs: forward or backward, stage, micro-batch. Weight gradients are no pass of their own."""
+    words = {"F": "forward", "B": "backward", "I": "backward"}
+    return [(words[one.kind], one.stage, one.micro_batch) for actions in order for one in actions if one.kind in words]
+
+
+def _fails(case: _Case) -> str:
+    """Return how an order fails, or nothing if all passes run."""
+    try:
+        order = case.order()
+        timeline(order, lambda _: 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    wanted, runs = {*_wanted(case)}, {*_passes(order)}
+    if wanted - runs:
+        return f"it leaves out {len(wanted - runs)} passes."
+    return f"it runs {len(runs - wanted)} passes of what does not exist." if runs - wanted else ""
