@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, fields, frozen
 
 from moefw.compose.spec.sections import Spec, inner_plugins, plugin_fields
 from moefw.compose.spec.structure import plain
+from moefw.compose.stages import stages_of
 from moefw.core.plugin import (
     AttentionPlugin,
     ContextParallelPlugin,
@@ -27,6 +29,7 @@ from moefw.core.plugin import (
     SchedulePlugin,
 )
 from moefw.core.site import Site
+from moefw.runtime.pipeline.placement import Stages
 
 if TYPE_CHECKING:
     from moefw.compose.registry import Registry
@@ -81,6 +84,11 @@ class Assembly:
     def layout(self) -> LayoutPlan:
         """The arrangement of the ranks."""
         return self.site.layout
+
+    @cached_property
+    def stages(self) -> Stages:
+        """The pipeline stages of each position on pp."""
+        return stages_of(self.parts.pipeline, self.parts.model, self.layout)
 
     @property
     def notes(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -16,7 +16,7 @@ from moefw.core.context import BuildContext, ExpertGroup, ModelContext
 from moefw.core.contracts import ContextAttention, Layout, MemoryPolicy, Precision
 from moefw.core.errors import ContractError
 from moefw.core.plugin import Plugin
-from moefw.core.records import Shard, Side
+from moefw.core.records import Action, Shard, Side
 from moefw.core.site import Site
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.dropped import drops
@@ -24,6 +24,7 @@ from moefw.runtime.naming import expert_parameters
 from moefw.runtime.parallel.cp_blocks import layouts_by_cp
 from moefw.runtime.parallel.opened_layout import open_by
 from moefw.runtime.phases import Phase, straight
+from moefw.runtime.pipeline.placement import Stages
 
 if TYPE_CHECKING:
     from moefw.runtime.parallel.sharding import Sharding
@@ -217,6 +218,17 @@ class ModelParts(ModelContext):
     def layout(self) -> Layout:
         """This rank's position and process groups."""
         return self._layout
+
+    @property
+    def stages(self) -> Stages:
+        """The pipeline stages of each position on pp."""
+        return self.assembly.stages
+
+    def order(self, micro_batches: int) -> Sequence[Sequence[Action]]:
+        """Return what each position on pp does in a step of so many micro-batches."""
+        pipeline = self.assembly.parts.pipeline
+        with self.assembly.registry.calling(pipeline, "order()"):
+            return pipeline.order(len(self.stages), micro_batches)
 
     @property
     def precision(self) -> Precision:

@@ -15,9 +15,10 @@ from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
-from moefw.compose.spec.sections import RESERVED, Choice, Spec, over, plugin_fields, with_defaults
+from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, over, plugin_fields, with_defaults
 from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, depends_on_unread, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
+from moefw.compose.stages import stage_problems
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
 from moefw.core.facts import ANY, FACTS, Need, Offers, offers
@@ -68,6 +69,7 @@ def assemble_tree(
         with work.asking(()):
             for problem in batch_problems(spec.train, layout):
                 work.tell(("train", "tokens_per_step"), problem)
+        work.check_stages(layout, spec.train)
     work.raise_problems()
     assert layout is not None, "a layout that is missing is a problem"
     assembly = Assembly(spec=spec, parts=work.parts(), layers=layers, site=site, registry=work.registry)
@@ -297,6 +299,14 @@ class _Resolution:
         placed = self._find("parallel")
         layout = self.answer(placed, "plan", LayoutPlan, world) if placed else None  # type: ignore[type-abstract]
         return None if layout is None or self.left_out(dict(layout.sizes)) else layout
+
+    def check_stages(self, layout: LayoutPlan, train: TrainSpec) -> None:
+        """Report why there are no pipeline stages, or none that can run the step."""
+        pipeline, model = self._find("pipeline"), self._find("model")
+        if pipeline and model:
+            with self.asking(pipeline.path, pipeline.part, "check_batches()"):
+                for problem in stage_problems(pipeline.part, model.part, layout, train):
+                    self.tell(key_path(problem.where), problem)
 
     def fit(self, layout: LayoutPlan | None, machine: Machine) -> tuple[Site, dict[int, LayerAssembly]]:
         """Run the checks of the parts, and match offers and needs at every MoE layer, or once if there is none.

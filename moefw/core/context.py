@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Layout, Precision
-from moefw.core.records import Shard, Side, Stage
+from moefw.core.records import Action, Shard, Side, Stage
 from moefw.core.site import Site
 
 T = TypeVar("T")
@@ -173,6 +173,9 @@ class ModelContext(Protocol):
     @property
     def stages(self) -> Sequence[Sequence[Stage]]:
         """The pipeline stages of each position on pp. A model builds the layers of its own position's alone."""
+
+    def order(self, micro_batches: int) -> Sequence[Sequence[Action]]:
+        """Return what each position on pp does in a step of so many micro-batches."""
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
         """Return ``module``. Where the layout shards its parameters, each call gathers them in ``dtype``."""

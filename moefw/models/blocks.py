@@ -28,17 +28,28 @@ class Stream:
     x_TD: Tensor
     tables: Any
     batch: Batch
-    labels_NT: Tensor
-    """int64: the labels of this rank's positions, -100 without loss: of the next tokens, then of those ahead."""
+    labels_NT: Tensor | None
+    """int64: the labels of this rank's positions, -100 without loss: of the next tokens, then of those ahead. None
+    where the stream does not reach the head."""
     layers: Mapping[int, LayerStats] = field(default_factory=dict)
     pooled: tuple[Mapping[str, Tensor], ...] = ()
     """``Routing.pooled`` of the MoE layers so far."""
     past: Mapping[int, Any] | None = None
     """What attentions made of earlier tokens, by layer: see :meth:`moefw.CachedAttention.extend`. None: not kept."""
-    ahead: tuple[Tensor, ...] = ()
+    ahead: Mapping[int, Tensor] = field(default_factory=dict)
     """Embeddings of the tokens 1, 2, ... positions ahead, for multi-token prediction."""
     hidden: tuple[Tensor, ...] = ()
-    """What the head reads besides the end of the stream, as far as it is known."""
+    """What the head reads to predict the next token, and further ones, as far as it is known."""
+
+    @property
+    def passed(self) -> tuple[Tensor, ...]:
+        """What the next stage of a pipeline needs, ``(t, D)`` each."""
+        return self.hidden or (self.x_TD,)
+
+
+@final
+class Elsewhere(nn.Module):
+    """A layer of a pipeline stage that another rank holds."""
 
 
 class Block(nn.Module):

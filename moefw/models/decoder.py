@@ -66,7 +66,7 @@ class Decoder(Sizes, ModelPlugin):
         treated += [("dispatch", mechanism) for mechanism in ("keep", "recompute")] if self.moe_layers() else []
         return moefw.offers(
             region=tuple(treated),
-            split=("cp", "tp"),
+            split=("pp", "cp", "tp"),
             token_ids=(self.vocab_size,),
             by_pass=True,
             named_products=True,

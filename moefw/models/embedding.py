@@ -21,11 +21,19 @@ IGNORED = -100
 
 @final
 class Embedding(nn.Module, Named):
-    """Weight ``(vocabulary / tp, D)``, fp32. The row of ``pad_id`` gets no gradient."""
+    """Weight ``(vocabulary / tp, D)``, fp32. The row of ``pad_id`` gets no gradient. ``holders``: see ``Canonical``."""
 
-    def __init__(self, vocab_size: int, dim: int, tp: TensorParallel, pad_id: int | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        tp: TensorParallel,
+        pad_id: int | None = None,
+        *,
+        holders: tuple[int, ...] = (),
+    ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.holders = tp, holders
         here = range(vocab_size // tp.size * tp.index, vocab_size // tp.size * (tp.index + 1))
         self.pad_row = here.index(pad_id) if pad_id is not None and pad_id in here else None
         self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, dim))
@@ -41,7 +49,7 @@ class Embedding(nn.Module, Named):
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (vocabulary, D)."""
-        yield Canonical("weight", self.weight, shard=self.tp.shard(0))
+        yield Canonical("weight", self.weight, shard=self.tp.shard(0), holders=self.holders)
 
 
 def cross_entropy(logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Tensor:

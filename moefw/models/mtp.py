@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import final
 
@@ -14,7 +13,7 @@ from moefw.core.stages import Batch
 from moefw.models.blocks import MoEBlock, Stream
 from moefw.models.embedding import IGNORED
 from moefw.models.sizes import Sizes
-from moefw.runtime.layer import MoELayer
+from moefw.runtime.layer import Collected, MoELayer
 from moefw.runtime.modules import RMSNorm
 from moefw.runtime.phases import Phase
 
@@ -24,7 +23,7 @@ class MTPBlock(MoEBlock):
     """``x = M [enorm(embed(t)); hnorm(h)]``, then attention and experts; ``post_norm`` makes the next h.
 
     t is the embedding of the token ``depth`` positions ahead, h what the head reads to predict it. The head then
-    predicts the token behind. ``project`` is M; ``last_norm``, which makes h, belongs to the block before.
+    predicts the token behind. ``project`` is M.
     """
 
     def __init__(
@@ -36,9 +35,8 @@ class MTPBlock(MoEBlock):
         *,
         depth: int,
         project: nn.Module,
-        last_norm: Callable[[Tensor], Tensor],
     ) -> None:
-        self.depth, self._last_norm = depth, last_norm
+        self.depth = depth
         super().__init__(options, context, attention, moe)
         self.enorm, self.hnorm, self.post_norm = (RMSNorm(options.dim, options.norm_eps) for _ in range(3))
         self.eh_proj = project
@@ -49,9 +47,13 @@ class MTPBlock(MoEBlock):
 
     def look_ahead(self, stream: Stream) -> Stream:
         """Start a new residual stream from what the head reads, and from the token that it is to predict."""
-        hidden_TD = self._last_norm(stream.x_TD)
-        both = torch.cat([self.enorm(stream.ahead[self.depth - 1]), self.hnorm(hidden_TD)], dim=-1)
-        return replace(stream, x_TD=self.eh_proj(both, stream.batch.own_rows), hidden=(*stream.hidden, hidden_TD))
+        both = torch.cat([self.enorm(stream.ahead[self.depth]), self.hnorm(stream.hidden[-1])], dim=-1)
+        return replace(stream, x_TD=self.eh_proj(both, stream.batch.own_rows))
+
+    def add(self, collected: Collected) -> Stream:
+        """Add the output of the experts, and make what the head reads to predict the token behind."""
+        stream = super().add(collected)
+        return replace(stream, hidden=(*stream.hidden, self.post_norm(stream.x_TD)))
 
 
 def labels_of_next(batch: Batch) -> Tensor:

@@ -1,10 +1,10 @@
-"""The transformer: embedding, blocks of phases, head, losses."""
+"""The transformer: embedding, blocks of phases, head, losses; all of it, or this rank's stages of a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from moefw.core.context import ModelContext
 from moefw.core.contracts import CachedAttention
 from moefw.core.errors import ContractError
+from moefw.core.records import Stage
 from moefw.core.stages import Batch, LayerStats, Output
-from moefw.models.blocks import DenseBlock, MoEBlock, Stream
+from moefw.models.blocks import Block, DenseBlock, Elsewhere, MoEBlock, Stream
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
 from moefw.models.mlp import GatedSharedExpert, SwiGLU
 from moefw.models.mtp import MTPBlock, ids_ahead, labels_ahead, labels_of_next
@@ -26,44 +27,98 @@ from moefw.runtime.modules import Linear, RMSNorm
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import Phase, straight
+from moefw.runtime.pipeline.link import Link
+from moefw.runtime.pipeline.placement import holders
+from moefw.runtime.pipeline.stage import Arrived, ModelStage, Passed
+
+T = TypeVar("T")
+Tensors = tuple[Tensor, ...]
 
 
 @final
 class Transformer(nn.Module):
-    """A decoder-only language model. Between attention modules, each rank of tp has its own part of the tokens."""
+    """A decoder-only language model. Between attention modules, each rank of tp has its own part of the tokens.
+
+    A rank of pp holds the layers of its ``places`` in the pipeline. The embedding is also held by the stages that
+    predict further tokens, and by the last one if the head is tied to it.
+    """
 
     def __init__(self, options: Sizes, context: ModelContext) -> None:
         super().__init__()
         self.options, self.tp = options, TensorParallel(context.layout)
         self.cuts = {cp: SequenceCut(layout) for cp, layout in context.at(0).layouts.items()}
+        self.places = context.stages[context.layout.index("pp")]
+        self.link = Link(context.layout, context.stages, context.order)
         precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
-        self.embed = Embedding(options.vocab_size, options.dim, self.tp, options.pad_id)
+        self.embed = self._embedding(context)
         self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))
-        self.norm = RMSNorm(options.dim, options.norm_eps)
+        if self._holds(options.num_layers - 1):
+            self.norm = RMSNorm(options.dim, options.norm_eps)
         for depth in range(1, options.mtp_layers + 1):
             self.layers.append(self._mtp_block(depth, context))
-        self._main = self._phases(options.num_layers)
-        self.phases = (*self._phases(len(self.layers)), self.end)
+        self.phases: tuple[Phase, ...] = (self.begin, *self._phases(self.places[0]), self.end)
+        self.stages = [self._stage(place) for place in self.places]
         self.head = None
-        if not options.tie_embeddings:
+        if not options.tie_embeddings and self.embed is not None:
             context.unit(self.embed)
+        if not options.tie_embeddings and self.places[-1].is_last:
             head = Linear(options.dim, options.vocab_size, precision, shard=self.tp.shard(0))
             self.head = context.unit(head, precision.weight_dtype)
 
-    def _phases(self, layers: int) -> tuple[Phase, ...]:
-        """Return the phases from the embedding to the end of a number of layers."""
-        blocks: Any = self.layers[:layers]
-        return (self.begin, *(phase for block in blocks for phase in block.phases))
+    def _embedding(self, context: ModelContext) -> Embedding | None:
+        """Return the embedding, if a stage of this rank needs it."""
+        options = self.options
+        needs = [
+            one.is_first or bool(self._depths(one)) or (one.is_last and options.tie_embeddings)
+            for one in self.link.stages
+        ]
+        if not any(needs[place.index] for place in self.places):
+            return None
+        copies = holders(context.stages, needs)
+        return Embedding(options.vocab_size, options.dim, self.tp, options.pad_id, holders=copies)
 
-    def _block(self, layer: int, context: ModelContext) -> DenseBlock | MoEBlock:
+    def _holds(self, layer: int) -> bool:
+        return any(layer in place.layers for place in self.places)
+
+    def _depths(self, place: Stage) -> list[int]:
+        """Return how far ahead the layers of a stage predict that predict further tokens."""
+        return [layer - self.options.num_layers + 1 for layer in place.layers if layer >= self.options.num_layers]
+
+    def _phases(self, place: Stage, *, further: bool = True) -> tuple[Phase, ...]:
+        """Return the phases of a stage's layers, and of the norm behind the last that predicts the next token.
+
+        ``further``: also of the layers that predict further tokens.
+        """
+        found: list[Phase] = []
+        for layer in place.layers:
+            block: Any = self.layers[layer]
+            found += block.phases if further or layer < self.options.num_layers else ()
+            if layer == self.options.num_layers - 1:
+                found.append(self.normalise)
+        return (*found,)
+
+    def _stage(self, place: Stage) -> ModelStage:
+        layers = straight(self._phases(place))
+
+        def run(arrived: Arrived) -> Passed | Output:
+            stream: Stream = layers(self.enter(place, arrived.batch, arrived.tensors))
+            return self.end(stream) if place.is_last else Passed(tensors=stream.passed, layers=stream.layers)
+
+        return ModelStage(place, run, lambda batch: self._awaited(place, batch))
+
+    def _block(self, layer: int, context: ModelContext) -> nn.Module:
+        if not self._holds(layer):
+            return Elsewhere()
         here, options, attention = context.at(layer), self.options, context.attention(layer)
         if layer not in options.moe_layers():
             return DenseBlock(options, here, self.tp, attention)
         return MoEBlock(options, here, attention, self._moe(layer, context))
 
-    def _mtp_block(self, depth: int, context: ModelContext) -> MTPBlock:
+    def _mtp_block(self, depth: int, context: ModelContext) -> nn.Module:
         options, layer, precision = self.options, self.options.num_layers + depth - 1, context.fallback
+        if not self._holds(layer):
+            return Elsewhere()
         return MTPBlock(
             options,
             context.at(layer),
@@ -71,14 +126,7 @@ class Transformer(nn.Module):
             self._moe(layer, context),
             depth=depth,
             project=context.unit(Linear(2 * options.dim, options.dim, precision), precision.weight_dtype),
-            last_norm=self._norm(depth - 1),
         )
-
-    def _norm(self, depth: int) -> Callable[[Tensor], Tensor]:
-        """Return the norm before the head for the tokens ``depth`` positions behind the next."""
-        last: Any = self.layers[self.options.num_layers + depth - 1] if depth else self
-        norm: Callable[[Tensor], Tensor] = (last.post_norm if depth else last.norm).__call__
-        return norm
 
     def _moe(self, layer: int, context: ModelContext) -> MoELayer:
         here, options, shared = context.at(layer), self.options, None
@@ -90,32 +138,77 @@ class Transformer(nn.Module):
         return moe
 
     def forward(self, batch: Batch) -> Output:
-        """Return the summed losses of a micro-batch, and statistics of its MoE layers. Only in training: all losses."""
-        output: Output = straight(self.phases if self.training else (*self._main, self.end))(batch)
-        return output
+        """Return the summed losses of a micro-batch, and statistics of its MoE layers. Only in training: all losses.
+
+        A pipeline only evaluates like this: the last stage has the losses, the others zero. Collective over pp.
+        """
+        if self.training:
+            if not self.link.is_whole:
+                raise ContractError("a pipeline trains stage by stage.", "Play its stages, or call eval() first.")
+            output: Output = straight(self.phases)(batch)
+            return output
+        found, stream = self._relay(batch, self.end)
+        if found is None:
+            zero = torch.zeros((), device=batch.ids_BS.device)
+            found = Output(loss_sum=zero, num_tokens=zero.long(), layers={})
+        return replace(found, layers=stream.layers)
 
     def begin(self, batch: Batch) -> Stream:
-        """Embed the tokens, and in training those ahead. Each rank of cp gets its positions, of tp its part of them.
+        """Begin the first of this rank's stages, which embeds the tokens."""
+        return self.enter(self.places[0], batch)
 
-        One lookup embeds all, so that the gradient of the embedding is one sum.
+    def enter(self, place: Stage, batch: Batch, arrived: Sequence[Tensor] = (), *, further: bool = True) -> Stream:
+        """Begin a stage with what ``arrived`` from the one before, ``(t, D)`` each, or with the embedded tokens.
+
+        ``further``: embed the tokens ahead, too, for layers that predict further tokens. Each rank of cp gets its
+        positions, of tp its part of them. One lookup embeds all, so that the gradient of the embedding is one sum.
         """
-        depths = range(1, self.options.mtp_layers + 1 if self.training else 1)
-        ids = [batch.ids_BS, *(ids_ahead(batch, depth) for depth in depths)]
-        labels = [labels_of_next(batch), *(labels_ahead(batch, depth) for depth in depths)]
+        depths = self._depths(place) if further else []
         cut, lengths = self.cuts[batch.cp], batch.lengths
-        own = ([cut.own(each, 1, lengths).flatten() for each in every] for every in (ids, labels))
-        ids_NT, labels_NT = map(torch.stack, own)
+        ids = [*([batch.ids_BS] if place.is_first else []), *(ids_ahead(batch, depth) for depth in depths)]
+        labels = self._labels(batch, further) if place.is_last else []
+        embedded = self._embedded([cut.own(each, 1, lengths).flatten() for each in ids])
+        labels_NT = [cut.own(each, 1, lengths).flatten() for each in labels]
         batch = replace(cut.part(batch), part=self.tp.shard(0), cp=cut.size)
         batch = keyed(batch) if self.draws else batch
-        by_rank = ids_NT.unflatten(1, (self.tp.size, -1)).transpose(0, 1)
-        x_TD, *ahead = self.embed(by_rank.flatten()).to(self.residual_dtype).chunk(len(ids_NT))
-        first: Any = self.layers[0]
+        x_TD, *ahead = (*arrived[-1:], *embedded)
+        attention = next((block.attention for block in self.layers if isinstance(block, Block)), None)
         return Stream(
-            x_TD=x_TD, tables=first.attention.tables(batch), batch=batch, labels_NT=labels_NT, ahead=tuple(ahead)
+            x_TD=x_TD,
+            tables=None if attention is None else cast("Any", attention).tables(batch),
+            batch=batch,
+            labels_NT=torch.stack(labels_NT) if labels_NT else None,
+            ahead=dict(zip(depths, ahead, strict=True)),
+            hidden=tuple(arrived) if place.layers.start >= self.options.num_layers else (),
         )
+
+    def _labels(self, batch: Batch, further: bool) -> list[Tensor]:
+        depths = range(1, self.options.mtp_layers + 1 if further else 1)
+        return [labels_of_next(batch), *(labels_ahead(batch, depth) for depth in depths)]
+
+    def _embedded(self, ids: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return ``(t, D)`` of each of several ``(T)``."""
+        if not ids:
+            return ()
+        assert self.embed is not None, "a stage that embeds holds the embedding"
+        by_rank = torch.stack([*ids]).unflatten(1, (self.tp.size, -1)).transpose(0, 1)
+        embedded_TD: Tensor = self.embed(by_rank.flatten())
+        return embedded_TD.to(self.residual_dtype).chunk(len(ids))
+
+    def _awaited(self, place: Stage, batch: Batch, *, further: bool = True) -> tuple[Tensor, ...]:
+        """Return empty tensors like those that a stage begins with: ``(t, D)``."""
+        tokens = batch.ids_BS.numel() // (self.cuts[batch.cp].size * self.tp.size)
+        count = 1 + (max(0, place.layers.start - self.options.num_layers) if further else 0)
+        shape, device = (tokens, self.options.dim), batch.ids_BS.device
+        return tuple(torch.empty(shape, dtype=self.residual_dtype, device=device) for _ in range(count))
+
+    def normalise(self, stream: Stream) -> Stream:
+        """Make what the head reads to predict the next token."""
+        return replace(stream, hidden=(self.norm(stream.x_TD),))
 
     def end(self, stream: Stream) -> Output:
         """Return the loss of the tokens that are neither padding nor masked, and those of the tokens ahead."""
+        assert stream.labels_NT is not None
         (next_Tv, *further), (labels_T, *ahead) = self.predictions(stream), stream.labels_NT
         num_tokens = (stream.batch.own(labels_T) != IGNORED).sum()
         losses = {
@@ -130,27 +223,33 @@ class Transformer(nn.Module):
 
     def predictions(self, stream: Stream) -> Sequence[Tensor]:
         """Return logits ``(T, v)`` of all tokens for this rank's part of the vocabulary: next token, further ones."""
-        hidden = (*stream.hidden, self._norm(len(stream.hidden))(stream.x_TD))
-        x_TD = torch.cat([self.tp.gather(one) for one in hidden]) if len(hidden) > 1 else self.tp.gather(hidden[0])
-        weight = self.embed.weight
-        logits_Tv = F.linear(x_TD, weight.to(x_TD.dtype)) if self.head is None else self.head(x_TD)
+        hidden = [self.tp.gather(one) for one in stream.hidden]
+        x_TD = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+        if self.head is not None:
+            logits_Tv: Tensor = self.head(x_TD)
+        else:
+            assert self.embed is not None, "the head is tied to the embedding"
+            logits_Tv = F.linear(x_TD, self.embed.weight.to(x_TD.dtype))
         return logits_Tv.chunk(len(hidden))
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
-        """Return ``(B, S, vocabulary)`` logits, and statistics by layer. S need not be a multiple of tp or cp."""
+        """Return ``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.
+
+        S need not be a multiple of tp or cp.
+        """
         logits_BSV, stream = self._read(batch, None)
         return logits_BSV, stream.layers
 
     @property
     def keeps_past(self) -> bool:
         """Whether :meth:`extend` can be called: all attentions can go on, and each rank has whole sequences."""
-        attentions = [cast("Any", block).attention for block in self.layers]
+        attentions = [block.attention for block in self.layers if isinstance(block, Block)]
         return self.cuts[None].size == 1 and all(isinstance(one, CachedAttention) for one in attentions)
 
     def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
         """Return ``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. None: they are first.
 
-        Only if ``keeps_past``. Raises ContractError if the batch has padding or documents.
+        Only if ``keeps_past``. Raises ContractError if the batch has padding or documents. Collective over pp.
         """
         if batch.mask_BS is not None or batch.documents_BS is not None:
             raise ContractError("tokens behind others have neither padding nor documents.", "Read them all at once.")
@@ -162,7 +261,7 @@ class Transformer(nn.Module):
         return logits_BSV, Past.of(tokens, stream.past, self.layers, padding=-batch.ids_BS.shape[1] % self.tp.size)
 
     def _read(self, batch: Batch, past: Mapping[int, Any] | None) -> tuple[Tensor, Stream]:
-        """Return ``(B, S, vocabulary)`` logits, and the end of the stream, with padding up to whole parts."""
+        """Return ``(B, S, vocabulary)`` logits, and the end of this rank's stream, with padding up to whole parts."""
         length = batch.ids_BS.shape[1]
         cut = self.cuts[batch.cp]
         padding = -length % (cut.unit * self.tp.size)
@@ -176,12 +275,39 @@ class Transformer(nn.Module):
                 positions_BS=None if batch.positions_BS is None else F.pad(batch.positions_BS, (0, padding)),
                 documents_BS=None if batch.documents_BS is None else F.pad(batch.documents_BS, (0, padding)),
             )
-        begin, *blocks = self._main
-        stream: Stream = straight(blocks)(replace(begin(batch), past=past))
-        (logits_Tv,) = self.predictions(stream)
-        logits_VT = self.tp.gather(logits_Tv.t())
-        logits_BSV = cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape), batch.lengths)
+
+        def predict(stream: Stream) -> Tensor:
+            (logits_Tv,) = self.predictions(stream)
+            logits_VT = self.tp.gather(logits_Tv.t())
+            return cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape), batch.lengths)
+
+        logits_BSV, stream = self._relay(batch, predict, past)
+        if not self.link.is_whole:
+            logits_BSV = self.link.from_last(logits_BSV, (*batch.ids_BS.shape, self.options.vocab_size), stream.x_TD)
+        assert logits_BSV is not None
         return logits_BSV[:, :length], stream
+
+    def _relay(
+        self, batch: Batch, end: Callable[[Stream], T], past: Mapping[int, Any] | None = None
+    ) -> tuple[T | None, Stream]:
+        """Run a batch through this rank's stages, without the layers that predict further tokens, and wait for others.
+
+        Return the ``end`` of the last stage, None elsewhere, and the stream with what all stages of this rank add.
+        """
+        found: T | None = None
+        tensors, layers = Tensors(), dict[int, LayerStats]()
+        for place in self.places:
+            if not place.is_first and self.link.leaves(place.index - 1):
+                tensors = self.link.receive(place.index, "forward", self._awaited(place, batch, further=False))()
+            given = replace(self.enter(place, batch, tensors, further=False), layers=layers, past=past)
+            stream: Stream = straight(self._phases(place, further=False))(given)
+            layers, past, tensors = {**stream.layers}, stream.past, stream.passed
+            if place.is_last:
+                found = end(stream)
+            elif self.link.leaves(place.index):
+                self.link.send(place.index, "forward", tensors)
+        self.link.flush()
+        return found, stream
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of initial values by canonical name; None means ones (norms)."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moefw.compose.assembly import Assembly
 from moefw.core.stages import Batch
+from moefw.runtime.communication.agreement import everywhere
 from moefw.testing.layer_case import LayerCase, build_layer, this_rank
 from moefw.testing.oracle import Truth, expert_output
-from moefw.training.agreement import everywhere
 
 
 def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor], budget: float | None) -> Truth:

@@ -9,16 +9,20 @@ from functools import cached_property
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Layout
 from moefw.core.stages import LayerStats, Output
+from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.memory.static_rows import UNSAVED
-from moefw.runtime.parallel.gradients import STAGE
+from moefw.runtime.parallel.gradients import STAGE, all_reduce_flat
+from moefw.runtime.pipeline.stage import Passed
 
 OVERFLOWS: Final = ("overflow", UNSAVED)
 """Statistics of rows for which a step is run again without budgets."""
+Key = tuple[str, int, str]
+"""A kind of sum, the layer and the name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,50 +63,60 @@ class HostCopy:
 class Tally:
     """Sums over micro-batches and ranks: losses, tokens, and each layer's statistics, in fp64.
 
-    ``routes``: the expert ids of each micro-batch by layer, on this rank; None: they are not kept.
+    ``routes``: the expert ids of each micro-batch by layer, on this rank; None: they are not kept. ``layers`` are this
+    rank's until sums are told, which then are those of all stages of a pipeline.
     """
 
     def __init__(self, device: torch.device, *, keep_routes: bool = False) -> None:
-        self.routes: list[Mapping[int, Tensor]] | None = [] if keep_routes else None
+        self.routes: list[dict[int, Tensor]] | None = [] if keep_routes else None
         self.loss = torch.zeros(2, dtype=torch.float64, device=device)
         self.losses: dict[str, Tensor] = {}
         self.layers: dict[int, LayerTally] = {}
 
-    def add(self, output: Output) -> None:
-        """Add one micro-batch."""
-        self.loss += torch.stack([output.loss_sum.detach().double(), output.num_tokens.double()])
-        for name, loss in output.losses.items():
-            self.losses[name] = self.losses.get(name, 0.0) + loss.detach().double()
-        for number, new in output.layers.items():
-            self.layers.setdefault(number, LayerTally()).add(new)
+    def add(self, output: Output | Passed, number: int) -> None:
+        """Add what a stage, or the whole model, makes of micro-batch ``number``."""
+        if isinstance(output, Output):
+            self.loss += torch.stack([output.loss_sum.detach().double(), output.num_tokens.double()])
+            for name, loss in output.losses.items():
+                self.losses[name] = self.losses.get(name, 0.0) + loss.detach().double()
+        for layer, new in output.layers.items():
+            self.layers.setdefault(layer, LayerTally()).add(new)
         if self.routes is not None:
-            self.routes.append({number: layer.expert_ids_TK for number, layer in output.layers.items()})
+            self.routes += [{} for _ in range(number + 1 - len(self.routes))]
+            self.routes[number] |= {layer: new.expert_ids_TK for layer, new in output.layers.items()}
 
     def reduce(self, layout: Layout) -> None:
         """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host."""
-        group, tensors = layout.group(*STAGE), [self.loss, *self.losses.values()]
-        for layer in self.layers.values():
-            tensors += [*layer.stats.values(), *layer.aux_losses.values()]
+        group, named = layout.group(*STAGE), self._named()
         if group is not None:
-            flat = torch.cat([tensor.flatten() for tensor in tensors])
-            dist.all_reduce(flat, group=group)
-            for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(piece.view_as(tensor))
-        self._copy = HostCopy(tensors)
+            all_reduce_flat(list(named.values()), group)
+        self._told = _of_all_stages(named, layout.group("pp"))
+        self._copy = HostCopy([*self._told.values()])
+
+    def _named(self) -> dict[Key, Tensor]:
+        """Return all sums, those of layers with the layer's number."""
+        named: dict[Key, Tensor] = {("loss", 0, ""): self.loss}
+        named |= {("losses", 0, name): value for name, value in self.losses.items()}
+        for number, layer in sorted(self.layers.items()):
+            for kind, values in (("stats", layer.stats), ("aux_losses", layer.aux_losses)):
+                named |= {(kind, number, name): value for name, value in values.items()}
+        return named
 
     def on_host(self) -> Tally:
-        """Return the sums in host memory, once they are reduced."""
-        told, values = Tally(torch.device("cpu")), self._copy.read()
-        told.loss = next(values)
-        told.losses = {name: next(values) for name in self.losses}
-        for number, layer in self.layers.items():
-            stats, aux = ({name: next(values) for name in names} for names in (layer.stats, layer.aux_losses))
-            told.layers[number] = LayerTally(stats, aux)
+        """Return the sums in host memory, once they are reduced: those of all stages of a pipeline."""
+        told = Tally(torch.device("cpu"))
+        for (kind, number, name), value in zip(self._told, self._copy.read(), strict=True):
+            if kind == "loss":
+                told.loss = value
+            elif kind == "losses":
+                told.losses[name] = value
+            else:
+                getattr(told.layers.setdefault(number, LayerTally()), kind)[name] = value
         return told
 
     def overflowed(self) -> bool:
         """Return whether rows exceeded a budget. Waits for the host's copy only if something reports it."""
-        reported = any(not layer.stats.keys().isdisjoint(OVERFLOWS) for layer in self.layers.values())
+        reported = any(name in OVERFLOWS for _, _, name in self._told)
         return reported and any(map(self.on_host().counts().get, OVERFLOWS))
 
     def counts(self) -> dict[str, float]:
@@ -113,6 +127,22 @@ class Tally:
                 if not value.dim():
                     totals[name] = totals.get(name, 0.0) + value.item()
         return totals
+
+
+def _of_all_stages(named: Mapping[Key, Tensor], group: ProcessGroup | None) -> Mapping[Key, Tensor]:
+    """Return the sums of all stages of a pipeline, in order of layers. Collective over pp."""
+    if group is None:
+        return named
+    told = everywhere([[*key, *value.shape] for key, value in named.items()], group)
+    shapes = {(kind, int(layer), str(name)): tuple(shape) for own in told for kind, layer, name, *shape in own}
+    like = next(iter(named.values()))
+    found = {key: named.get(key, like.new_zeros(shape)) for key, shape in sorted(shapes.items(), key=_by_layer)}
+    all_reduce_flat(list(found.values()), group)
+    return found
+
+
+def _by_layer(entry: tuple[Key, object]) -> tuple[int, Key]:
+    return entry[0][1], entry[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

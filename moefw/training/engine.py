@@ -19,7 +19,7 @@ from moefw.training.attempt import Attempt, Tally
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.faults.stamps import stamp
 from moefw.training.meters import Meters
-from moefw.training.micro_batches import Clock, Run, in_order
+from moefw.training.micro_batches import Clock, Run, run_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Engine:
         run: Run | None = None,
     ) -> None:
         self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
-        self.run = run or in_order(model, keep_routes=keep_routes)
+        self.run = run or run_of(model, keep_routes=keep_routes)
         self.gradients = Gradients(model, layout)
         self.meters = Meters(model, layout)
         self.routers: dict[int, Any] = {
@@ -107,7 +107,7 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            for number, layer in made.tally.layers.items():
+            for number, layer in made.tally.layers.items():  # of this rank
                 self.routers[number].update(layer.stats)
             self.meters.update()
 
@@ -162,7 +162,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
     for number, batch in enumerate(batches, 1):
         stamp(f"evaluation batch {number} of {len(batches)}")
         output = model(replace(batch, dropless=True))
-        tally.add(replace(output, layers={}, losses={}))
+        tally.add(replace(output, layers={}, losses={}), number)
     tally.reduce(layout)
     model.train(was_training)
     loss_sum, tokens = tally.on_host().loss.tolist()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, Protocol
 
 from torch import nn
 
+from moefw.core.records import Action
 from moefw.core.stages import Batch
+from moefw.runtime.pipeline.player import Player
+from moefw.runtime.pipeline.stage import Pipelined
 from moefw.training.attempt import Tally
+from moefw.training.faults.stamps import stamp
+
+PASSES: Final = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
+"""The sections of a clock in which passes of a pipeline count."""
 
 
 class Clock(Protocol):
@@ -26,17 +33,54 @@ class Run(Protocol):
         """Run forward and backward of all batches. Return the sums of this rank, added in the order of the batches."""
 
 
+def run_of(model: nn.Module, *, keep_routes: bool = False) -> Run:
+    """Return how a model trains: its pipeline, or one micro-batch behind the other."""
+    if isinstance(model, Pipelined) and not model.link.is_whole:
+        return in_stages(model, keep_routes=keep_routes)
+    return in_order(model, keep_routes=keep_routes)
+
+
+def in_stages(model: Pipelined, *, keep_routes: bool = False) -> Run:
+    """Return the run of this rank's stages, in the order of the pipeline's schedule."""
+
+    def run(batches: Sequence[Batch], clock: Clock) -> Tally:
+        tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
+
+        @contextmanager
+        def around(action: Action) -> Iterator[None]:
+            where = f"of micro-batch {action.micro_batch + 1} of {len(batches)}"
+            with clock(PASSES[action.kind]):
+                stamp(f"{PASSES[action.kind]} {where} in stage {action.stage} of {len(model.link.stages)}")
+                yield
+
+        with _gathered(model):
+            for number, output in Player(model, batches).play(around):
+                tally.add(output, number)
+        return tally
+
+    return run
+
+
+def _gathered(model: Any) -> AbstractContextManager[None]:
+    """Return the context in which stages of a model run. Only models that FSDP shards import it."""
+    if not hasattr(model, "unshard"):
+        return nullcontext()
+    from moefw.runtime.parallel.sharding import gathered
+
+    return gathered(model)
+
+
 def in_order(model: nn.Module, *, keep_routes: bool = False) -> Run:
     """Return the run of each micro-batch forward and backward before the next. ``keep_routes``: see :class:`Tally`."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
-        for batch in batches:
+        for number, batch in enumerate(batches):
             with clock("forward"):
                 output = model(batch)
             with clock("backward"):
                 (output.objective * batch.loss_scale).backward()
-            tally.add(output)
+            tally.add(output, number)
             del output
         return tally
 

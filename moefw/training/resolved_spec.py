@@ -14,7 +14,7 @@ from ruamel.yaml.error import YAMLError
 from moefw.compose.assembly import Assembly
 from moefw.compose.spec.source import KeyPath, dotted, show
 from moefw.core.errors import PlanError, Problem
-from moefw.training.agreement import everywhere
+from moefw.runtime.communication.agreement import everywhere
 from moefw.training.folder import kept_spec, sealed
 
 

@@ -22,8 +22,8 @@ from moefw.core.contracts import Layout
 from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import MoefwError, PlanError
 from moefw.core.stages import Batch
+from moefw.runtime.communication.agreement import raise_together
 from moefw.runtime.naming import initialise
-from moefw.training.agreement import raise_together
 from moefw.training.data.windows import number_documents, read_windows
 from moefw.training.errors import LostContactError
 from moefw.training.faults.board import meeting_folder

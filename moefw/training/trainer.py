@@ -17,8 +17,8 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.optimizer import build_optimizer
 from moefw.compose.pretrained import read_weights
 from moefw.core.errors import MoefwError, Problem
+from moefw.runtime.communication.agreement import anywhere, raise_together
 from moefw.training import checkpoint, ledger_file
-from moefw.training.agreement import anywhere, raise_together
 from moefw.training.clock import StepClock
 from moefw.training.engine import Engine, StepResult
 from moefw.training.errors import StoppedError

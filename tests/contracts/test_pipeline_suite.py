@@ -53,6 +53,9 @@ BROKEN: list[tuple[Any, str, str]] = [
         "2 ranks and 3 micro-batches: check_batches accepts what order cannot do: it leaves out 4 passes.",
     ),
     (broken.RunsAMicroBatchTooMany, "check_batches", "order cannot do: it runs 2 passes of what does not exist."),
+    (broken.AsksItsRank, "a_model", "on rank 1 of a run, order returns something else."),
+    (broken.SkipsWeights, "a_model", "on rank 0 is off by"),
+    (broken.SkipsAMicroBatch, "a_model", "the loss is "),
     (
         broken.RefusesWithoutAFix,
         "check_batches",

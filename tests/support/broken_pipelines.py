@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from attrs import field, frozen
+import torch.distributed as dist
+from attrs import frozen
 
 import moefw
 from moefw.core.plugin import PipelinePlugin
@@ -186,11 +187,33 @@ class RefusesWithoutAFix(AcceptsWhatItRaisesFor):
 
 
 @frozen
-class SkipsAMicroBatch(Sound):
-    """Trains without a micro-batch, on all ranks alike."""
+class AsksItsRank(Sound):
+    """Every rank begins with another micro-batch, so what it awaits is not what the others send."""
 
-    name: ClassVar[str] = "skips-a-micro-batch"
-    skipped: int = field(default=1)
+    name: ClassVar[str] = "asks-its-rank"
 
     def changed(self, order: Lists) -> Lists:
-        return [[one for one in actions if one.micro_batch != self.skipped] for actions in order]
+        first = dist.get_rank() if dist.is_initialized() else 0
+        return [sorted(actions, key=lambda one: ("FIW".index(one.kind), one.micro_batch < first)) for actions in order]
+
+
+@frozen
+class SkipsWeights(Sound):
+    """Leaves out the weight gradients of a micro-batch in a run."""
+
+    name: ClassVar[str] = "skips-weights"
+
+    def changed(self, order: Lists) -> Lists:
+        in_a_run = dist.is_initialized()
+        return [[one for one in actions if one.kind != "W" or one.micro_batch or not in_a_run] for actions in order]
+
+
+@frozen
+class SkipsAMicroBatch(Sound):
+    """Leaves out a micro-batch in a run."""
+
+    name: ClassVar[str] = "skips-a-micro-batch"
+
+    def changed(self, order: Lists) -> Lists:
+        in_a_run = dist.is_initialized()
+        return [[one for one in actions if one.micro_batch or not in_a_run] for actions in order]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from moefw.core.errors import CheckpointError, DataError, MoefwError, RunError
+from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.testing.pool import RankPool
-from moefw.training.agreement import everywhere, raise_together
 
 SAID = [{"step": 4, "hash": "ä"}, None, [1.5, "x" * 3000], 0]
 

@@ -24,11 +24,13 @@ class Family:
     """Parameters that the same ranks hold in the same way.
 
     ``summed_over``: axes over which gradients remain to be summed after FSDP. ``copies``: ranks that hold an element.
+    ``holders``: positions on pp that hold copies, if several do.
     """
 
     parameters: list[nn.Parameter]
     summed_over: tuple[str, ...]
     copies: int
+    holders: tuple[int, ...] = ()
 
 
 class Gradients:
@@ -36,17 +38,19 @@ class Gradients:
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.layout = layout
-        held: dict[tuple[Side, str | None], list[nn.Parameter]] = {}
+        held: dict[tuple[Side, str | None, tuple[int, ...]], list[nn.Parameter]] = {}
         experts = expert_parameters(model)
         for parameter, pieces in by_parameter(model):
-            held.setdefault(("experts" if parameter in experts else "dense", split_axis(pieces)), []).append(parameter)
-        self.families = [self._family(side, axis, parameters) for (side, axis), parameters in held.items()]
+            side: Side = "experts" if parameter in experts else "dense"
+            held.setdefault((side, split_axis(pieces), pieces[0].holders), []).append(parameter)
+        self.families = [self._family(*key, parameters) for key, parameters in held.items()]
 
-    def _family(self, side: Side, axis: str | None, parameters: list[nn.Parameter]) -> Family:
+    def _family(self, side: Side, axis: str | None, holders: tuple[int, ...], parameters: list[nn.Parameter]) -> Family:
         axes = copied_over(side, axis)
         shared_by = len(self.layout.plan.copies(self.layout.rank, side)[0])
         done = COPIES[side] if shared_by > 1 else ()
-        return Family(parameters, tuple(a for a in axes if a not in done), self.layout.size(*axes) // shared_by)
+        copies = self.layout.size(*axes) // shared_by * max(1, len(holders))
+        return Family(parameters, tuple(a for a in axes if a not in done), copies, holders)
 
     def add_up(self) -> None:
         """Sum each parameter's gradient over its copies. A parameter without a gradient counts as zero."""
@@ -56,13 +60,18 @@ class Gradients:
                     parameter.grad = torch.zeros_like(parameter)
             group = self.layout.group(*family.summed_over)
             if group is not None:
-                _all_reduce_flat(_local(family.parameters), group)
+                all_reduce_flat(_local(family.parameters), group)
+            if family.holders:
+                stages = self.layout.plan.group(self.layout.rank, ("pp",))
+                copies = self.layout.open(tuple(stages[at] for at in family.holders))
+                assert copies is not None, "several stages hold the parameters"
+                all_reduce_flat(_local(family.parameters), copies)
 
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient, fp64, the same on every rank."""
         weighted = [_squares(_local(family.parameters)) / family.copies for family in self.families]
         square = torch.stack(weighted).sum()
-        group = self.layout.group(*STAGE)
+        group = self.layout.group("pp", *STAGE)
         if group is not None:
             dist.all_reduce(square, group=group)
         return square.sqrt()
@@ -95,7 +104,8 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
 
 
-def _all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors of one dtype over a group in one collective."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     pieces = flat.split([tensor.numel() for tensor in tensors])

@@ -99,13 +99,11 @@ class Sharding:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keep the parameters of the root unit gathered while phases run one by one, outside the model's forward.
-
-    The model has run before: FSDP makes the first module that is called its root.
-    """
+    """Keep the parameters of the root unit gathered while phases run one by one, outside the model's forward."""
     if not isinstance(model, FSDPModule):
         yield
         return
+    model._get_fsdp_state()._lazy_init()  # FSDP takes the first module that is called for the root
     model.unshard()
     model.set_reshard_after_backward(False, recurse=False)
     try:

@@ -1,1 +1,1 @@
-"""Stages of a pipeline: the order of their passes, and how it runs."""
+"""Pipelines: where stages lie, what travels between them, and who plays a schedule."""

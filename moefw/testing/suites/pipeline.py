@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
+import pytest
 from attrs import frozen
 
 from moefw.compose.spec.source import Marks
@@ -14,6 +16,11 @@ from moefw.core.errors import ContractError, Problem
 from moefw.core.records import Action
 from moefw.runtime.pipeline.timeline import timeline
 from moefw.testing.suites.base import Suite
+from moefw.testing.suites.pipeline_case import model_case, stepped
+from moefw.testing.suites.watch import worst_error
+
+RTOL = 2e-5
+"""Largest error as a share of a tensor's largest value."""
 
 
 @frozen
@@ -120,12 +127,39 @@ class PipelineSuite(Suite):
             assert problems or not fails, f"{case} check_batches accepts what order cannot do: {fails}"
             assert fails or not problems, f"{case} check_batches refuses what order can do: {problems[0]}"
 
-    def _cases(self) -> list[_Case]:
+    def test_a_model_trains_as_in_one_stage(self) -> None:
+        """On real ranks: loss and all gradients. Each rank is told the same order."""
+        tried = [numbers for world in self.profile.worlds if world > 1 for numbers in self._near(2 * world, world)]
+        if not tried:
+            pytest.skip(f"{self.plugin.name} runs on none of {self.profile.worlds} ranks")
+        for case in tried:
+            fails = _fails(case)
+            assert not fails, f"{case} it is not run: {fails}"
+            parts = {**self.parts, self.section: self.chosen}
+            made = partial(model_case, count=case.count, layers=max(3, len(case.stages)), plugins=(self.plugin,))
+            (alone,) = self.pool.run(stepped, 1, made(1, parts=parts), case.ranks, case.count)
+            ranks = self.pool.run(stepped, case.ranks, made(case.ranks, parts=parts), case.ranks, case.count)
+            for rank, found in enumerate(ranks):
+                assert abs(found.loss / alone.loss - 1) <= RTOL, f"{case} the loss is {found.loss}, not {alone.loss}."
+                for name, grad in found.grads.items():
+                    error = worst_error(grad, alone.grads[name], floor=1e-30)
+                    says = f"{case} the gradient of {name} on rank {rank} is off by"
+                    assert error <= RTOL, f"{says} {error:.1e} of its largest value."
+                assert found.order == case.order(), f"{case} on rank {rank} of a run, order returns something else."
+            missing = sorted(alone.grads.keys() - {name for found in ranks for name in found.grads})
+            assert not missing, f"{case} no rank has {missing[0]}."
+
+    def _near(self, count: int, world: int) -> list[_Case]:
+        """Return the case of so many ranks whose number of micro-batches is nearest, if there is one."""
+        able = [case for case in self._cases((world,)) if not case.problems()]
+        return sorted(able, key=lambda case: abs(case.count - count))[:1]
+
+    def _cases(self, ranks: Sequence[int] = ()) -> list[_Case]:
         """Return the numbers to try, with a declaration whose options are read as from a spec."""
         problems: list[Problem] = []
         read = structure(self.plugin, dict(self.options), (), Marks("suite"), problems)
         assert not problems, f"{self.plugin.name}: the options {self.options} do not read: {problems[0]}"
-        return [_Case(read, ranks, count) for ranks in self.ranks for count in self.micro_batches]
+        return [_Case(read, each, count) for each in ranks or self.ranks for count in self.micro_batches]
 
     def _accepted(self) -> Iterator[_Case]:
         able = [case for case in self._cases() if not case.problems()]

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from moefw.compose.spec.source import show
 from moefw.core.data import DataSource
 from moefw.core.errors import CheckpointError, PlanError, Problem
-from moefw.training.agreement import everywhere, raise_together
+from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.training.checkpoint.manifest import Damage, read_manifest
 from moefw.training.checkpoint.shards import verify
 from moefw.training.folder import checkpoint_dirs

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.errors import CheckpointError
+from moefw.runtime.communication.agreement import raise_together
 from moefw.runtime.parallel.pieces import all_of
-from moefw.training.agreement import raise_together
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from moefw.training.checkpoint.shards import opened, words

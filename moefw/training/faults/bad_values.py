@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
 from moefw.core.records import Canonical
+from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.naming import by_parameter, state_tensors
 from moefw.runtime.parallel.pieces import local, stored
-from moefw.training.agreement import everywhere
 
 _FINITE, _NAN, _INF = 1, 2, 3
 """Kinds of values; 0 if this rank does not store the value."""

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moefw.core.contracts import ExpertGemm
-from moefw.core.records import Canonical
+from moefw.core.records import Action, Canonical
 from moefw.core.stages import ExpertBatch, Routing
 from moefw.runtime.memory.dropped import in_backward
 from moefw.runtime.naming import by_parameter
 from moefw.runtime.parallel.pieces import is_shared_out
+from moefw.runtime.pipeline.stage import Pipelined
 from moefw.training.faults.bad_values import BadTensor, bad_pieces, bad_values
 
 _FORWARD, _BACKWARD = 0, 1
@@ -147,12 +148,16 @@ class StepWatch:
                 return self._orders[name, "input"]
         raise AssertionError("the model itself has run")
 
-    def _note(self, order: tuple[float, ...], when: str, what: str, found: Iterator[tuple[str, str]]) -> None:
-        batch = (self._calls - 1) % self._num_batches
+    def _note(self, order: tuple[int, float], when: str, what: str, found: Iterator[tuple[str, str]]) -> None:
+        playing: Action | None = self._model.link.playing if isinstance(self._model, Pipelined) else None
+        batch = playing.micro_batch if playing else (self._calls - 1) % self._num_batches
+        stage = playing.stage if playing else 0
+        direction, place_order = order
+        at = (batch, direction, stage if direction == _FORWARD else -stage, place_order)
         for name, values in found:
-            if values and (self._found is None or (batch, *order) < self._found.order):
+            if values and (self._found is None or at < self._found.order):
                 place = f"{what}{name}, in {when} of micro-batch {batch + 1} of {self._num_batches},"
-                self._found = BadTensor((batch, *order), f"{place} holds {values}")
+                self._found = BadTensor(at, f"{place} holds {values}")
 
 
 def _inside(module: nn.Module) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from moefw.core.contracts import Layout
 from moefw.core.errors import DataError, MoefwError, Problem
 from moefw.core.stages import Batch
-from moefw.training.agreement import raise_together
+from moefw.runtime.communication.agreement import raise_together
 from moefw.training.routes.file import AGAIN, DIGESTS, Wanted, digests, layer_name, path_of
 from moefw.training.routes.recorder import own_tokens
 

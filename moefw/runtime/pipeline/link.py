@@ -1,0 +1,102 @@
+"""The way between the stages of a pipeline: tensors from rank to rank, over the group of pp."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefw.core.contracts import Layout
+from moefw.core.records import Action, Stage
+from moefw.runtime.pipeline.transfers import Step, with_transfers
+
+Direction = Literal["forward", "backward"]
+
+
+@final
+class Link:
+    """Sends what a stage passes on to the rank of the next one. Both begin their transfers in the same order.
+
+    ``places``: the stages of each position on pp. ``order``: see :meth:`moefw.ModelContext.order`.
+    """
+
+    def __init__(
+        self, layout: Layout, places: Sequence[Sequence[Stage]], order: Callable[[int], Sequence[Sequence[Action]]]
+    ) -> None:
+        self.group, self.index, self._order = layout.group("pp"), layout.index("pp"), order
+        rank_of = {stage: rank for rank, own in enumerate(places) for stage in own}
+        self.stages = sorted(rank_of, key=lambda stage: stage.index)
+        self.rank_of = [rank_of[stage] for stage in self.stages]
+        self.playing: Action | None = None
+        """The pass that runs now."""
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._steps: dict[int, Sequence[Step]] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one stage is the whole model."""
+        return len(self.stages) == 1
+
+    def steps(self, micro_batches: int) -> Sequence[Step]:
+        """Return what this rank does in a step of so many micro-batches."""
+        if micro_batches not in self._steps:
+            listed = with_transfers(self._order(micro_batches), self.rank_of.__getitem__, len(self.stages))
+            self._steps[micro_batches] = listed[self.index]
+        return self._steps[micro_batches]
+
+    def leaves(self, stage: int, direction: Direction = "forward") -> bool:
+        """Return whether what a stage passes on leaves its rank."""
+        return self.rank_of[next_stage(stage, direction)] != self.rank_of[stage]
+
+    def send(self, stage: int, direction: Direction, tensors: Sequence[Tensor], *, number: int = 0) -> None:
+        """Begin to send what ``stage`` passes on of micro-batch ``number``."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        peer = self.rank_of[next_stage(stage, direction)]
+        for at, tensor in enumerate(tensors):
+            sent = tensor.detach().contiguous()
+            tag = _tag(stage, direction, number, at)
+            self._sent.append((dist.isend(sent, group=self.group, group_dst=peer, tag=tag), sent))
+
+    def receive(
+        self, stage: int, direction: Direction, buffers: tuple[Tensor, ...], *, number: int = 0
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin to receive what ``stage`` awaits of micro-batch ``number``. Return what waits for it."""
+        source = stage - 1 if direction == "forward" else stage + 1
+        peer = self.rank_of[source]
+        works: list[Any] = [
+            dist.irecv(buffer, group=self.group, group_src=peer, tag=_tag(source, direction, number, at))
+            for at, buffer in enumerate(buffers)
+        ]
+
+        def arrived() -> tuple[Tensor, ...]:
+            for work in works:
+                work.wait()
+            return buffers
+
+        return arrived
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def from_last(self, values: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return the fp32 ``values`` of the last stage on every rank of pp. Collective over pp."""
+        made = torch.empty(shape, device=like.device) if values is None else values.float().contiguous()
+        dist.broadcast(made, group=self.group, group_src=self.rank_of[-1])
+        return made
+
+
+def next_stage(stage: int, direction: Direction) -> int:
+    """Return the stage that gets what ``stage`` passes on."""
+    return stage + 1 if direction == "forward" else stage - 1
+
+
+def _tag(stage: int, direction: Direction, number: int, at: int) -> int:
+    """Return a tag that no other transfer under way has."""
+    return ((number * 1024 + stage) * 2 + (direction == "backward")) * 64 + at

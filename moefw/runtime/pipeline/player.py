@@ -1,0 +1,114 @@
+"""Plays a schedule on this rank: passes of micro-batches through stages, and what travels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moefw.core.records import Action
+from moefw.core.stages import Batch, Output
+from moefw.runtime.compute.wgrads import Wgrads
+from moefw.runtime.phases import PhaseCall
+from moefw.runtime.pipeline.link import Direction, next_stage
+from moefw.runtime.pipeline.stage import Arrived, Passed, Pipelined
+from moefw.runtime.pipeline.transfers import Receive
+
+Key = tuple[int, int]
+"""A stage and a micro-batch."""
+Wait = Callable[[], Sequence[Any]]
+"""Waits for tensors under way, and returns them."""
+
+
+@final
+class Player:
+    """Runs the micro-batches of one step through the stages of this rank.
+
+    It holds the graph of a micro-batch in a stage from forward to backward, and what its weight gradients need until
+    their pass.
+    """
+
+    def __init__(self, model: Pipelined, batches: Sequence[Batch]) -> None:
+        self.stages = {stage.place.index: stage for stage in model.stages}
+        self.link, self.batches = model.link, batches
+        self._calls: dict[Key, PhaseCall] = {}
+        self._wgrads: dict[Key, Wgrads] = {}
+        self._inputs: dict[Key, Wait] = {}
+        self._grads: dict[Key, Wait] = {}
+        self._passed: dict[Key, Sequence[Tensor]] = {}
+        """Tensors without memory, like those passed on, whose gradients come back."""
+
+    def play(self, around: Callable[[Action], AbstractContextManager[None]]) -> Iterator[tuple[int, Output | Passed]]:
+        """Yield the micro-batch and the output, without graph and tensors, of each forward on this rank.
+
+        Each pass runs in the context ``around`` it.
+        """
+        steps = self.link.steps(len(self.batches))
+        self._wgrads = {(step.stage, step.micro_batch): Wgrads() for step in steps if step.kind == "I"}
+        for step in steps:
+            key = step.stage, step.micro_batch
+            if isinstance(step, Receive):
+                self._receive(step.kind, key)
+                continue
+            self.link.playing = step
+            with around(step):
+                if step.kind == "F":
+                    output = self._forward(key)
+                elif step.kind == "W":
+                    self._wgrads.pop(key).run()
+                else:
+                    self._backward(key)
+            if step.kind == "F":
+                yield step.micro_batch, output
+        self.link.playing = None
+        self.link.flush()
+
+    def _receive(self, kind: str, key: Key) -> None:
+        stage, number = key
+        if kind == "F":
+            buffers = self.stages[stage].awaited(self.batches[number])
+            self._inputs[key] = self.link.receive(stage, "forward", buffers, number=number)
+        else:
+            device = self.batches[number].ids_BS.device
+            buffers = tuple(torch.empty_like(like, device=device) for like in self._passed.pop(key))
+            self._grads[key] = self.link.receive(stage, "backward", buffers, number=number)
+
+    def _forward(self, key: Key) -> Output | Passed:
+        stage, number = key
+        batch, call = self.batches[number], PhaseCall()
+        arrived = tuple(tensor.requires_grad_() for tensor in self._inputs.pop(key, list)())
+        with self._wgrads[key].collected() if key in self._wgrads else nullcontext():
+            output: Output | Passed = call.run(self.stages[stage].run, Arrived(batch=batch, tensors=arrived))
+        self._calls[key] = call
+        if isinstance(output, Passed):
+            self._passed[key] = [torch.empty_like(tensor, device="meta") for tensor in output.tensors]
+            self._pass_on(stage, "forward", output.tensors, number, self._inputs)
+            return replace(output, tensors=())
+        scales = [batch.loss_scale for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._grads[key] = lambda: scales
+        found: Output = tree_map_only(Tensor, torch.detach, output)
+        return found
+
+    def _backward(self, key: Key) -> None:
+        stage, number = key
+        found = self._calls.pop(key).backward(self._grads.pop(key)())
+        if self.stages[stage].place.is_first:
+            return
+        likes = self.stages[stage].awaited(self.batches[number])
+        grads = [like.zero_() if grad is None else grad for grad, like in zip(found, likes, strict=True)]
+        self._pass_on(stage, "backward", grads, number, self._grads)
+
+    def _pass_on(
+        self, stage: int, direction: Direction, tensors: Sequence[Tensor], number: int, inbox: dict[Key, Wait]
+    ) -> None:
+        """Send tensors to the next stage, or put them into its inbox if it is on this rank."""
+        if self.link.leaves(stage, direction):
+            self.link.send(stage, direction, tensors, number=number)
+            return
+        passed = [tensor.detach() for tensor in tensors]
+        inbox[next_stage(stage, direction), number] = lambda: passed

@@ -1,0 +1,51 @@
+"""A stage of a model as a pipeline runs it, and what travels between two stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from typing import Protocol, runtime_checkable
+
+from attrs import frozen
+from torch import Tensor
+
+from moefw.core.records import Stage
+from moefw.core.stages import Batch, LayerStats, Output, stage
+from moefw.runtime.pipeline.link import Link
+
+
+@stage
+class Arrived:
+    """The input of a stage: its own batch, and the tensors that the stage before passed on."""
+
+    batch: Batch
+    tensors: tuple[Tensor, ...] = ()
+
+
+@stage
+class Passed:
+    """The output of a stage that is not the last: tensors for the next one, and the statistics of its MoE layers."""
+
+    tensors: tuple[Tensor, ...]
+    layers: Mapping[int, LayerStats] = field(default_factory=dict)
+
+
+@frozen(eq=False)
+class ModelStage:
+    """A stage of a model on this rank.
+
+    ``run`` returns :class:`Passed`, or in the last stage the model's :class:`moefw.core.stages.Output`. ``awaited``
+    returns empty tensors like those that arrive, which depend on the batch alone.
+    """
+
+    place: Stage
+    run: Callable[[Arrived], Passed | Output]
+    awaited: Callable[[Batch], tuple[Tensor, ...]]
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """A model that a pipeline can run: this rank's stages, and the way between all of them."""
+
+    stages: Sequence[ModelStage]
+    link: Link

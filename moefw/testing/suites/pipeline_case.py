@@ -1,0 +1,53 @@
+"""One step of a small model on the ranks of a pool: the order that each rank is told, the loss, and all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from moefw.core.plugin import Plugin
+from moefw.core.records import Action
+from moefw.runtime.naming import canonical_parameters
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.runs import global_batch, open_model, whole_model
+from moefw.training.engine import Engine
+
+
+@frozen
+class Stepped:
+    """What a rank says after a step. ``grads``: by canonical name, of this rank's stages."""
+
+    order: Sequence[Sequence[Action]]
+    loss: float
+    grads: Mapping[str, Tensor]
+
+
+def model_case(
+    ranks: int, count: int, *, layers: int, parts: Mapping[str, Any], plugins: tuple[type[Plugin], ...]
+) -> LayerCase:
+    """Return a case with ``layers``, one more that predicts a further token, and ``count`` micro-batches a step."""
+    sizes = {"num_layers": layers, "mtp_layers": 1}
+    given = {**parts, "parallel": {"pp": ranks}}
+    case = whole_model(ranks, parts=given, plugins=plugins, micro_batch=1, sizes=sizes)
+    train = {**case.parts["train"], "tokens_per_step": count * case.parts["train"]["seq_len"]}
+    return LayerCase(tokens=case.tokens, parts={**case.parts, "train": train}, plugins=plugins)
+
+
+def stepped(layer_case: LayerCase, ranks: int, count: int) -> Stepped:
+    """Run a step of ``count`` micro-batches on this rank, without an update."""
+    model, assembly, layout, shared = open_model(layer_case)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, clip_norm=None)
+    result = engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
+    order = assembly.parts.pipeline.order(ranks, count)
+    grads = {piece.name: piece.of(_grad(piece.parameter)).clone() for piece in canonical_parameters(model)}
+    shared.close()
+    return Stepped(order=order, loss=result.loss, grads=grads)
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
