@@ -10,6 +10,8 @@ import pytest
 import broken_pipelines as broken
 from moefw.plugins.pipelines.interleaved import Interleaved
 from moefw.plugins.pipelines.one_stage import GPipe, OneForwardOneBackward
+from moefw.plugins.pipelines.v_shaped import ZBV, DualPipeV
+from moefw.plugins.pipelines.zero_bubble import ZeroBubble
 from moefw.testing.suites.pipeline import PipelineSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
@@ -88,3 +90,15 @@ class TestInterleaved(PipelineSuite):
 class TestThreeStagesARank(PipelineSuite):
     plugin = Interleaved
     options = {"chunks": 3}
+
+
+class TestZeroBubble(PipelineSuite):
+    plugin = ZeroBubble
+
+
+class TestZBV(PipelineSuite):
+    plugin = ZBV
+
+
+class TestDualPipeV(PipelineSuite):
+    plugin = DualPipeV

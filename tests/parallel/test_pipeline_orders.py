@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,9 @@ import moefw
 from moefw.core.plugin import PipelinePlugin
 from moefw.plugins.pipelines.interleaved import Interleaved
 from moefw.plugins.pipelines.one_stage import GPipe, OneForwardOneBackward
+from moefw.plugins.pipelines.torch_orders import order_of
+from moefw.plugins.pipelines.v_shaped import ZBV, DualPipeV
+from moefw.plugins.pipelines.zero_bubble import ZeroBubble
 from moefw.runtime.pipeline.timeline import idle_share, most_in_flight, timeline
 
 GPIPE = """
@@ -37,9 +41,19 @@ F0 F1 F2 F3 f0 b0 f1 b1 f2 b2 f3 b3 F4 B0 F5 B1 F6 B2 F7 B3 f4 b4 f5 b5 f6 b6 f7
 """
 """The same figure, below: 4 ranks with 2 stages each. Small letters are the second one."""
 TABLES = {GPipe: GPIPE, OneForwardOneBackward: ALTERNATING, Interleaved: INTERLEAVED}
-IDLE = {GPipe: Fraction(3, 11), OneForwardOneBackward: Fraction(3, 11), Interleaved: Fraction(3, 19)}
-"""(p - 1) / (vM + p - 1) of the time for p = 4 ranks, M = 8 micro-batches and v = 1 or 2 stages a rank."""
-SCHEDULES = (GPipe(), OneForwardOneBackward(), Interleaved(), Interleaved(chunks=3))
+IDLE = {
+    GPipe: Fraction(3, 11),
+    OneForwardOneBackward: Fraction(3, 11),
+    Interleaved: Fraction(3, 19),
+    ZeroBubble: Fraction(3, 27),
+    ZBV: Fraction(3, 51),
+    DualPipeV: Fraction(3, 51),
+}
+"""For p = 4 ranks, M = 8 micro-batches and v stages a rank: (p - 1) / (vM + p - 1), and with weight gradients in the
+idle time (p - 1) / (3vM + p - 1)."""
+SCHEDULES = (GPipe(), OneForwardOneBackward(), Interleaved(), Interleaved(chunks=3), ZeroBubble(), ZBV(), DualPipeV())
+IN_PARTS = ("zero-bubble", "zbv", "dualpipe-v")
+"""Schedules with weight gradients of their own."""
 ALL = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: f"{one.name}-{one.chunks}")
 
 
@@ -63,8 +77,14 @@ def test_a_stage_runs_forward_and_backward_once_for_each_micro_batch_on_its_rank
     for ranks, count in cases(schedule):
         passes = Counter((rank, one) for rank, actions in enumerate(schedule.order(ranks, count)) for one in actions)
         stages = range(ranks * schedule.chunks)
-        wanted = [moefw.Action(kind, stage, number) for kind in "FB" for stage in stages for number in range(count)]
-        assert passes == Counter((schedule.rank_of(one.stage, ranks), one) for one in wanted), (ranks, count)
+        for stage, number in itertools.product(stages, range(count)):
+            ran = [
+                kind
+                for kind in "FIWB"
+                if passes.pop((schedule.rank_of(stage, ranks), moefw.Action(kind, stage, number)), 0) == 1
+            ]
+            assert ran in ([*"FB"], [*"FIW"] if schedule.name in IN_PARTS else None), (ranks, count)
+        assert not passes
 
 
 @ALL
@@ -72,11 +92,13 @@ def test_an_order_can_be_played(schedule: PipelinePlugin) -> None:
     for ranks, count in cases(schedule):
         order = schedule.order(ranks, count)
         played = timeline(order, lambda _: 1)
-        ended = {str(one): end for actions in played for _, end, one in actions}
+        ended = {str(one).replace("I", "B"): end for actions in played for _, end, one in actions}
         for start, _, one in (each for actions in played for each in actions):
             stage, last = one.stage, ranks * schedule.chunks - 1
             if one.kind == "F":
                 assert stage == 0 or start >= ended[f"{stage - 1}F{one.micro_batch}"]
+            elif one.kind == "W":
+                assert start >= ended[f"{stage}B{one.micro_batch}"]
             else:
                 assert start >= ended[f"{stage}F{one.micro_batch}"]
                 assert stage == last or start >= ended[f"{stage + 1}B{one.micro_batch}"]
@@ -95,23 +117,46 @@ def test_a_rank_that_waits_for_ever_is_named() -> None:
 
 @pytest.mark.parametrize("made", IDLE, ids=lambda made: made.name)
 def test_ranks_idle_as_published(made: type[PipelinePlugin]) -> None:
-    """A backward takes twice as long as a forward, and a stage its share of a rank's layers."""
+    """A whole backward takes twice as long as a forward or a part, and a stage its share of a rank's layers."""
     schedule = made()
-    played = timeline(schedule.order(4, 8), lambda one: Fraction(1 if one.kind == "F" else 2, schedule.chunks))
+    played = timeline(schedule.order(4, 8), lambda one: Fraction(2 if one.kind == "B" else 1, schedule.chunks))
     assert idle_share(played) == [IDLE[made]] * 4
 
 
 @ALL
 def test_micro_batches_are_held_as_published(schedule: PipelinePlugin) -> None:
     chunks = schedule.chunks
-    for ranks, count in ((ranks, count) for ranks, count in cases(schedule) if chunks == 1 or count % ranks == 0):
+    full = {"interleaved": lambda ranks, count: count % ranks == 0, "zbv": lambda ranks, count: count >= 2 * ranks - 1}
+    is_full = full.get(schedule.name, lambda ranks, count: True)
+    for ranks, count in (numbers for numbers in cases(schedule) if is_full(*numbers)):
         for rank, actions in enumerate(schedule.order(ranks, count)):
             held = {
                 "gpipe": count,
                 "1f1b": min(ranks - rank, count),
                 "interleaved": min((ranks - rank - 1) * 2 + (chunks - 1) * ranks + 1, chunks * count),
+                "zero-bubble": min(ranks, count),
+                "zbv": 2 * ranks,
+                "dualpipe-v": 2 * ranks + 1,
             }
             assert most_in_flight(actions) == held[schedule.name], (ranks, count, rank)
+
+
+def test_zero_bubble_is_that_of_torch_where_torch_has_one() -> None:
+    for ranks, count in ((1, 1), (2, 2), (2, 6), (4, 8), (4, 10), (8, 24)):
+        assert ZeroBubble().order(ranks, count) == [
+            [*actions] for actions in order_of("ScheduleInterleavedZeroBubble", 1, ranks, count)
+        ]
+
+
+def test_dualpipe_v_refuses_what_it_cannot_do_and_suggests_the_nearest_that_it_can() -> None:
+    schedule = DualPipeV()
+    for ranks in range(1, 9):
+        for count in range(1, 2 * ranks):
+            with pytest.raises(ValueError, match="at least"):
+                schedule.order(ranks, count)
+            (problem,) = schedule.check_batches(ranks, count)
+            assert problem.fix.startswith(f"Use {2 * ranks} ")
+        assert not [*schedule.check_batches(ranks, 2 * ranks)]
 
 
 def test_interleaved_refuses_what_it_cannot_do_and_suggests_the_nearest_that_it_can() -> None:
