@@ -44,7 +44,7 @@ def measure(assembly: Assembly, micro_batches: int) -> Ledger:
     Routing is even. It has no peak if a part raises MoefwError or RuntimeError, the errors of what is missing or needs
     values.
     """
-    found = [_measure(assembly, micro_batches, position) for position in unlike_positions(assembly, micro_batches)]
+    found = [measure_at(assembly, micro_batches, position) for position in unlike_positions(assembly, micro_batches)]
     return max(found, key=lambda one: (one.peak_bytes or 0, one.held.device))
 
 
@@ -62,7 +62,8 @@ def try_to_build(assembly: Assembly) -> str:
     return ""
 
 
-def _measure(assembly: Assembly, count: int, position: int) -> Ledger:
+def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
+    """Return the ledger of a rank at a position on pp."""
     parts = assembly.parts
     try:
         found = _ledger(assembly, count, position)

@@ -98,6 +98,7 @@ def nan_in_a_weight(name: str, on: int | None, **parts: Any) -> tuple[int, list[
         (2, "embed.weight", {"parallel": TENSOR}),
         pytest.param(4, "embed.weight", {"parallel": SPLIT}, marks=pytest.mark.deep),
         (2, "embed.weight", {"parallel": ALL}),
+        (2, EXPERT, {"parallel": {"pp": 2}}),
         (2, "layers.1.moe.experts.0.down_proj.weight", {"gemm": {"use": "loop"}, "parallel": ALL}),
     ],
 )
@@ -148,6 +149,7 @@ FAULTS: dict[Fault, str] = {
         (1, 0, 2, {}),
         (2, 1, 1, {"parallel": {"experts": {"ep": 2}}, "memory": RECOMPUTE}),
         (2, 1, 1, {"parallel": ALL}),
+        (2, 1, 2, {"parallel": {"pp": 2}, "pipeline": {"use": "zero-bubble"}}),
         (2, 1, 2, {"parallel": TENSOR, "memory": [{"use": "recompute", "regions": ["attention", "experts"]}]}),
         pytest.param(4, 1, 2, {"parallel": SPLIT}, marks=pytest.mark.deep),
     ],

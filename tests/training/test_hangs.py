@@ -31,6 +31,18 @@ def test_a_rank_that_blocks_in_its_data_source_is_named(tmp_path: Path, environm
     assert "in all_reduce" in (tmp_path / "run" / "stacks" / "rank-0.txt").read_text()
 
 
+@pytest.mark.fault("a rank of a pipeline blocks", "named, and what the other stage waits in")
+def test_a_rank_of_a_pipeline_that_blocks_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
+    path = spec(tmp_path, ranks=2, source="faulty")
+    pipeline = ("model.num_layers=2", "parallel={pp: 2}")
+    code, said, seconds = end(train(environment, path, *pipeline, "data.fault=block", "data.rank=1", TIMEOUT))
+    assert code == 1
+    (line,) = said
+    assert line.startswith("error: rank 1 (")
+    assert "(run.timeout_s allows 6): step 2, data; rank 0 waits in recv of ranks 0 and 1. " in line
+    assert seconds < 6 + 5 + 8  # the limit, five seconds, and the start
+
+
 @pytest.mark.fault("a run of one rank blocks ({id})", "named with step and phase; stacks are kept")
 @pytest.mark.parametrize(("at", "place"), [(0, "preparing data: text.txt"), (9, "step 2, data")])
 def test_a_single_rank_that_blocks_in_its_data_source_is_named(

@@ -39,6 +39,7 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "one rank": (1, {}),
     "cp 2, ep 2": (2, {"dense": {"cp": 2}, "experts": {"ep": 2}}),
     "dp 2, tp 2, ep 4": (4, {"dense": {"tp": 2}, "experts": {"ep": 4}}),
+    "pp 3": (3, {"pp": 3}),
 }
 
 
@@ -59,7 +60,9 @@ def trained(recorded: Path, replayed: Path | None, parallel: Mapping[str, Any], 
         if replayed is not None:
             batches = Replay(replayed, WANTED, layout).given(step, batches)
         result = engine.step(batches, 1e-3, lambda section: nullcontext())
-        Recorder(recorded, layout, tuple(assembly.layers), assembly.site.dims.top_k).record(step, batches, result.routes)
+        Recorder(recorded, layout, tuple(assembly.layers), assembly.site.dims.top_k).record(
+            step, batches, result.routes
+        )
         found.append(result.loss)
     shared.close()
     return found

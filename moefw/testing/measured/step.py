@@ -29,6 +29,7 @@ from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.pieces import local
 from moefw.testing.measured.report import Measured, Saved
 from moefw.training.engine import Engine
+from moefw.training.micro_batches import PASSES
 
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
 ENOUGH: Final = 2
@@ -127,12 +128,13 @@ class _Step:
     def _clock(self, section: str) -> Iterator[None]:
         recorder = self.recorder
         before = recorder.now
-        watched = self.operations if section in ("forward", "backward") else nullcontext()
-        with recorder.places.phase(section), watched:
+        computed = section in PASSES.values()
+        phase = "backward" if computed and section != "forward" else section
+        with recorder.places.phase(phase), self.operations if computed else nullcontext():
             yield
-        if section == "forward":
+        if phase == "forward":
             self.saved.append([life for life in recorder.alive(recorder.now) if life.began > before])
-        if section == "backward":
+        if phase == "backward":
             grads = (parameter.grad for parameter in self.model.parameters())
             self.gradients = self._known([grad for grad in grads if grad is not None], "gradients")
 

@@ -136,7 +136,9 @@ class StepWatch:
                 self._weights.add(weight)
                 self._hold(weight.register_hook(partial(self._watch_weight, name, self._pieces[name])))
 
-    def _watch_weight(self, name: str, pieces: list[Canonical], gradient: Tensor) -> None:
+    def _watch_weight(self, name: str, pieces: list[Canonical], gradient: Tensor | None) -> None:
+        if gradient is None:  # it is left to a pass of its own
+            return
         order = (_BACKWARD, -self._owner(name) - 0.5)
         self._note(order, "backward", "the gradient of ", bad_pieces(gradient, pieces))
 
