@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -105,9 +105,10 @@ class Player:
             found = self._calls.pop(key).backward(self._grads.pop(key)())
         if self.stages[stage].place.is_first:
             return
-        likes = self.stages[stage].awaited(self.batches[number])
-        grads = [like.zero_() if grad is None else grad for grad, like in zip(found, likes, strict=True)]
-        self._pass_on(stage, "backward", grads, number, self._grads)
+        if any(grad is None for grad in found):  # what arrived did not reach the loss
+            likes = self.stages[stage].awaited(self.batches[number])
+            found = [like.zero_() if grad is None else grad for grad, like in zip(found, likes, strict=True)]
+        self._pass_on(stage, "backward", cast("Sequence[Tensor]", found), number, self._grads)
 
     def _pass_on(
         self, stage: int, direction: Direction, tensors: Sequence[Tensor], number: int, inbox: dict[Key, Wait]
