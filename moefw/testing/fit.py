@@ -56,8 +56,8 @@ class Fit:
     def tree(self, parts: Parts) -> Tree:
         """Return the spec of a combination as plain data."""
         world = parts["parallel"].world
-        train = {"tokens_per_step": 16 * world, "micro_batch": 1, "seq_len": 16}
-        return {"model": self.model, "train": train, **{section: parts[section].choice for section in SECTIONS}}
+        train = {"tokens_per_step": 64 * world, "micro_batch": 1, "seq_len": 16}
+        return {"model": self.model, "train": train, **{section: one.choice for section, one in parts.items()}}
 
     def resolve(self, parts: Parts) -> Assembly:
         """Return the assembly of a combination. Raises MoefwError if it is refused."""

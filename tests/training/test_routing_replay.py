@@ -59,7 +59,9 @@ def trained(recorded: Path, replayed: Path | None, parallel: Mapping[str, Any], 
         if replayed is not None:
             batches = Replay(replayed, WANTED, layout).given(step, batches)
         result = engine.step(batches, 1e-3, lambda section: nullcontext())
-        Recorder(recorded, layout, tuple(assembly.layers), assembly.site.dims.top_k).record(step, batches, result.routes)
+        Recorder(recorded, layout, tuple(assembly.layers), assembly.site.dims.top_k).record(
+            step, batches, result.routes
+        )
         found.append(result.loss)
     shared.close()
     return found
