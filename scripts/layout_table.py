@@ -43,14 +43,20 @@ def main() -> int:
 def page(found: list[tuple[Row, Deviation]], measured: str) -> str:
     """Return the table, measured at a commit, as Markdown."""
     lines = [HEAD, f"Measured {datetime.now(UTC):%Y-%m-%d}, commit {measured}, torch {torch.__version__}.", ""]
-    lines += ["| ranks | parallel | model | dispatch | cp | loss | gradient norm | weights | |", "|---" * 9 + "|"]
+    lines += [
+        "| ranks | parallel | model | dispatch | cp | pipeline | loss | gradient norm | weights | |",
+        "|---" * 10 + "|",
+    ]
     for row, deviation in found:
         parallel = str(row).split(" ", 2)[2].rsplit("}", 1)[0] + "}"
         data = row.model + (", padded" if row.padded else "")
         over = row.context_parallel if row.shares_sequences else ""
+        stages = f"`{row.schedule}`" if row.has_stages else ""
         figures = f"{deviation.loss:.1e} | {deviation.norm:.1e} | {deviation.weights:.1e}"
         verdict = "alike" if deviation.alike else "**not alike**"
-        lines.append(f"| {row.ranks} | `{parallel}` | {data} | {row.dispatch} | {over} | {figures} | {verdict} |")
+        lines.append(
+            f"| {row.ranks} | `{parallel}` | {data} | {row.dispatch} | {over} | {stages} | {figures} | {verdict} |"
+        )
     return "\n".join(lines) + "\n"
 
 

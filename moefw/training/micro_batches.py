@@ -52,6 +52,8 @@ def in_stages(model: Pipelined, *, keep_routes: bool = False) -> Run:
             with clock(PASSES[action.kind]):
                 stamp(f"{PASSES[action.kind]} {where} in stage {action.stage} of {len(model.link.stages)}")
                 yield
+                if action.kind == "W":
+                    _reduce_late(model)
 
         with _gathered(model):
             for number, output in Player(model, batches).play(around):
@@ -63,11 +65,23 @@ def in_stages(model: Pipelined, *, keep_routes: bool = False) -> Run:
 
 def _gathered(model: Any) -> AbstractContextManager[None]:
     """Return the context in which stages of a model run. Only models that FSDP shards import it."""
-    if not hasattr(model, "unshard"):
+    if not _is_sharded(model):
         return nullcontext()
     from moefw.runtime.parallel.sharding import gathered
 
     return gathered(model)
+
+
+def _reduce_late(model: Any) -> None:
+    """Reduce weight gradients that have a pass of their own."""
+    if _is_sharded(model):
+        from moefw.runtime.parallel.sharding import reduce_late
+
+        reduce_late(model)
+
+
+def _is_sharded(model: Any) -> bool:
+    return hasattr(model, "unshard")
 
 
 def in_order(model: nn.Module, *, keep_routes: bool = False) -> Run:

@@ -33,6 +33,7 @@ class Row:
     model: str = "plain"
     dispatch: str = "alltoall"
     context_parallel: str = "allgather_kv"
+    pipeline: Mapping[str, Any] = field(factory=dict, eq=json.dumps)
     padded: bool = False
     micro_batch: int = 2
     tokens_per_step: int = 256
@@ -41,13 +42,24 @@ class Row:
 
     def __str__(self) -> str:
         sizes = json.dumps(self.parallel).replace('"', "")
-        more = [*[self.context_parallel] * self.shares_sequences, *["padded"] * self.padded]
+        more = [*[self.context_parallel] * self.shares_sequences, *[self.schedule] * self.has_stages]
+        more += ["padded"] * self.padded
         return " ".join([f"{self.ranks} ranks", sizes, self.model, self.dispatch, *more])
 
     @property
     def shares_sequences(self) -> bool:
         """Whether ranks share sequences."""
         return "cp" in self.parallel or "cp" in self.parallel.get("dense", {})
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether ranks hold stages of a pipeline."""
+        return "pp" in self.parallel
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of the stages, and their layout."""
+        return " ".join([self.pipeline.get("use", "1f1b"), *filter(None, [self.pipeline.get("layout")])])
 
     def spec(self, models: Mapping[str, Any]) -> dict[str, Any]:
         """Return the spec of the run."""
@@ -61,6 +73,7 @@ class Row:
             "dispatch": DISPATCHERS[self.dispatch],
             "context_parallel": {"use": self.context_parallel},
             "parallel": dict(self.parallel),
+            "pipeline": {"use": "1f1b", **self.pipeline},
             "train": {**SMALL["train"], **shape, "optimizer": {"use": "adamw", "eps": EPS}},
         }
 
@@ -98,9 +111,8 @@ class LayoutTable:
 
     def alone(self, row: Row) -> Run:
         """Return the run of the row on one rank."""
-        same = evolve(
-            row, ranks=1, parallel={}, dispatch="alltoall", context_parallel="allgather_kv", micro_batch=2, quick=False
-        )
+        plain = {"dispatch": "alltoall", "context_parallel": "allgather_kv", "pipeline": {}}
+        same = evolve(row, ranks=1, parallel={}, micro_batch=2, quick=False, **plain)
         if same not in self._alone:
             (self._alone[same],) = self._run(same)
         return self._alone[same]

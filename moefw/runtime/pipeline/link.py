@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Literal, final
 
 import torch
@@ -78,13 +79,12 @@ class Link:
             dist.irecv(buffer, group=self.group, group_src=peer, tag=_tag(source, direction, number, at))
             for at, buffer in enumerate(buffers)
         ]
+        return partial(self._arrived, works, buffers)
 
-        def arrived() -> tuple[Tensor, ...]:
-            for work in works:
-                work.wait()
-            return buffers
-
-        return arrived
+    def _arrived(self, works: Sequence[Any], buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for work in works:
+            work.wait()
+        return buffers
 
     def flush(self) -> None:
         """Wait until all that was sent has left."""

@@ -83,7 +83,7 @@ class Player:
         stage, number = key
         batch, call = self.batches[number], PhaseCall()
         arrived = tuple(tensor.requires_grad_() for tensor in self._inputs.pop(key, list)())
-        with self._wgrads[key].collected() if key in self._wgrads else nullcontext():
+        with self._collected(key):
             output: Output | Passed = call.run(self.stages[stage].run, Arrived(batch=batch, tensors=arrived))
         self._calls[key] = call
         if isinstance(output, Passed):
@@ -95,9 +95,14 @@ class Player:
         found: Output = tree_map_only(Tensor, torch.detach, output)
         return found
 
+    def _collected(self, key: Key) -> AbstractContextManager[None]:
+        """Return the context in which weight gradients are left to a pass of their own, if there is one."""
+        return self._wgrads[key].collected() if key in self._wgrads else nullcontext()
+
     def _backward(self, key: Key) -> None:
         stage, number = key
-        found = self._calls.pop(key).backward(self._grads.pop(key)())
+        with self._collected(key):  # regions that run again leave theirs, too
+            found = self._calls.pop(key).backward(self._grads.pop(key)())
         if self.stages[stage].place.is_first:
             return
         likes = self.stages[stage].awaited(self.batches[number])
