@@ -13,7 +13,6 @@ from moefw.core.errors import Problem
 from moefw.testing.fit import Fit
 from moefw.testing.variants import OURS, Variant, variants
 
-
 MODEL: Final = {"num_layers": 4, "num_dense_layers": 3, "shared_expert_dim": 256}
 """Two layers for each of two ranks, one of them with experts."""
 

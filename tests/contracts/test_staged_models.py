@@ -17,6 +17,11 @@ from moefw.testing.variants import Variant, in_stages, variants
 
 Parts = Mapping[str, Variant]
 CHUNKS = 8
+SCHEDULES = {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v"}
+
+
+COSTLY = ("fp8-blockwise", "mxfp8", "fp8-tensor", "nvfp4", "paged-stash", "optimizer-offload", "optimizer-bf16")
+"""What takes long with a whole model: quantization without kernels, and updates on the host."""
 
 
 @pytest.fixture(scope="module")
@@ -24,33 +29,46 @@ def here() -> Fit:
     return usable_here(staged=SIZES)
 
 
-@pytest.fixture(scope="module")
-def cover(here: Fit) -> list[Parts]:
-    return [*covering(here)]
+def one_of_each(fit: Fit) -> list[Parts]:
+    """Return combinations that hold every plugin."""
+    ways = {section: [*{one.names: one for one in reversed(found)}.values()] for section, found in fit.sections.items()}
+    together = [
+        {section: found[number % len(found)] for section, found in ways.items()}
+        for number in range(max(map(len, ways.values())))
+    ]
+    return [parts if fit.refusal(parts) is None else dict(fit.company(parts["pipeline"]) or {}) for parts in together]
 
 
-def with_news(cover: list[Parts], together: int) -> list[Parts]:
-    """Return the combinations with a new layout, or a new set of so many plugins. Two: and every variant."""
+def every_two(fit: Fit) -> list[Parts]:
+    """Return combinations that hold every variant, and every two plugins."""
     found, met = [], set[object]()
-    for parts in cover:
+    for parts in covering(fit):
         named = [(one.section, one.names) for one in parts.values()]
-        new = {*itertools.combinations(named, together), *(parts.values() if together > 1 else [parts["parallel"]])}
-        if new - met:
+        new = {*itertools.combinations(named, 2), *parts.values()} - met
+        if new:
             found.append(parts)
         met |= new
     return found
 
 
-@pytest.mark.parametrize("chunk", range(2))
-def test_a_model_in_stages_trains_as_in_one_under_every_plugin(pool: RankPool, cover: list[Parts], chunk: int) -> None:
-    for parts in with_news(cover, 1)[chunk::2]:
+def test_a_model_in_stages_trains_as_in_one_under_every_schedule(pool: RankPool) -> None:
+    tried = one_of_each(usable_here(staged=SIZES, exclude=COSTLY, fixed={"parallel": {"use": "folded", "pp": 2}}))
+    assert {parts["pipeline"].label for parts in tried} == SCHEDULES
+    assert {parts["dispatch"].names for parts in tried} == {("allgather",), ("alltoall",), ("deepep",), ("hybridep",)}
+    for parts in tried:
         verify_staged(StagedModel(parts=parts), pool)
+
+
+def test_weight_gradients_with_a_pass_of_their_own_are_reduced_over_shards(pool: RankPool) -> None:
+    layout = {"use": "folded", "pp": 2, "dense": {"shard": "all"}, "experts": {"shard": "all"}}
+    fit = usable_here(staged=SIZES, fixed={"parallel": layout, "pipeline": {"use": "zero-bubble"}})
+    verify_staged(StagedModel(parts={section: ways[0] for section, ways in fit.sections.items()}), pool)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_a_model_in_stages_trains_as_in_one_under_every_two(pool: RankPool, cover: list[Parts], chunk: int) -> None:
-    for parts in with_news(cover, 2)[chunk::CHUNKS]:
+def test_a_model_in_stages_trains_as_in_one_under_every_two(pool: RankPool, here: Fit, chunk: int) -> None:
+    for parts in every_two(here)[chunk::CHUNKS]:
         verify_staged(StagedModel(parts=parts), pool)
 
 
@@ -63,7 +81,7 @@ def test_every_part_that_a_layer_has_may_stand_in_stages_with_every_schedule(her
         one.label for one in in_stages(variants(here.registry))["parallel"]
     }
     schedules = here.sections["pipeline"]
-    assert {one.label for one in schedules} == {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v"}
+    assert {one.label for one in schedules} == SCHEDULES
     for one in (one for section in here.sections.values() for one in section if one.section != "pipeline"):
         assert all(here.fits(one, schedule) for schedule in schedules), one
 
@@ -71,6 +89,6 @@ def test_every_part_that_a_layer_has_may_stand_in_stages_with_every_schedule(her
 def test_a_model_that_trains_otherwise_in_stages_is_told_with_its_spec(pool: RankPool, here: Fit) -> None:
     parts = {section: ways[0] for section, ways in here.sections.items()}
     parts["pipeline"] = Variant(section="pipeline", label="skips-weights", choice={"use": "skips-weights"})
-    with pytest.raises(AssertionError, match="the grad_norm is .* without pp") as caught:
+    with pytest.raises(AssertionError, match=r"the grad_norm is .* without pp") as caught:
         verify_staged(StagedModel(parts=parts, plugins=(SkipsWeights,)), pool)
     assert "parallel: {use: folded, pp: 2}\npipeline: {use: skips-weights}\n" in str(caught.value)
