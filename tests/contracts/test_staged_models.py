@@ -39,12 +39,12 @@ def one_of_each(fit: Fit) -> list[Parts]:
     return [parts if fit.refusal(parts) is None else dict(fit.company(parts["pipeline"]) or {}) for parts in together]
 
 
-def every_two(fit: Fit) -> list[Parts]:
-    """Return combinations that hold every variant, and every two plugins."""
+def beside_every_schedule(fit: Fit) -> list[Parts]:
+    """Return combinations that hold every variant, and every schedule beside every plugin."""
     found, met = [], set[object]()
     for parts in covering(fit):
-        named = [(one.section, one.names) for one in parts.values()]
-        new = {*itertools.combinations(named, 2), *parts.values()} - met
+        beside = itertools.product([parts["pipeline"]], ((one.section, one.names) for one in parts.values()))
+        new = {*parts.values(), *beside} - met
         if new:
             found.append(parts)
         met |= new
@@ -67,8 +67,8 @@ def test_weight_gradients_with_a_pass_of_their_own_are_reduced_over_shards(pool:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_a_model_in_stages_trains_as_in_one_under_every_two(pool: RankPool, here: Fit, chunk: int) -> None:
-    for parts in every_two(here)[chunk::CHUNKS]:
+def test_a_model_in_stages_trains_as_in_one_with_every_variant(pool: RankPool, here: Fit, chunk: int) -> None:
+    for parts in beside_every_schedule(here)[chunk::CHUNKS]:
         verify_staged(StagedModel(parts=parts), pool)
 
 
