@@ -22,7 +22,7 @@ HEAD = """# What goes with what
 Written by `moefw matrix --markdown`; a test compares. *no*: resolve refuses a spec with both, for the reason
 below the table, whatever else stands in it: the plainest other parts, those that either needs, and then each of the
 others were tried. What goes together is [held against the dense oracle](combinations.md), outputs and gradients, unless
-it needs a GPU or a library.
+it needs a GPU or a library; with `pp`, a whole model is held against itself in one stage.
 """
 
 

@@ -77,7 +77,6 @@ _FOLDED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
     ("2 ranks, all sharded", {"dense": {"shard": "all"}, "experts": {"shard": "all"}}, 2),
     ("4 ranks, ep 2, sharded over 2", {"dense": {"shard": 2}, "experts": {"ep": 2, "shard": 2}}, 4),
     ("2 ranks, cp 2", {"dense": {"cp": 2}}, 2),
-    ("2 ranks, pp 2", {"pp": 2}, 2),
     ("4 ranks, cp 2, ep 2, etp 2", {"dense": {"cp": 2}, "experts": {"ep": 2, "etp": 2}}, 4),
 )
 _COUPLED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
@@ -86,10 +85,20 @@ _COUPLED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
     ("4 ranks, ep 2, all sharded", {"ep": 2, "shard": "all", "expert_shard": "all"}, 4),
     ("4 ranks, cp 2, ep 2", {"cp": 2, "ep": 2}, 4),
 )
+_FOLDED_PP: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
+    ("2 ranks, pp 2", {"pp": 2}, 2),
+    ("4 ranks, pp 2, ep 2", {"pp": 2, "experts": {"ep": 2}}, 4),
+    ("4 ranks, pp 2, tp 2, etp 2", {"pp": 2, "dense": {"tp": 2}, "experts": {"etp": 2}}, 4),
+    ("4 ranks, pp 2, cp 2, ep 2", {"pp": 2, "dense": {"cp": 2}, "experts": {"ep": 2}}, 4),
+    ("4 ranks, pp 2, all sharded", {"pp": 2, "dense": {"shard": "all"}, "experts": {"shard": "all"}}, 4),
+)
+_COUPLED_PP: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (("4 ranks, pp 2, tp 2", {"pp": 2, "tp": 2}, 4),)
 
 
 def _layouts(use: str, rows: tuple[tuple[str, Mapping[str, Any], int], ...]) -> Any:
-    return tuple((label, {"use": use, **sizes}, {"world": world}) for label, sizes, world in rows)
+    return tuple(
+        (label, {"use": use, **sizes}, {"world": world, "pp": sizes.get("pp", 1)}) for label, sizes, world in rows
+    )
 
 
 def _budget(label: str, backend: str, on_overflow: str) -> Any:
@@ -190,8 +199,8 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
         ),
     },
     "parallel": {
-        "folded": _layouts("folded", _FOLDED),
-        "coupled": _layouts("coupled", _COUPLED),
+        "folded": _layouts("folded", (*_FOLDED, *_FOLDED_PP)),
+        "coupled": _layouts("coupled", (*_COUPLED, *_COUPLED_PP)),
     },
 }
 """By section and plugin: label, choice, other fields of the variant. Read by :func:`moefw.testing.variants.of_part`."""

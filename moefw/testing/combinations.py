@@ -24,7 +24,7 @@ from moefw.core.facts import ANY
 from moefw.core.plugin import Plugin
 from moefw.testing.announce import with_plugins
 from moefw.testing.fit import Fit
-from moefw.testing.variants import SECTIONS, Variant, of_part, variants
+from moefw.testing.variants import SECTIONS, Variant, in_stages, of_a_layer, of_part, variants
 
 if TYPE_CHECKING:
     from moefw.testing.layer_case import LayerCase
@@ -62,7 +62,7 @@ class Combination:
         """Return the spec as YAML, with all other settings in comments."""
         tokens, *settings = self._settings()
         head = [f"# moefw check this.yaml --world {len(self.tokens)}", f"# {tokens}; {', '.join(settings)}"]
-        return "\n".join([*head, *(f"{section}: {_flow(value)}" for section, value in self.spec().items())]) + "\n"
+        return "\n".join([*head, *(f"{section}: {flow(value)}" for section, value in self.spec().items())]) + "\n"
 
     def layer_case(self) -> LayerCase:
         """Return the layer case. Raises the errors of resolve.
@@ -137,15 +137,18 @@ def usable_here(
     fixed: Mapping[str, Any] = MappingProxyType({}),
     include: Collection[str] = (),
     exclude: Collection[str] = (),
+    staged: Mapping[str, Any] | None = None,
 ) -> Fit:
     """Return the variants that this machine can run, a section's plainest first, and their fit.
 
+    They are those of a layer or, given the sizes of a model, those that split it into pipeline stages (``staged``).
     ``only``: its section contains only this plugin, with each set of ``options``. The other arguments are those of
     :func:`combinations`.
     """
     registry = with_plugins((*plugins, *([] if only is None else [only])))
     named = {*include, *(plugin.name for plugin in plugins)}
-    found = dict(variants(registry, include=named))
+    every = variants(registry, include=named)
+    found = of_a_layer(every) if staged is None else in_stages(every)
     for name in set(exclude).difference(*(one.names for ways in found.values() for one in ways)):
         raise ValueError(f"exclude: no plugin here is called {name!r}. {nearest(name, registry.names)}")
     found = {section: tuple(one for one in ways if not {*one.names} & {*exclude}) for section, ways in found.items()}
@@ -156,13 +159,12 @@ def usable_here(
         if not found[section]:
             what = f"{only.name} has options without a default that no test can guess"
             raise ValueError(f"{what}; set them: options = [{{...}}]")
-    model = Combination(parts={}, tokens=(1,), shared=True).spec()["model"]
-    assert isinstance(model, dict)
-    fit = Fit(found, registry=registry, model=model)
+    model: Any = Combination(parts={}, tokens=(1,), shared=True).spec()["model"]
+    fit = Fit(found, registry=registry, model=model if staged is None else staged)
     for section, choice in fixed.items():
         if section not in SECTIONS:
             raise ValueError(f"fixed: {section!r} is no section of plugins. {nearest(section, SECTIONS)}")
-        same = tuple(one for one in found[section] if one.choice == choice)
+        same = tuple(one for one in found.get(section, ()) if one.choice == choice)
         found[section] = same or (fit.as_given(section, choice),)
     for section in ("precision", "memory"):
         found[section] = tuple(evolve(one, rtol=max(one.rtol, fit.rtol(one))) for one in found[section])
@@ -221,7 +223,7 @@ def drawn_from(draw: st.DrawFn, fit: Fit, plugins: tuple[type[Plugin], ...] = ()
     return combination
 
 
-def _flow(value: object) -> str:
+def flow(value: object) -> str:
     """Return a value as YAML on one line."""
     yaml, text = YAML(pure=True), io.StringIO()
     yaml.default_flow_style, yaml.width = True, 10_000

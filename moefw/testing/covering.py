@@ -30,10 +30,15 @@ def pairs(
     built-in plugins and of ``plugins`` that this machine can run.
     """
     fit = usable_here(plugins) if fit is None else fit
+    return [_dress(parts, number, fit, plugins) for number, parts in enumerate(covering(fit, only=only))]
+
+
+def covering(fit: Fit, *, only: type[Plugin] | None = None) -> Iterator[Mapping[str, Variant]]:
+    """Yield the parts of a covering set; see :func:`pairs`."""
     wanted = list(fitting_pairs(fit))
     if only is not None:
         wanted = [pair for pair in wanted if any(only.name in variant.names for variant in pair)]
-    return [_dress(parts, number, fit, plugins) for number, parts in enumerate(_cover(wanted, fit))]
+    return _cover(wanted, fit)
 
 
 def all_pairs(sections: Sections) -> Iterator[tuple[Variant, Variant]]:

@@ -43,7 +43,12 @@ class Fit:
     """
 
     def __init__(
-        self, sections: Mapping[str, Sequence[Variant]], *, registry: Registry, model: Tree, pretend: bool = False
+        self,
+        sections: Mapping[str, Sequence[Variant]],
+        *,
+        registry: Registry,
+        model: Mapping[str, Any],
+        pretend: bool = False,
     ) -> None:
         self.sections, self.registry, self.model, self.pretend = sections, registry, model, pretend
         self._said: dict[frozenset[Variant], MoefwError | None] = {}
@@ -56,8 +61,8 @@ class Fit:
     def tree(self, parts: Parts) -> Tree:
         """Return the spec of a combination as plain data."""
         world = parts["parallel"].world
-        train = {"tokens_per_step": 16 * world, "micro_batch": 1, "seq_len": 16}
-        return {"model": self.model, "train": train, **{section: parts[section].choice for section in SECTIONS}}
+        train = {"tokens_per_step": 64 * world, "micro_batch": 1, "seq_len": 16}
+        return {"model": dict(self.model), "train": train, **{section: one.choice for section, one in parts.items()}}
 
     def resolve(self, parts: Parts) -> Assembly:
         """Return the assembly of a combination. Raises MoefwError if it is refused."""

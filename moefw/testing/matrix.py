@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from attrs import field, frozen
 
@@ -11,6 +12,9 @@ from moefw.compose.registry import Registry
 from moefw.core.errors import Problem
 from moefw.testing.fit import Fit
 from moefw.testing.variants import OURS, Variant, variants
+
+MODEL: Final = {"num_layers": 4, "num_dense_layers": 3, "shared_expert_dim": 256}
+"""Two layers for each of two ranks, one of them with experts."""
 
 
 @frozen(kw_only=True)
@@ -57,7 +61,7 @@ def survey(registry: Registry, *, ours_only: bool = True) -> Matrix:
     problems = [] if ours_only else registry.load_all()
     others = () if ours_only else [part.name for part in registry.parts() if part.distribution != OURS]
     sections = variants(registry, include=others)
-    fit = Fit(sections, registry=registry, model={"num_layers": 1, "shared_expert_dim": 256}, pretend=True)
+    fit = Fit(sections, registry=registry, model=MODEL, pretend=True)
     every = [variant for ways in sections.values() for variant in ways]
     alone = {variant: fit.reason(variant).what for variant in every if not fit.fits(variant)}
     fit.sections = {section: [way for way in ways if way not in alone] for section, ways in sections.items()}

@@ -19,10 +19,12 @@ from moefw.compose.optimizer import build_optimizer
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
+from moefw.core.plugin import Plugin
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
 from moefw.runtime.naming import by_parameter, initialise, joined, state_tensors
 from moefw.runtime.parallel.pieces import whole
+from moefw.testing.announce import with_plugins
 from moefw.training.engine import Engine, StepResult
 
 SMALL: Mapping[str, Any] = {
@@ -59,14 +61,23 @@ Read = Callable[[Assembly, Layout], Callable[[int], list[Batch]]]
 """Returns what reads this rank's micro-batches of a step."""
 
 
-def short_run(tree: Tree, steps: int, padded: bool = False, packed: bool = False, read: Read | None = None) -> Run:
+def short_run(
+    tree: Tree,
+    steps: int,
+    padded: bool = False,
+    packed: bool = False,
+    read: Read | None = None,
+    plugins: tuple[type[Plugin], ...] = (),
+) -> Run:
     """Train on random tokens that depend on the step alone; each rank takes its share of the sequences.
 
     ``padded``: sequences have unequal numbers of valid tokens, and some have none. ``packed``: each holds documents of
-    unequal length, whose positions start anew. ``read``: other tokens.
+    unequal length, whose positions start anew. ``read``: other tokens. ``plugins`` need not be installed.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    assembly = assemble_tree(tree, Marks("short run"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
+    machine, registry = Machine(device="cpu"), with_plugins(plugins)
+    marks = Marks("short run")
+    assembly = assemble_tree(tree, marks, defaults=defaults(), registry=registry, world=world, machine=machine)
     layout = open_layout(assembly, "cpu")
     shared = Shared()
     model = build_model(assembly, layout, torch.device("cpu"), shared)

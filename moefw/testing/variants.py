@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -18,9 +18,9 @@ from moefw.testing.built_in import BUILT_IN
 SECTIONS: Final[Mapping[str, str]] = {
     place.name: place.metadata["hook"]
     for place in attrs.fields(Spec)
-    if place.name in ("routing", "dispatch", "gemm", "precision", "memory", "parallel")
+    if place.name in ("routing", "dispatch", "gemm", "precision", "memory", "parallel", "pipeline")
 }
-"""The sections of a spec that a combination fills, and the hook of each."""
+"""The sections of a spec that a combination fills, and the hook of each. A layer alone has no ``pipeline``."""
 
 REGIONS: Final = ("router", "experts", "shared_experts", "moe_act")
 """Regions inside an MoE layer that memory policies may treat."""
@@ -35,10 +35,10 @@ class Variant:
 
     ``words``: a router's arguments of :class:`moefw.testing.oracle.Rule`; None if the oracle has no formula for it.
     ``state``: the oracle's names of the router's state, which is zero at the first step. ``budget``: the
-    ``rank_capacity`` beyond which the oracle drops choices. ``world``: the number of ranks of a layout. ``rtol``: the
-    part of a precision, or of a memory policy, in the tolerance relative to fp64. ``floor``: a gradient below this
-    share of the largest one counts as nearly cancelling. ``equal_tokens``: works only if all ranks have equal numbers
-    of tokens, none masked.
+    ``rank_capacity`` beyond which the oracle drops choices. ``world``: the number of ranks of a layout; ``pp``: how
+    many of them hold other layers. ``rtol``: the part of a precision, or of a memory policy, in the tolerance relative
+    to fp64. ``floor``: a gradient below this share of the largest one counts as nearly cancelling. ``equal_tokens``:
+    works only if all ranks have equal numbers of tokens, none masked.
     ``smallest``: the smallest nonzero number of tokens of a rank for which routing does not depend on the last bit.
     """
 
@@ -50,6 +50,7 @@ class Variant:
     state: tuple[str, ...] = field(default=(), eq=False)
     budget: float | None = field(default=None, eq=False)
     world: int = field(default=1, eq=False)
+    pp: int = field(default=1, eq=False)
     rtol: float = field(default=0.0, eq=False)
     floor: float = field(default=1e-2, eq=False)
     equal_tokens: bool = field(default=False, eq=False)
@@ -71,7 +72,7 @@ class Variant:
         return self.label
 
 
-FIRST: Final = ("topk", "alltoall", "grouped", "fp32", "folded")
+FIRST: Final = ("topk", "alltoall", "grouped", "fp32", "folded", "1f1b")
 """Plugins that a spec uses by default. Shrunk examples end here."""
 
 LOOSE_RTOL: Final = 0.1
@@ -94,6 +95,18 @@ def variants(registry: Registry, *, include: Collection[str] = ()) -> dict[str, 
     }
     found["memory"] = (*_NO_MEMORY, *found["memory"], *_two_policies(parts))
     return found
+
+
+def of_a_layer(found: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Variant, ...]]:
+    """Return the variants that one layer can have: no schedule, and no layout that splits layers."""
+    sections = {section: ways for section, ways in found.items() if section != "pipeline"}
+    return {section: tuple(way for way in ways if way.pp == 1) for section, ways in sections.items()}
+
+
+def in_stages(found: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Variant, ...]]:
+    """Return the variants with which a whole model is split into stages."""
+    layouts = tuple(way for way in found["parallel"] if way.pp > 1)
+    return {**{section: tuple(ways) for section, ways in found.items()}, "parallel": layouts}
 
 
 def of_part(

@@ -12,6 +12,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.testing.combinations import usable_here
+from moefw.testing.staged import SIZES
 from moefw.testing.variants import OURS
 from must_accept import products
 from pairwise import pairwise
@@ -30,18 +31,17 @@ def specs(*, deep: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("deep", "least"), [(False, 200), pytest.param(True, 3000, marks=pytest.mark.deep)])
 def test_what_must_be_accepted_is(deep: bool, least: int) -> None:
     registry = Registry()
-    model = {"num_layers": 1, "num_experts": 8, "shared_expert_dim": 256}
+    model = {"num_layers": 4, "num_dense_layers": 3, "num_experts": 8, "shared_expert_dim": 256}
     asked = specs(deep=deep)
     assert len(asked) > least
     for spec in asked:
-        train = {"tokens_per_step": 64, "micro_batch": 1, "seq_len": 16}
+        train = {"tokens_per_step": 256, "micro_batch": 1, "seq_len": 16}
         tree = {"model": model, "train": train, **spec}
         assemble_tree(tree, Marks(str(spec)), defaults=defaults(), registry=registry, machine=Machine(device="cpu"))
 
 
-@pytest.mark.parametrize("section", ["dispatch", "gemm", "precision"])
+@pytest.mark.parametrize("section", ["dispatch", "gemm", "precision", "pipeline"])
 def test_no_plugin_of_ours_is_left_out_of_what_must_be_accepted(section: str) -> None:
     promised = {choice["use"] for product in products() for choice in product.get(section, ())}
-    assert {
-        name for one in usable_here().sections[section] if one.distribution == OURS for name in one.names
-    } == promised
+    usable = usable_here(staged=SIZES).sections[section]
+    assert {name for one in usable if one.distribution == OURS for name in one.names} == promised

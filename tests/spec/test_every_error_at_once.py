@@ -47,7 +47,8 @@ class Mistake:
 
 
 BATCH = ("needs what the layout lacks", "a batch that does not divide")
-LAYOUT = (*BATCH, "copies that do not divide")
+STAGES = (*BATCH, "too few layers")
+LAYOUT = (*STAGES, "copies that do not divide")
 MISTAKES = {
     "no whole number": Mistake("model.num_experts=sixteen", "'sixteen' is not a whole number", ("too many choices",)),
     "no number": Mistake("model.norm_eps=small", "'small' is not a finite number"),
@@ -63,9 +64,9 @@ MISTAKES = {
     "an unknown region": Mistake("memory[0].regions=[attention, nowhere]", "region nowhere to allow recompute"),
     "a wrong item": Mistake("memory[1].regions=[layer, 3]", "3 is not plain text"),
     "a path that is not there": Mistake("memory[7].use=keep", "memory has 2 items and none at '7'"),
-    "no split along an axis": Mistake("parallel.pp=2", "a model that is split along pp"),
+    "too few layers": Mistake("parallel.pp=4", "2 layers do not fill 4 pipeline stages"),
     "no size of an axis": Mistake("parallel.experts.ep=two", "'two' is not a whole number", LAYOUT),
-    "copies that do not divide": Mistake("parallel.experts.shard=3", "experts.shard 3 does not divide edp", BATCH),
+    "copies that do not divide": Mistake("parallel.experts.shard=3", "experts.shard 3 does not divide edp", STAGES),
     "a key twice": Mistake("data={heldout: 0.1, heldout: 0.2}", "'heldout' stands here twice"),
     "a batch that does not divide": Mistake("train.tokens_per_step=1000", "1000 tokens a step do not divide"),
     "a tag": Mistake("train.loss_spike=!much 3", "tags, anchors and aliases are not allowed"),
@@ -83,9 +84,10 @@ STRUCTURAL = {
     "an unknown preset": Mistake(
         "model.preset=qwen",
         "decoder has no preset 'qwen'",
-        ("an unknown region", "no split along an axis", "sizes that do not divide"),
+        ("an unknown region", "too few layers", "sizes that do not divide"),
     ),
     "an unknown recipe": Mistake("precision.use=fp23", "no plugin is called 'fp23'", ("needs what no part offers",)),
+    "an unknown schedule": Mistake("pipeline.use=1f2b", "Did you mean '1f1b'?", ("too few layers",)),
     "an order that is none": Mistake("parallel.dense.order=[dp, xp, tp]", "'xp' is not one of the choices", LAYOUT),
 }
 """Mistakes beside which less is known."""

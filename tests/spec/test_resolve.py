@@ -21,6 +21,7 @@ from moefw.compose.resolve import MAX_LAYERS, assemble, assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.errors import PlanError, PluginError, SpecError
 from moefw.core.site import Machine, Site
+from moefw.models.decoder import Decoder
 from resolved_specs import DEFAULTS, REGISTRY, Plain, refusal, refused, registry, resolved
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -100,9 +101,21 @@ class TestRefusals:
         resolved(text.format(gemm="grouped").replace("keep", "recompute"))
 
     def test_axes_along_which_the_model_is_not_split(self) -> None:
-        problem = refusal("{parallel: {pp: 2, dense: {tp: 2, cp: 2}}, train: {tokens_per_step: 8192}}")
-        assert problem.where == "spec.yaml:1:13 parallel.pp"
-        assert problem.fix == "Use pp: 1."
+        @frozen(kw_only=True)
+        class Whole(Decoder):
+            name: ClassVar[str] = "whole"
+
+            def offers(self, site: Site) -> moefw.Offers:
+                return {**super().offers(site), "split": ("tp",)}
+
+        text = "{model: {use: whole}, parallel: {pp: 2, dense: {tp: 2, cp: 2}}, train: {tokens_per_step: 8192}}"
+        told = refused(text, registry=registry(models=[Whole]))
+        assert [problem.where for problem in told] == [
+            "spec.yaml:1:34 parallel.pp",
+            "spec.yaml:1:56 parallel.dense.cp",
+        ]
+        assert [problem.fix for problem in told] == ["Use pp: 1.", "Use dense.cp: 1."]
+        resolved(text.replace("whole", "decoder"))
 
     def test_sequences_that_ranks_cannot_share(self) -> None:
         text = "{{parallel: {{dense: {{cp: 2, tp: {}}}}}, train: {{tokens_per_step: {}, seq_len: {}, micro_batch: 1}}}}"
@@ -289,7 +302,7 @@ class TestResolvedSpec:
             "train.schedule.use": "wsd",
             "context_parallel.use": "ring_attention",
             "pipeline.use": "gpipe",
-            "pipeline.layout": None,
+            "pipeline.layout": "EttttL",
             "routing.score": "sigmoid",
             "routing.balance": [{"kind": "aux_loss"}],
             "routing.pre_softmax": True,
@@ -325,7 +338,7 @@ class TestResolvedSpec:
             else:
                 other = f"{value}x" if isinstance(value, str) else ["x"]
             of_other_kinds = path.startswith(("attention.rope.", "model.activation.")) and value is None
-            if other is None or of_other_kinds or path == "parallel.pp":
+            if other is None or of_other_kinds:
                 continue
             tree: Any = {}
             *parents, last = path.split(".")

@@ -13,6 +13,17 @@ Product = Mapping[str, Sequence[Any]]
 MUST_ACCEPT = read_yaml((Path(__file__).parents[1] / "must_accept.yaml").read_text(), Marks("must_accept.yaml"), [])
 
 
+PLAIN = {
+    "routing": {"use": "topk", "score": "softmax"},
+    "dispatch": {"use": "alltoall"},
+    "gemm": {"use": "grouped"},
+    "precision": {"use": "fp32"},
+    "memory": [],
+    "parallel": {"use": "folded"},
+}
+"""What a product that leaves a section out means. Products with more sections are about whole models."""
+
+
 def products() -> list[Product]:
     found: Any = MUST_ACCEPT["must_accept"]
     return list(found)
@@ -20,9 +31,8 @@ def products() -> list[Product]:
 
 def must_accept(combination: Combination) -> bool:
     spec = combination.spec()
-    plain = {"routing": {"use": "topk", "score": "softmax"}, "memory": [], "precision": {"use": "fp32"}}
     return any(
-        all(spec[section] in product.get(section, [default]) for section, default in plain.items())
-        and all(spec[section] in product[section] for section in ("dispatch", "gemm", "parallel"))
+        product.keys() <= PLAIN.keys()
+        and all(spec[section] in product.get(section, [default]) for section, default in PLAIN.items())
         for product in products()
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import pytest
 from attrs import evolve
 
 from moefw.testing.combinations import Combination, drawn_from, usable_here
 from moefw.testing.covering import pairs
 from moefw.testing.fit import Fit
+from moefw.testing.staged import SIZES, StagedModel, verify_staged
 from moefw.testing.suites.base import Suite
 from moefw.testing.variants import SECTIONS
 from moefw.testing.verify import verify, verify_all
@@ -17,6 +19,8 @@ from moefw.testing.verify import verify, verify_all
 
 class CombinationSuite(Suite):
     """Combines ``plugin``, of any kind, with the built-in parts in specs, and runs these on real ranks.
+
+    A layer is compared with the oracle; a whole model in pipeline stages with the same model in one.
 
     ``options``: the plugin's options in a spec; by default each choice of the options that have no default. ``rtol``:
     a precision's tolerance relative to fp64. ``parts`` fixes other sections. ``include`` names installed plugins that
@@ -36,14 +40,14 @@ class CombinationSuite(Suite):
     def fit(self) -> Fit:
         """Return the variants to combine, and their fit. The plugin's own section contains only the plugin."""
         if "_fit" not in vars(type(self)):
-            type(self)._fit = self._ask()
+            type(self)._fit = self._ask(self.parts)
         return type(self)._fit
 
-    def _ask(self) -> Fit:
+    def _ask(self, fixed: Mapping[str, Any], staged: Mapping[str, Any] | None = None) -> Fit:
         options = [dict(self.options)] if self.options else None
         names = {"include": self.include, "exclude": self.exclude}
         try:
-            fit = usable_here((self.plugin,), only=self.plugin, options=options, fixed=self.parts, **names)
+            fit = usable_here((self.plugin,), only=self.plugin, options=options, fixed=fixed, staged=staged, **names)
         except ValueError as error:
             raise AssertionError(str(error)) from error
         if self.rtol is not None:
@@ -62,3 +66,13 @@ class CombinationSuite(Suite):
             verify(combination, self.pool)
 
         self.for_all(check, drawn_from(self.fit(), (self.plugin,)))
+
+    def test_in_pipeline_stages_a_model_trains_as_in_one(self) -> None:
+        """The plugin's first variant, in every stage; the backward is whole, and then in two parts."""
+        if 2 not in self.profile.worlds:
+            pytest.skip(f"{self.plugin.name} runs on none but {self.profile.worlds} ranks")
+        for schedule in ("1f1b", "zero-bubble"):
+            fit = self._ask({"pipeline": {"use": schedule}, **self.parts}, staged=SIZES)
+            parts = fit.company(fit.sections[self.section][0])
+            assert parts is not None, f"{self.plugin.name} goes with no other parts in pipeline stages."
+            verify_staged(StagedModel(parts=parts, plugins=(self.plugin,)), self.pool)

@@ -1,0 +1,94 @@
+"""Whole models in pipeline stages, under the product of all plugins: they train as in one stage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+
+from broken_pipelines import SkipsWeights
+from moefw.testing.combinations import usable_here
+from moefw.testing.covering import covering
+from moefw.testing.fit import Fit
+from moefw.testing.pool import RankPool
+from moefw.testing.staged import SIZES, StagedModel, verify_staged
+from moefw.testing.variants import Variant, in_stages, variants
+
+Parts = Mapping[str, Variant]
+CHUNKS = 8
+SCHEDULES = {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v"}
+
+
+COSTLY = ("fp8-blockwise", "mxfp8", "fp8-tensor", "nvfp4", "paged-stash", "optimizer-offload", "optimizer-bf16")
+"""What takes long with a whole model: quantization without kernels, and updates on the host."""
+
+
+@pytest.fixture(scope="module")
+def here() -> Fit:
+    return usable_here(staged=SIZES)
+
+
+def one_of_each(fit: Fit) -> list[Parts]:
+    """Return combinations that hold every plugin."""
+    ways = {section: [*{one.names: one for one in reversed(found)}.values()] for section, found in fit.sections.items()}
+    together = [
+        {section: found[number % len(found)] for section, found in ways.items()}
+        for number in range(max(map(len, ways.values())))
+    ]
+    return [parts if fit.refusal(parts) is None else dict(fit.company(parts["pipeline"]) or {}) for parts in together]
+
+
+def beside_every_schedule(fit: Fit) -> list[Parts]:
+    """Return combinations that hold every variant, and every schedule beside every plugin."""
+    found, met = [], set[object]()
+    for parts in covering(fit):
+        beside = itertools.product([parts["pipeline"]], ((one.section, one.names) for one in parts.values()))
+        new = {*parts.values(), *beside} - met
+        if new:
+            found.append(parts)
+        met |= new
+    return found
+
+
+def test_a_model_in_stages_trains_as_in_one_under_every_schedule(pool: RankPool) -> None:
+    tried = one_of_each(usable_here(staged=SIZES, exclude=COSTLY, fixed={"parallel": {"use": "folded", "pp": 2}}))
+    assert {parts["pipeline"].label for parts in tried} == SCHEDULES
+    assert {parts["dispatch"].names for parts in tried} == {("allgather",), ("alltoall",), ("deepep",), ("hybridep",)}
+    for parts in tried:
+        verify_staged(StagedModel(parts=parts), pool)
+
+
+def test_weight_gradients_with_a_pass_of_their_own_are_reduced_over_shards(pool: RankPool) -> None:
+    layout = {"use": "folded", "pp": 2, "dense": {"shard": "all"}, "experts": {"shard": "all"}}
+    fit = usable_here(staged=SIZES, fixed={"parallel": layout, "pipeline": {"use": "zero-bubble"}})
+    verify_staged(StagedModel(parts={section: ways[0] for section, ways in fit.sections.items()}), pool)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_a_model_in_stages_trains_as_in_one_with_every_variant(pool: RankPool, here: Fit, chunk: int) -> None:
+    for parts in beside_every_schedule(here)[chunk::CHUNKS]:
+        verify_staged(StagedModel(parts=parts), pool)
+
+
+def test_every_part_that_a_layer_has_may_stand_in_stages_with_every_schedule(here: Fit) -> None:
+    layer = usable_here().sections
+    for section, ways in layer.items():
+        left_out = {*ways} - {*here.sections[section]}
+        assert section == "parallel" or {one.label for one in left_out} == set()
+    assert {one.label for one in here.sections["parallel"]} == {
+        one.label for one in in_stages(variants(here.registry))["parallel"]
+    }
+    schedules = here.sections["pipeline"]
+    assert {one.label for one in schedules} == SCHEDULES
+    for one in (one for section in here.sections.values() for one in section if one.section != "pipeline"):
+        assert all(here.fits(one, schedule) for schedule in schedules), one
+
+
+def test_a_model_that_trains_otherwise_in_stages_is_told_with_its_spec(pool: RankPool, here: Fit) -> None:
+    parts = {section: ways[0] for section, ways in here.sections.items()}
+    parts["pipeline"] = Variant(section="pipeline", label="skips-weights", choice={"use": "skips-weights"})
+    with pytest.raises(AssertionError, match=r"the grad_norm is .* without pp") as caught:
+        verify_staged(StagedModel(parts=parts, plugins=(SkipsWeights,)), pool)
+    assert "parallel: {use: folded, pp: 2}\npipeline: {use: skips-weights}\n" in str(caught.value)
