@@ -123,6 +123,11 @@ def test_ranks_idle_as_published(made: type[PipelinePlugin]) -> None:
     assert idle_share(played) == [IDLE[made]] * 4
 
 
+def test_no_rank_idles_between_its_first_and_its_last_pass_under_zbv() -> None:
+    for passes in timeline(ZBV().order(4, 8), lambda _: 1):
+        assert all(start == end for (_, end, _), (start, _, _) in itertools.pairwise(passes))
+
+
 @ALL
 def test_micro_batches_are_held_as_published(schedule: PipelinePlugin) -> None:
     chunks = schedule.chunks

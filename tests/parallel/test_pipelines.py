@@ -36,7 +36,7 @@ from moefw.testing.measured import Measured, measure, measure_here
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import Trained, global_batch, open_model, train, whole_model
 from moefw.testing.training import SMALL
-from moefw.training import checkpoint
+from moefw.training import checkpoint, micro_batches
 from moefw.training.engine import Engine, evaluate
 from moefw.training.generate import Reader
 from pairwise import deep, each_value, quick
@@ -124,7 +124,7 @@ def test_every_stage_runs_again_without_budgets_where_rows_of_one_overflow(pool:
 
 
 @contextmanager
-def nothing(_: Action) -> Any:
+def nothing() -> Any:
     yield
 
 
@@ -169,6 +169,26 @@ def test_a_rank_runs_the_listed_passes_and_holds_as_many_graphs_as_the_schedule_
         assert held == most[schedule]
 
 
+def stamped() -> list[str]:
+    """Return what this rank says of its progress in a step."""
+    model, assembly, layout, shared = open_model(whole_model(2, parts=parts("zero-bubble"), plugins=(), sizes=SIZES))
+    said, engine = list[str](), Engine(model, torch.optim.SGD(model.parameters()), layout, clip_norm=None)
+    before, micro_batches.stamp = micro_batches.stamp, said.append
+    try:
+        engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nothing())
+    finally:
+        micro_batches.stamp = before
+    shared.close()
+    return said
+
+
+def test_a_rank_that_makes_no_progress_is_told_with_pass_micro_batch_and_stage(pool: RankPool) -> None:
+    for rank, said in enumerate(pool.run(stamped, 2)):
+        assert f"forward of micro-batch 3 of 4 in stage {rank} of 2" in said
+        assert f"weight gradients of micro-batch 4 of 4 in stage {rank} of 2" in said
+        assert len(said) == 3 * MICRO_BATCHES
+
+
 def logits_of(tree: Mapping[str, Any], seed: int) -> tuple[float, torch.Tensor, list[int]]:
     """Return the loss of an evaluation, logits of a batch with padding, and greedy tokens behind a prompt."""
     assembly = fake_assembly(dict(tree), dist.get_world_size() if dist.is_initialized() else 1)
@@ -207,7 +227,7 @@ def saved_and_resumed(given: Mapping[str, Any], world: int, folder: Path, run: s
     if run == "second":
         checkpoint.load(folder / "checkpoints" / "step-1", model, optimizer, group=group)
     for step in {"whole": (0, 1), "first": (0,), "second": (1,)}[run]:
-        result = engine.step(global_batch(assembly, layout, step), 1e-3, lambda _: nothing(None))
+        result = engine.step(global_batch(assembly, layout, step), 1e-3, lambda _: nothing())
         found += [result.loss, result.grad_norm]
     if run == "first":
         origin = checkpoint.Origin(world=world, plugins=(), tokenizer="", sequences=0)

@@ -39,7 +39,7 @@ def _evenly(count: int, layers: int, further: int) -> list[int]:
     """Return the number of layers of each stage. Larger ones lie in the middle: the ends also embed and predict."""
     if layers < count:
         what = f"{layers} layers do not fill {count} pipeline stages, one at least each."
-        raise PlanError(what, f"Use at most {layers} stages: a smaller pp, or fewer chunks.")
+        raise PlanError(what, f"Use a smaller pp, or fewer chunks, for at most {layers} in all.")
     size, larger = divmod(layers + further, count)
     inner = [*range(1, count - 1), 0, count - 1][:larger]
     sizes = [size + (at in inner) for at in range(count)]
