@@ -60,13 +60,15 @@ def meet_a_hostile_peer(how: str, path: str) -> str:
         except RunError as error:
             return str(error)
     if how == "pickle":
-        size, data = dist.distributed_c10d._object_to_tensor(Command(path), torch.device("cpu"), dist.group.WORLD)[::-1]
+        data, _ = dist.distributed_c10d._object_to_tensor(Command(path), torch.device("cpu"), dist.group.WORLD)
+        data = torch.nn.functional.pad(data, (0, -len(data) % 4))
+        size = torch.tensor([len(data)])
     else:
         size, data = torch.tensor([int(how)]), torch.full((max(int(how), 1),), 0x5B, dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(sizes, size.reshape(1))
-    if int(size) > 0:
-        longest = max(int(each) for each in sizes)
+    if int(size) > 0 and int(size) % 4 == 0:
+        longest = -(-max(int(each) for each in sizes) // 4) * 4
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = data
         dist.all_gather([torch.empty(longest // 4, dtype=torch.int32) for _ in range(2)], padded.view(torch.int32))
@@ -74,9 +76,9 @@ def meet_a_hostile_peer(how: str, path: str) -> str:
 
 
 @pytest.mark.fault("a hostile peer answers: {id}", "it is named, and nothing that it sends is run")
-@pytest.mark.parametrize("how", ["pickle", "100000", "0", "-1"])
+@pytest.mark.parametrize("how", ["pickle", "100000", "0", "-1", "6"])
 def test_what_a_hostile_peer_sends_is_not_run(pool: RankPool, tmp_path: Path, how: str) -> None:
-    """A pickled command, JSON nested too deeply, no bytes, or a negative length."""
+    """A pickled command, JSON nested too deeply, no bytes, a negative length, or one that is no whole words."""
     path = tmp_path / "ran"
     heard, _ = pool.run(meet_a_hostile_peer, 2, how, str(path))
     assert "rank 1 of the group" in heard
