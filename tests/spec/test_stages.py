@@ -17,7 +17,7 @@ def test_layers_that_do_not_fill_the_stages(pipeline: str, pp: int, stages: int)
     text = "{{parallel: {{pp: {}}}, pipeline: {}, model: {{num_layers: {}}}}}"
     problem = refusal(text.format(pp, pipeline, 4))
     assert problem.where == "spec.yaml:1:13 parallel.pp"
-    assert problem.what.startswith(f"4 layers do not fill {stages} pipeline stages")
+    assert problem.what.startswith(f"num_layers 4 does not fill {stages} pipeline stages")
     assert problem.fix.endswith("for at most 4 in all.")
     resolved(text.format(pp, pipeline, stages))
 

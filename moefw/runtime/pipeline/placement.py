@@ -38,7 +38,7 @@ def place(pipeline: PipelinePlugin, ranks: int, *, layers: int, further: int) ->
 def _evenly(count: int, layers: int, further: int) -> list[int]:
     """Return the number of layers of each stage. Larger ones lie in the middle: the ends also embed and predict."""
     if layers < count:
-        what = f"{layers} layers do not fill {count} pipeline stages, one at least each."
+        what = f"num_layers {layers} does not fill {count} pipeline stages, one layer at least each."
         raise PlanError(what, f"Use a smaller pp, or fewer chunks, for at most {layers} in all.")
     size, larger = divmod(layers + further, count)
     inner = [*range(1, count - 1), 0, count - 1][:larger]
