@@ -145,8 +145,8 @@ def trained(case: LayerCase, schedule: Callable[[Any, Sequence[Batch]], list[Out
 
     def run(batches: Sequence[Batch], clock: Any) -> Tally:
         tally = Tally(torch.device("cpu"))
-        for output in schedule(model, batches):
-            tally.add(output)
+        for number, output in enumerate(schedule(model, batches)):
+            tally.add(output, number)
         return tally
 
     engine = Engine(model, optimizer, layout, clip_norm=1.0, run=run if schedule else None)

@@ -21,7 +21,7 @@ def tally(**stats: float) -> Tally:
         load = {"tokens_per_expert": torch.arange(4.0) / 3}
         layer = LayerStats(expert_ids_TK=torch.zeros(2, 1), stats={**load, **values}, aux_losses={"z": torch.ones(())})
         loss = {"loss_sum": torch.tensor(0.1), "losses": {"ahead": torch.tensor(0.3)}}
-        made.add(Output(**loss, num_tokens=torch.tensor(7), layers={3: layer, 5: layer}))
+        made.add(Output(**loss, num_tokens=torch.tensor(7), layers={3: layer, 5: layer}), 0)
     made.reduce(ALONE)
     return made
 

@@ -16,7 +16,7 @@ from moefw.core.errors import ContractError, Problem
 from moefw.core.records import Action
 from moefw.runtime.pipeline.timeline import timeline
 from moefw.testing.suites.base import Suite
-from moefw.testing.suites.pipeline_case import model_case, stepped
+from moefw.testing.suites.pipeline_case import model_case, stepped, told
 from moefw.testing.suites.watch import worst_error
 
 RTOL = 2e-5
@@ -137,15 +137,19 @@ class PipelineSuite(Suite):
             assert not fails, f"{case} it is not run: {fails}"
             parts = {**self.parts, self.section: self.chosen}
             made = partial(model_case, count=case.count, layers=max(3, len(case.stages)), plugins=(self.plugin,))
-            (alone,) = self.pool.run(stepped, 1, made(1, parts=parts), case.ranks, case.count)
-            ranks = self.pool.run(stepped, case.ranks, made(case.ranks, parts=parts), case.ranks, case.count)
+            staged = made(case.ranks, parts=parts)
+            orders = self.pool.run(told, case.ranks, staged, case.ranks, case.count)
+            for rank, order in enumerate(orders):
+                assert order == orders[0], f"{case} on rank {rank} of a run, order returns something else."
+            (alone,) = self.pool.run(stepped, 1, made(1, parts=parts))
+            ranks = self.pool.run(stepped, case.ranks, staged)
             for rank, found in enumerate(ranks):
                 assert abs(found.loss / alone.loss - 1) <= RTOL, f"{case} the loss is {found.loss}, not {alone.loss}."
                 for name, grad in found.grads.items():
                     error = worst_error(grad, alone.grads[name], floor=1e-30)
                     says = f"{case} the gradient of {name} on rank {rank} is off by"
                     assert error <= RTOL, f"{says} {error:.1e} of its largest value."
-                assert found.order == case.order(), f"{case} on rank {rank} of a run, order returns something else."
+            assert orders[0] == case.order(), f"{case} in a run, order returns something else."
             missing = sorted(alone.grads.keys() - {name for found in ranks for name in found.grads})
             assert not missing, f"{case} no rank has {missing[0]}."
 

@@ -1,4 +1,4 @@
-"""One step of a small model on the ranks of a pool: the order that each rank is told, the loss, and all gradients."""
+"""One step of a small model on the ranks of a pool: the order that each rank is told; the loss and all gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from moefw.training.engine import Engine
 class Stepped:
     """What a rank says after a step. ``grads``: by canonical name, of this rank's stages."""
 
-    order: Sequence[Sequence[Action]]
     loss: float
     grads: Mapping[str, Tensor]
 
@@ -38,15 +37,20 @@ def model_case(
     return LayerCase(tokens=case.tokens, parts={**case.parts, "train": train}, plugins=plugins)
 
 
-def stepped(layer_case: LayerCase, ranks: int, count: int) -> Stepped:
-    """Run a step of ``count`` micro-batches on this rank, without an update."""
+def told(layer_case: LayerCase, ranks: int, count: int) -> Sequence[Sequence[Action]]:
+    """Return the order of ``count`` micro-batches on ``ranks`` as this rank is told it."""
+    order: Sequence[Sequence[Action]] = layer_case.resolve().parts.pipeline.order(ranks, count)
+    return order
+
+
+def stepped(layer_case: LayerCase) -> Stepped:
+    """Run a step on this rank, without an update."""
     model, assembly, layout, shared = open_model(layer_case)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, clip_norm=None)
     result = engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
-    order = assembly.parts.pipeline.order(ranks, count)
     grads = {piece.name: piece.of(_grad(piece.parameter)).clone() for piece in canonical_parameters(model)}
     shared.close()
-    return Stepped(order=order, loss=result.loss, grads=grads)
+    return Stepped(loss=result.loss, grads=grads)
 
 
 def _grad(parameter: Tensor) -> Tensor:
