@@ -51,12 +51,6 @@ def test_a_model_in_stages_trains_as_in_one_under_every_schedule(pool: RankPool)
         verify_staged(StagedModel(parts=parts), pool)
 
 
-def test_weight_gradients_with_a_pass_of_their_own_are_reduced_over_shards(pool: RankPool) -> None:
-    layout = {"use": "folded", "pp": 2, "dense": {"shard": "all"}, "experts": {"shard": "all"}}
-    fit = usable_here(staged=SIZES, fixed={"parallel": layout, "pipeline": {"use": "zero-bubble"}})
-    verify_staged(StagedModel(parts={section: ways[0] for section, ways in fit.sections.items()}), pool)
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_model_in_stages_trains_as_in_one_with_most_variants(pool: RankPool, here: Fit, chunk: int) -> None:

@@ -266,7 +266,7 @@ ROUGHLY = 0.02
 micro-batch saves."""
 
 
-@pytest.mark.parametrize("name", quick(PLANNED, "interleaved", "1f1b, sharded"))
+@pytest.mark.parametrize("name", quick(PLANNED, "interleaved"))
 def test_the_plan_counts_the_micro_batches_that_a_stage_has_in_flight(name: str) -> None:
     world, count, given = PLANNED[name]
     schedule, _, also = name.partition(", ")
