@@ -149,11 +149,12 @@ class Ledger:
 
     @property
     def ranks(self) -> str:
-        """The ranks that hold it, in words."""
+        """The ranks that hold it, in words; of a pipeline, those that need most."""
         if self.stages == 1:
             return "the rank" if self.world == 1 else f"each of {self.world} ranks"
-        where = f"{self.position + 1} of {self.stages} on pp, which need most"
-        return f"the {self.world // self.stages} ranks in place {where} (passes in flight: {self.in_flight})"
+        ranks = self.world // self.stages
+        who = "the rank" if ranks == 1 else f"each of the {ranks} ranks"
+        return f"{who} in place {self.position + 1} of {self.stages} on pp (passes in flight: {self.in_flight})"
 
     @property
     def totals(self) -> dict[str, int]:
