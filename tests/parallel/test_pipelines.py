@@ -130,11 +130,10 @@ def nothing() -> Any:
 
 def played(schedule: str, ranks: int) -> tuple[list[Action], int]:
     """Return what this rank ran of a step, and the most micro-batches whose graphs it held."""
-    model, assembly, layout, shared = open_model(
-        whole_model(ranks, parts=parts(schedule, ranks), plugins=(), sizes={**SIZES, "num_layers": 8})
-    )
-    scale = torch.tensor(1.0)
-    batches = [replace(batch, loss_scale=scale) for batch in 2 * global_batch(assembly, layout, 0)]
+    given = parts(schedule, ranks, train={**TRAIN, "tokens_per_step": 2 * TRAIN["tokens_per_step"]})
+    sizes = {**SIZES, "num_layers": 8}
+    model, assembly, layout, shared = open_model(whole_model(ranks, parts=given, plugins=(), sizes=sizes))
+    batches = [replace(batch, loss_scale=torch.tensor(1.0)) for batch in global_batch(assembly, layout, 0)]
     player, ran, held = Player(model, batches), list[Action](), [0]
 
     @contextmanager
