@@ -39,15 +39,15 @@ Tensors = tuple[Tensor, ...]
 class Transformer(nn.Module):
     """A decoder-only language model. Between attention modules, each rank of tp has its own part of the tokens.
 
-    A rank of pp holds the layers of its ``places`` in the pipeline. The embedding is also held by the stages that
-    predict further tokens, and by the last one if the head is tied to it.
+    A rank of pp has the layers of the stages that it holds (``held``). The embedding is in the first stage, in those
+    that predict further tokens, and in the last one if the head is tied to it.
     """
 
     def __init__(self, options: Sizes, context: ModelContext) -> None:
         super().__init__()
         self.options, self.tp = options, TensorParallel(context.layout)
         self.cuts = {cp: SequenceCut(layout) for cp, layout in context.at(0).layouts.items()}
-        self.places = context.stages[context.layout.index("pp")]
+        self.held = context.stages[context.layout.index("pp")]
         self.link = Link(context.layout, context.stages, context.order)
         precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
@@ -57,12 +57,12 @@ class Transformer(nn.Module):
             self.norm = RMSNorm(options.dim, options.norm_eps)
         for depth in range(1, options.mtp_layers + 1):
             self.layers.append(self._mtp_block(depth, context))
-        self.phases: tuple[Phase, ...] = (self.begin, *self._phases(self.places[0]), self.end)
-        self.stages = [self._stage(place) for place in self.places]
+        self.phases: tuple[Phase, ...] = (self.begin, *self._phases(self.held[0]), self.end)
+        self.stages = [self._stage(stage) for stage in self.held]
         self.head = None
         if not options.tie_embeddings and self.embed is not None:
             context.unit(self.embed)
-        if not options.tie_embeddings and self.places[-1].is_last:
+        if not options.tie_embeddings and self.held[-1].is_last:
             head = Linear(options.dim, options.vocab_size, precision, shard=self.tp.shard(0))
             self.head = context.unit(head, precision.weight_dtype)
 
@@ -73,21 +73,21 @@ class Transformer(nn.Module):
             one.is_first or bool(self._depths(one)) or (one.is_last and options.tie_embeddings)
             for one in self.link.stages
         ]
-        if not any(needs[place.index] for place in self.places):
+        if not any(needs[stage.index] for stage in self.held):
             return None
         copies = holders(context.stages, needs)
         return Embedding(options.vocab_size, options.dim, self.tp, options.pad_id, holders=copies)
 
     def _holds(self, layer: int) -> bool:
-        return any(layer in place.layers for place in self.places)
+        return any(layer in stage.layers for stage in self.held)
 
-    def _depths(self, place: Stage) -> list[int]:
+    def _depths(self, stage: Stage) -> list[int]:
         """Return how far ahead the layers of a stage predict that predict further tokens."""
-        return [layer - self.options.num_layers + 1 for layer in place.layers if layer >= self.options.num_layers]
+        return [layer - self.options.num_layers + 1 for layer in stage.layers if layer >= self.options.num_layers]
 
-    def _phases(self, place: Stage, *, further: bool = True) -> tuple[Phase, ...]:
+    def _phases(self, stage: Stage, *, further: bool = True) -> tuple[Phase, ...]:
         """Return the phases of a stage's layers. ``further``: also of those that predict further tokens."""
-        layers = [layer for layer in place.layers if further or layer < self.options.num_layers]
+        layers = [layer for layer in stage.layers if further or layer < self.options.num_layers]
         return tuple(phase for layer in layers for phase in self.phases_of(layer))
 
     def phases_of(self, layer: int) -> tuple[Phase, ...]:
@@ -95,17 +95,17 @@ class Transformer(nn.Module):
         block: Any = self.layers[layer]
         return (*block.phases, self.normalise) if layer == self.options.num_layers - 1 else block.phases
 
-    def _stage(self, place: Stage) -> ModelStage:
-        layers = straight(self._phases(place))
+    def _stage(self, stage: Stage) -> ModelStage:
+        layers = straight(self._phases(stage))
 
         def run(arrived: Arrived) -> Passed | Output:
-            return self.leave(place, layers(self.enter(place, arrived.batch, arrived.tensors)))
+            return self.leave(stage, layers(self.enter(stage, arrived.batch, arrived.tensors)))
 
-        return ModelStage(place, run, lambda batch: self._awaited(place, batch))
+        return ModelStage(stage, run, lambda batch: self._awaited(stage, batch))
 
-    def leave(self, place: Stage, stream: Stream) -> Passed | Output:
+    def leave(self, stage: Stage, stream: Stream) -> Passed | Output:
         """End a stage, given the end of its stream."""
-        return self.end(stream) if place.is_last else Passed(tensors=stream.passed, layers=stream.layers)
+        return self.end(stream) if stage.is_last else Passed(tensors=stream.passed, layers=stream.layers)
 
     def _block(self, layer: int, context: ModelContext) -> nn.Module:
         if not self._holds(layer):
@@ -155,18 +155,18 @@ class Transformer(nn.Module):
 
     def begin(self, batch: Batch) -> Stream:
         """Begin the first of this rank's stages, which embeds the tokens."""
-        return self.enter(self.places[0], batch)
+        return self.enter(self.held[0], batch)
 
-    def enter(self, place: Stage, batch: Batch, arrived: Sequence[Tensor] = (), *, further: bool = True) -> Stream:
+    def enter(self, stage: Stage, batch: Batch, arrived: Sequence[Tensor] = (), *, further: bool = True) -> Stream:
         """Begin a stage with what ``arrived`` from the one before, ``(t, D)`` each, or with the embedded tokens.
 
         ``further``: embed the tokens ahead, too, for layers that predict further tokens. Each rank of cp gets its
         positions, of tp its part of them. One lookup embeds all, so that the gradient of the embedding is one sum.
         """
-        depths = self._depths(place) if further else []
+        depths = self._depths(stage) if further else []
         cut, lengths = self.cuts[batch.cp], batch.lengths
-        ids = [*([batch.ids_BS] if place.is_first else []), *(ids_ahead(batch, depth) for depth in depths)]
-        labels = self._labels(batch, further) if place.is_last else []
+        ids = [*([batch.ids_BS] if stage.is_first else []), *(ids_ahead(batch, depth) for depth in depths)]
+        labels = self._labels(batch, further) if stage.is_last else []
         embedded = self._embedded([cut.own(each, 1, lengths).flatten() for each in ids])
         labels_NT = [cut.own(each, 1, lengths).flatten() for each in labels]
         batch = replace(cut.part(batch), part=self.tp.shard(0), cp=cut.size)
@@ -179,7 +179,7 @@ class Transformer(nn.Module):
             batch=batch,
             labels_NT=torch.stack(labels_NT) if labels_NT else None,
             ahead=dict(zip(depths, ahead, strict=True)),
-            hidden=tuple(arrived) if place.layers.start >= self.options.num_layers else (),
+            hidden=tuple(arrived) if stage.layers.start >= self.options.num_layers else (),
         )
 
     def _labels(self, batch: Batch, further: bool) -> list[Tensor]:
@@ -195,10 +195,10 @@ class Transformer(nn.Module):
         embedded_TD: Tensor = self.embed(by_rank.flatten())
         return embedded_TD.to(self.residual_dtype).chunk(len(ids))
 
-    def _awaited(self, place: Stage, batch: Batch, *, further: bool = True) -> tuple[Tensor, ...]:
+    def _awaited(self, stage: Stage, batch: Batch, *, further: bool = True) -> tuple[Tensor, ...]:
         """Return empty tensors like those that a stage begins with: ``(t, D)``."""
         tokens = batch.ids_BS.numel() // (self.cuts[batch.cp].size * self.tp.size)
-        count = 1 + (max(0, place.layers.start - self.options.num_layers) if further else 0)
+        count = 1 + (max(0, stage.layers.start - self.options.num_layers) if further else 0)
         shape, device = (tokens, self.options.dim), batch.ids_BS.device
         return tuple(torch.empty(shape, dtype=self.residual_dtype, device=device) for _ in range(count))
 
@@ -296,16 +296,16 @@ class Transformer(nn.Module):
         """
         found: T | None = None
         tensors, layers = Tensors(), dict[int, LayerStats]()
-        for place in self.places:
-            if not place.is_first and self.link.leaves(place.index - 1):
-                tensors = self.link.receive(place.index, "forward", self._awaited(place, batch, further=False))()
-            given = replace(self.enter(place, batch, tensors, further=False), layers=layers, past=past)
-            stream: Stream = straight(self._phases(place, further=False))(given)
+        for stage in self.held:
+            if not stage.is_first and self.link.leaves(stage.index - 1):
+                tensors = self.link.receive(stage.index, "forward", self._awaited(stage, batch, further=False))()
+            given = replace(self.enter(stage, batch, tensors, further=False), layers=layers, past=past)
+            stream: Stream = straight(self._phases(stage, further=False))(given)
             layers, past, tensors = {**stream.layers}, stream.past, stream.passed
-            if place.is_last:
+            if stage.is_last:
                 found = end(stream)
-            elif self.link.leaves(place.index):
-                self.link.send(place.index, "forward", tensors)
+            elif self.link.leaves(stage.index):
+                self.link.send(stage.index, "forward", tensors)
         self.link.flush()
         return found, stream
 

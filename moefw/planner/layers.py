@@ -25,13 +25,13 @@ class InPhases(Protocol):
     layers: Any
     stages: Sequence[ModelStage]
 
-    def enter(self, place: Stage, batch: Any, arrived: Any = ()) -> Any:
+    def enter(self, stage: Stage, batch: Any, arrived: Any = ()) -> Any:
         """Return the input of a stage's first layer, given what arrives from the stage before."""
 
     def phases_of(self, layer: int) -> Sequence[Phase]:
         """Return the phases of one layer."""
 
-    def leave(self, place: Stage, value: Any) -> Any:
+    def leave(self, stage: Stage, value: Any) -> Any:
         """Return the output of a stage, given that of its last layer."""
 
 
@@ -46,8 +46,8 @@ class RunLayer:
 def run_layers(assembly: Assembly, model: InPhases) -> list[RunLayer]:
     """Return the layers that are run. Both neighbours of one that stands for others are like it."""
     found = list[RunLayer]()
-    for stage in model.stages:
-        for _, numbers in groupby(stage.place.layers, key=lambda number: _kind(assembly, model, number)):
+    for one in model.stages:
+        for _, numbers in groupby(one.stage.layers, key=lambda number: _kind(assembly, model, number)):
             found += _of_row([*numbers])
     return found
 

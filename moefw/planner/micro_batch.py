@@ -27,7 +27,7 @@ from moefw.planner.gathering import Gathering, Unit
 from moefw.planner.layers import InPhases, RunLayer, run_layers
 from moefw.planner.operations import Operations
 from moefw.planner.report import Work
-from moefw.planner.unconnected import Stages, Unconnected
+from moefw.planner.unconnected import OwnStages, Unconnected
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, PARAMETERS, Life, Recorder
 from moefw.runtime.pipeline.player import Player
@@ -138,7 +138,7 @@ class MicroBatch:
         if root is not None:
             root.before(None, ())
         if any(layer.more for layer in self.layers):
-            output = self._through(model.stages[0].place, Arrived(batch=batch))
+            output = self._through(model.stages[0].stage, Arrived(batch=batch))
         else:
             output = model(batch)
         if root is not None:
@@ -151,14 +151,14 @@ class MicroBatch:
         model = self.model
         if self.sharding is not None and self.sharding.root_unit is not None:
             self.sharding.root_unit.before(None, ())
-        stages = [ModelStage(one.place, partial(self._through, one.place), one.awaited) for one in model.stages]
-        self.link = Unconnected(model.link, [one.place for one in stages], self.operations)
+        stages = [ModelStage(one.stage, partial(self._through, one.stage), one.awaited) for one in model.stages]
+        self.link = Unconnected(model.link, [one.stage for one in stages], self.operations)
         link: Any = self.link
-        self._played = Player(Stages(stages, link), [batch]).play(self._pass)
+        self._played = Player(OwnStages(stages, link), [batch]).play(self._pass)
         for one in stages:
             began = self.recorder.now
             next(self._played)
-            self.saved_in[one.place.index] = range(began, self.recorder.now)
+            self.saved_in[one.stage.index] = range(began, self.recorder.now)
 
     @contextmanager
     def _pass(self, action: Action) -> Iterator[None]:
@@ -173,18 +173,18 @@ class MicroBatch:
         for unit in self.units:
             unit.end()
 
-    def _through(self, place: Stage, arrived: Arrived) -> Any:
+    def _through(self, stage: Stage, arrived: Arrived) -> Any:
         """Run those layers of a stage that are run."""
         model = self.model
-        value = model.enter(place, arrived.batch, arrived.tensors)
+        value = model.enter(stage, arrived.batch, arrived.tensors)
         for layer in self.layers:
-            if layer.number in place.layers:
+            if layer.number in stage.layers:
                 self._rows.append((layer, len(self._began)))
                 self._mark(value)
                 for phase in model.phases_of(layer.number):
                     value = phase(value)
         self._mark(value)
-        return model.leave(place, value)
+        return model.leave(stage, value)
 
     def _mark(self, value: Any) -> None:
         """Record the current moment, and the moment at which backward reaches ``value``."""

@@ -154,7 +154,7 @@ class Ledger:
             return "the rank" if self.world == 1 else f"each of {self.world} ranks"
         ranks = self.world // self.stages
         who = "the rank" if ranks == 1 else f"each of the {ranks} ranks"
-        return f"{who} in place {self.position + 1} of {self.stages} on pp (passes in flight: {self.in_flight})"
+        return f"{who} at position {self.position + 1} of {self.stages} on pp (passes in flight: {self.in_flight})"
 
     @property
     def totals(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ SENT: Final = "send"
 
 
 @define
-class Stages:
+class OwnStages:
     """The stages of a rank, and what stands in for the way between them."""
 
     stages: Sequence[ModelStage]
@@ -31,25 +31,25 @@ class Stages:
 class Unconnected:
     """Stands in for :class:`moefw.runtime.pipeline.link.Link`: what is received is there, what is sent is noted."""
 
-    def __init__(self, link: Link, places: Sequence[Stage], operations: Operations) -> None:
+    def __init__(self, link: Link, own: Sequence[Stage], operations: Operations) -> None:
         self.playing: Action | None = None
         self.received: dict[tuple[str, int], int] = {}
         """Bytes that forward and backward of each stage receive."""
         self.sent = 0
         """The most bytes that are sent at once."""
-        self._link, self._places, self._operations = link, places, operations
+        self._link, self._own, self._operations = link, own, operations
 
     def steps(self, micro_batches: int) -> Sequence[Step]:
         """Return the passes of one micro-batch: forward through all stages of the rank, and back."""
         steps: list[Step] = []
-        for place in self._places:
-            if not place.is_first and self.leaves(place.index - 1, "forward"):
-                steps.append(Receive("F", place.index, 0))
-            steps.append(Action("F", place.index, 0))
-        for place in reversed(self._places):
-            if not place.is_last and self.leaves(place.index + 1, "backward"):
-                steps.append(Receive("B", place.index, 0))
-            steps.append(Action("B", place.index, 0))
+        for stage in self._own:
+            if not stage.is_first and self.leaves(stage.index - 1, "forward"):
+                steps.append(Receive("F", stage.index, 0))
+            steps.append(Action("F", stage.index, 0))
+        for stage in reversed(self._own):
+            if not stage.is_last and self.leaves(stage.index + 1, "backward"):
+                steps.append(Receive("B", stage.index, 0))
+            steps.append(Action("B", stage.index, 0))
         return steps
 
     def leaves(self, stage: int, direction: Direction) -> bool:

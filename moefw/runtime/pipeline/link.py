@@ -24,14 +24,14 @@ UNDER_WAY: Final = 2
 class Link:
     """Sends what a stage passes on to the rank of the next one. Both begin their transfers in the same order.
 
-    ``places``: the stages of each position on pp. ``order``: see :meth:`moefw.ModelContext.order`.
+    ``by_rank``: the stages of each position on pp. ``order``: see :meth:`moefw.ModelContext.order`.
     """
 
     def __init__(
-        self, layout: Layout, places: Sequence[Sequence[Stage]], order: Callable[[int], Sequence[Sequence[Action]]]
+        self, layout: Layout, by_rank: Sequence[Sequence[Stage]], order: Callable[[int], Sequence[Sequence[Action]]]
     ) -> None:
         self.group, self.index, self._order = layout.group("pp"), layout.index("pp"), order
-        rank_of = {stage: rank for rank, own in enumerate(places) for stage in own}
+        rank_of = {stage: rank for rank, own in enumerate(by_rank) for stage in own}
         self.stages = sorted(rank_of, key=lambda stage: stage.index)
         self.rank_of = [rank_of[stage] for stage in self.stages]
         self.playing: Action | None = None

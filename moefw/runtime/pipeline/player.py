@@ -34,7 +34,7 @@ class Player:
     """
 
     def __init__(self, model: Pipelined, batches: Sequence[Batch]) -> None:
-        self.stages = {stage.place.index: stage for stage in model.stages}
+        self.stages = {one.stage.index: one for one in model.stages}
         self.link, self.batches = model.link, batches
         self._calls: dict[Key, PhaseCall] = {}
         self._wgrads: dict[Key, Wgrads] = {}
@@ -103,7 +103,7 @@ class Player:
         stage, number = key
         with self._collected(key):  # regions that run again leave theirs, too
             found = self._calls.pop(key).backward(self._grads.pop(key)())
-        if self.stages[stage].place.is_first:
+        if self.stages[stage].stage.is_first:
             return
         if any(grad is None for grad in found):  # what arrived did not reach the loss
             likes = self.stages[stage].awaited(self.batches[number])

@@ -39,7 +39,7 @@ class ModelStage:
     returns empty tensors like those that arrive, which depend on the batch alone.
     """
 
-    place: Stage
+    stage: Stage
     run: Callable[[Arrived], Passed | Output]
     awaited: Callable[[Batch], tuple[Tensor, ...]]
 
