@@ -9,9 +9,8 @@ import pytest
 
 import broken_pipelines as broken
 from moefw.plugins.pipelines.interleaved import Interleaved
-from moefw.plugins.pipelines.one_stage import GPipe, OneForwardOneBackward
+from moefw.plugins.pipelines.one_stage import GPipe, OneForwardOneBackward, ZeroBubble
 from moefw.plugins.pipelines.v_shaped import ZBV, DualPipeV
-from moefw.plugins.pipelines.zero_bubble import ZeroBubble
 from moefw.testing.suites.pipeline import PipelineSuite
 
 BROKEN: list[tuple[Any, str, str]] = [

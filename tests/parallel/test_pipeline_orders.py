@@ -13,10 +13,9 @@ import pytest
 import moefw
 from moefw.core.plugin import PipelinePlugin
 from moefw.plugins.pipelines.interleaved import Interleaved
-from moefw.plugins.pipelines.one_stage import GPipe, OneForwardOneBackward
+from moefw.plugins.pipelines.one_stage import GPipe, OneForwardOneBackward, ZeroBubble
 from moefw.plugins.pipelines.torch_orders import order_of
 from moefw.plugins.pipelines.v_shaped import ZBV, DualPipeV
-from moefw.plugins.pipelines.zero_bubble import ZeroBubble
 from moefw.runtime.pipeline.timeline import idle_share, most_in_flight, timeline
 
 GPIPE = """

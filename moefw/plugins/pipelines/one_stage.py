@@ -1,8 +1,8 @@
-"""``gpipe`` and ``1f1b``: one stage a rank."""
+"""``gpipe``, ``1f1b`` and ``zero-bubble``: one stage a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from attrs import frozen
@@ -33,6 +33,21 @@ class OneForwardOneBackward(PipelinePlugin):
         return [_alternating(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks)]
 
 
+@frozen
+class ZeroBubble(PipelinePlugin):
+    """ZB-H1 (arXiv 2401.10241): the idle time of ``1f1b`` without that of weight gradients.
+
+    On every rank as many micro-batches as ranks wait for a part of their backward.
+    """
+
+    name: ClassVar[str] = "zero-bubble"
+
+    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
+        """Return the order of ``1f1b``. Weight gradients of rank r wait for those of inputs of r more micro-batches."""
+        orders = OneForwardOneBackward().order(ranks, micro_batches)
+        return [[*_delayed(rank, order, micro_batches)] for rank, order in enumerate(orders)]
+
+
 def _alternating(stage: int, ahead: int, micro_batches: int) -> list[moefw.Action]:
     """Return ``ahead`` forwards, then one forward and one backward in turn, then the backwards that are left."""
     order = [moefw.Action("F", stage, micro_batch) for micro_batch in range(ahead)]
@@ -43,7 +58,19 @@ def _alternating(stage: int, ahead: int, micro_batches: int) -> list[moefw.Actio
     return order
 
 
+def _delayed(stage: int, order: Sequence[moefw.Action], micro_batches: int) -> Iterator[moefw.Action]:
+    """Yield passes with each backward in two parts, the second behind the first of ``stage`` more micro-batches."""
+    for action in order:
+        if action.kind == "F":
+            yield action
+            continue
+        yield moefw.Action("I", stage, action.micro_batch)
+        if action.micro_batch >= stage:
+            yield moefw.Action("W", stage, action.micro_batch - stage)
+    yield from (moefw.Action("W", stage, number) for number in range(max(0, micro_batches - stage), micro_batches))
+
+
 @moefw.hookimpl
 def moefw_pipelines() -> list[type[PipelinePlugin]]:
     """Declare the schedules."""
-    return [GPipe, OneForwardOneBackward]
+    return [GPipe, OneForwardOneBackward, ZeroBubble]
