@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moefw.compose.assembly import Assembly
 from moefw.core.context import BuildContext, ExpertGroup, ModelContext
 from moefw.core.contracts import ContextAttention, Layout, MemoryPolicy, Precision
-from moefw.core.errors import ContractError
+from moefw.core.errors import ContractError, PluginError
 from moefw.core.plugin import Plugin
 from moefw.core.records import Action, Shard, Side
 from moefw.core.site import Site
@@ -25,6 +25,7 @@ from moefw.runtime.parallel.cp_blocks import layouts_by_cp
 from moefw.runtime.parallel.opened_layout import open_by
 from moefw.runtime.phases import Phase, straight
 from moefw.runtime.pipeline.placement import Stages
+from moefw.runtime.pipeline.stage import Pipelined
 
 if TYPE_CHECKING:
     from moefw.runtime.parallel.sharding import Sharding
@@ -350,10 +351,14 @@ def build_model(
     """Construct the model of an assembly on ``device``. Its parameters are not initialised.
 
     ``shard_by``: what shards parameters in the place of FSDP, if the layout shards any. ``watch`` follows the regions.
+    Raises PluginError for a model that offers ``split: pp`` and has no stages.
     """
     context = ModelParts(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
     with torch.device(device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)
+    if len(assembly.stages) > 1 and not isinstance(model, Pipelined):
+        what = f"model {assembly.parts.model.name!r} builds a {type(model).__name__}, which has no stages for a pp above 1."
+        raise PluginError(what, "Give it stages and a link (moefw.runtime.pipeline.stage.Pipelined).")
     return context.whole(model)
 
 

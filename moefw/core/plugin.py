@@ -258,7 +258,10 @@ class ModelPlugin(Plugin):
         raise NotImplementedError
 
     def build(self, context: ModelContext) -> Any:
-        """Return the model, a ``torch.nn.Module``. ``context.moe_layer(i)`` returns the MoE layer of layer ``i``."""
+        """Return the model, a ``torch.nn.Module``. ``context.moe_layer(i)`` returns the MoE layer of layer ``i``.
+
+        With a pp above 1, it is also a :class:`moefw.runtime.pipeline.stage.Pipelined`.
+        """
         raise NotImplementedError
 
 

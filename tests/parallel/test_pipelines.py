@@ -1,7 +1,6 @@
 """Stages of a pipeline train as the whole model does, do everything once, and hold what their schedule says.
 
-What other systems got silently wrong under pipelines stands in the names of the tests: Megatron-LM issue 7452 and
-pytorch issues 166577 and 174017 (a backward in two parts that runs custom Functions twice).
+That a backward in two parts runs custom Functions twice, and recompute again, is pytorch issues 166577 and 174017.
 """
 
 from __future__ import annotations
@@ -20,31 +19,37 @@ import torch.distributed as dist
 from attrs import evolve
 
 from fake_steps import fake_assembly
+from layout_runs import WEIGHTS
 from ledger_cases import PEAK
 from memory_cases import recompute
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.optimizer import build_optimizer
+from moefw.compose.registry import Registry
+from moefw.core.errors import PluginError
 from moefw.core.records import Action
 from moefw.core.stages import Batch
 from moefw.planner.layers import unlike_positions
 from moefw.planner.measure import measure as measure_plan
 from moefw.planner.measure import measure_at
 from moefw.planner.unconnected import SENT
+from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.runtime.naming import initialise
 from moefw.runtime.pipeline.player import Player
 from moefw.testing.measured import Measured, measure, measure_here
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import Trained, global_batch, open_model, train, whole_model
 from moefw.testing.training import SMALL
+from moefw.testing.variants import variants
 from moefw.training import checkpoint, micro_batches
 from moefw.training.engine import Engine, evaluate
 from moefw.training.generate import Reader
 from pairwise import deep, each_value, quick
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v")
+SCHEDULES = [one.label for one in variants(Registry())["pipeline"]]
 MICRO_BATCHES = 4
 SIZES = {"vocab_size": 64, "num_layers": 4, "mtp_layers": 1, "num_dense_layers": 0}
-TRAIN = {**SMALL["train"], "micro_batch": 1, "tokens_per_step": MICRO_BATCHES * 16}
+ADAM = {"use": "adamw", "eps": 1e-6}
+TRAIN = {**SMALL["train"], "micro_batch": 1, "tokens_per_step": MICRO_BATCHES * 16, "optimizer": ADAM}
 ROUTING = {
     "use": "topk",
     "score": "sigmoid",
@@ -64,18 +69,22 @@ def spec(schedule: str | None, **more: Any) -> dict[str, Any]:
 
 
 def measured(tree: Mapping[str, Any]) -> Measured:
+    """Return the measured step of this rank."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     return measure_here(fake_assembly(dict(tree), world), micro_batches=MICRO_BATCHES)
 
 
-def done(pool: RankPool, schedule: str | None, memory: Any) -> tuple[Counter[Any], Counter[Any]]:
+def done(pool: RankPool, schedule: str | None, *, ep: int = 1, **given: Any) -> tuple[Counter[Any], Counter[Any]]:
     """Return the products and the transfers of a step of all ranks, in all layers."""
-    world = 1 if schedule is None else 2
+    stages = 1 if schedule is None else 2
+    train = {**TRAIN, "tokens_per_step": ep * TRAIN["tokens_per_step"]}
+    tree = spec(schedule, train=train, parallel={"pp": stages, "experts": {"ep": ep}}, **given)
     products, transfers = Counter[Any](), Counter[Any]()
-    for rank in pool.run(measured, world, spec(schedule, memory=memory)):
+    for rank in pool.run(measured, stages * ep, tree):
         for work in rank.work:
             products.update({(work.phase, evolve(one, times=1)): work.layers * one.times for one in work.products})
-            transfers.update({(work.phase, one.kind): work.layers * one.times for one in work.transfers})
+            for one in work.transfers:
+                transfers[work.phase, one.kind] += work.layers * one.times
     return products, transfers
 
 
@@ -84,10 +93,19 @@ def test_every_product_is_computed_once_a_micro_batch(
     pool: RankPool, schedule: str, memory: list[dict[str, Any]]
 ) -> None:
     """Forwards, gradients of inputs and of weights, and what is recomputed, of each expert and each matrix."""
-    products, transfers = done(pool, schedule, memory)
-    assert products == done(pool, None, memory)[0]
+    products, transfers = done(pool, schedule, memory=memory)
+    assert products == done(pool, None, memory=memory)[0]
     sent = {"gpipe": 1, "1f1b": 1, "zero-bubble": 1, "interleaved": 3, "zbv": 2, "dualpipe-v": 2}[schedule]
     assert transfers["forward", SENT] == transfers["backward", SENT] == sent * MICRO_BATCHES
+
+
+@pytest.mark.parametrize("schedule", quick(SCHEDULES, "zero-bubble"))
+def test_every_collective_runs_once_a_micro_batch(pool: RankPool, schedule: str) -> None:
+    products, transfers = done(pool, schedule, ep=2, memory=RECOMPUTE)
+    alone, collectives = done(pool, None, ep=2, memory=RECOMPUTE)
+    assert products == alone
+    assert collectives
+    assert {key: times for key, times in transfers.items() if key[1] != SENT} == collectives
 
 
 def trained(pool: RankPool, world: int, steps: int, **given: Any) -> list[Trained]:
@@ -103,6 +121,9 @@ def assert_alike(found: list[Trained], alone: Trained) -> None:
             assert got.load_LE == wanted.load_LE
             assert got.counts == wanted.counts
             assert got.tokens == wanted.tokens
+    last = {name: tensor for rank in found for name, tensor in rank.last.items()}
+    assert last.keys() == alone.last.keys()
+    assert max((last[name] - weight).abs().max() for name, weight in alone.last.items()) <= WEIGHTS
     states = {name: tensor for rank in found for name, tensor in rank.state.items()}
     assert states.keys() == alone.state.keys()
     assert all(torch.equal(states[name], tensor) for name, tensor in alone.state.items())
@@ -168,6 +189,16 @@ def test_a_rank_runs_the_listed_passes_and_holds_as_many_graphs_as_the_schedule_
         assert held == most[schedule]
 
 
+def test_a_model_that_offers_stages_and_has_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moefw.models.decoder.Decoder.build", lambda *_: torch.nn.Linear(1, 1))
+    assembly = fake_assembly(spec("1f1b"), 2)
+    with (
+        fake_tensor_world(0, 2),
+        pytest.raises(PluginError, match="model 'decoder' builds a Linear, which has no stages"),
+    ):
+        build_model(assembly, open_layout(assembly, "cpu"), torch.device("cpu"), Shared())
+
+
 def stamped() -> list[str]:
     """Return what this rank says of its progress in a step."""
     model, assembly, layout, shared = open_model(whole_model(2, parts=parts("zero-bubble"), plugins=(), sizes=SIZES))
@@ -189,7 +220,7 @@ def test_a_rank_that_makes_no_progress_is_told_with_pass_micro_batch_and_stage(p
 
 
 def logits_of(tree: Mapping[str, Any], seed: int) -> tuple[float, torch.Tensor, list[int]]:
-    """Return the loss of an evaluation, logits of a batch with padding, and greedy tokens behind a prompt."""
+    """Return the loss of an evaluation, logits of a batch, and greedy tokens behind a prompt."""
     assembly = fake_assembly(dict(tree), dist.get_world_size() if dist.is_initialized() else 1)
     layout, shared = open_layout(assembly, "cpu"), Shared()
     model: Any = build_model(assembly, layout, torch.device("cpu"), shared)
