@@ -357,8 +357,11 @@ def build_model(
     with torch.device(device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)
     if len(assembly.stages) > 1 and not isinstance(model, Pipelined):
-        what = f"model {assembly.parts.model.name!r} builds a {type(model).__name__}, which has no stages for a pp above 1."
-        raise PluginError(what, "Give it stages and a link (moefw.runtime.pipeline.stage.Pipelined).")
+        built = f"model {assembly.parts.model.name!r} builds a {type(model).__name__}"
+        raise PluginError(
+            f"{built}, which has no stages for a pp above 1.",
+            "Give it stages and a link (moefw.runtime.pipeline.stage.Pipelined).",
+        )
     return context.whole(model)
 
 
