@@ -27,7 +27,7 @@ import moefw
 from moefw.core.contracts import Precision
 from moefw.core.records import Pass, Role, RowGroups
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, MXFP8, NVFP4, TENSORS, Gpus
-from moefw.runtime.compute.product import grouped_mm
+from moefw.runtime.compute.grouped_mm import grouped_mm
 
 RECIPES: Mapping[str, Gpus] = {"fp8-blockwise": BLOCKS_OF_128, "fp8-tensor": TENSORS, "mxfp8": MXFP8, "nvfp4": NVFP4}
 WARM_UP = 5

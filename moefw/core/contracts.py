@@ -288,6 +288,15 @@ class Precision(ABC):
         """Return the saved operand of ``x`` for ``during``, a pass of backward. ``used`` is its operand of fprop."""
         return SavedOperand((used,), lambda saved: saved[0])
 
+    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, SavedOperand]:
+        """Return the operands of a weight in ``passes``, fprop or dgrad, made once for all micro-batches of a step."""
+
+        def made(during: Pass) -> SavedOperand:
+            operand = self.quantize(weight, role="weight", during=during)
+            return SavedOperand((), lambda _: operand)
+
+        return {during: made(during) for during in passes} if self.by_pass else dict.fromkeys(passes, made("fprop"))
+
     def weight_codec(self) -> WeightCodec | None:
         """Return the codec with which sharded weights are gathered. None: they are gathered in ``weight_dtype``.
 

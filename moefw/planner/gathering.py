@@ -19,6 +19,7 @@ from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side
 from moefw.planner.operations import Operations
 from moefw.recording.recorder import GATHERED, PARAMETERS, Recorder
+from moefw.runtime.compute.for_step import made_for_step
 from moefw.runtime.memory.dropped import in_backward
 from moefw.runtime.parallel.pieces import even_dim
 from moefw.runtime.parallel.primary_weights import GatheredWeight
@@ -138,7 +139,10 @@ class Unit:
         self._reordered = 0
         """Bytes of parameters that are not sharded along their first dimension: gathered chunks are concatenated."""
         self._cast = 0
-        """Bytes of this rank's shard in the form in which it is sent, if that is not the stored one."""
+        """Bytes of this rank's shard that are cast for each gather."""
+        self._encoded = 0
+        """Bytes of the codes and scales of this rank's shard, which are made once a step."""
+        self._codes: Tensor | None = None
         self._state: State = "idle"
         self._places: Tensor | None = None
         self._ahead: Tensor | None = None
@@ -175,7 +179,10 @@ class Unit:
             nbytes = value.nbytes
         self._nbytes += nbytes * self._padded(len(value), dim) // len(value)
         self._reordered += nbytes if dim else 0
-        self._cast += nbytes // self.shards if value.dtype != given.parameter.dtype or given.codec else 0
+        if given.codec is not None:
+            self._encoded += nbytes // self.shards
+        elif value.dtype != given.parameter.dtype:
+            self._cast += nbytes // self.shards
         made = nn.Parameter(value)
         setattr(given.owner, given.key, made)
         self.sharding.shards[made] = self.sharding.shards.pop(given.parameter)
@@ -272,6 +279,10 @@ class Unit:
             self.order.gathered = arrived
 
     def _all_gather(self) -> Tensor:
+        if self._codes is None:
+            with made_for_step():
+                self._codes = torch.empty(self._encoded, dtype=torch.uint8)
+                self.sharding.operations.moved(3 * self._encoded)
         cast = self._buffer(self._cast)
         arrived = self._buffer(self._nbytes)
         sent = self._nbytes // self.shards

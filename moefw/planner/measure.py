@@ -85,7 +85,7 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
         batch.backward()
         usage, regions, pools = Usage(batch, gradients=count > 1), _regions(batch), _labelled(batch, POOL)
         found = _with_held(batch, layout, shared, count)
-        step = Peak(place="optimizer", saved=0, gathered=0, passing=found.held.step_passing)
+        step = Peak(place="optimizer", copies=0, saved=0, gathered=0, passing=found.held.step_passing)
         peaks = [usage.peak(found.held.gradients), step]
         found = evolve(found, regions=regions, work=tuple(batch.work()), pools=pools)
     if assembly.layout.sizes.get("pp", 1) > 1 and count > 1:
@@ -114,7 +114,9 @@ def _recorded(
         stack.enter_context(recorder)
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
-        yield MicroBatch(assembly, layout, shared, recorder, count=count, gradients=gradients), layout, shared
+        batch = MicroBatch(assembly, layout, shared, recorder, count=count, gradients=gradients)
+        stack.enter_context(batch.weights_shared())
+        yield batch, layout, shared
 
 
 def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> Ledger:

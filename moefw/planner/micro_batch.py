@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
@@ -29,7 +29,8 @@ from moefw.planner.operations import Operations
 from moefw.planner.report import Work
 from moefw.planner.unconnected import OwnStages, Unconnected
 from moefw.recording.places import Place
-from moefw.recording.recorder import GATHERED, PARAMETERS, Life, Recorder
+from moefw.recording.recorder import COPIES, GATHERED, PARAMETERS, Life, Recorder
+from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.pipeline.player import Player
 from moefw.runtime.pipeline.stage import Arrived, ModelStage
 from moefw.runtime.pipeline.transfers import Step
@@ -96,6 +97,17 @@ class MicroBatch:
     def stored(self, parameter: nn.Parameter) -> Sequence[int]:
         """Return the shape of what this rank stores of a parameter, in fp32."""
         return self.sharding.shards.get(parameter, parameter.shape) if self.sharding else parameter.shape
+
+    def weights_shared(self) -> AbstractContextManager[None]:
+        """Return the context in which micro-batches share the operands of weights that are not gathered."""
+        gathered = {parameter for unit in self.units for parameter in unit.parameters}
+        return shared_by_micro_batches(one for one in self.model.parameters() if one not in gathered)
+
+    def copies(self) -> int:
+        """Return the bytes of the operands that micro-batches share, those of layers that did not run included."""
+        times: dict[int | None, int] = {layer.number: 1 + layer.more for layer in self.layers}
+        alive = (life for life in self.recorder.alive(self.recorder.now) if life.kind == COPIES)
+        return sum(life.nbytes * times.get(life.made_in.layer, 1) for life in alive)
 
     def forward(self) -> None:
         """Run forward."""

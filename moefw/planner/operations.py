@@ -24,6 +24,7 @@ from moefw.recording.collectives import WAIT, collective_of
 from moefw.recording.patches import holds_dtensor
 from moefw.recording.places import Place
 from moefw.recording.recorder import WEIGHTS, Recorder
+from moefw.runtime.compute.for_step import is_made_for_step
 from moefw.runtime.parallel.gradients import STAGE
 from moefw.runtime.parallel.meshes import COPIES
 
@@ -64,7 +65,7 @@ class Operations(TorchDispatchMode):
         self.recorder, self.layout = recorder, layout
         self._weights: set[frozenset[int]] = set()
         self._fake = active_fake_mode()
-        self._done: dict[tuple[Place, bool], _Done] = {}
+        self._done: dict[tuple[Place, str], _Done] = {}
 
     def learn_weights(self, model: nn.Module) -> None:
         """Remember the shapes of the model's weights."""
@@ -82,6 +83,10 @@ class Operations(TorchDispatchMode):
         if operator in _FIRST_FACTOR:
             at = _FIRST_FACTOR[operator]
             self._multiplied(operator, args[at], args[at + 1], result)
+        elif operator is torch.ops.moefw.add_wgrad:
+            main, grad_RO, x_RI = args[:3]
+            shape = grad_RO.shape[-1], x_RI.shape[-1], len(x_RI)
+            self._product(operator, grad_RO, shape, prod(main.shape[:-2]), "wgrad")
         elif operator is _ATTENTION:
             self._attended(operator, *args[:3], over_width=(1, 1))
         elif operator is _ATTENTION_BACKWARD:
@@ -101,7 +106,8 @@ class Operations(TorchDispatchMode):
 
     def _here(self) -> _Done:
         places = self.recorder.places
-        return self._done.setdefault((places.here, places.runs_again), _Done())
+        phase = "weights" if is_made_for_step() else "recompute" if places.runs_again else places.here.phase
+        return self._done.setdefault((places.here, phase), _Done())
 
     def _multiplied(self, operator: Any, a: Tensor, b: Tensor, result: Tensor) -> None:
         batch = prod(a.shape[:-2])
@@ -153,12 +159,12 @@ class Operations(TorchDispatchMode):
 
     def work(self, layers: Mapping[int | None, int]) -> Iterator[Work]:
         """Yield what was done in each place. ``layers``: the number of layers that each layer stands for."""
-        for (place, again), done in self._done.items():
+        for (place, phase), done in self._done.items():
             yield Work(
                 layer=place.layer,
                 layers=layers.get(place.layer, 1),
                 region=place.region,
-                phase="recompute" if again else place.phase,
+                phase=phase,
                 products=tuple(evolve(one, times=times) for one, times in done.products.items()),
                 transfers=tuple(evolve(one, times=times) for one, times in done.transfers.items()),
                 operators=done.operators,

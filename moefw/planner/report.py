@@ -50,9 +50,13 @@ class RegionTotals:
 
 @frozen(kw_only=True)
 class Peak:
-    """The peak of a step, in bytes beyond those always held. Gradients that do not exist yet count as negative."""
+    """The peak of a step, in bytes beyond those always held. Gradients that do not exist yet count as negative.
+
+    ``copies``: operands of weights that the step's micro-batches share.
+    """
 
     place: str
+    copies: int
     saved: int
     gathered: int
     passing: int
@@ -61,7 +65,7 @@ class Peak:
     @property
     def total(self) -> int:
         """The sum."""
-        return self.saved + self.gathered + self.passing + self.gradients
+        return self.copies + self.saved + self.gathered + self.passing + self.gradients
 
 
 @frozen
@@ -105,8 +109,8 @@ class Transfer:
 class Work:
     """What a micro-batch does in a region of one layer, which stands for ``layers``; None: outside of layers.
 
-    ``phase``: ``forward``, ``backward``, or ``recompute``. ``operators``: all others, with the bytes that they read and
-    write, each by itself.
+    ``phase``: ``forward``, ``backward``, ``recompute``, or ``weights``: operands made of weights once a step, for all
+    its micro-batches. ``operators``: all others, with the bytes that they read and write, each by itself.
     """
 
     layer: int | None

@@ -110,4 +110,5 @@ class Usage:
         there = sum(life.nbytes for life in alive if life.kind == GRADIENTS) + missing_gradients
         place = max((life for life in recorder.lives if life.began <= moment), key=lambda life: life.began).made_in
         by["saved"] += missing_saved + self._beside_at(moment)
-        return Peak(place=str(place), gradients=there - all_gradients if GRADIENTS in self._kinds else 0, **by)
+        gradients = there - all_gradients if GRADIENTS in self._kinds else 0
+        return Peak(place=str(place), copies=batch.copies(), gradients=gradients, **by)

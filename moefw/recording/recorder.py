@@ -19,11 +19,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moefw.recording.collectives import WAIT
 from moefw.recording.patches import holds_dtensor, resizes_told
 from moefw.recording.places import Place, Places
+from moefw.runtime.compute.for_step import is_made_for_step
 from moefw.runtime.memory.host import is_host_memory
 
 FOREVER: Final = 1 << 62
 GATHERED: Final = "gathered"
 PARAMETERS: Final = "parameters"
+COPIES: Final = "copies"
+"""Operands of weights that the micro-batches of a step share."""
 WEIGHTS: Final = (PARAMETERS, GATHERED)
 """Kinds of storages that hold parameters."""
 _DEVICE: Final = torch.ops.prim.device.default
@@ -93,11 +96,11 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def labelling(self, kind: str) -> Iterator[None]:
-        """Label the storages that are allocated in this block."""
+        """Label the storages that are allocated in this block, and have no label yet."""
         before = len(self.lives)
         yield
         for life in self.lives[before:]:
-            life.kind = kind
+            life.kind = life.kind or kind
 
     def is_off_device(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in host memory."""
@@ -177,7 +180,7 @@ class Recorder(TorchDispatchMode):
         if not nbytes:
             return None
         self.now += 1
-        life = Life(nbytes, self.now, self.places.here, name, of_weights)
+        life = Life(nbytes, self.now, self.places.here, name, of_weights, kind=COPIES if is_made_for_step() else None)
         self.lives.append(life)
         weakref.finalize(storage, self._ended, life).atexit = False
         self._in_use += nbytes

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
+from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.parallel.gradients import Gradients
 from moefw.training.attempt import Attempt, Tally
@@ -159,10 +160,11 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
     was_training = model.training
     model.eval()
     tally = Tally(next(model.parameters()).device)
-    for number, batch in enumerate(batches, 1):
-        stamp(f"evaluation batch {number} of {len(batches)}")
-        output = model(replace(batch, dropless=True))
-        tally.add(replace(output, layers={}, losses={}), number)
+    with shared_by_micro_batches(model.parameters(), FORWARD):
+        for number, batch in enumerate(batches, 1):
+            stamp(f"evaluation batch {number} of {len(batches)}")
+            output = model(replace(batch, dropless=True))
+            tally.add(replace(output, layers={}, losses={}), number)
     tally.reduce(layout)
     model.train(was_training)
     loss_sum, tokens = tally.on_host().loss.tolist()

@@ -12,6 +12,7 @@ from moefw.core.data import DataSource
 from moefw.core.errors import DataError
 from moefw.core.stages import Batch
 from moefw.models.past import Past
+from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
 from moefw.training.faults.stamps import stamp
 
 RECOMPUTES: Final = "no past is kept (moefw.CachedAttention, cp 1), so each token is generated from all before it"
@@ -37,13 +38,14 @@ def generate(
     was_training = model.training
     model.eval()
     read = Reader(model, window)
-    for _ in range(tokens):
-        stamp("sampling text")
-        logits_V = read(ids)[: data.vocab_size]
-        if temperature == 0:
-            ids.append(int(logits_V.argmax()))
-        else:
-            ids.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))
+    with shared_by_micro_batches(model.parameters(), FORWARD):
+        for _ in range(tokens):
+            stamp("sampling text")
+            logits_V = read(ids)[: data.vocab_size]
+            if temperature == 0:
+                ids.append(int(logits_V.argmax()))
+            else:
+                ids.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))
     model.train(was_training)
     return data.decode(ids)
 

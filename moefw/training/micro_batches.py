@@ -10,6 +10,7 @@ from torch import nn
 
 from moefw.core.records import Action
 from moefw.core.stages import Batch
+from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.pipeline.player import Player
 from moefw.runtime.pipeline.stage import Pipelined
 from moefw.training.attempt import Tally
@@ -40,8 +41,8 @@ def run_of(model: nn.Module, *, keep_routes: bool = False) -> Run:
     return in_order(model, keep_routes=keep_routes)
 
 
-def in_stages(model: Pipelined, *, keep_routes: bool = False) -> Run:
-    """Return the run of this rank's stages, in the order of the pipeline's schedule."""
+def in_stages(model: Any, *, keep_routes: bool = False) -> Run:
+    """Return the run of this rank's stages of a ``Pipelined``, in the order of the pipeline's schedule."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
@@ -55,7 +56,7 @@ def in_stages(model: Pipelined, *, keep_routes: bool = False) -> Run:
                 if action.kind == "W":
                     _reduce_late(model)
 
-        with _gathered(model):
+        with _gathered(model), shared_by_micro_batches(model.parameters()):
             for number, output in Player(model, batches).play(around):
                 tally.add(output, number)
         return tally
@@ -89,13 +90,14 @@ def in_order(model: nn.Module, *, keep_routes: bool = False) -> Run:
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
-        for number, batch in enumerate(batches):
-            with clock("forward"):
-                output = model(batch)
-            with clock("backward"):
-                (output.objective * batch.loss_scale).backward()
-            tally.add(output, number)
-            del output
+        with shared_by_micro_batches(model.parameters()):
+            for number, batch in enumerate(batches):
+                with clock("forward"):
+                    output = model(batch)
+                with clock("backward"):
+                    (output.objective * batch.loss_scale).backward()
+                tally.add(output, number)
+                del output
         return tally
 
     return run

@@ -176,6 +176,9 @@ PRODUCTS = {
         (tensorwise_grouped_mm, tensorwise_gradient, (67, 0), False),
     )
 }
+for main, fresh in ((torch.float32, False), (torch.bfloat16, True)):
+    launch = partial(call, "add_wgrad", "add_wgrad", none(8, 768, 2048, dtype=main), X[:, :768], X, ENDS, fresh)
+    PRODUCTS[f"add_wgrad {main} {fresh}"] = Case(launch, (6, 0), product=True, deep=fresh)
 CASES = {**quantizers(), **fused(), **others(), **PRODUCTS}
 
 
@@ -197,7 +200,7 @@ def hold(case: Case, code: Compiled, capability: int) -> None:
     )
     assert all(instruction in code.ptx for instruction in case.has)
     if case.product:
-        wanted = {90: r"wgmma\.mma_async\.\S+\.f32\.e[45]m[23]\.e4m3", 100: r"tcgen05\.mma"}[capability]
+        wanted = {90: r"wgmma\.mma_async\.\S+\.f32\.(e[45]m[23]\.e4m3|bf16\.bf16)", 100: r"tcgen05\.mma"}[capability]
         assert re.search(wanted, code.ptx), "a product uses the newest tensor cores"
         assert "cp.async.cg.shared.global" in code.ptx, "loads of codes are wide and run ahead"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +38,7 @@ from moefw.testing.training import SMALL
 from moefw.training import checkpoint
 from moefw.training.checkpoint import Origin
 from moefw.training.engine import Engine, StepResult, evaluate
+from moefw.training.micro_batches import in_order
 from moefw_kernels.quantize import quantize_fp8
 from pairwise import each_value
 
@@ -295,7 +296,7 @@ def refusal(sizes: Any, given: Any) -> str:
             "GroupedQueryAttention.k_proj.weight is 128x256: no whole",
         ),
         ({"shared_expert_dim": 320}, {}, "SwiGLU.gate_proj.weight is 320x256"),
-        ({"expert_dim": 128}, {"gemm": {"use": "loop"}}, "LoopExperts.gate.0 is 128x256"),
+        ({"expert_dim": 192}, {"gemm": {"use": "loop"}}, "LoopExperts.gate_up.0 is 384x256"),
         ({"expert_dim": 192}, {}, "GroupedExperts.down is 4x256x192: no whole blocks of 128x128. "),
         ({"num_experts": 3, "expert_dim": 128}, {}, "2 ranks cannot shard 3 experts evenly. Use gemm: loop"),
     ],
@@ -387,3 +388,27 @@ def test_a_master_is_written_through_and_its_shards_are_masters() -> None:
     assert bool((values[:128] == 2).all())
     assert type(master + 1) is Tensor
     assert type(torch.zeros_like(master)) is Tensor
+
+
+def codes_made() -> tuple[int, int]:
+    """Return how many shards a rank quantizes in two steps of several micro-batches, and how many masters it has."""
+    model, assembly, layout, shared = open_model(layer_case("fp8"))
+    batches = [replace(batch, loss_scale=torch.ones(())) for batch in global_batch(assembly, layout, 0)]
+    assert len(batches) > 1
+    masters = [one for one in model.parameters() if isinstance(cast(Any, one).to_local(), Master)]
+    made, encode = list[Tensor](), SquareBlocks.encode
+
+    def counted(codec: SquareBlocks, shard: Tensor) -> tuple[Tensor, Tensor]:
+        made.append(shard)
+        return encode(codec, shard)
+
+    with patch.object(SquareBlocks, "encode", counted):
+        for _ in range(2):
+            in_order(model)(batches, no_clock)
+    shared.close()
+    return len(made), len(masters)
+
+
+def test_a_rank_quantizes_each_shard_once_a_step(pool: RankPool) -> None:
+    for made, masters in pool.run(codes_made, 2):
+        assert made == 2 * masters > 0

@@ -27,7 +27,7 @@ from moefw.plugins.precision.quantized.fp8_tensor import FP8Tensor
 from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.nvfp4 import NVFP4
 from moefw.plugins.precision.quantized.te import library
-from moefw.runtime.compute.product import grouped_mm
+from moefw.runtime.compute.grouped_mm import grouped_mm
 from moefw.testing.layer_case import LayerCase, Outcome, solve
 from outcomes import assert_near
 

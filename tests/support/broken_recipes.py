@@ -214,6 +214,14 @@ class KeepsTheWeightOfForward(Int8ByPass):
 
 
 @frozen
+class SharesTheWeightOfForward(Int8ByPass):
+    name: ClassVar[str] = "shares-the-weight-of-forward"
+
+    def weight_operands(self, weight: Tensor, passes: Any) -> Any:
+        return dict.fromkeys(passes, super().weight_operands(weight, passes)["fprop"])
+
+
+@frozen
 class FlowsInWholeNumbers(_Recipe):
     name: ClassVar[str] = "flows-in-whole-numbers"
     residual_dtype: ClassVar[Any] = torch.int8

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 PACKAGES = (
+    "add_wgrad",
     "empty_groups",
     "grouped_gemm",
     "hadamard",

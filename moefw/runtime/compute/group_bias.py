@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moefw.core.records import Shard
-from moefw.runtime.compute.product import grouped_mm
+from moefw.runtime.compute.grouped_mm import grouped_mm
 
 COLUMNS = 8
 """Columns of a product that sums rows: as few as grouped products take in bf16."""

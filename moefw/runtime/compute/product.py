@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
 from moefw.core.records import RowGroups, SavedOperand
-from moefw.runtime.compute import wgrads
+from moefw.runtime.compute.weights import WeightUse, has_plain_gradient
 from moefw.runtime.memory.dropped import output_of
-from moefw_kernels.empty_groups import clear_empty_groups
 
 
 class SharedInput:
@@ -58,13 +57,9 @@ def linear(
     GEMMs that read the same ``x``, with recipes from one ``Precision.at``, may get one ``shared``. Raises ContractError
     if ``shared`` is of another tensor.
     """
-    if not precision.by_pass:
+    if not precision.by_pass and has_plain_gradient(weight):
         operand = precision.quantize(x, role="input", during="fprop")
-        made = precision.quantize(weight, role="weight", during="fprop")
-        if wgrads.current() is None:
-            return F.linear(operand, made)
-        split: Tensor = _SplitLinear.apply(operand, made)  # type: ignore[no-untyped-call]
-        return split
+        return F.linear(operand, precision.quantize(weight, role="weight", during="fprop"))
     about = RowGroups() if rows is None else rows
     shared = SharedInput(x) if shared is None else shared
     if shared.x is not x:
@@ -77,33 +72,10 @@ def linear(
 
 def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x W^T`` computed and returned in a wider ``dtype``; saves ``x`` (T, I) as it is, not its wider copy."""
-    if x.dtype == dtype and wgrads.current() is None:
+    if x.dtype == dtype and has_plain_gradient(weight):
         return F.linear(x, weight.to(dtype))
     out: Tensor = _WideLinear.apply(x, weight, dtype)  # type: ignore[no-untyped-call]
     return out
-
-
-def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
-    """Return the products of groups: ``a`` (R, I) with ``b`` (e, I, O), or, summing over rows, (O, R) with (R, I).
-
-    A sum over no rows is zero.
-    """
-    if not isinstance(a, Tensor):
-        product: Tensor = a.grouped_mm(b, ends_e)
-        return product
-    if not a.numel():
-        groups = (len(ends_e),) if b.dim() == 2 else ()
-        return a.new_zeros(*groups, len(a), b.shape[-1])
-    product = F.grouped_mm(a, b, offs=ends_e)
-    if b.dim() == 2 and _leaves_empty_sums_unwritten(product.device):
-        clear_empty_groups(product, ends_e)
-    return product
-
-
-@cache
-def _leaves_empty_sums_unwritten(device: torch.device) -> bool:
-    """Return whether grouped products leave sums over no rows unwritten, as on Blackwell (pytorch#172439)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def keep_input(x: Tensor, used: Any, precision: Precision, rows: RowGroups) -> SavedOperand:
@@ -128,7 +100,7 @@ def _quantize_again(
 
 
 class _Linear(torch.autograd.Function):
-    """Saves the weight, and ``x`` in the form that wgrad needs."""
+    """Saves ``x`` and the weight in the forms that wgrad and dgrad need."""
 
     @staticmethod
     def forward(
@@ -142,70 +114,43 @@ class _Linear(torch.autograd.Function):
         shared: SharedInput,
     ) -> Tensor:
         operand, kept = shared.made_of(x, precision, RowGroups(ends_e, keys_R, sizes))
-        out: Tensor = operand @ precision.quantize(weight, role="weight", during="fprop").mT
-        ctx.save_for_backward(weight, ends_e, keys_R, *kept.tensors)
-        ctx.precision, ctx.operand, ctx.dtype, ctx.sizes = precision, kept.operand, x.dtype, sizes
-        ctx.later = wgrads.current()
+        ctx.weight = WeightUse(weight)
+        made, kept_weight = ctx.weight.operands(weight, precision)
+        out: Tensor = operand @ made.mT
+        ctx.save_for_backward(ends_e, keys_R, *kept.tensors, *kept_weight.tensors)
+        ctx.operand, ctx.made, ctx.inputs = kept.operand, kept_weight.operand, len(kept.tensors)
+        ctx.precision, ctx.dtype, ctx.sizes = precision, x.dtype, sizes
         return out.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, ends_e, keys_R, *tensors = ctx.saved_tensors
+        ends_e, keys_R, *tensors = ctx.saved_tensors
         precision: Precision = ctx.precision
         rows, grad_x, grad_weight = RowGroups(ends_e, keys_R, ctx.sizes), None, None
+        inputs, weights = tensors[: ctx.inputs], tensors[ctx.inputs :]
 
-        def wgrad() -> Tensor:
-            operand = precision.quantize(grad, role="grad", during="wgrad", rows=rows)
-            product: Tensor = operand.mT @ ctx.operand(tensors)
-            return product.to(weight.dtype)
+        def wgrad() -> tuple[Any, Any]:
+            return precision.quantize(grad, role="grad", during="wgrad", rows=rows), ctx.operand(inputs)
 
         if ctx.needs_input_grad[0]:
-            made = precision.quantize(weight, role="weight", during="dgrad")
-            grad_x = (precision.quantize(grad, role="grad", during="dgrad", rows=rows) @ made).to(ctx.dtype)
-            del made
+            operand = precision.quantize(grad, role="grad", during="dgrad", rows=rows)
+            grad_x = (operand @ ctx.made(weights)).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = wgrads.now_or_later(ctx, ctx.later, 1, wgrad)
+            grad_weight = ctx.weight.gradient(ctx, 1, wgrad)
         return grad_x, grad_weight, None, None, None, None, None
-
-
-class _SplitLinear(torch.autograd.Function):
-    """``F.linear`` of two tensors, whose weight gradient can be left for later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.later = wgrads.current()
-        return F.linear(x, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-
-        def wgrad() -> Tensor:
-            product: Tensor = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-            return product
-
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        return grad_x, wgrads.now_or_later(ctx, ctx.later, 1, wgrad) if ctx.needs_input_grad[1] else None
 
 
 class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.later = wgrads.current()
+        ctx.weight = WeightUse(weight)
         return F.linear(x.to(dtype), weight.to(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-
-        def wgrad() -> Tensor:
-            product: Tensor = grad.t() @ x.to(grad.dtype)
-            return product.to(weight.dtype)
-
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        return grad_x, wgrads.now_or_later(ctx, ctx.later, 1, wgrad), None
+        return grad_x, ctx.weight.gradient(ctx, 1, lambda: (grad, x.to(grad.dtype))), None

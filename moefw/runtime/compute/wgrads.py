@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, final
+from typing import final
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
-
-Compute = Callable[[], Tensor]
 
 
 @final
@@ -23,7 +19,7 @@ class Wgrads:
     """Weight gradients of the GEMMs that run forward in :meth:`collected`. Backward leaves them to :meth:`run`."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[GradientEdge, Compute]] = []
+        self._waiting: list[Callable[[], None]] = []
 
     @contextmanager
     def collected(self) -> Iterator[None]:
@@ -34,9 +30,9 @@ class Wgrads:
         finally:
             _current.reset(before)
 
-    def leave(self, weight: GradientEdge, compute: Compute) -> None:
-        """Leave the gradient of one weight to :meth:`run`."""
-        self._waiting.append((weight, compute))
+    def leave(self, accumulate: Callable[[], None]) -> None:
+        """Leave to :meth:`run` what computes the gradient of one weight and accumulates it."""
+        self._waiting.append(accumulate)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -45,8 +41,8 @@ class Wgrads:
         With parameters that FSDP shards, call :func:`moefw.runtime.parallel.sharding.reduce_late` afterwards.
         """
         waiting, self._waiting = self._waiting, []
-        for weight, compute in waiting:
-            torch.autograd.backward([weight], [compute()])
+        for accumulate in waiting:
+            accumulate()
 
 
 _current: ContextVar[Wgrads | None] = ContextVar("wgrads", default=None)
@@ -55,14 +51,3 @@ _current: ContextVar[Wgrads | None] = ContextVar("wgrads", default=None)
 def current() -> Wgrads | None:
     """Return the collection to which a GEMM that runs forward now leaves its weight gradient; None: it leaves none."""
     return _current.get()
-
-
-def now_or_later(ctx: Any, later: Wgrads | None, index: int, compute: Compute) -> Tensor | None:
-    """Return the gradient of a Function's weight, or leave it to ``later`` and return None.
-
-    ``index``: the position of the weight among the Function's tensor inputs.
-    """
-    if later is None:
-        return compute()
-    later.leave(GradientEdge(*ctx.next_functions[index]), compute)
-    return None

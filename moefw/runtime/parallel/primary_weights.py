@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from moefw.core.contracts import WeightCodec
 from moefw.core.errors import ContractError
+from moefw.runtime.compute.for_step import made_for_step
 
 _aten = torch.ops.aten
 
@@ -28,6 +29,8 @@ class Master(Tensor):
 
     stored: Tensor
     codec: WeightCodec
+    of_step: list[tuple[Tensor, ...]] | None = None
+    """What this rank sends in a step, once it is made; None outside of steps, whose micro-batches share it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -55,8 +58,13 @@ class Master(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], WeightCodec]:
-        """Return the tensors that this rank sends: codes and scales of its shard, quantized now."""
-        return self.codec.encode(self.stored), self.codec
+        """Return the tensors that this rank sends: codes and scales of its shard, in a step quantized once."""
+        if self.of_step is None:
+            return self.codec.encode(self.stored), self.codec
+        if not self.of_step:
+            with made_for_step():
+                self.of_step.append(self.codec.encode(self.stored))
+        return self.of_step[0], self.codec
 
     def fsdp_post_all_gather(
         self,

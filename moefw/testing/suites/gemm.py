@@ -25,6 +25,7 @@ from moefw.testing.suites.gemm_case import (
     Results,
     backward,
     computed,
+    computed_in_step,
     computed_late,
     computed_on_this_rank,
     dense,
@@ -45,6 +46,8 @@ from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 Formula = Mapping[str, bool]
 PLAIN: Formula = {}
 
+SUMMED = 1e-5
+"""Largest error of a sum over micro-batches in fp32."""
 TILES = (31, 32, 33, 64, 128)
 """Numbers of rows around and at multiples of a kernel's tile."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -242,6 +245,17 @@ class GemmSuite(Suite):
         batch, probe = bench.inputs(case, self.dims["dim"])
         wrong = differing(self._compute(bench, case), computed_late(bench.experts, batch, probe))
         assert not wrong, f"{self.plugin.name}: {wrong} change if weight gradients are computed later."
+
+    def test_micro_batches_of_a_step_add_up(self) -> None:
+        """They share operands of weights, and gradients that are added up in place are the sums of those of each."""
+        bench = self.bench(formula=self._formulas()[-1])
+        cases = [GemmCase(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
+        alone = [self._compute(bench, case) for case in cases]
+        found = computed_in_step(bench.experts, [bench.inputs(case, self.dims["dim"]) for case in cases])
+        for name, grad in found.items():
+            error = worst_error(grad, torch.stack([one[name].double() for one in alone]).sum(0))
+            says = f"{self.plugin.name}: the gradient of {name} over two micro-batches of a step is off by"
+            assert error <= SUMMED, f"{says} {error:.1e}; {SUMMED:.0e} is allowed."
 
     def test_what_experts_are_given_is_not_written(self) -> None:
         """Rows, weights and the gradient of the output stay as they are. Padding is -0.0 here: writing 0.0 shows."""

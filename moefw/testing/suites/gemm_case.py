@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moefw.compose.assembly import Assembly
 from moefw.core.records import Canonical
 from moefw.core.stages import ExpertBatch
+from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.memory.dropped import drops, inside, output_of
 from moefw.runtime.naming import initialise
@@ -115,6 +116,20 @@ def computed_late(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results
     for variable in variables:
         variable.grad = None
     return results
+
+
+def computed_in_step(experts: Any, given: Sequence[tuple[ExpertBatch, Tensor]]) -> Results:
+    """Return the sums of the parameters' gradients over batches that are the micro-batches of one step."""
+    with shared_by_micro_batches(experts.parameters()):
+        for batch, probe_RD in given:
+            out_RD: Tensor = experts(batch)
+            torch.autograd.backward(out_RD, probe_RD.to(out_RD.dtype))
+    batch, _ = given[-1]
+    variables = _variables(experts, batch)
+    results = _by_name(experts, variables, [variable.grad for variable in variables])
+    for variable in variables:
+        variable.grad = None
+    return {name: grad for name, grad in results.items() if name not in ("rows", "row_weights")}
 
 
 def _variables(experts: Any, batch: ExpertBatch) -> list[Tensor]:

@@ -55,6 +55,8 @@ class Operand:
         return x.to(dtype).requires_grad_()
 
 
+PASSES: Sequence[Pass] = ("fprop", "dgrad")
+"""The products that read a weight."""
 KEPT: Sequence[tuple[Role, Pass]] = (("input", "wgrad"), ("weight", "dgrad"))
 """Roles of saved operands, and the product of backward that uses each."""
 
@@ -241,6 +243,22 @@ class PrecisionSuite(Suite):
             assert operand.shape == x.shape, f"{what} makes {tuple(operand.shape)}; the shape must stay."
             error = worst_error(operand, x)
             assert error <= allowed, f"{what} makes an operand off by {error:.1e}; {allowed:.0e} is stated."
+
+        self.for_all(check, OPERANDS)
+
+    def test_operands_of_a_step_are_those_of_each_pass(self) -> None:
+        """What all micro-batches of a step share are the operands that ``quantize`` makes of the weight."""
+        recipe = self.recipe()
+
+        def check(drawn: Operand) -> None:
+            weight = evolve(drawn, role="weight").tensor(self.block, torch.float32).detach()
+            one = _of_a_gemm(recipe, drawn)
+            shared = one.weight_operands(weight, PASSES)
+            for during in PASSES:
+                alone = one.quantize(weight, role="weight", during=during if one.by_pass else "fprop")
+                same = same_bits(shared[during].operand(shared[during].tensors), alone)
+                what = f"{self.plugin.name}: the operand of {tuple(weight.shape)} that a step shares"
+                assert same, f"{what} (role weight during {during}) has other bits than that of quantize."
 
         self.for_all(check, OPERANDS)
 

@@ -14,8 +14,9 @@ from moefw.core.contracts import ExpertGemm, Precision
 from moefw.core.records import Canonical, RowGroups, SavedOperand
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.compute.group_bias import add_group_bias, widened
-from moefw.runtime.compute.product import grouped_mm, keep_activation, keep_input
-from moefw.runtime.compute.wgrads import current, now_or_later
+from moefw.runtime.compute.grouped_mm import grouped_mm
+from moefw.runtime.compute.product import keep_activation, keep_input
+from moefw.runtime.compute.weights import WeightUse
 from moefw_kernels.swiglu import Clamp, weighted_swiglu, weighted_swiglu_backward
 
 if TYPE_CHECKING:
@@ -89,23 +90,22 @@ class _In(torch.autograd.Function):
     ) -> Tensor:
         rows = RowGroups(ends_e, keys_R, sizes)
         x = recipe.quantize(x_RD, role="input", during="fprop", rows=rows)
-        w13 = recipe.quantize(gate_up, role="weight", during="fprop")
-        kept = keep_input(x_RD, x, recipe, rows), recipe.keep(gate_up, w13, role="weight", during="dgrad")
-        _save(ctx, recipe, (ends_e, keys_R), sizes, kept, (x_RD.dtype, gate_up.dtype))
+        ctx.weight = WeightUse(gate_up)
+        w13, kept_w13 = ctx.weight.operands(gate_up, recipe)
+        _save(ctx, recipe, (ends_e, keys_R), sizes, (keep_input(x_RD, x, recipe, rows), kept_w13), x_RD.dtype)
         return grouped_mm(x, w13.mT, ends_e).to(x_RD.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         (ends_e, keys_R), (x, w13) = _saved(ctx, 2)
-        recipe, rows, (dtype, weight_dtype) = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), ctx.dtypes
-        grad_x = grouped_mm(recipe.quantize(grad_RH, role="grad", during="dgrad", rows=rows), w13, ends_e).to(dtype)
+        recipe, rows = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes)
+        grad_x = grouped_mm(recipe.quantize(grad_RH, role="grad", during="dgrad", rows=rows), w13, ends_e).to(ctx.dtype)
 
-        def wgrad() -> Tensor:
-            grad = recipe.quantize(grad_RH, role="grad", during="wgrad", rows=rows)
-            return grouped_mm(grad.mT, x, ends_e).to(weight_dtype)
+        def wgrad() -> tuple[Any, Any]:
+            return recipe.quantize(grad_RH, role="grad", during="wgrad", rows=rows), x
 
-        return None, grad_x, None, None, None, now_or_later(ctx, ctx.later, -1, wgrad)
+        return None, grad_x, None, None, None, ctx.weight.gradient(ctx, -1, wgrad, ends_e)
 
 
 class _Out(torch.autograd.Function):
@@ -127,27 +127,26 @@ class _Out(torch.autograd.Function):
         a = recipe.quantize_swiglu(h_RH, weights_R, rows=rows) if clamp is None else None
         if a is None:
             a = recipe.quantize(weighted_swiglu(h_RH, weights_R, clamp), role="input", during="fprop", rows=rows)
-        w2 = recipe.quantize(down, role="weight", during="fprop")
-        kept = keep_activation(h_RH, recipe, rows), recipe.keep(down, w2, role="weight", during="dgrad")
-        _save(ctx, recipe, (weights_R, ends_e, keys_R), sizes, kept, (h_RH.dtype, down.dtype))
-        ctx.clamp = clamp
+        ctx.weight, ctx.clamp = WeightUse(down), clamp
+        w2, kept_w2 = ctx.weight.operands(down, recipe)
+        _save(
+            ctx, recipe, (weights_R, ends_e, keys_R), sizes, (keep_activation(h_RH, recipe, rows), kept_w2), h_RH.dtype
+        )
         return grouped_mm(a, w2.mT, ends_e).to(h_RH.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         (weights_R, ends_e, keys_R), (h_RH, w2) = _saved(ctx, 3)
-        recipe, rows, (dtype, weight_dtype) = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), ctx.dtypes
-        grad_RD = grad_RD.contiguous()
-        grad_a = grouped_mm(recipe.quantize(grad_RD, role="grad", during="dgrad", rows=rows), w2, ends_e).to(dtype)
+        recipe, rows, grad_RD = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), grad_RD.contiguous()
+        grad_a = grouped_mm(recipe.quantize(grad_RD, role="grad", during="dgrad", rows=rows), w2, ends_e).to(ctx.dtype)
         grad_h, grad_weights, a_RF = weighted_swiglu_backward(grad_a, h_RH, weights_R, ctx.clamp)
 
-        def wgrad() -> Tensor:
+        def wgrad() -> tuple[Any, Any]:
             grad = recipe.quantize(grad_RD, role="grad", during="wgrad", rows=rows)
-            a = recipe.quantize(a_RF, role="input", during="wgrad", rows=rows)
-            return grouped_mm(grad.mT, a, ends_e).to(weight_dtype)
+            return grad, recipe.quantize(a_RF, role="input", during="wgrad", rows=rows)
 
-        return None, None, grad_h, grad_weights, None, None, None, now_or_later(ctx, ctx.later, -1, wgrad)
+        return None, None, grad_h, grad_weights, None, None, None, ctx.weight.gradient(ctx, -1, wgrad, ends_e)
 
 
 def _save(
@@ -156,11 +155,11 @@ def _save(
     about: Sequence[Tensor | None],
     sizes: Sizes,
     kept: Sequence[SavedOperand],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtype: torch.dtype,
 ) -> None:
     ctx.save_for_backward(*about, *(tensor for one in kept for tensor in one.tensors))
     ctx.operands = [(one.operand, len(one.tensors)) for one in kept]
-    ctx.recipe, ctx.sizes, ctx.dtypes, ctx.later = recipe, sizes, dtypes, current()
+    ctx.recipe, ctx.sizes, ctx.dtype = recipe, sizes, dtype
 
 
 def _saved(ctx: Any, about: int) -> tuple[tuple[Any, ...], list[Any]]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @final
 class LoopExperts(nn.Module, ExpertGemm):
-    """Three weights per expert: ``gate`` and ``up`` (F, D), ``down`` (D, F); perhaps a bias for each.
+    """Two weights per expert: ``gate_up`` (2F, D), gate rows, then up rows; ``down`` (D, F); perhaps a bias for each.
 
     If experts are split, each rank has a part of every bias, and adds it to its part of the sum.
     """
@@ -34,12 +34,10 @@ class LoopExperts(nn.Module, ExpertGemm):
         self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
         recipe = context.recipe("moe.experts")
         self.into, self.out_of = (separate(recipe, name, len(self.numbers)) for name in ("gate_up", "down"))
-        self.gate = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
-        self.up = nn.ParameterList(torch.empty(f, d) for _ in self.numbers)
+        self.gate_up = nn.ParameterList(torch.empty(2 * f, d) for _ in self.numbers)
         self.down = nn.ParameterList(torch.empty(d, f) for _ in self.numbers)
         biased = self.numbers if dims.biased_experts else ()
-        self.gate_bias = nn.ParameterList(torch.empty(f) for _ in biased)
-        self.up_bias = nn.ParameterList(torch.empty(f) for _ in biased)
+        self.gate_up_bias = nn.ParameterList(torch.empty(2 * f) for _ in biased)
         self.down_bias = nn.ParameterList(torch.empty(d // parts) for _ in biased)
         self.clamp = dims.activation.clamp
         self._fc1 = context.region("expert_fc1", self._project_in)
@@ -61,11 +59,8 @@ class LoopExperts(nn.Module, ExpertGemm):
         return torch.cat([*outputs, torch.zeros_like(unused)])
 
     def _project_in(self, expert: int, x_RD: Tensor, keys_R: Tensor | None) -> Tensor:
-        gate_up = torch.cat([self.gate[expert], self.up[expert]])
-        h_RH = linear(x_RD, gate_up, self.into[expert], RowGroups(keys_R=keys_R))
-        if not self.gate_bias:
-            return h_RH
-        return h_RH + torch.cat([self.gate_bias[expert], self.up_bias[expert]]).to(h_RH.dtype)
+        h_RH = linear(x_RD, self.gate_up[expert], self.into[expert], RowGroups(keys_R=keys_R))
+        return h_RH + self.gate_up_bias[expert].to(h_RH.dtype) if self.gate_up_bias else h_RH
 
     def _project_out(self, expert: int, a_RF: Tensor, weights_R: Tensor, keys_R: Tensor | None) -> Tensor:
         out_RD = linear(a_RF, self.down[expert], self.out_of[expert], RowGroups(keys_R=keys_R))
@@ -78,12 +73,13 @@ class LoopExperts(nn.Module, ExpertGemm):
         """Yield each expert's parameters."""
         into, out_of = self.shards
         for local, expert in enumerate(self.numbers):
-            yield Canonical(f"{expert}.gate_proj.weight", self.gate[local], shard=into)
-            yield Canonical(f"{expert}.up_proj.weight", self.up[local], shard=into)
+            f = self.down[local].shape[1]
+            for name, rows in (("gate_proj", slice(0, f)), ("up_proj", slice(f, 2 * f))):
+                yield Canonical(f"{expert}.{name}.weight", self.gate_up[local], (rows,), into)
+                if self.gate_up_bias:
+                    yield Canonical(f"{expert}.{name}.bias", self.gate_up_bias[local], (rows,), into)
             yield Canonical(f"{expert}.down_proj.weight", self.down[local], shard=out_of)
-            if self.gate_bias:
-                yield Canonical(f"{expert}.gate_proj.bias", self.gate_bias[local], shard=into)
-                yield Canonical(f"{expert}.up_proj.bias", self.up_bias[local], shard=into)
+            if self.down_bias:
                 yield Canonical(f"{expert}.down_proj.bias", self.down_bias[local], shard=into)
 
 

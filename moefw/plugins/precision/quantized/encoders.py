@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -22,6 +23,7 @@ from moefw_kernels.quantize import (
     Scales,
     quantize_fp8,
     quantize_mxfp8,
+    quantize_mxfp8_both,
     quantize_rows,
     row_block,
     rows_of,
@@ -67,13 +69,15 @@ class PackedRows:
 class Encoder(ABC):
     """Makes codes and scales of an operand.
 
-    ``draws``: rounding is random, from the keys of rows. ``shares_inputs``: as in ``Precision``. ``row_scales``: an
-    input in fprop is ``quantize_rows`` with these scales, which a kernel can fuse with computing the input. None where
-    it is not: a scale for a whole tensor needs a separate pass.
+    ``draws``: rounding is random, from the keys of rows. ``shares_inputs``: as in ``Precision``. ``square_weights``:
+    the codes of a weight are the same in fprop and dgrad. ``row_scales``: an input in fprop is ``quantize_rows`` with
+    these scales, which a kernel can fuse with computing the input. None where it is not: a scale for a whole tensor
+    needs a separate pass.
     """
 
     draws: bool = False
     shares_inputs: bool = True
+    square_weights: bool = False
     row_scales: Scales | None = None
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
@@ -83,6 +87,12 @@ class Encoder(ABC):
     @abstractmethod
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand of ``x`` (..., R, C) in a product."""
+
+    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+        """Return the operands of a weight in ``passes``, fprop or dgrad."""
+        if self.square_weights:
+            return [self.encode(x, "weight", passes[0], RowGroups())] * len(passes)
+        return [self.encode(x, "weight", during, RowGroups()) for during in passes]
 
     def codec(self, dim: int) -> Codec | None:
         """Return the codec of rows sent to experts, as ``Precision.codec`` does."""
@@ -105,6 +115,8 @@ def summed_axis(role: Role, during: Pass) -> int:
 @final
 class Blockwise(Encoder):
     """E4M3 in blocks of 128 along the summed axis, 128x128 for weights. Groups of rows are aligned to blocks."""
+
+    square_weights = True
 
     def __init__(self, *, power_of_two: bool, primary: SquareBlocks | None = None) -> None:
         self._power_of_two, self._primary = power_of_two, primary
@@ -136,6 +148,10 @@ class MX(Encoder):
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand."""
         return quantize_mxfp8(x, block=(1, 32) if summed_axis(role, during) == -1 else (32, 1))
+
+    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+        """Return the operands of a weight, of which those of both passes are made in one read."""
+        return quantize_mxfp8_both(x) if tuple(passes) == ("fprop", "dgrad") else super().encode_weight(x, passes)
 
     def codec(self, dim: int) -> Codec:
         """Return the codec with an E8M0 scale per 32 values."""

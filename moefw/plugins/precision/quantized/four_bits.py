@@ -25,18 +25,18 @@ class FourBits(Encoder):
     """
 
     def __init__(self, place: str, *, draws: bool, turns: bool, square_weights: bool) -> None:
-        self._place, self.draws, self._turns, self._square_weights = place, draws, turns, square_weights
+        self._place, self.draws, self._turns, self.square_weights = place, draws, turns, square_weights
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
         """Return the encoder of a module or a GEMM inside."""
         place = f"{self._place}.{name}"
-        return FourBits(place, draws=self.draws, turns=self._turns, square_weights=self._square_weights)
+        return FourBits(place, draws=self.draws, turns=self._turns, square_weights=self.square_weights)
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand. The rows of a transformed operand are padded with zeros to a multiple of 16."""
         block = (1, SIZE) if summed_axis(role, during) == -1 else (SIZE, 1)
         if role == "weight":
-            block = (SIZE, SIZE) if self._square_weights else block
+            block = (SIZE, SIZE) if self.square_weights else block
             return quantize_nvfp4(x, block=block, global_amax=matrix_amax(x))
         keys_R = None
         if self.draws and role == "grad" and rows.keys_R is not None:

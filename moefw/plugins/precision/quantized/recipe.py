@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, final
 
@@ -53,11 +53,15 @@ class LowPrecisionRecipe(nn.Module, Precision):
 
 
 class QuantizedRecipe(LowPrecisionRecipe):
-    """Saves inputs as codes and scales for wgrad. Weights are quantized again in backward."""
+    """Saves inputs as codes and scales for wgrad. Weights that are gathered for each use are quantized for each."""
 
     @abstractmethod
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return codes and scales of ``x``."""
+
+    @abstractmethod
+    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+        """Return codes and scales of a weight for each pass."""
 
     @abstractmethod
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Any]:
@@ -70,6 +74,11 @@ class QuantizedRecipe(LowPrecisionRecipe):
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
         """Return the operand."""
         return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
+
+    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, SavedOperand]:
+        """Return codes and scales."""
+        made = self.encode_weight(weight, passes)
+        return {during: _kept(one, self.operand_of(weight, during)) for during, one in zip(passes, made, strict=True)}
 
     def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: RowGroups | None = None) -> Any | None:
         """Return the operand if ``h_RH`` is bf16 without gradients, blocks run along rows and no zeros are added."""
@@ -97,6 +106,10 @@ class EmulatedRecipe(QuantizedRecipe):
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return codes and scales."""
         return self.encoder.encode(x, role, during, rows)
+
+    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+        """Return codes and scales of a weight."""
+        return self.encoder.encode_weight(x, passes)
 
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Tensor]:
         """Return the function that dequantizes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -82,8 +82,13 @@ class ScaledRecipe(QuantizedRecipe):
             x = F.pad(x, (0, more_columns, 0, more_rows))
         if more_rows and rows.keys_R is not None:
             rows = evolve(rows, keys_R=F.pad(rows.keys_R, (0, more_rows)))
-        encoded = self.encoder.encode(x, role, during, rows)
-        return encoded if encoded.axis == axis else encoded.along(axis)
+        return _along(self.encoder.encode(x, role, during, rows), axis)
+
+    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+        """Return codes and scales of a weight, contiguous along the axis that each pass sums over."""
+        more_rows, more_columns = self._missing(x, -2, RowGroups())
+        made = self.encoder.encode_weight(F.pad(x, (0, more_columns, 0, more_rows)), passes)
+        return [_along(one, summed_axis("weight", during)) for one, during in zip(made, passes, strict=True)]
 
     def fills_up(self, x: Tensor, rows: RowGroups) -> bool:
         """Return whether a size is not a multiple."""
@@ -98,3 +103,7 @@ class ScaledRecipe(QuantizedRecipe):
         """Return a function that adds shape and dtype to codes."""
         dtype = torch.float32 if during == "wgrad" else torch.bfloat16
         return partial(Scaled, shape=tuple(x.shape), dtype=dtype, products=self._products)
+
+
+def _along(encoded: Quantized, axis: int) -> Quantized:
+    return encoded if encoded.axis == axis else encoded.along(axis)

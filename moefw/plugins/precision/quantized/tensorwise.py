@@ -37,6 +37,8 @@ FORMATS: Final[Mapping[Role, Format]] = {"input": E4M3, "weight": E4M3, "grad": 
 class CurrentScales(Encoder):
     """The scale that maps a tensor's own largest magnitude to the format's largest number."""
 
+    square_weights = True
+
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand."""
         return quantize_tensor(x, fmt=FORMATS[role], ends_e=rows.ends_e)
@@ -74,6 +76,7 @@ class GemmScales(nn.Module, Encoder, Meter):
     """
 
     shares_inputs = False
+    square_weights = True
     scale: Tensor
     history: Tensor
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.runtime.compute import product
+from moefw.runtime.compute import grouped_mm as products
 
 ENDS = torch.tensor([3, 3, 8, 8], dtype=torch.int32)
 """The second and the last of four groups have no rows."""
@@ -23,10 +23,10 @@ def test_a_sum_over_no_rows_is_zero_where_the_kernel_leaves_it_unwritten(monkeyp
 
     truth: Any = F.grouped_mm
     grad_RO, x_RI = torch.randn(8, 4), torch.randn(8, 8)
-    right = product.grouped_mm(grad_RO.mT, x_RI, ENDS)
+    right = products.grouped_mm(grad_RO.mT, x_RI, ENDS)
     monkeypatch.setattr(F, "grouped_mm", unwritten)
-    monkeypatch.setattr(product, "_leaves_empty_sums_unwritten", lambda device: True)
-    found = product.grouped_mm(grad_RO.mT, x_RI, ENDS)
+    monkeypatch.setattr(products, "_leaves_empty_sums_unwritten", lambda device: True)
+    found = products.grouped_mm(grad_RO.mT, x_RI, ENDS)
     assert torch.equal(found, right)
     assert not found[1].any()
 
@@ -36,14 +36,14 @@ def test_a_sum_over_no_rows_is_zero_where_the_kernel_leaves_it_unwritten(monkeyp
 )
 def test_kernels_of_blackwell_do(device: str, capability: int, leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    product._leaves_empty_sums_unwritten.cache_clear()
-    assert product._leaves_empty_sums_unwritten(torch.device(device)) is leaves
-    product._leaves_empty_sums_unwritten.cache_clear()
+    products._leaves_empty_sums_unwritten.cache_clear()
+    assert products._leaves_empty_sums_unwritten(torch.device(device)) is leaves
+    products._leaves_empty_sums_unwritten.cache_clear()
 
 
 def test_a_rank_without_rows_asks_for_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "grouped_mm", None)
     ends, weight_eOI = torch.zeros(4, dtype=torch.int32), torch.randn(4, 4, 8)
-    assert product.grouped_mm(torch.empty(0, 8), weight_eOI.mT, ends).shape == (0, 4)
-    grad_weight = product.grouped_mm(torch.empty(0, 4).mT, torch.empty(0, 8), ends)
+    assert products.grouped_mm(torch.empty(0, 8), weight_eOI.mT, ends).shape == (0, 4)
+    grad_weight = products.grouped_mm(torch.empty(0, 4).mT, torch.empty(0, 8), ends)
     assert torch.equal(grad_weight, torch.zeros(4, 4, 8))

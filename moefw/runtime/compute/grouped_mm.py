@@ -1,0 +1,35 @@
+"""Products of groups of rows, of tensors or of operands that multiply themselves."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefw_kernels.empty_groups import clear_empty_groups
+
+
+def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
+    """Return the products of groups: ``a`` (R, I) with ``b`` (e, I, O), or, summing over rows, (O, R) with (R, I).
+
+    A sum over no rows is zero.
+    """
+    if not isinstance(a, Tensor):
+        product: Tensor = a.grouped_mm(b, ends_e)
+        return product
+    if not a.numel():
+        groups = (len(ends_e),) if b.dim() == 2 else ()
+        return a.new_zeros(*groups, len(a), b.shape[-1])
+    product = F.grouped_mm(a, b, offs=ends_e)
+    if b.dim() == 2 and _leaves_empty_sums_unwritten(product.device):
+        clear_empty_groups(product, ends_e)
+    return product
+
+
+@cache
+def _leaves_empty_sums_unwritten(device: torch.device) -> bool:
+    """Return whether grouped products leave sums over no rows unwritten, as on Blackwell (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10

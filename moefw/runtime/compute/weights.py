@@ -1,0 +1,140 @@
+"""Weights as GEMMs use them. The micro-batches of a step share their operands, and add up their gradients in place.
+
+Those that FSDP shards are gathered for each use: of these, the shards of masters keep their codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from moefw.core.contracts import Precision
+from moefw.core.records import Pass, SavedOperand
+from moefw.runtime.compute import wgrads
+from moefw.runtime.compute.for_step import made_for_step
+from moefw.runtime.compute.grouped_mm import grouped_mm
+from moefw.runtime.parallel.primary_weights import Master
+from moefw_kernels.add_wgrad import add_wgrad, adds_in_place
+
+FORWARD: Final[Sequence[Pass]] = ("fprop",)
+TRAINING: Final[Sequence[Pass]] = ("fprop", "dgrad")
+
+
+@contextmanager
+def shared_by_micro_batches(parameters: Iterable[nn.Parameter], passes: Sequence[Pass] = TRAINING) -> Iterator[None]:
+    """Make the operands of these weights for ``passes`` once in this block, at first use, and free them at its end.
+
+    Weight gradients are added to ``Parameter.grad`` without a temporary of their size, so that ``torch.autograd.grad``
+    does not return them. The weights must not change meanwhile.
+    """
+    held = list[Any]()
+    for parameter in parameters:
+        shard: Any = getattr(parameter, "_local_tensor", None)
+        if shard is None:
+            held.append(parameter)
+            held[-1].of_step = _StepWeight(parameter, passes)
+        elif isinstance(shard, Master):
+            held.append(shard)
+            held[-1].of_step = []
+    try:
+        yield
+    finally:
+        for one in held:
+            del one.of_step
+
+
+def _of_step(weight: Tensor) -> _StepWeight | None:
+    return getattr(weight, "of_step", None)
+
+
+def has_plain_gradient(weight: Tensor) -> bool:
+    """Return whether autograd casts the weight and adds up its gradient, at once."""
+    return wgrads.current() is None and _of_step(weight) is None
+
+
+@final
+class WeightUse:
+    """A weight in one forward of a GEMM and its backward."""
+
+    __slots__ = ("_dtype", "_later", "_step")
+
+    def __init__(self, weight: Tensor) -> None:
+        self._step, self._dtype, self._later = _of_step(weight), weight.dtype, wgrads.current()
+
+    def operands(self, weight: Tensor, recipe: Precision) -> tuple[Any, SavedOperand]:
+        """Return the operand of fprop, and the saved operand of dgrad."""
+        step = self._step
+        if step is not None:
+            return step.operand(recipe, "fprop"), SavedOperand((), lambda _: step.operand(recipe, "dgrad"))
+        operand = recipe.quantize(weight, role="weight", during="fprop")
+        return operand, recipe.keep(weight, operand, role="weight", during="dgrad")
+
+    def gradient(
+        self, ctx: Any, index: int, operands: Callable[[], tuple[Any, Any]], ends_e: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the weight's gradient for autograd; None: it is added to the parameter's, now or later.
+
+        ``operands`` returns those of wgrad, ``(R, O)`` and ``(R, I)``; ``ends_e``: where each group of rows ends.
+        ``index``: the position of the weight among the tensors that the Function ``ctx`` was given.
+        """
+        step = self._step
+
+        def product() -> Tensor:
+            return _product(*operands(), ends_e).to(self._dtype)
+
+        if step is not None:
+            self._now_or_later(lambda: step.add(*operands(), ends_e))
+            return None
+        if self._later is None:
+            return product()
+        edge = GradientEdge(*ctx.next_functions[index])
+        self._later.leave(lambda: torch.autograd.backward([edge], [product()]))
+        return None
+
+    def _now_or_later(self, accumulate: Callable[[], None]) -> None:
+        if self._later is None:
+            accumulate()
+        else:
+            self._later.leave(accumulate)
+
+
+@final
+class _StepWeight:
+    """One weight during a step, and its operands by recipe."""
+
+    __slots__ = ("_made", "_parameter", "_passes")
+
+    def __init__(self, parameter: nn.Parameter, passes: Sequence[Pass]) -> None:
+        self._parameter, self._passes = parameter, passes
+        self._made: dict[Precision, Mapping[Pass, SavedOperand]] = {}
+
+    def operand(self, recipe: Precision, during: Pass) -> Any:
+        """Return the operand of a pass, made at first use."""
+        if recipe not in self._made:
+            with torch.no_grad(), made_for_step():
+                self._made[recipe] = recipe.weight_operands(self._parameter.detach(), self._passes)
+        made = self._made[recipe][during]
+        return made.operand(made.tensors)
+
+    @torch.no_grad()
+    def add(self, grad: Any, x: Any, ends_e: Tensor | None) -> None:
+        """Add ``grad^T x`` to the parameter's gradient."""
+        main, fresh = self._parameter.grad, self._parameter.grad is None
+        if isinstance(grad, Tensor) and adds_in_place(grad):
+            if main is None:
+                main = self._parameter.grad = torch.empty_like(self._parameter)
+            add_wgrad(main, grad, x, ends_e, fresh=fresh)
+        elif main is None:
+            self._parameter.grad = _product(grad, x, ends_e).to(self._parameter.dtype)
+        else:
+            main.add_(_product(grad, x, ends_e))
+
+
+def _product(grad: Any, x: Any, ends_e: Tensor | None) -> Tensor:
+    product: Tensor = grad.mT @ x if ends_e is None else grouped_mm(grad.mT, x, ends_e)
+    return product
