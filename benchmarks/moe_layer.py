@@ -54,7 +54,7 @@ TINY = Shape(tokens=64, dim=128, expert_dim=128, num_experts=4, top_k=2)
 class Layer:
     """The MoE layer in a precision, with its tokens.
 
-    ``memory``: the spec's. ``ids_TK``: each token's experts; None: those that the router chooses.
+    ``memory``: the spec's. ``ids_TK``: each token's experts; None: those that the router chooses. ``seed``: of tokens.
     """
 
     def __init__(
@@ -65,13 +65,14 @@ class Layer:
         *,
         memory: Sequence[Mapping[str, Any]] = (),
         ids_TK: Tensor | None = None,
+        seed: int = 0,
     ) -> None:
         context = model_context(precision, device, shape, memory=memory)
         recipe = context.at(0).recipe("moe.experts")
         self.module = context.moe_layer(0)
         self._run = straight(context.at(0).layer((lambda given: self.module.route(*given), *self.module.phases)))
         draw(self.module)
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(seed)
         size = (2, shape.tokens, shape.dim)
         drawn = torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16)
         self.x_TD, self.probe_TD = (tensor.to(recipe.residual_dtype) for tensor in drawn)

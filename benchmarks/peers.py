@@ -20,10 +20,10 @@ Made = tuple[Experts, Iterable[nn.Parameter]]
 class Peer:
     """A router as Hugging Face's Qwen3, then a library's experts, with our layer's weights and tokens."""
 
-    def __init__(self, mine: Layer, shape: Shape, made: Made) -> None:
-        self.router = nn.Parameter(mine.module.router.weight.detach().bfloat16())
-        self.x_TD = mine.x_TD.detach().bfloat16().requires_grad_()
-        self.probe_TD, self.top_k = mine.probe_TD.bfloat16(), shape.top_k
+    def __init__(self, mine: Layer, shape: Shape, made: Made, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.router = nn.Parameter(mine.module.router.weight.detach().to(dtype))
+        self.x_TD = mine.x_TD.detach().to(dtype).requires_grad_()
+        self.probe_TD, self.top_k = mine.probe_TD.to(dtype), shape.top_k
         self.experts, weights = made
         self.parameters = (self.x_TD, self.router, *weights)
 
@@ -32,7 +32,7 @@ class Peer:
         scores_TE = F.linear(self.x_TD, self.router).softmax(-1, dtype=torch.float32)
         weights_TK, ids_TK = scores_TE.topk(self.top_k, dim=-1)
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return self.experts(self.x_TD, ids_TK, weights_TK.bfloat16())
+        return self.experts(self.x_TD, ids_TK, weights_TK.to(self.x_TD.dtype))
 
     def run(self) -> None:
         """Run forward and backward with new gradients."""
@@ -41,10 +41,10 @@ class Peer:
         self.forward().backward(self.probe_TD)
 
 
-def stacked(mine: Layer) -> dict[str, nn.Parameter]:
-    """Return bf16 copies of our experts' weights: gate and up (E, 2F, D), down (E, D, F)."""
+def stacked(mine: Layer, dtype: torch.dtype = torch.bfloat16) -> dict[str, nn.Parameter]:
+    """Return copies of our experts' weights: gate and up (E, 2F, D), down (E, D, F)."""
     named = dict(mine.module.experts.named_parameters())
-    return {name: nn.Parameter(named[name].detach().bfloat16()) for name in ("gate_up", "down")}
+    return {name: nn.Parameter(named[name].detach().to(dtype, copy=True)) for name in ("gate_up", "down")}
 
 
 def hugging_face(shape: Shape, weights: Weights) -> Made:

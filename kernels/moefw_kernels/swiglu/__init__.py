@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
-from moefw_kernels.swiglu import reference
+from moefw_kernels.swiglu import blocks, reference
 from moefw_kernels.swiglu.reference import Clamp, swiglu
 
 __all__ = ["Clamp", "swiglu", "weighted_swiglu", "weighted_swiglu_backward"]
@@ -17,13 +21,13 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None)
     With ``clamp = (limit, alpha)``: ``w * g' * sigmoid(alpha * g') * (u' + 1)``, with ``g' = min(g, limit)`` and
     ``u' = min(max(u, -limit), limit)`` (gpt-oss, arXiv 2508.10925).
 
-    Differentiable. For bf16 on a GPU without autograd, one kernel gives the same bits.
+    Differentiable. Without autograd it is the operator ``moefw::weighted_swiglu``, for bf16 on a GPU one kernel that
+    gives the same bits.
     """
-    if not _takes_kernel(h_RH, weights_R):
+    if not _is_operator(h_RH, weights_R):
         return reference.weighted_swiglu(h_RH, weights_R, clamp)
-    from moefw_kernels.swiglu import triton
-
-    return triton.weighted_swiglu(h_RH, weights_R, clamp)
+    a_RF: Tensor = torch.ops.moefw.weighted_swiglu(h_RH, weights_R, clamp)
+    return a_RF
 
 
 def weighted_swiglu_backward(
@@ -31,26 +35,66 @@ def weighted_swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` recomputed from ``h_RH``.
 
-    The first and the last are in the dtype of ``h_RH``. For bf16 on a GPU, one kernel gives the same bits for these
-    two, and sums the gradient of the weights over F in another, fixed order.
+    The first and the last are in the dtype of ``h_RH``. Without autograd it is the operator
+    ``moefw::weighted_swiglu_backward``. For bf16 on a GPU, one kernel gives the same bits for these two, and sums the
+    gradient of the weights over F in another, fixed order.
     """
-    if not _takes_kernel(h_RH, weights_R, grad_RF):
+    if not _is_operator(h_RH, weights_R, grad_RF):
         return reference.weighted_swiglu_backward(grad_RF, h_RH, weights_R, clamp)
-    from moefw_kernels.swiglu import triton
+    grad_h, grad_weights, a_RF = torch.ops.moefw.weighted_swiglu_backward(grad_RF, h_RH, weights_R, clamp)
+    return grad_h, grad_weights, a_RF
 
-    return triton.weighted_swiglu_backward(grad_RF, h_RH, weights_R, clamp)
+
+def _is_operator(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
+    """Return whether the operators take these tensors; a compiler, a subclass and autograd need PyTorch operations."""
+    given = (h_RH, weights_R, *grad_RF)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)):
+        return False
+    if active_fake_mode() is None and any(type(tensor) is not Tensor for tensor in given):
+        return False
+    rows, twice = h_RH.shape if h_RH.ndim == 2 else (0, 1)
+    return not twice % 2 and weights_R.shape == (rows,) and all(grad.shape == (rows, twice // 2) for grad in grad_RF)
 
 
 def _takes_kernel(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
-    """Return whether the kernels take these tensors; a compiler, a subclass and autograd need PyTorch operations."""
-    given = (h_RH, weights_R, *grad_RF)
-    if not all(type(tensor) is Tensor and tensor.is_cuda for tensor in given) or torch.compiler.is_compiling():
-        return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        return False
-    if h_RH.ndim != 2 or h_RH.shape[1] % 2 or weights_R.shape != h_RH.shape[:1]:
-        return False
-    if any(grad.shape != (len(h_RH), h_RH.shape[1] // 2) for grad in grad_RF):
-        return False
     bf16 = all(tensor.dtype is torch.bfloat16 for tensor in (h_RH, *grad_RF))
-    return bf16 and weights_R.dtype is torch.float32
+    return h_RH.is_cuda and bf16 and weights_R.dtype is torch.float32
+
+
+def _weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Sequence[float] | None) -> Tensor:
+    if not _takes_kernel(h_RH, weights_R):
+        return blocks.weighted_swiglu(h_RH, weights_R, _pair(clamp))
+    from moefw_kernels.swiglu import triton
+
+    return triton.weighted_swiglu(h_RH, weights_R, _pair(clamp))
+
+
+def _weighted_swiglu_backward(
+    grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Sequence[float] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _takes_kernel(h_RH, weights_R, grad_RF):
+        return blocks.weighted_swiglu_backward(grad_RF, h_RH, weights_R, _pair(clamp))
+    from moefw_kernels.swiglu import triton
+
+    return triton.weighted_swiglu_backward(grad_RF, h_RH, weights_R, _pair(clamp))
+
+
+def _pair(clamp: Sequence[float] | None) -> Clamp | None:
+    return None if clamp is None else (clamp[0], clamp[1])
+
+
+def _like(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return results without values."""
+    grad_weights = h_RH.new_empty(len(h_RH), dtype=torch.float32)
+    return h_RH.new_empty(h_RH.shape), grad_weights, h_RH.new_empty(grad_RF.shape)
+
+
+_OPERATORS = torch.library.Library("moefw", "FRAGMENT")
+_OPERATORS.define("weighted_swiglu(Tensor h, Tensor weights, float[]? clamp) -> Tensor")
+_OPERATORS.define(
+    "weighted_swiglu_backward(Tensor grad, Tensor h, Tensor weights, float[]? clamp) -> (Tensor, Tensor, Tensor)"
+)
+_OPERATORS.impl("weighted_swiglu", _weighted_swiglu, "CompositeExplicitAutograd")
+_OPERATORS.impl("weighted_swiglu", lambda h, _, __: h.new_empty(len(h), h.shape[1] // 2), "Meta")
+_OPERATORS.impl("weighted_swiglu_backward", _weighted_swiglu_backward, "CompositeExplicitAutograd")
+_OPERATORS.impl("weighted_swiglu_backward", _like, "Meta")
