@@ -1,4 +1,4 @@
-"""``a = w * silu(g) * u`` with ``[g, u] = h``: the routing weight is applied before the second GEMM.
+"""``a = w * silu(g) * u`` with ``[g, u] = h``: the routing weight is applied before the second GEMM, in fp32.
 
 With ``clamp = (limit, alpha)``, in place of ``silu(g) * u``: ``g' * sigmoid(alpha * g') * (u' + 1)``, where
 ``g' = min(g, limit)`` and ``u' = min(max(u, -limit), limit)`` (gpt-oss, arXiv 2508.10925).
@@ -25,7 +25,7 @@ def swiglu(gate_RF: Tensor, up_RF: Tensor, clamp: Clamp | None = None) -> Tensor
 def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None) -> Tensor:
     """Return ``a_RF`` in the dtype of ``h_RH`` (H = 2F: gate, then up). ``weights_R`` is fp32."""
     gate, up = h_RH.chunk(2, dim=-1)
-    return swiglu(gate, up, clamp) * weights_R.unsqueeze(-1).to(h_RH.dtype)
+    return (swiglu(gate, up, clamp) * weights_R.unsqueeze(-1)).to(h_RH.dtype)
 
 
 def weighted_swiglu_backward(
@@ -40,17 +40,16 @@ def weighted_swiglu_backward(
     x, activated, factor = (gate, F.silu(gate), up) if clamp is None else _clamped(gate, up, clamp)
     unweighted = activated * factor
     grad_weights = torch.linalg.vecdot(grad_RF.float(), unweighted.float())
-    weights = weights_R.unsqueeze(-1).to(h_RH.dtype)
-    weighted_grad = grad_RF * weights
+    weights_R1 = weights_R.unsqueeze(-1)
+    weighted_grad = grad_RF * weights_R1
     grad_h = torch.empty_like(h_RH)
     grad_gate, grad_up = grad_h.chunk(2, dim=-1)
     torch.mul(weighted_grad, activated, out=grad_up)
-    torch.mul(weighted_grad, factor, out=grad_gate)
-    grad_gate.copy_(torch.ops.aten.silu_backward(grad_gate, x))
+    grad_gate.copy_(torch.ops.aten.silu_backward(weighted_grad * factor, x.to(weighted_grad.dtype)))
     if clamp is not None:
         grad_gate.masked_fill_(gate.clamp(max=clamp[0]) != gate, 0.0)
         grad_up.masked_fill_(up.clamp(-clamp[0], clamp[0]) != up, 0.0)
-    return grad_h, grad_weights, unweighted.mul_(weights)
+    return grad_h, grad_weights, (unweighted * weights_R1).to(h_RH.dtype)
 
 
 def _clamped(gate_RF: Tensor, up_RF: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor, Tensor]:

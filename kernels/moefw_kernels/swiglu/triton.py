@@ -95,7 +95,7 @@ def _forward_kernel(
     across = tl.cdiv(columns, C)
     r = program // across * R + tl.arange(0, R).to(tl.int64)
     c = (program % across * C + tl.arange(0, C).to(tl.int64))[None, :]
-    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0), COMPILED)[:, None]
+    weight = tl.load(weights + r, mask=r < rows, other=0.0)[:, None]
     r_R1 = r[:, None]
     inside = (r_R1 < rows) & (c < columns)
     gate = _load(h + r_R1 * h_stride + c, inside)
@@ -112,7 +112,7 @@ def _backward_kernel(
 ):  # fmt: skip
     """Compute R whole rows in each program, so no sum spans two. Products of two bf16 numbers are exact in fp32."""
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R).to(tl.int64)
-    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0), COMPILED)[:, None]
+    weight = tl.load(weights + r, mask=r < rows, other=0.0)[:, None]
     total = tl.zeros((R, C), tl.float32)
     r_R1 = r[:, None]
     for start in range(0, columns, C):
@@ -124,9 +124,9 @@ def _backward_kernel(
         x, activated, factor = _factors(gate, up, LIMIT, ALPHA, COMPILED)
         unweighted = as_bf16(activated * factor, COMPILED)
         total += dy * unweighted
-        weighted_dy = as_bf16(dy * weight, COMPILED)
+        weighted_dy = dy * weight
         s, rest = _silu_slope(x, COMPILED)
-        grad_gate = as_bf16(as_bf16(weighted_dy * factor, COMPILED) * s * rest, COMPILED)
+        grad_gate = as_bf16(weighted_dy * factor * s * rest, COMPILED)
         grad_up = as_bf16(weighted_dy * activated, COMPILED)
         if LIMIT is not None:
             grad_gate = tl.where(gate <= LIMIT, grad_gate, 0.0)

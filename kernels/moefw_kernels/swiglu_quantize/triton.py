@@ -32,7 +32,7 @@ def _swiglu_kernel(
     inside = (r < rows) & (c < columns)
     gate = tl.load(h + r * h_stride + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h + r * h_stride + columns + c, mask=inside, other=0.0).to(tl.float32)
-    weight = as_bf16(tl.load(weights + r, mask=r < rows, other=0.0), COMPILED)
+    weight = tl.load(weights + r, mask=r < rows, other=0.0)
     a = as_bf16(as_bf16(as_bf16(silu(gate, COMPILED), COMPILED) * up, COMPILED) * weight, COMPILED)
     code, scale = quantize_rows_tile(a, largest, B, RULE, CVT)
     tl.store(codes + r * columns + c, code, mask=inside)
