@@ -34,6 +34,7 @@ class Sizes:
     mtp_layers: int = field(default=0, validator=and_(ge(0), le(MOST)))
     mtp_coeff: float = field(default=0.1, validator=ge(0.0))
     tie_embeddings: bool = False
+    loss_chunk: int | None = field(default=None, validator=optional(ge(1)))
     norm_eps: float = field(default=1e-6, validator=gt(0.0))
     init_std: float = field(default=0.02, validator=gt(0.0))
     embed_init_std: float = field(default=0.02, validator=gt(0.0))

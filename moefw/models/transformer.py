@@ -17,10 +17,12 @@ from moefw.core.records import Stage
 from moefw.core.stages import Batch, LayerStats, Output
 from moefw.models.blocks import Block, DenseBlock, Elsewhere, MoEBlock, Stream
 from moefw.models.embedding import IGNORED, Embedding, cross_entropy
+from moefw.models.head import Head, losses
 from moefw.models.mlp import GatedSharedExpert, SwiGLU
 from moefw.models.mtp import MTPBlock, ids_ahead, labels_ahead, labels_of_next
 from moefw.models.past import Past
 from moefw.models.sizes import Sizes
+from moefw.runtime.compute.product import linear
 from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.modules import Linear, RMSNorm
@@ -49,7 +51,7 @@ class Transformer(nn.Module):
         self.cuts = {cp: SequenceCut(layout) for cp, layout in context.at(0).layouts.items()}
         self.held = context.stages[context.layout.index("pp")]
         self.link = Link(context.layout, context.stages, context.order)
-        precision = context.fallback
+        self.precision = precision = context.fallback
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
         self.embed = self._embedding(context)
         self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))
@@ -63,7 +65,7 @@ class Transformer(nn.Module):
         if not options.tie_embeddings and self.embed is not None:
             context.unit(self.embed)
         if not options.tie_embeddings and self.held[-1].is_last:
-            head = Linear(options.dim, options.vocab_size, precision, shard=self.tp.shard(0))
+            head = Head(options.vocab_size, options.dim, precision, self.tp)
             self.head = context.unit(head, precision.weight_dtype)
 
     def _embedding(self, context: ModelContext) -> Embedding | None:
@@ -209,28 +211,41 @@ class Transformer(nn.Module):
     def end(self, stream: Stream) -> Output:
         """Return the loss of the tokens that are neither padding nor masked, and those of the tokens ahead."""
         assert stream.labels_NT is not None
-        (next_Tv, *further), (labels_T, *ahead) = self.predictions(stream), stream.labels_NT
-        num_tokens = (stream.batch.own(labels_T) != IGNORED).sum()
-        losses = {
-            f"mtp_{depth}_loss": cross_entropy(logits_Tv, ahead_T, self.tp) * (self.options.mtp_coeff / len(further))
-            for depth, (logits_Tv, ahead_T) in enumerate(zip(further, ahead, strict=True), 1)
+        loss_sum, *further = self._losses(stream)
+        num_tokens = (stream.batch.own(stream.labels_NT[0]) != IGNORED).sum()
+        named = {
+            f"mtp_{depth}_loss": loss * (self.options.mtp_coeff / len(further)) for depth, loss in enumerate(further, 1)
         }
         if stream.pooled:
             router: Any = next(block.moe.router for block in self.layers if isinstance(block, MoEBlock))
-            losses |= router.over_layers(stream.pooled)
-        loss_sum = cross_entropy(next_Tv, labels_T, self.tp)
-        return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=losses)
+            named |= router.over_layers(stream.pooled)
+        return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=named)
+
+    def _losses(self, stream: Stream) -> Sequence[Tensor]:
+        """Return the loss of this rank's part of the tokens, summed in fp32: of the next token, and of further ones."""
+        assert stream.labels_NT is not None
+        chunk = self.options.loss_chunk
+        if chunk is not None:
+            return self._of_head(stream, stream.labels_NT, chunk).sum(1).unbind()
+        pairs = zip(self.predictions(stream), stream.labels_NT, strict=True)
+        return [cross_entropy(logits_Tv, labels_T, self.tp) for logits_Tv, labels_T in pairs]
 
     def predictions(self, stream: Stream) -> Sequence[Tensor]:
         """Return logits ``(T, v)`` of all tokens for this rank's part of the vocabulary: next token, further ones."""
+        return self._of_head(stream).chunk(len(stream.hidden))
+
+    def _of_head(self, stream: Stream, labels_NT: Tensor | None = None, chunk: int = 0) -> Tensor:
+        """Return the logits of all tokens, or the losses of this rank's: see :class:`moefw.models.head.Head`."""
         hidden = [self.tp.gather(one) for one in stream.hidden]
-        x_TD = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+        x_MD = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
         if self.head is not None:
-            logits_Tv: Tensor = self.head(x_TD)
-        else:
-            assert self.embed is not None, "the head is tied to the embedding"
-            logits_Tv = F.linear(x_TD, self.embed.weight.to(x_TD.dtype))
-        return logits_Tv.chunk(len(hidden))
+            found: Tensor = self.head(x_MD, labels_NT, chunk)
+            return found
+        assert self.embed is not None, "the head is tied to the embedding"
+        weight_vD, precision = self.embed.weight, self.precision
+        if labels_NT is None:
+            return linear(x_MD, weight_vD, precision)
+        return losses(x_MD, weight_vD, labels_NT, precision, self.tp, chunk)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """Return ``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.

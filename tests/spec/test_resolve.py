@@ -280,6 +280,7 @@ class TestResolvedSpec:
             "train.replay_routes": "folder",
             "model.dense_layers": None,
             "model.pad_id": 3,
+            "model.loss_chunk": 8,
             "model.shared_expert_gate": None,
             "model.activation.kind": "clamped_swiglu",
             "attention.use": None,
