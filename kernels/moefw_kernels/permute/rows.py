@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.permute import reference
 
 
@@ -79,7 +80,7 @@ def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:
 
 def _takes_kernel(rows_RD: Tensor) -> bool:
     """Return whether the kernel takes these rows; a compiler and a subclass need PyTorch operations."""
-    if type(rows_RD) is not Tensor or not rows_RD.is_cuda or torch.compiler.is_compiling():
+    if type(rows_RD) is not Tensor or not takes_kernels(rows_RD) or torch.compiler.is_compiling():
         return False
     return rows_RD.ndim == 2 and rows_RD.dtype in (torch.bfloat16, torch.float16, torch.float32)
 

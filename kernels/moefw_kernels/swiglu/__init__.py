@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.swiglu import reference
 from moefw_kernels.swiglu.reference import Clamp, swiglu
 
@@ -44,7 +45,7 @@ def weighted_swiglu_backward(
 def _takes_kernel(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
     """Return whether the kernels take these tensors; a compiler, a subclass and autograd need PyTorch operations."""
     given = (h_RH, weights_R, *grad_RF)
-    if not all(type(tensor) is Tensor and tensor.is_cuda for tensor in given) or torch.compiler.is_compiling():
+    if not all(type(tensor) is Tensor and takes_kernels(tensor) for tensor in given) or torch.compiler.is_compiling():
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return False

@@ -16,6 +16,7 @@ from moefw.core.errors import ContractError
 from moefw.core.records import RowGroups, SavedOperand
 from moefw.runtime.compute import wgrads
 from moefw.runtime.memory.dropped import output_of
+from moefw_kernels.devices import is_gpu
 from moefw_kernels.empty_groups import clear_empty_groups
 
 
@@ -103,7 +104,7 @@ def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
 @cache
 def _leaves_empty_sums_unwritten(device: torch.device) -> bool:
     """Return whether grouped products leave sums over no rows unwritten, as on Blackwell (pytorch#172439)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return is_gpu(device) and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def keep_input(x: Tensor, used: Any, precision: Precision, rows: RowGroups) -> SavedOperand:
