@@ -123,8 +123,10 @@ class HostWaits(TorchDispatchMode):
             return self._copy(*args, **kwargs)
         if packet is _aten._to_copy:
             return self._moved(func, args[0], kwargs)
-        self._note(func, args, kwargs)
         bare_args, bare_kwargs = tree_map_only(_Held, _held, (args, kwargs))
+        if device is not None and not named:
+            return self._on_cpu(func, bare_args, bare_kwargs)
+        self._note(func, args, kwargs)
         result = func(*bare_args, **(bare_kwargs | {"device": "cpu"} if named else bare_kwargs))
         result = tree_map_only(Tensor, _Held, result)
         return result if func.namespace == "c10d" else return_and_correct_aliasing(func, args, kwargs, result)
