@@ -49,8 +49,3 @@ def on_host(*tensors: Tensor) -> list[Any]:
     """Return the values of tensors of one dtype as nested lists. The host waits at most once."""
     copies = HostCopy(tensors).read() if runs_ahead(tensors[0].device) else tensors
     return [copy.tolist() for copy in copies]
-
-
-def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return the values of a CPU tensor on a device, without a wait."""
-    return values.pin_memory().to(device, non_blocking=True) if runs_ahead(device) else values
