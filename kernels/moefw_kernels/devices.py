@@ -45,6 +45,11 @@ class HostCopy:
         return (piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True))
 
 
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return the values of a tensor of the CPU, or of the device, on the device. The host does not wait."""
+    return values if values.device == device else values.pin_memory().to(device, non_blocking=True)
+
+
 def on_host(*tensors: Tensor) -> list[Any]:
     """Return the values of tensors of one dtype as nested lists. The host waits at most once."""
     copies = HostCopy(tensors).read() if runs_ahead(tensors[0].device) else tensors

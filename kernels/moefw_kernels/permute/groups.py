@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moefw_kernels.devices import on_host, runs_ahead
+from moefw_kernels.devices import on_device, on_host, runs_ahead
 from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map
 
 N = TypeVar("N", int, NDArray[np.int64])
@@ -102,8 +102,8 @@ def put(device: torch.device, *values: NDArray[np.int64]) -> Sequence[Tensor]:
     """Return host values on the device, int32, through one copy for which the host does not wait."""
     if not runs_ahead(device):
         return [torch.from_numpy(each.astype(np.int32)) for each in values]
-    together = torch.from_numpy(np.concatenate(values).astype(np.int32)).pin_memory()
-    parts: Sequence[Tensor] = together.to(device, non_blocking=True).split([len(each) for each in values])
+    together = on_device(torch.from_numpy(np.concatenate(values).astype(np.int32)), device)
+    parts: Sequence[Tensor] = together.split([len(each) for each in values])
     return parts
 
 
