@@ -153,6 +153,8 @@ class Routing:
     counts_host: tuple[int, ...] | None = None
     """Number of choices of each expert (E) on this rank, if the host knows it, and knows that it is the same on all
     ranks of the expert group: never of a pack. No counts are exchanged then."""
+    num_rows: int | None = None
+    """Number of choices that are not -1, if the host knows it: a rank that is alone need not read it then."""
 
 
 @stage
@@ -166,7 +168,7 @@ class Grouping(Protocol):
     """Grouping of rows by expert: see :class:`ExpertBatch`."""
 
     @property
-    def sizes(self) -> tuple[int, ...]: ...  # noqa: D102
+    def sizes(self) -> tuple[int, ...] | None: ...  # noqa: D102
     @property
     def counts_e(self) -> Tensor: ...  # noqa: D102
     @property

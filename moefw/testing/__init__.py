@@ -6,7 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moefw.testing.host_waits import HostWaits
     from moefw.testing.layer_case import LayerCase, Outcome, assert_matches, solve, truth
+    from moefw.testing.layer_waits import LayerWaits, layer_waits
     from moefw.testing.oracle import Rule, Truth, dense_moe
     from moefw.testing.pool import RankPool
     from moefw.testing.suites.base import Profile, Suite
@@ -28,6 +30,9 @@ _HOMES = {
     "Profile": "suites.base",
     "RankPool": "pool",
     "thread_world": "threads",
+    "HostWaits": "host_waits",
+    "LayerWaits": "layer_waits",
+    "layer_waits": "layer_waits",
     "LayerCase": "layer_case",
     "Outcome": "layer_case",
     "solve": "layer_case",
@@ -41,7 +46,9 @@ _HOMES = {
 
 __all__ = [
     "DispatcherSuite",
+    "HostWaits",
     "LayerCase",
+    "LayerWaits",
     "Outcome",
     "Profile",
     "RankPool",
@@ -50,6 +57,7 @@ __all__ = [
     "Truth",
     "assert_matches",
     "dense_moe",
+    "layer_waits",
     "solve",
     "thread_world",
     "truth",

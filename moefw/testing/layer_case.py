@@ -117,6 +117,18 @@ class LayerCase:
         x_TD[:, 0] = x_TD[:, 0].abs() + 1.0
         return x_TD.to(self.dtype), probe_TD.to(self.dtype)
 
+    def batch(self, rank: int) -> Batch:
+        """Return a rank's micro-batch of one sequence."""
+        ids = torch.zeros(1, self.tokens[rank], dtype=torch.int64)
+        return Batch(
+            ids_BS=ids,
+            labels_BS=ids,
+            mask_BS=self.mask(rank).unsqueeze(0) if self.masked else None,
+            loss_scale=torch.tensor(1.0 / max(1, self.valid_tokens)),
+            seeds_B=self.seeds(rank),
+            keys_T=self.keys(rank),
+        )
+
     def tree(self) -> Tree:
         """Return the spec of the layer case as plain data."""
         sizes = {"dim": self.dim, "expert_dim": self.expert_dim, "num_experts": self.num_experts, "top_k": self.top_k}
@@ -250,21 +262,10 @@ def this_rank() -> int:
 @poisoned_memory()
 def solve(layer_case: LayerCase) -> Outcome:
     """Run the layer of a layer case forward and backward on this rank; uninitialised memory reads as NaN."""
-    rank = this_rank()
     layer, shared = build_layer(layer_case)
-    x_TD, probe_TD = layer_case.draw(rank)
+    x_TD, probe_TD = layer_case.draw(this_rank())
     x_TD.requires_grad_()
-    mask_BS = layer_case.mask(rank).unsqueeze(0) if layer_case.masked else None
-    scale = torch.tensor(1.0 / max(1, layer_case.valid_tokens))
-    ids = torch.zeros(1, len(x_TD), dtype=torch.int64)
-    batch = Batch(
-        ids_BS=ids,
-        labels_BS=ids,
-        mask_BS=mask_BS,
-        loss_scale=scale,
-        seeds_B=layer_case.seeds(rank),
-        keys_T=layer_case.keys(rank),
-    )
+    batch = layer_case.batch(this_rank())
     out_TD, stats = layer(x_TD, batch)
     (out_TD * probe_TD).sum(dtype=torch.float32).backward()
     shared.close()

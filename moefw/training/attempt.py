@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -18,6 +18,7 @@ from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.memory.static_rows import UNSAVED
 from moefw.runtime.parallel.gradients import STAGE, all_reduce_flat
 from moefw.runtime.pipeline.stage import Passed
+from moefw_kernels.devices import HostCopy
 
 OVERFLOWS: Final = ("overflow", UNSAVED)
 """Statistics of rows for which a step is run again without budgets."""
@@ -37,27 +38,6 @@ class LayerTally:
         for total, values in ((self.stats, new.stats), (self.aux_losses, new.aux_losses)):
             for name, value in values.items():
                 total[name] = total.get(name, 0.0) + value.detach().double()
-
-
-class HostCopy:
-    """Tensors of one dtype on their way to the host, on a GPU through one asynchronous copy to pinned memory."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._shapes, self._arrived = [tensor.shape for tensor in tensors], None
-        self._flat = torch.cat([tensor.flatten() for tensor in tensors])
-        if self._flat.is_cuda:
-            self._flat = torch.empty_like(self._flat, device="cpu", pin_memory=True).copy_(
-                self._flat, non_blocking=True
-            )
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def read(self) -> Iterator[Tensor]:
-        """Wait, and return the copies in order."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        pieces = self._flat.split([shape.numel() for shape in self._shapes])
-        return (piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True))
 
 
 class Tally:

@@ -124,7 +124,7 @@ class Engine:
     def _loss_scale(self, batches: Sequence[Batch]) -> Tensor:
         """Return 1 / (valid tokens of the global batch), fp32. Ranks that share a batch count their part of it."""
         tokens = sum(_valid(batch) / (batch.cp or self.layout.size("cp")) for batch in batches)
-        total = torch.tensor(tokens, dtype=torch.float64, device=batches[0].ids_BS.device)
+        total = torch.full((), tokens, dtype=torch.float64, device=batches[0].ids_BS.device)
         group = self.layout.group("dp", "cp")
         if group is not None:
             dist.all_reduce(total, group=group)

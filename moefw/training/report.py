@@ -21,6 +21,7 @@ from moefw.training.generate import RECOMPUTES, generate, keeps_past
 from moefw.training.metrics import read_metrics
 from moefw.training.plots import plot_expert_load, plot_loss
 from moefw.training.session import Session
+from moefw_kernels.devices import is_gpu
 
 BALANCE_WINDOW = 50
 """Steps over which the expert load of the heat map is averaged."""
@@ -35,7 +36,7 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
     say(console, f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0")
     train, heldout, ids = len(session.data.train), len(session.data.heldout), session.data.vocab_size
     say(console, f"{train:,} tokens to train on, {heldout:,} held out, a vocabulary of {ids:,}")
-    if session.device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo":
+    if is_gpu(session.device) and dist.is_initialized() and dist.get_backend() == "gloo":
         say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
     for note in session.assembly.notes:
         say(console, note)

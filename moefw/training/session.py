@@ -32,6 +32,7 @@ from moefw.training.faults.stamps import met, stamp
 from moefw.training.folder import cache_dir
 from moefw.training.resolved_spec import agree_on_spec
 from moefw.training.world import Place, rendezvous, threads_of_a_rank
+from moefw_kernels.devices import is_gpu
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -169,7 +170,7 @@ def _backend(device: torch.device, store: Any, world: int) -> str:
 
     Ranks count the users of each GPU by its UUID, as each may see only its own, under the same index. Collective.
     """
-    if device.type == "cpu":
+    if not is_gpu(device):
         return "gloo"
     uuid = torch.cuda.get_device_properties(device).uuid
     if store.add(f"{socket.gethostname()} {uuid}", 1) > 1:

@@ -39,6 +39,7 @@ from moefw.training.resume import Which
 from moefw.training.routes.of_a_run import ROUTES, Routes
 from moefw.training.session import Session, open_session
 from moefw.training.world import Place
+from moefw_kernels.devices import is_gpu
 
 LEDGER_STEPS = 2
 """Steps after which a GPU has reached its peak: the optimizer's states exist from the first step on."""
@@ -88,7 +89,7 @@ class Trainer:
         self.clock = StepClock()
         self.console = Console(quiet=not session.leads)
         self.files = RunFiles(spec.on_full_disk, partial(say, self.console))
-        self.ledger = ledger and session.leads and session.device.type == "cuda"
+        self.ledger = ledger and session.leads and is_gpu(session.device)
         self.host_group, self.saved = session.layout.host_group(), Path()
         self.resumes, self.notes = resume is not None, list[str]()
         self.start = self._resume(resume)

@@ -16,6 +16,7 @@ from deep_ep_ranks import (
     in_flight,
     left_on_the_dispatcher,
     received,
+    received_without_a_read,
     redispatched,
     refusal,
     refused,
@@ -112,6 +113,15 @@ def test_the_same_rows_arrive_as_over_the_torch_backend(pool: RankPool, interfac
         for name in ("counts", "offsets", "sizes"):
             assert mine[name] == wanted[name], name
         assert torch.allclose(mine["out"], wanted["out"], rtol=2e-2)
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_counts_for_which_the_library_has_waited_are_not_read_back(pool: RankPool, interface: str) -> None:
+    layer_case = case("two ranks, unequal", interface, num_experts=8, top_k=3)
+    wanted, found = (
+        pool.run(rows, 2, layer_case, INTERFACES[interface][1]) for rows in (received, received_without_a_read)
+    )
+    assert [of_rank["sizes"] for of_rank in found] == [of_rank["sizes"] for of_rank in wanted]
 
 
 @pytest.mark.parametrize("world", WORLDS)

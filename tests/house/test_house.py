@@ -131,3 +131,11 @@ def test_ranks_exchange_no_pickled_objects() -> None:
         }
         assert not objects, f"{path} calls {objects}"
         assert not any(name.startswith("torch.distributed.checkpoint") for name in imports(path)), path
+
+
+def test_one_module_alone_asks_for_the_type_of_a_device() -> None:
+    """So the code that a counted device runs in tests is what a GPU runs."""
+    asks = re.compile(r"""\bis_cuda\b|\.type\s*(?:==|!=|in|not in)\s*["'(]""")
+    for path in (*sources("moefw"), *sources("kernels")):
+        if path != ROOT / "kernels/moefw_kernels/devices.py":
+            assert not asks.search(path.read_text()), f"{path} asks for the type of a device: see moefw_kernels.devices"

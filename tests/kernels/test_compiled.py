@@ -103,7 +103,7 @@ def fused() -> dict[str, Case]:
         launch = partial(call, "swiglu_quantize", "swiglu_quantize", h, WEIGHTS, scales)
         cases[f"swiglu_quantize {scales}"] = Case(launch, (2, 1), TO_BF16 + CVT[E4M3], deep=deep)
         for padding in (None, INDEX[:100]):
-            rows = RowMap(none(131072, dtype=torch.int32), ids, padding, None)
+            rows = RowMap(none(131072, dtype=torch.int32), ids, padding, dropped=False, bags=None)
             launch = partial(call, "permute_quantize", "permute_quantize", X, rows, scales, out(scales=scales))
             name = f"permute_quantize {scales} padding={padding is not None}"
             cases[name] = Case(launch, (27, 9), CVT[E4M3], deep=deep or padding is None)

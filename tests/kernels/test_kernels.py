@@ -29,7 +29,7 @@ def test_rows_are_sorted_by_expert_then_token_and_dropped_choices_have_none(
     assert slots.counts.tolist() == [sum(e == expert for e, _, _ in wanted) for expert in range(experts)]
     for row, (_, token, choice) in enumerate(wanted):
         assert slots.rows.row_TK[token, choice] == row
-    assert (slots.rows.bags is not None) == (len(wanted) < tokens * k)
+    assert slots.rows.dropped == (slots.rows.bags is not None) == (len(wanted) < tokens * k)
 
 
 @given(

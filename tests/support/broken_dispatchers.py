@@ -315,6 +315,15 @@ class TellsTheHostNothing(Arriving):
         return changed(batch, counts_host=None)
 
 
+@breaks("Routing.num_rows", "counts_that_no_part_asks_for_change_nothing")
+class TakesDroppedChoicesForRows(Wrapper):
+    def plan(self, routing, **given):
+        if routing.num_rows is None:
+            return super().plan(routing, **given)
+        ids_TK = routing.expert_ids_TK.clamp_min(0)
+        return super().plan(Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK), **given)
+
+
 @breaks("instead of torch.int32", "tensors_have_the_shapes_and_dtypes_of_the_contract")
 class CountsInInt64(Arriving):
     def arrived(self, batch):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,12 @@ def solved(case: LayerCase, options: dict[str, Any]) -> Outcome:
     """Run the layer of a layer case forward and backward over the fake."""
     with library(**options):
         return solve(case)
+
+
+def received_without_a_read(case: LayerCase, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what :func:`received` does. Raises AssertionError where the counts of arrived rows are read back."""
+    with mock.patch("moefw_kernels.permute.arrival.on_host", side_effect=AssertionError("counts are read back")):
+        return received(case, options)
 
 
 def received(case: LayerCase, options: dict[str, Any] | None) -> dict[str, Any]:

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from moefw_kernels.add_wgrad import reference
+from moefw_kernels.devices import runs_ahead, takes_kernels
 
 __all__ = ["add_wgrad", "adds_in_place"]
 
 
 def adds_in_place(operand: Tensor) -> bool:
     """Return whether ``add_wgrad`` takes such operands: on a GPU, of 16 bits."""
-    return operand.dtype in (torch.bfloat16, torch.float16) or not operand.is_cuda
+    halves = operand.dtype in (torch.bfloat16, torch.float16)
+    return halves if takes_kernels(operand) else not runs_ahead(operand.device)
 
 
 def add_wgrad(main: Tensor, grad_RO: Tensor, x_RI: Tensor, ends_e: Tensor | None, *, fresh: bool) -> None:
@@ -32,7 +34,7 @@ def add_wgrad(main: Tensor, grad_RO: Tensor, x_RI: Tensor, ends_e: Tensor | None
 
 
 def _add_wgrad(main: Tensor, grad_RO: Tensor, x_RI: Tensor, ends_e: Tensor | None, fresh: bool) -> None:
-    if not main.is_cuda:
+    if not takes_kernels(main):
         reference.add_wgrad(main, grad_RO, x_RI, ends_e, fresh)
         return
     from moefw_kernels.add_wgrad import triton

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.empty_groups import reference
 
 __all__ = ["clear_empty_groups"]
@@ -21,7 +22,7 @@ def clear_empty_groups(product_eNI: Tensor, ends_e: Tensor) -> None:
     """
     if not product_eNI.is_contiguous():
         raise ValueError(f"a product of strides {product_eNI.stride()} is not contiguous: give one that is")
-    if product_eNI.is_cuda:
+    if takes_kernels(product_eNI):
         from moefw_kernels.empty_groups import triton
 
         triton.clear_empty_groups(product_eNI, ends_e)

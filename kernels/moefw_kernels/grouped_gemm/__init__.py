@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.grouped_gemm import reference
 from moefw_kernels.quantize import E4M3, E5M2, Quantized
 
@@ -33,7 +34,7 @@ def blockwise_grouped_mm(
         what = f"{a.fmt.name} in blocks of {a.block} by {b.fmt.name} in blocks of {b.block}"
         raise ValueError(f"cannot multiply {what}: give float8 in blocks of {(1, BLOCK)} by {blocks}")
     _check(a, b, ends_e)
-    if not a.codes.is_cuda:
+    if not takes_kernels(a.codes):
         return reference.grouped_mm(a, b, ends_e, out_dtype)
     from moefw_kernels.grouped_gemm import triton
 
@@ -59,7 +60,7 @@ def tensorwise_grouped_mm(
         what = f"{a.fmt.name} with scales {found[0]} by {b.fmt.name} with scales {found[1]}"
         raise ValueError(f"cannot multiply {what}: give float8 with scales {scales[0]} by {scales[1]}, without blocks")
     _check(a, b, ends_e)
-    if not a.codes.is_cuda:
+    if not takes_kernels(a.codes):
         return reference.grouped_mm(a, b, ends_e, out_dtype)
     from moefw_kernels.grouped_gemm import triton
 

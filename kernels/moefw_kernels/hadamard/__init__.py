@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.hadamard import reference
 from moefw_kernels.hadamard.reference import SIZE, hadamard_matrix
 
@@ -30,7 +31,7 @@ def hadamard(x: Tensor, *, axis: int = -1) -> Tensor:
         raise ValueError(f"cannot transform {x.dtype}: give fp32, bf16 or fp16")
     with torch.no_grad():
         rows = x if axis == -1 else x.mT
-        if x.is_cuda:
+        if takes_kernels(x):
             from moefw_kernels.hadamard import triton
 
             out = triton.hadamard(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.paged_copy import reference
 from moefw_kernels.paged_copy.pages import Pages, open_pages
 
@@ -27,7 +28,7 @@ def take(pages: Pages, num_rows: Tensor, *, max_rows: int) -> tuple[Tensor, Tens
         ValueError: A number of rows of another dtype or shape.
     """
     _check_count(num_rows)
-    if not pages.ring.is_cuda:
+    if not takes_kernels(pages.ring):
         return reference.take(pages, num_rows, max_rows)
     from moefw_kernels.paged_copy import triton
 
@@ -47,7 +48,7 @@ def store(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor) -> Non
         ValueError: Rows of another dtype or width than the pool's, or a table for another number of rows.
     """
     _check(rows_RC, pages, table, num_rows)
-    if not rows_RC.is_cuda:
+    if not takes_kernels(rows_RC):
         return reference.store(rows_RC, pages, table, num_rows)
     from moefw_kernels.paged_copy import triton
 
@@ -60,7 +61,7 @@ def load(pages: Pages, table: Tensor, num_rows: Tensor, *, into: Tensor) -> None
     Rows past ``num_rows`` and rows without a page are not written.
     """
     _check(into, pages, table, num_rows)
-    if not into.is_cuda:
+    if not takes_kernels(into):
         return reference.load(pages, table, num_rows, into)
     from moefw_kernels.paged_copy import triton
 
@@ -69,7 +70,7 @@ def load(pages: Pages, table: Tensor, num_rows: Tensor, *, into: Tensor) -> None
 
 def free(pages: Pages, table: Tensor) -> None:
     """Give the pages of a table back to the pool. Call it once for each table."""
-    if not pages.ring.is_cuda:
+    if not takes_kernels(pages.ring):
         return reference.free(pages, table)
     from moefw_kernels.paged_copy import triton
 

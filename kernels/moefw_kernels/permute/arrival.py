@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw_kernels.permute.groups import padded
-from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map
+from moefw_kernels.devices import on_host
+from moefw_kernels.permute.groups import count_keys, keys_of, padded, put, shifts, spans
+from moefw_kernels.permute.rows import RowMap, clear, gather, gather_sum, row_map
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,16 +21,17 @@ class Arrival:
     """Mapping between N arrived rows and the rows of expert groups.
 
     ``rows`` maps arrived rows to grouped rows; ``slot_R = n * K + k`` is the choice of each grouped row. ``tail`` rows
-    follow the last group; ``left_out`` rows exceeded the budget.
+    follow the last group; ``left_out``, int64 of shape (), exceeded the budget. ``sizes``: None if the host does not
+    know them.
     """
 
     rows: RowMap
     slot_R: Tensor
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] | None
     counts_e: Tensor
     offsets_e: Tensor
+    left_out: Tensor
     tail: int = 0
-    left_out: int = 0
 
     def expand(self, rows_ND: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``rows_RD`` and ``weights_R``; padding is zero. Differentiable."""
@@ -38,7 +41,7 @@ class Arrival:
         else:
             weights_R = weights_NK.flatten().index_select(0, self.slot_R)
             if self.rows.padding is not None:
-                weights_R = weights_R.index_fill(0, self.rows.padding, 0)
+                weights_R = clear(weights_R, self.rows.padding)
         if not self.tail:
             return rows_RD, weights_R
         return F.pad(rows_RD, (0, 0, 0, self.tail)), F.pad(weights_R, (0, self.tail))
@@ -56,66 +59,125 @@ def arrange(
     capacity: int = 0,
     budget: int | None = None,
     source_N: Tensor | None = None,
+    counts: Sequence[int] | None = None,
+    num_rows: int | None = None,
+    counts_on_host: bool = True,
 ) -> Arrival:
     """Return the mapping to rows in order (expert, source, n, k).
 
     Ids outside 0..num_experts-1 get no row. Without ``source_N``, rows are already in order of source. A group has at
     least ``capacity`` rows and is padded to a multiple of ``alignment``. With a ``budget``, also such a multiple,
-    there are exactly ``budget`` rows, and rows beyond are left out. Reads the counts back to the host.
+    there are exactly ``budget`` rows, and rows beyond are left out.
+
+    The host waits only if it has to read the counts: not with ``counts``, the number of rows of each expert. Without
+    ``counts_on_host``, no part needs the sizes of groups there, and they are read only if shapes depend on them: not
+    with a budget, nor with ``num_rows``, the sum of the counts, if there is no padding.
     """
-    num_rows, k = expert_NK.shape
-    flat, device = expert_NK.flatten(), expert_NK.device
-    experts = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    keys = experts
-    if source_N is not None and num_rows:
-        keys = experts * (source_N.max() + 1) + source_N.repeat_interleave(k)
-    slots = keys.argsort(stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
-    host: list[int] = counts.scatter_add_(0, experts, torch.ones_like(experts))[:num_experts].tolist()
-    sizes = [padded(max(count, capacity), alignment) for count in host]
-    ends = list(accumulate(sizes))
-    slots = slots[: sum(host)].int()
-    places = _places(host, sizes, device)
-    left_out = 0
+    arrived: tuple[int, int] = (expert_NK.shape[0], expert_NK.shape[1])
+    keys = experts = keys_of(expert_NK, num_experts)
+    if source_N is not None and len(keys):
+        keys = experts * (source_N.max() + 1) + source_N.repeat_interleave(arrived[1])
+    slots, found = keys.argsort(stable=True), count_keys(experts, num_experts)
+    is_plain, reads = alignment == 1 and not capacity and budget is None, counts is None
+    if counts is None and not counts_on_host:
+        if budget is not None:
+            return _within_budget(slots, experts, found, alignment, capacity, budget, arrived)
+        reads = not is_plain or num_rows is None
+    if reads:
+        (counts,) = on_host(found)
+    if not is_plain:
+        assert counts is not None
+        return _in_groups(slots, np.asarray(counts, dtype=np.int64), alignment, capacity, budget, arrived)
+    sizes = None if counts is None else tuple(counts)
+    slots = slots[: num_rows if sizes is None else sum(sizes)].int()
+    rows, slot_R = _row_map(slots, None, None, arrived)
+    return Arrival(rows, slot_R, sizes, found.int(), found.cumsum(0, dtype=torch.int32), left_out=found.new_zeros(()))
+
+
+def _in_groups(
+    slots: Tensor,
+    count_e: NDArray[np.int64],
+    alignment: int,
+    capacity: int,
+    budget: int | None,
+    arrived: tuple[int, int],
+) -> Arrival:
+    """Return the mapping of slots in order to padded groups, whose sizes the host knows."""
+    size_e = padded(np.maximum(count_e, capacity), alignment)
+    begin_e, wanted = size_e.cumsum() - size_e, int(count_e.sum())
     if budget is not None:
-        kept = places < budget
-        starts = [end - size for end, size in zip(ends, sizes, strict=True)]
-        host = [max(0, min(count, budget - start)) for count, start in zip(host, starts, strict=True)]
-        sizes = [max(0, min(size, budget - start)) for size, start in zip(sizes, starts, strict=True)]
-        left_out = len(slots) - sum(host)
-        slots, places = (slots[kept], places[kept]) if left_out else (slots, places)
-    total = sum(sizes)
-    rows, slot_R = _row_map(slots, places, total, num_rows, k)
+        room_e = np.maximum(budget - begin_e, 0)
+        count_e, size_e = np.minimum(count_e, room_e), np.minimum(size_e, room_e)
+    extra_e, num_rows, total = size_e - count_e, int(count_e.sum()), int(size_e.sum())
+    places = padding = None
+    about: list[NDArray[np.int64]] = [count_e, size_e.cumsum()]
+    if num_rows < total:
+        about += [shifts(begin_e, count_e), shifts(begin_e + count_e, extra_e), extra_e]
+    counts_e, offsets_e, *more = put(slots.device, *about)
+    if more:
+        places, padding = spans(more[0], counts_e, num_rows), spans(more[1], more[2], total - num_rows).long()
+    rows, slot_R = _row_map(slots[:num_rows].int(), places, padding, arrived)
     return Arrival(
         rows=rows,
         slot_R=slot_R,
-        sizes=tuple(sizes),
-        counts_e=torch.tensor(host, dtype=torch.int32, device=device),
-        offsets_e=torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device),
+        sizes=tuple(size_e.tolist()),
+        counts_e=counts_e,
+        offsets_e=offsets_e,
+        left_out=slots.new_full((), wanted - num_rows),
         tail=0 if budget is None else budget - total,
-        left_out=left_out,
     )
 
 
-def _places(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return the position of each row in the padded groups; rows are in order of groups."""
-    places = torch.arange(sum(counts), dtype=torch.int32, device=device)
-    if list(counts) == list(sizes):
-        return places
-    ahead = [0, *accumulate(size - count for count, size in zip(counts, sizes, strict=True))][:-1]
-    shift = torch.tensor(ahead, dtype=torch.int32, device=device).repeat_interleave(torch.tensor(counts, device=device))
-    return places + shift
-
-
-def _row_map(slots: Tensor, places: Tensor, total: int, num_rows: int, k: int) -> tuple[RowMap, Tensor]:
-    place_of_slot = slots.new_full((num_rows * k,), -1)
-    place_of_slot[slots] = places
-    padding = None
-    if len(slots) < total:
-        slot_R = slots.new_full((total,), -1)
-        slot_R[places] = slots
-        padding = (slot_R < 0).nonzero().squeeze(-1)
-        slots = slot_R.clamp_min(0)
-    dropped = total - (0 if padding is None else len(padding)) < num_rows * k
+def _row_map(
+    slots: Tensor, places: Tensor | None, padding: Tensor | None, arrived: tuple[int, int]
+) -> tuple[RowMap, Tensor]:
+    """Return the map of slots in order, and the slot of each row; without ``places`` and ``padding`` they are alike."""
+    num_arrived, k = arrived
+    dropped = len(slots) < num_arrived * k
+    at = torch.arange(len(slots), dtype=torch.int32, device=slots.device) if places is None else places
+    place_of_slot = slots.new_full((num_arrived * k,), -1)
+    place_of_slot[slots] = at
+    if padding is not None:
+        slot_R = slots.new_zeros(len(slots) + len(padding))
+        slot_R[at] = slots
+        slots = slot_R
     token_R = slots // k if k else slots
-    return row_map(token_R, place_of_slot.view(num_rows, k), padding=padding, dropped=dropped), slots
+    return row_map(token_R, place_of_slot.view(num_arrived, k), padding=padding, dropped=dropped), slots
+
+
+def _within_budget(
+    slots: Tensor,
+    experts: Tensor,
+    count_e: Tensor,
+    alignment: int,
+    capacity: int,
+    budget: int,
+    arrived: tuple[int, int],
+) -> Arrival:
+    """Return the mapping of slots in order to groups within the budget, all on the device: no shape depends on values.
+
+    All rows that come from nowhere are padding, those behind the last group included.
+    """
+    size_e = -(-count_e.clamp_min(capacity) // alignment) * alignment
+    begin_e, first_e = size_e.cumsum(0) - size_e, count_e.cumsum(0) - count_e
+    room_e = (budget - begin_e).clamp_min(0)
+    kept_e = torch.minimum(count_e, room_e)
+    expert_N, number_N = experts[slots], torch.arange(len(slots), device=slots.device)
+    nowhere = (0, 1)  # an entry for choices without an expert
+    fits_N = number_N < F.pad(first_e + kept_e, nowhere)[expert_N]
+    place_N = number_N + F.pad(begin_e - first_e, nowhere)[expert_N]
+    place_of_slot = slots.new_empty(len(slots), dtype=torch.int32)
+    place_of_slot[slots] = torch.where(fits_N, place_N, -1).int()
+    slot_R = slots.new_full((budget + 1,), -1, dtype=torch.int32)
+    slot_R[torch.where(fits_N, place_N, budget)] = slots.int()
+    slot_R = slot_R[:budget]
+    padding, slot_R = slot_R < 0, slot_R.clamp_min(0)
+    token_R = slot_R // arrived[1] if arrived[1] else slot_R
+    return Arrival(
+        rows=row_map(token_R, place_of_slot.view(arrived), padding=padding, dropped=True),
+        slot_R=slot_R,
+        sizes=None,
+        counts_e=kept_e.int(),
+        offsets_e=torch.minimum(size_e, room_e).cumsum(0, dtype=torch.int32),
+        left_out=(count_e - kept_e).sum(),
+    )

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moefw_kernels.devices import on_device, on_host, runs_ahead
 from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map
 
 N = TypeVar("N", int, NDArray[np.int64])
@@ -20,13 +21,19 @@ N = TypeVar("N", int, NDArray[np.int64])
 class Groups:
     """Rows that arrived as chunks, grouped by expert.
 
-    ``rows`` maps arrived rows to grouped rows; None if they are already in order, without padding.
+    ``rows`` maps arrived rows to grouped rows; None if they are already in order, without padding. ``sizes``: None if
+    the host does not know them.
     """
 
     rows: RowMap | None
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] | None
     counts_e: Tensor
     offsets_e: Tensor
+
+    @classmethod
+    def in_order(cls, counts_e: Tensor) -> Groups:
+        """Return the groups of rows that are in order, given their numbers on the device. The host does not wait."""
+        return cls(None, None, counts_e.int(), counts_e.cumsum(0, dtype=torch.int32))
 
     def regroup(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return arrived rows and their weights in groups; padding is zero. Differentiable."""
@@ -55,36 +62,49 @@ def group_chunks(
     """Return the regrouping of rows from order (rank, expert, token) to (expert, rank, token).
 
     ``chunks[rank][expert]`` is the number of rows; a group has at least ``capacity`` rows and is padded to a multiple
-    of ``alignment``. If the chunks are in another order, ``order[rank]`` is the index of a rank's chunk.
+    of ``alignment``. If the chunks are in another order, ``order[rank]`` is the index of a rank's chunk. The host does
+    not wait for the device.
     """
     chunk_Pe = np.asarray(chunks, dtype=np.int64)
     count_e = chunk_Pe.sum(0)
     size_e = padded(np.maximum(count_e, capacity), alignment)
     end_e, sizes = size_e.cumsum(), tuple(size_e.tolist())
-    counts_e, offsets_e = (_on(device, values.astype(np.int32)) for values in (count_e, end_e))
     is_padded = bool((size_e != count_e).any())
     if not is_padded and (len(chunk_Pe) == 1 or (len(sizes) == 1 and order is None)):
-        return Groups(None, sizes, counts_e, offsets_e)
+        return Groups(None, sizes, *put(device, count_e, end_e))
     by_rank = list(range(len(chunk_Pe)) if order is None else order)
     begin_Pe = np.empty_like(chunk_Pe)
     begin_Pe[by_rank] = end_e - size_e + chunk_Pe[by_rank].cumsum(0) - chunk_Pe[by_rank]
-    row_N = _spans(begin_Pe.ravel(), chunk_Pe.ravel(), device)
-    token_R = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-    token_R[row_N] = torch.arange(len(row_N), dtype=torch.int32, device=device)
-    padding = _spans(end_e - size_e + count_e, size_e - count_e, device).long() if is_padded else None
+    rows, extra = chunk_Pe.ravel(), size_e - count_e
+    about = (count_e, end_e, shifts(begin_Pe.ravel(), rows), rows, shifts(end_e - extra, extra), extra)
+    counts_e, offsets_e, shift, chunk, shift_e, extra_e = put(device, *about)
+    num_rows, total = int(rows.sum()), sum(sizes)
+    row_N = spans(shift, chunk, num_rows)
+    token_R = torch.zeros(total, dtype=torch.int32, device=device)
+    token_R[row_N] = torch.arange(num_rows, dtype=torch.int32, device=device)
+    padding = spans(shift_e, extra_e, total - num_rows).long() if is_padded else None
     return Groups(row_map(token_R, row_N.unsqueeze(1), padding=padding), sizes, counts_e, offsets_e)
 
 
-def _spans(begins: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return the numbers ``begin, begin + 1, ...`` of each span, concatenated, int32."""
-    total, shifts = int(lengths.sum()), begins - (lengths.cumsum() - lengths)
-    both = _on(device, np.stack([shifts, lengths]).astype(np.int32))
-    spread = both[0].repeat_interleave(both[1], output_size=total)
-    return spread.add_(torch.arange(total, dtype=torch.int32, device=device))
+def shifts(begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what :func:`spans` adds to the numbers of each span for it to begin at ``begins``."""
+    before: NDArray[np.int64] = lengths.cumsum() - lengths
+    return begins - before
 
 
-def _on(device: torch.device, values: NDArray[np.int32]) -> Tensor:
-    return torch.from_numpy(values).to(device)
+def spans(shift: Tensor, length: Tensor, total: int) -> Tensor:
+    """Return the numbers ``begin, begin + 1, ...`` of each span, concatenated, int32; ``total`` is their number."""
+    spread = shift.repeat_interleave(length, output_size=total)
+    return spread.add_(torch.arange(total, dtype=torch.int32, device=shift.device))
+
+
+def put(device: torch.device, *values: NDArray[np.int64]) -> Sequence[Tensor]:
+    """Return host values on the device, int32, through one copy for which the host does not wait."""
+    if not runs_ahead(device):
+        return [torch.from_numpy(each.astype(np.int32)) for each in values]
+    together = on_device(torch.from_numpy(np.concatenate(values).astype(np.int32)), device)
+    parts: Sequence[Tensor] = together.split([len(each) for each in values])
+    return parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,24 +116,59 @@ class Slots:
     counts: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sorted:
+    """Choices of tokens in order (expert, token, k), before the host knows how many there are.
+
+    ``order_N`` int64: ``slot = token * K + k``, choices without an expert last. ``counts`` (num_experts) int64.
+    """
+
+    order_N: Tensor
+    counts: Tensor
+    num_tokens: int
+    k: int
+
+    def slots(self, num_rows: int) -> Slots:
+        """Return the rows, of which there are ``num_rows``, the sum of ``counts``. The host does not wait."""
+        slot_R = self.order_N[:num_rows].int()
+        row_of_slot = slot_R.new_full((self.num_tokens * self.k,), -1)
+        row_of_slot[slot_R] = torch.arange(num_rows, dtype=torch.int32, device=slot_R.device)
+        token_R = slot_R // self.k if self.k else slot_R
+        dropped = num_rows < self.num_tokens * self.k
+        rows = row_map(token_R, row_of_slot.view(self.num_tokens, self.k), dropped=dropped)
+        return Slots(slot_R, rows, self.counts)
+
+
+def count_ids(expert_TK: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert is chosen, (num_experts) int64. Ids outside 0..num_experts-1 are not counted."""
+    return count_keys(keys_of(expert_TK, num_experts), num_experts)
+
+
+def sort_choices(expert_TK: Tensor, num_experts: int) -> Sorted:
+    """Return the choices in order, and their numbers. Ids outside 0..num_experts-1 get no row."""
+    keys = keys_of(expert_TK, num_experts)
+    return Sorted(keys.argsort(stable=True), count_keys(keys, num_experts), *expert_TK.shape)
+
+
+def keys_of(expert_TK: Tensor, num_experts: int) -> Tensor:
+    """Return the flattened ids; ``num_experts`` stands for those outside 0..num_experts-1."""
+    flat = expert_TK.flatten()
+    return torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+
+
+def count_keys(keys: Tensor, num_experts: int) -> Tensor:
+    """Return how often each id occurs, (num_experts) int64."""
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys.device)
+    return counts.scatter_add_(0, keys, torch.ones_like(keys))[:num_experts]
+
+
 def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = None) -> Slots:
     """Return the rows of a routing in order (expert, token, k). Ids outside 0..num_experts-1 get no row.
 
     ``counts`` (num_experts) int64 stays on the device. ``num_rows`` is their sum; None reads it back from the device.
     """
-    num_tokens, k = expert_TK.shape
-    flat = expert_TK.flatten()
-    keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    order = keys.argsort(stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
-    counts = counts.scatter_add_(0, keys, torch.ones_like(keys))[:num_experts]
-    num_rows = int(counts.sum()) if num_rows is None else num_rows
-    slot_R = order[:num_rows].int()
-    row_of_slot = slot_R.new_full((num_tokens * k,), -1)
-    row_of_slot[slot_R] = torch.arange(num_rows, dtype=torch.int32, device=flat.device)
-    token_R = slot_R // k if k else slot_R
-    rows = row_map(token_R, row_of_slot.view(num_tokens, k), dropped=num_rows < num_tokens * k)
-    return Slots(slot_R, rows, counts)
+    found = sort_choices(expert_TK, num_experts)
+    return found.slots(on_host(found.counts.sum())[0] if num_rows is None else num_rows)
 
 
 def distinct(unit_TK: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -12,3 +13,13 @@ def gather_sum(rows_RD: Tensor, row_TK: Tensor, bags: tuple[Tensor, Tensor] | No
         return F.embedding_bag(row_TK, rows_RD, mode="sum")
     row_N, begin_T = bags
     return F.embedding_bag(row_N, rows_RD, begin_T, mode="sum")
+
+
+def sum_of_kept(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+    """Implement it where choices are dropped and the host does not read how many: choice by choice."""
+    dtype = torch.promote_types(rows_RD.dtype, torch.float32)
+    total_TD = rows_RD.new_zeros(len(row_TK), *rows_RD.shape[1:], dtype=dtype)
+    for row_T in row_TK.unbind(1):
+        taken_TD = rows_RD.index_select(0, row_T.clamp_min(0)).to(dtype)
+        total_TD += taken_TD.masked_fill_((row_T < 0).view(-1, *[1] * (rows_RD.dim() - 1)), 0)
+    return total_TD.to(rows_RD.dtype)

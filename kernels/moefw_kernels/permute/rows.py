@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import runs_ahead, takes_kernels
 from moefw_kernels.permute import reference
 
 
@@ -15,14 +16,16 @@ from moefw_kernels.permute import reference
 class RowMap:
     """Map between rows and tokens: the token of each row and the rows of each token. Both int32, mutually inverse.
 
-    ``padding``, int64, lists the rows that come from no token (their ``token_R`` is 0), None if there are none.
-    ``row_TK`` holds -1 for a dropped choice. ``bags`` then holds the rows of all tokens, concatenated, and the start
-    of each token's rows.
+    ``padding``, int64, lists the rows that come from no token (their ``token_R`` is 0); None: there are none; bool: a
+    mask, where the host does not know how many.
+    ``row_TK`` holds -1 for a dropped choice, if any is ``dropped``. ``bags`` then holds the rows of all tokens,
+    concatenated, and the start of each token's rows; None where their number would have to be read from the device.
     """
 
     token_R: Tensor
     row_TK: Tensor
     padding: Tensor | None
+    dropped: bool
     bags: tuple[Tensor, Tensor] | None
 
     def gather(self, x_TD: Tensor) -> Tensor:
@@ -36,12 +39,12 @@ class RowMap:
 
 def row_map(token_R: Tensor, row_TK: Tensor, *, padding: Tensor | None = None, dropped: bool = False) -> RowMap:
     """Return the map; ``dropped`` says whether ``row_TK`` holds -1."""
-    if not dropped:
-        return RowMap(token_R, row_TK, padding, None)
+    if not dropped or runs_ahead(row_TK.device):
+        return RowMap(token_R, row_TK, padding, dropped, None)
     kept_TK = row_TK >= 0
     counts_T = kept_TK.sum(1, dtype=torch.int32)
     begin_T = counts_T.cumsum(0, dtype=torch.int32) - counts_T
-    return RowMap(token_R, row_TK, padding, (row_TK[kept_TK], begin_T))
+    return RowMap(token_R, row_TK, padding, dropped, (row_TK[kept_TK], begin_T))
 
 
 def gather(x_TD: Tensor, rows: RowMap) -> Tensor:
@@ -64,13 +67,22 @@ def _rows(x_TD: Tensor, rows: RowMap) -> Tensor:
     if not len(x_TD):
         return x_TD.new_zeros(len(rows.token_R), *x_TD.shape[1:])
     taken = x_TD.index_select(0, rows.token_R)
-    return taken if rows.padding is None else taken.index_fill_(0, rows.padding, 0)
+    return taken if rows.padding is None else clear(taken, rows.padding)
+
+
+def clear(rows_RD: Tensor, padding: Tensor) -> Tensor:
+    """Set the ``padding`` of rows of one axis or more to zero, in place, and return them."""
+    if padding.dtype is torch.bool:
+        return rows_RD.masked_fill_(padding.view(-1, *[1] * (rows_RD.dim() - 1)), 0)
+    return rows_RD.index_fill_(0, padding, 0)
 
 
 def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:
     if not rows.row_TK.numel() or not len(rows_RD):
         return rows_RD.new_zeros(len(rows.row_TK), *rows_RD.shape[1:])
     if not _takes_kernel(rows_RD):
+        if rows.dropped and rows.bags is None:
+            return reference.sum_of_kept(rows_RD, rows.row_TK)
         return reference.gather_sum(rows_RD, rows.row_TK, rows.bags)
     from moefw_kernels.permute import triton
 
@@ -79,7 +91,7 @@ def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:
 
 def _takes_kernel(rows_RD: Tensor) -> bool:
     """Return whether the kernel takes these rows; a compiler and a subclass need PyTorch operations."""
-    if type(rows_RD) is not Tensor or not rows_RD.is_cuda or torch.compiler.is_compiling():
+    if type(rows_RD) is not Tensor or not takes_kernels(rows_RD) or torch.compiler.is_compiling():
         return False
     return rows_RD.ndim == 2 and rows_RD.dtype in (torch.bfloat16, torch.float16, torch.float32)
 

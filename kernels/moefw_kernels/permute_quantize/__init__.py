@@ -6,6 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.permute import RowMap
 from moefw_kernels.permute_quantize import reference
 from moefw_kernels.quantize import E4M3, Quantized, Scales, empty_rows, row_block, rows_of, scale_dtype
@@ -37,7 +38,7 @@ def permute_quantize(
 
 
 def _kernels(x: Tensor) -> ModuleType:
-    if not x.is_cuda:
+    if not takes_kernels(x):
         return reference
     from moefw_kernels.permute_quantize import triton
 

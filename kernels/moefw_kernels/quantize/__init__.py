@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.quantize import reference
 from moefw_kernels.quantize.formats import E2M1, E4M3, E5M2, Format, decode, decode_e8m0, encode, pack, unpack
 from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
@@ -193,7 +194,7 @@ def quantize_nvfp4(
 
 
 def _encoders(x: Tensor) -> ModuleType:
-    if not x.is_cuda:
+    if not takes_kernels(x):
         return reference
     from moefw_kernels.quantize import triton
 

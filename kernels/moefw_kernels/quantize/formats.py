@@ -13,6 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import runs_ahead
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -67,7 +69,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
     Uses a table on a CPU, where torch casts one number at a time.
     """
-    if codes.device.type != "cpu":
+    if runs_ahead(codes.device):
         return decode_e2m1(codes) if fmt is E2M1 else codes.view(fmt.dtype).float()
     values = torch.arange(256, dtype=torch.uint8)
     values = decode_e2m1(values[:16]) if fmt is E2M1 else values.view(fmt.dtype).float()

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefw_kernels.devices import takes_kernels
+
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return ``x`` (..., D) normalised over its last dimension and scaled, in its own dtype. Differentiable."""
-    if x.is_cuda:  # torch has a fused kernel only there
+    if takes_kernels(x):
         return F.rms_norm(x, weight_D.shape, weight_D.to(x.dtype), eps)
     out: Tensor = _RMSNorm.apply(x, weight_D, eps)  # type: ignore[no-untyped-call]
     return out

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.swiglu import blocks, reference
 from moefw_kernels.swiglu.reference import Clamp, swiglu
 
@@ -58,7 +59,7 @@ def _is_operator(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
 
 def _takes_kernel(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
     bf16 = all(tensor.dtype is torch.bfloat16 for tensor in (h_RH, *grad_RF))
-    return h_RH.is_cuda and bf16 and weights_R.dtype is torch.float32
+    return takes_kernels(h_RH) and bf16 and weights_R.dtype is torch.float32
 
 
 def _weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Sequence[float] | None) -> Tensor:

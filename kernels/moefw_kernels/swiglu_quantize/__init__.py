@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.quantize import Quantized, Scales
 from moefw_kernels.swiglu_quantize import reference
 
@@ -24,7 +25,7 @@ def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, *, scales: Scales) -> Quant
     if weights_R.shape != h_RH.shape[:1] or weights_R.dtype is not torch.float32:
         what = f"weights are {weights_R.dtype} {tuple(weights_R.shape)}"
         raise ValueError(f"{what}; give one for each row: torch.float32 {tuple(h_RH.shape[:1])}")
-    if not h_RH.is_cuda:
+    if not takes_kernels(h_RH):
         return reference.swiglu_quantize(h_RH, weights_R, scales)
     from moefw_kernels.swiglu_quantize import triton
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import takes_kernels
 from moefw_kernels.swizzle import reference
 
 __all__ = ["swizzle"]
@@ -32,7 +33,7 @@ def swizzle(scales: Tensor, *, ends: Tensor | None = None, axis: int = -2) -> Te
             "give torch.int32 for the rows (-2) or columns (-1) of one matrix"
         )
     codes = scales.view(torch.uint8)
-    if not scales.is_cuda:
+    if not takes_kernels(scales):
         return reference.swizzle(codes, ends, axis).view(scales.dtype)
     from moefw_kernels.swizzle import triton
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
@@ -25,9 +25,9 @@ class SendsRows(DispatcherPlugin):
     wire: Literal["high", "fp8"] = "high"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers: any row alignment, and counts that the host knows before rows arrive."""
+        """Return the offers: any row alignment, and counts that the host reads where a part needs them there."""
         return moefw.offers(
-            row_alignment=moefw.ANY, rows=("ragged", "padded"), counts=("host", "device"), row_keys=True
+            row_alignment=moefw.ANY, rows=("ragged", "padded"), counts=("device", "host"), row_keys=True
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
@@ -37,6 +37,15 @@ class SendsRows(DispatcherPlugin):
             return [axis]
         reason, fix = f"wire: {self.wire} sends codes and scales", "Use fp8-blockwise or mxfp8, or wire: high."
         return [axis, moefw.need("wire", (self.wire,), reason=reason, fix=fix, option="wire")]
+
+    def settled(self, context: moefw.BuildContext) -> dict[str, Any]:
+        """Return the arguments of a runtime part that follow from the layer's other parts."""
+        facts = context.facts
+        return {
+            "row_alignment": facts["row_alignment"],
+            "counts_on_host": facts["counts"] == "host",
+            "codec": self.codec(context),
+        }
 
     def codec(self, context: moefw.BuildContext) -> Codec | None:
         """Return the codec of a layer's rows; None: rows are not packed, or experts are kept in high precision."""

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from moefw.runtime.attention.attend import check
 from moefw.runtime.attention.mask import Mask
+from moefw_kernels.devices import takes_kernels
 
 
 def attend(
@@ -29,7 +30,7 @@ def attend(
     On a GPU it is compiled. On a CPU it computes all scores, and no gradients. Raises ContractError as that does.
     """
     check(q_BHSd, k_BGSd, v_BGSe, mask, sinks_H)
-    run = _compiled() if q_BHSd.is_cuda else flex_attention
+    run = _compiled() if takes_kernels(q_BHSd) else flex_attention
     out_BHSe, made = run(
         q_BHSd,
         k_BGSd,
@@ -52,7 +53,7 @@ def block_mask(mask: Mask, q_BHSd: Tensor, k_BGSd: Tensor) -> BlockMask:
     queries, keys = q_BHSd.shape[2], k_BGSd.shape[2]
     batch = None if mask.documents_BS is None else len(q_BHSd)
     sees, device = mask_function(mask, queries, keys), q_BHSd.device
-    return create_block_mask(sees, batch, None, queries, keys, device, _compile=q_BHSd.is_cuda)
+    return create_block_mask(sees, batch, None, queries, keys, device, _compile=takes_kernels(q_BHSd))
 
 
 def mask_function(mask: Mask, queries: int, keys: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

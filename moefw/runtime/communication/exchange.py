@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec
 from moefw.core.stages import Pending
 from moefw.runtime.communication.movement import Launch, Permutation, Work, start, stay
@@ -43,6 +44,14 @@ def exchange_now(rows: Tensor, sent: Splits, received: Splits, group: ProcessGro
     (buffer,), (work,) = _all_to_all(sent, received, group)([rows])
     work.wait()
     return buffer
+
+
+def by_rank(counts_E: Tensor, experts: ExpertGroup) -> Tensor:
+    """Return the numbers of rows for the experts of each rank, ``(P, e)``, given those for all experts.
+
+    Every rank that holds a part of an expert gets all of its rows.
+    """
+    return counts_E.view(experts.ep, -1).repeat_interleave(experts.etp, 0)
 
 
 def _all_to_all(sent: Splits, received: Splits, group: ProcessGroup) -> Launch:

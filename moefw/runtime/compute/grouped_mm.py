@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefw_kernels.devices import is_gpu
 from moefw_kernels.empty_groups import clear_empty_groups
 
 
@@ -32,4 +33,4 @@ def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
 @cache
 def _leaves_empty_sums_unwritten(device: torch.device) -> bool:
     """Return whether grouped products leave sums over no rows unwritten, as on Blackwell (pytorch#172439)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return is_gpu(device) and torch.cuda.get_device_capability(device)[0] >= 10

@@ -124,14 +124,15 @@ class DispatchCase:
         ids_TK = self.ids(rank)
         return torch.bincount(ids_TK[ids_TK >= 0], minlength=self.num_experts)
 
-    def routing(self, rank: int, *, counts_host: bool = False) -> Routing:
-        """Return a rank's routing as a router returns it."""
+    def routing(self, rank: int, *, counts_host: bool = False, num_rows: bool = False) -> Routing:
+        """Return a rank's routing as a router returns it, with what the host is to know."""
         known = tuple(self.counts(rank).tolist()) if counts_host else None
         return Routing(
             expert_ids_TK=self.ids(rank),
             weights_TK=self.weights(rank),
             capacity=self.capacity(rank),
             counts_host=known,
+            num_rows=int(self.counts(rank).sum()) if num_rows else None,
         )
 
     def arrivals(self, rank: int) -> list[list[tuple[int, int, int]]]:

@@ -249,6 +249,17 @@ def known_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly, 
         return exchanged, there_and_back(moves, case, rank, dropless=dropless, routing=routing)
 
 
+def unasked_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
+    """Return a movement with counts on the host, and one in a layer where no part asks for them there."""
+    dropless = settled_case(assembly)
+    layers = {n: evolve(layer, facts={**layer.facts, "counts": "device"}) for n, layer in assembly.layers.items()}
+    with opened(group, case, assembly) as moves:
+        asked = there_and_back(moves, case, rank, dropless=dropless)
+    with opened(group, case, evolve(assembly, layers=layers)) as moves:
+        routing = case.routing(rank, num_rows=True)
+        return asked, there_and_back(moves, case, rank, dropless=dropless, routing=routing)
+
+
 def permuted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Tensor, Tensor]:
     """Return the output of permuted tokens, and the permuted output."""
     dropless = settled_case(assembly)

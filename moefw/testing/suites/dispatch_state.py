@@ -154,6 +154,13 @@ class StateChecks(RowChecks):
         alike = [evolve(case, tokens=(4,) * case.world, equal=True) for case in self.some()]
         self.same(alike, overlap.known_counts, f"Routing.counts_host: {why}", how="routed")
 
+    def test_counts_that_no_part_asks_for_change_nothing(self) -> None:
+        """``Routing.num_rows``, and ``counts`` settled on the device, only save a read: where both are offered."""
+        if not {"host", "device"} <= set(self.promised("counts")):
+            pytest.skip(f"{self.plugin.name} does not offer counts both on the host and on the device")
+        why = "counts that stay on the device lead to other rows than counts on the host"
+        self.same([*self.some(), *self.some(dropped=0.0)], overlap.unasked_counts, f"Routing.num_rows: {why}")
+
     def test_groups_are_padded_to_the_capacity_of_all_source_ranks(self) -> None:
         """``Routing.capacity``, where padded rows are offered."""
         if "padded" not in self.promised("rows"):

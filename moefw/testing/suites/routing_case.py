@@ -127,5 +127,7 @@ def miscounted(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Ite
         )
     if routing.counts_host is not None and list(routing.counts_host) != kept_E.tolist():
         yield f"counts_host is {routing.counts_host}; experts are chosen {kept_E.tolist()} times."
+    if routing.num_rows is not None and routing.num_rows != kept_E.sum():
+        yield f"num_rows is {routing.num_rows}; {int(kept_E.sum())} choices are not -1."
     if routing.capacity is not None and kept_E.max() > routing.capacity:
         yield f"an expert is chosen {int(kept_E.max())} times, above the capacity {routing.capacity}."

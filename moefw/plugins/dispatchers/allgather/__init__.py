@@ -21,9 +21,7 @@ class AllGather(SendsRows):
         """Return the dispatcher of this process."""
         from moefw.plugins.dispatchers.allgather.dispatcher import AllGatherDispatcher
 
-        return AllGatherDispatcher(
-            context.expert_group(), row_alignment=context.facts["row_alignment"], codec=self.codec(context)
-        )
+        return AllGatherDispatcher(context.expert_group(), **self.settled(context))
 
 
 @moefw.hookimpl

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.runtime.communication.gather import all_gather, gather, reduce
 from moefw.runtime.communication.movement import finish
-from moefw_kernels.permute import Arrival, arrange
+from moefw_kernels.devices import on_host
+from moefw_kernels.permute import Arrival, arrange, count_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -38,38 +39,52 @@ class AllGatherDispatcher(Dispatcher):
     An expert that is split over several ranks (etp > 1) needs no extra step: the reduce-scatter adds up partial sums.
     """
 
-    def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
+    def __init__(
+        self, experts: ExpertGroup, *, row_alignment: int, counts_on_host: bool = True, codec: Codec | None = None
+    ) -> None:
         self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
+        self.counts_on_host = counts_on_host
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Gather every rank's choices and sort those of this rank's experts. ``counts`` is unused."""
-        ids_TK, capacity = routing.expert_ids_TK, routing.capacity or 0
+        """Gather every rank's choices and sort those of this rank's experts. ``counts`` is unused.
+
+        The host waits once. A rank that is alone waits only if another part, padding or dropped choices ask for it.
+        """
+        experts, ids_TK, capacity = self.experts, routing.expert_ids_TK, routing.capacity or 0
         longest = num_tokens = len(ids_TK)
-        if self.experts.group is not None:
-            ids_TK, lengths = self._gather_ids(ids_TK, capacity)
-            longest, capacity = max(length for length, _ in lengths), sum(capacity for _, capacity in lengths)
+        known: dict[str, Any] = {"num_rows": routing.num_rows, "counts_on_host": self.counts_on_host}
+        if experts.group is not None:
+            told = self._tell(ids_TK, capacity)
+            longest, capacity = max(tokens for tokens, *_ in told), sum(capacity for _, capacity, *_ in told)
+            local = slice(2 + experts.first_expert, 2 + experts.first_expert + experts.local_experts)
+            known = {"counts": [sum(of_ranks) for of_ranks in zip(*(line[local] for line in told), strict=True)]}
+            ids_TK = self._gather_ids(ids_TK, longest)
         arrival = arrange(
-            ids_TK - self.experts.first_expert,
-            self.experts.local_experts,
+            ids_TK - experts.first_expert,
+            experts.local_experts,
             alignment=self.row_alignment,
             capacity=capacity,
+            **known,
         )
         return DispatchPlan(detail=_Gathered(num_tokens, longest, arrival))
 
-    def _gather_ids(self, ids_TK: Tensor, capacity: int) -> tuple[Tensor, list[list[int]]]:
-        """Return the choices of all ranks, padded to the longest rank, and each rank's token count and capacity."""
-        size, group = self.experts.size, self.experts.group
-        mine = torch.tensor([len(ids_TK), capacity], device=ids_TK.device)
-        told = mine.new_empty(2 * size)
-        all_gather(told, mine, group=group)
-        lengths: list[list[int]] = told.view(size, 2).tolist()
-        longest = max(length for length, _ in lengths)
+    def _tell(self, ids_TK: Tensor, capacity: int) -> list[list[int]]:
+        """Return each rank's number of tokens, its capacity, and its number of choices of each expert."""
+        counts_E = count_ids(ids_TK, self.experts.num_experts).int()
+        mine = F.pad(F.pad(counts_E, (1, 0), value=capacity), (1, 0), value=len(ids_TK))
+        told_P = mine.new_empty(self.experts.size, len(mine))
+        all_gather(told_P.view(-1), mine, group=self.experts.group)
+        told: list[list[int]] = on_host(told_P)[0]
+        return told
+
+    def _gather_ids(self, ids_TK: Tensor, longest: int) -> Tensor:
+        """Return the choices of all ranks, padded to the longest rank."""
         mine_MK = F.pad(ids_TK.to(torch.int32), (0, 0, 0, longest - len(ids_TK)), value=-1)
-        gathered = mine_MK.new_empty(size * longest, ids_TK.shape[1])
-        all_gather(gathered, mine_MK, group=group)
-        return gathered.long(), lengths
+        gathered = mine_MK.new_empty(self.experts.size * longest, ids_TK.shape[1])
+        all_gather(gathered, mine_MK, group=self.experts.group)
+        return gathered.long()
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Gather all tokens and their weights."""

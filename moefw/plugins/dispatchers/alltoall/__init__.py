@@ -21,9 +21,7 @@ class AllToAll(SendsRows):
         """Return the dispatcher of this process."""
         from moefw.plugins.dispatchers.alltoall.dispatcher import AllToAllDispatcher
 
-        return AllToAllDispatcher(
-            context.expert_group(), row_alignment=context.facts["row_alignment"], codec=self.codec(context)
-        )
+        return AllToAllDispatcher(context.expert_group(), **self.settled(context))
 
 
 @moefw.hookimpl

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import final
 
-import torch
 from attrs import frozen
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -19,9 +18,10 @@ from torch.nn import functional as F
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
+from moefw.runtime.communication.exchange import Splits, by_rank, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
-from moefw_kernels.permute import Groups, Slots, gather_sum, group_chunks, sort_slots
+from moefw_kernels.devices import on_host
+from moefw_kernels.permute import Groups, Slots, Sorted, gather_sum, group_chunks, sort_choices
 
 
 @frozen
@@ -84,27 +84,40 @@ class AllToAllDispatcher(Dispatcher):
     from there to the other parts.
     """
 
-    def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
+    def __init__(
+        self, experts: ExpertGroup, *, row_alignment: int, counts_on_host: bool = True, codec: Codec | None = None
+    ) -> None:
         self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
+        self.counts_on_host = counts_on_host
 
     def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
-        """Sort the choices and exchange the number of rows that each rank sends for each expert."""
+        """Sort the choices and exchange the number of rows that each rank sends for each expert.
+
+        The host waits once. A rank that is alone waits only if another part, padding or dropped choices ask for it.
+        """
         experts, capacity = self.experts, routing.capacity or 0
         if routing.counts_host is not None:
             counts = [routing.counts_host] * experts.size
-        num_rows = None if counts is None else sum(counts[experts.rank])
-        slots = sort_slots(routing.expert_ids_TK, experts.num_experts, num_rows=num_rows)
+        found = sort_choices(routing.expert_ids_TK, experts.num_experts)
         if experts.group is None:
-            rows = slots.counts.tolist() if counts is None else counts[experts.rank]
-            groups = group_chunks([rows], self.row_alignment, slots.slot_R.device, capacity=capacity)
-            return DispatchPlan(detail=_Metadata(slots, [0], [0], None, groups))
+            return DispatchPlan(detail=self._alone(found, routing, counts))
         if counts is None:
-            offered_Pe, asked_Pe, capacity = self._exchange_counts(slots.counts, capacity)
+            offered_Pe, asked_Pe, capacity = self._exchange_counts(found.counts, capacity)
         else:
             asked_Pe = [self._share(counts[rank], experts.rank) for rank in range(experts.size)]
             offered_Pe = [self._share(counts[experts.rank], rank) for rank in range(experts.size)]
             capacity *= experts.size
-        return DispatchPlan(detail=self._way(slots, offered_Pe, asked_Pe, capacity))
+        return DispatchPlan(detail=self._way(found, offered_Pe, asked_Pe, capacity))
+
+    def _alone(self, found: Sorted, routing: Routing, counts: Counts | None) -> _Metadata:
+        """Return the metadata of a rank that keeps its rows. Where no group is padded, they are in order."""
+        is_plain = self.row_alignment == 1 and not routing.capacity
+        if counts is None and is_plain and routing.num_rows is not None and not self.counts_on_host:
+            return _Metadata(found.slots(routing.num_rows), [0], [0], None, Groups.in_order(found.counts))
+        rows = on_host(found.counts)[0] if counts is None else counts[self.experts.rank]
+        device = found.counts.device
+        groups = group_chunks([rows], self.row_alignment, device, capacity=routing.capacity or 0)
+        return _Metadata(found.slots(sum(rows)), [0], [0], None, groups)
 
     def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
         """Return the part of one rank's counts that concerns the experts of ``rank``."""
@@ -114,17 +127,16 @@ class AllToAllDispatcher(Dispatcher):
     def _exchange_counts(self, counts_E: Tensor, capacity: int) -> tuple[Counts, Counts, int]:
         """Return the rows for each (rank, local expert), sent and received, and the sum of all capacities."""
         size, ones = self.experts.size, [1] * self.experts.size
-        offered_Pe = counts_E.view(self.experts.ep, -1).repeat_interleave(self.experts.etp, 0)
-        offered_Pe = F.pad(offered_Pe, (0, 1), value=capacity)
+        offered_Pe = F.pad(by_rank(counts_E, self.experts), (0, 1), value=capacity)
         asked_Pe = exchange_now(offered_Pe, ones, ones, self.experts.group)
-        both = torch.stack([offered_Pe, asked_Pe]).tolist()
+        both = on_host(offered_Pe, asked_Pe)
         capacity = sum(both[1][rank][-1] for rank in range(size))
         offered, asked = ([of_rank[:-1] for of_rank in side] for side in both)
         return offered, asked, capacity
 
-    def _way(self, slots: Slots, offered: Counts, asked: Counts, capacity: int) -> _Metadata:
+    def _way(self, found: Sorted, offered: Counts, asked: Counts, capacity: int) -> _Metadata:
         """Return the metadata. Rows travel between ranks of the same part, which then share them with other parts."""
-        experts, device = self.experts, slots.slot_R.device
+        experts, device = self.experts, found.counts.device
         part = experts.rank % experts.etp
         ours = [rank % experts.etp == part for rank in range(experts.size)]
         sent = [sum(rows) if mine else 0 for rows, mine in zip(offered, ours, strict=True)]
@@ -138,7 +150,7 @@ class AllToAllDispatcher(Dispatcher):
             order=sorted(range(experts.size), key=arrival.__getitem__) if experts.etp > 1 else None,
         )
         parts = Parts.of(experts, [sum(rows) for rows in asked]) if experts.etp > 1 else None
-        return _Metadata(slots, sent, received, parts, groups)
+        return _Metadata(found.slots(sum(sent)), sent, received, parts, groups)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, expert), and its weight."""

@@ -43,8 +43,7 @@ class DeepEP(CallsLibrary):
             return build(context, max_tokens=self.max_tokens)
         from moefw.plugins.dispatchers.deepep.torch_backend import TorchDeepEP
 
-        alignment: int = context.facts["row_alignment"]
-        return TorchDeepEP(context.expert_group(), row_alignment=alignment, codec=self.codec(context))
+        return TorchDeepEP(context.expert_group(), **self.settled(context))
 
 
 @moefw.hookimpl

@@ -37,7 +37,7 @@ class BufferWire(Wire):
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
         """Compute the layout on the device and dispatch. The host waits once, inside ``dispatch``."""
         per_rank, per_node, per_expert, to_rank, _ = self.buffer.get_dispatch_layout(ids_TK, self.num_experts)
-        rows_ND, ids_NK, weights_NK, _, handle, event = self.buffer.dispatch(
+        rows_ND, ids_NK, weights_NK, counts, handle, event = self.buffer.dispatch(
             x_TD,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
@@ -47,7 +47,7 @@ class BufferWire(Wire):
             topk_weights=weights_TK,
             async_finish=True,
         )
-        return Arrived(rows_ND, ids_NK, weights_NK, handle, EventWork(event))
+        return Arrived(rows_ND, ids_NK, weights_NK, counts, handle, EventWork(event))
 
     def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
         """Dispatch along a handle. A cached dispatch carries no weights: a second one carries their bits as rows."""

@@ -46,7 +46,8 @@ class ElasticWire(Wire):
             num_experts=self.num_experts,
             async_with_compute_stream=True,
         )
-        return Arrived(rows_ND, ids_NK, weights_NK, handle, EventWork(event))
+        counts = handle.num_recv_tokens_per_expert_list
+        return Arrived(rows_ND, ids_NK, weights_NK, counts, handle, EventWork(event))
 
     def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
         """Dispatch along a handle, with the weights if there are any."""

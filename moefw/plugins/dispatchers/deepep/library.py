@@ -24,6 +24,7 @@ from moefw.plugins.dispatchers.deepep.probe import open_wire
 from moefw.plugins.dispatchers.deepep.torch_backend import TorchDeepEP
 from moefw.plugins.dispatchers.deepep.wire import Moved, Wire
 from moefw.runtime.communication.movement import finish, start
+from moefw_kernels.devices import on_host
 from moefw_kernels.permute import Arrival, arrange
 
 
@@ -35,7 +36,7 @@ def build(context: moefw.BuildContext, *, max_tokens: int | None = None) -> Disp
     """
     experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
     if experts.group is None:
-        return TorchDeepEP(experts, row_alignment=row_alignment)
+        return TorchDeepEP(experts, row_alignment=row_alignment, counts_on_host=context.facts["counts"] == "host")
     shape = Shape.of(context.site.dims, ep=experts.ep, etp=experts.etp)
     key = ("deep_ep", tuple(dist.get_process_group_ranks(experts.group)), shape, max_tokens)
     wire = context.shared(key, lambda: open_wire(experts, shape, max_tokens=max_tokens))
@@ -65,6 +66,7 @@ class _Trip:
     plan: DispatchPlan
     handle: Any = None
     ids_NK: Tensor | None = None
+    counts: Sequence[int] | None = None
     arrival: Arrival | None = None
 
 
@@ -88,9 +90,10 @@ class LibraryDeepEP(Dispatcher):
         return DispatchPlan(detail=_Choices(theirs_TK, capacity))
 
     def _sum(self, capacity: int, device: torch.device) -> int:
-        total = torch.tensor(capacity, device=device)
+        total = torch.full((), capacity, device=device)
         dist.all_reduce(total, group=self.experts.group)
-        return int(total)
+        found: int = on_host(total)[0]
+        return found
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send each token once to each rank. The host waits for the number of rows; the stream does not wait."""
@@ -98,7 +101,7 @@ class LibraryDeepEP(Dispatcher):
 
         def send(sent: Sequence[Tensor]) -> Moved:
             arrived = self.wire.send(sent[0], plan.detail.ids_TK, sent[1])
-            trip.handle, trip.ids_NK = arrived.handle, arrived.ids_NK
+            trip.handle, trip.ids_NK, trip.counts = arrived.handle, arrived.ids_NK, arrived.counts
             return [arrived.rows_ND, arrived.weights_NK], [arrived.work]
 
         def send_back(grads: Sequence[Tensor]) -> Moved:
@@ -114,7 +117,7 @@ class LibraryDeepEP(Dispatcher):
             partial(self.wire.send_again, handle=metadata.handle),
             partial(self.wire.send_back, handle=metadata.handle),
         )
-        trip = _Trip(handle.plan, metadata.handle, None, metadata.arrival)
+        trip = _Trip(handle.plan, metadata.handle, arrival=metadata.arrival)
         return start(self._sent(x_TD, weights_TK), forward=there, dual=back, detail=trip)
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor) -> list[Tensor]:
@@ -135,6 +138,7 @@ class LibraryDeepEP(Dispatcher):
                 self.experts.local_experts,
                 alignment=self.row_alignment,
                 capacity=trip.plan.detail.capacity,
+                counts=trip.counts,
             )
         handle = DispatchHandle(plan=trip.plan, detail=_Metadata(trip.handle, arrival))
         return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), handle

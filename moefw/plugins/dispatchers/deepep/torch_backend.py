@@ -7,24 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.runtime.communication.exchange import Splits, exchange, exchange_now
+from moefw.runtime.communication.exchange import Splits, by_rank, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
-from moefw_kernels.permute import Arrival, RowMap, arrange, distinct, gather_sum, sort_slots
+from moefw_kernels.devices import on_host
+from moefw_kernels.permute import Arrival, RowMap, arrange, count_ids, distinct, gather_sum, sort_choices
 
 
 @dataclass(slots=True, eq=False)
 class _Metadata:
-    """The metadata of one movement: rows sent in order (rank, token), and how rows that arrive are expanded."""
+    """The metadata of one movement: rows sent in order (rank, token), and how rows that arrive are expanded.
 
-    rows: RowMap
+    ``rows``: None for a rank that is alone, whose tokens are the rows.
+    """
+
+    rows: RowMap | None
     sent: Splits
     received: Splits
     arrival: Arrival
@@ -34,31 +39,46 @@ class _Metadata:
 class TorchDeepEP(Dispatcher):
     """Dispatch exchanges rows and weights, combine only rows; ``plan`` exchanges counts and each row's expert ids."""
 
-    def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
+    def __init__(
+        self, experts: ExpertGroup, *, row_alignment: int, counts_on_host: bool = True, codec: Codec | None = None
+    ) -> None:
         self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
+        self.counts_on_host = counts_on_host
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Find the ranks that each token must reach, and send them its expert ids. ``counts`` is unused."""
-        experts, ids_TK = self.experts, routing.expert_ids_TK
-        slots = sort_slots(distinct(experts.owners(ids_TK)), experts.size)
+        """Find the ranks that each token must reach, and send them its expert ids. ``counts`` is unused.
+
+        The host waits once. A rank that is alone waits only if another part, padding or dropped choices ask for it.
+        """
+        experts, ids_TK, capacity = self.experts, routing.expert_ids_TK, routing.capacity or 0
+        if experts.group is None:
+            about = {"num_rows": routing.num_rows, "counts_on_host": self.counts_on_host}
+            arrival = self._arrange(ids_TK, capacity=capacity, **about)
+            return DispatchPlan(detail=_Metadata(None, [0], [0], arrival))
+        found = sort_choices(distinct(experts.owners(ids_TK)), experts.size)
+        counts_Pe = by_rank(count_ids(ids_TK, experts.num_experts), experts)
+        offered = F.pad(torch.cat([found.counts.unsqueeze(1), counts_Pe], 1), (0, 1), value=capacity)
         ones = [1] * experts.size
-        offered_P2 = torch.stack([slots.counts, torch.full_like(slots.counts, routing.capacity or 0)], 1)
-        asked_P2 = exchange_now(offered_P2, ones, ones, experts.group)
-        sent, (received, capacities) = slots.counts.tolist(), asked_P2.t().tolist()
+        sent, asked = on_host(found.counts, exchange_now(offered, ones, ones, experts.group))
+        received, *arriving_e, capacities = zip(*asked, strict=True)
+        slots = found.slots(sum(sent))
         ids_NK = ids_TK.index_select(0, slots.rows.token_R).to(torch.int32)
         local_NK = exchange_now(ids_NK, sent, received, experts.group).long() - experts.first_expert
-        arrival = arrange(local_NK, experts.local_experts, alignment=self.row_alignment, capacity=sum(capacities))
+        arrival = self._arrange(local_NK, capacity=sum(capacities), counts=[sum(of_ranks) for of_ranks in arriving_e])
         return DispatchPlan(detail=_Metadata(slots.rows, sent, received, arrival))
+
+    def _arrange(self, local_NK: Tensor, **about: Any) -> Arrival:
+        return arrange(local_NK, self.experts.local_experts, alignment=self.row_alignment, **about)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, rank), and the weights of all its choices."""
         metadata: _Metadata = plan.detail
-        tensors, group = [x_TD, weights_TK.index_select(0, metadata.rows.token_R)], self.experts.group
-        return exchange(
-            tensors, metadata.sent, metadata.received, group, codec=self.codec, rows=metadata.rows, detail=plan
-        )
+        group, rows = self.experts.group, metadata.rows
+        weights_NK = weights_TK if rows is None else weights_TK.index_select(0, rows.token_R)
+        sent, received = metadata.sent, metadata.received
+        return exchange([x_TD, weights_NK], sent, received, group, codec=self.codec, rows=rows, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same plan."""
@@ -82,4 +102,4 @@ class TorchDeepEP(Dispatcher):
         """Add up each token over its ranks."""
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return gather_sum(rows_ND, metadata.rows)
+        return rows_ND if metadata.rows is None else gather_sum(rows_ND, metadata.rows)

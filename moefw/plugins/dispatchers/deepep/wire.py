@@ -39,12 +39,14 @@ class Arrived:
     """Result of one dispatch: one row per token that reaches this rank, in order (source rank, token).
 
     ``ids_NK`` are numbers of this rank's experts, -1 for choices of other ranks, whose weights are undefined.
-    ``handle`` is the library's own. No tensor may be read before ``work`` is done.
+    ``counts`` are the rows of each of them, for which the library has waited. ``handle`` is the library's own. No
+    tensor may be read before ``work`` is done.
     """
 
     rows_ND: Tensor
     ids_NK: Tensor
     weights_NK: Tensor
+    counts: Sequence[int]
     handle: Any
     work: Work
 

@@ -55,7 +55,7 @@ class HybridEP(CallsLibrary):
         return moefw.offers(
             row_alignment=moefw.ANY,
             rows=("static",) if self.rank_capacity else ("ragged", "padded"),
-            counts=("device",) if sync_free else ("host", "device"),
+            counts=("device",) if sync_free else ("device", "host"),
             row_keys=True,
             **budget,
         )
@@ -105,8 +105,7 @@ class HybridEP(CallsLibrary):
             from moefw.plugins.dispatchers.hybridep.library import build
 
             return build(context, budget=self.budget, max_tokens=self.max_tokens)
-        alignment: int = context.facts["row_alignment"]
-        return TorchHybridEP(experts, row_alignment=alignment, budget=self.budget, codec=self.codec(context))
+        return TorchHybridEP(experts, budget=self.budget, **self.settled(context))
 
 
 @moefw.hookimpl

@@ -25,6 +25,7 @@ from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 from moefw.plugins.dispatchers.hybridep.wire import COUNTS, OVERFLOW, HybridWire, Landed
 from moefw.runtime.communication.exchange import exchange_now
 from moefw.runtime.communication.movement import Work, finish, start
+from moefw_kernels.devices import on_device, on_host
 from moefw_kernels.permute import Groups, group_chunks
 
 Moved = tuple[list[Tensor], list[Work]]
@@ -38,7 +39,8 @@ def build(context: moefw.BuildContext, *, budget: Budget | None = None, max_toke
     """
     experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
     if experts.group is None:
-        return TorchHybridEP(experts, row_alignment=row_alignment, budget=budget)
+        asked = context.facts["counts"] == "host"
+        return TorchHybridEP(experts, row_alignment=row_alignment, budget=budget, counts_on_host=asked)
     shape = Shape(
         model_dim=context.site.dims.model_dim,
         local_experts=experts.local_experts,
@@ -153,8 +155,9 @@ class LibraryHybridEP(Dispatcher):
                 raise moefw.ContractError(what, "Set max_tokens to the most tokens of any rank and micro-batch.")
             return self.max_tokens, 0
         ones = [1] * self.experts.size
-        mine_P2 = torch.tensor([[num_tokens, capacity or 0]], device=device).expand(self.experts.size, 2).contiguous()
-        lengths, capacities = exchange_now(mine_P2, ones, ones, self.experts.group).t().tolist()
+        mine_P1 = torch.full((self.experts.size, 1), num_tokens, device=device)
+        told_P2 = exchange_now(F.pad(mine_P1, (0, 1), value=capacity or 0), ones, ones, self.experts.group)
+        lengths, capacities = zip(*on_host(told_P2)[0], strict=True)
         return max(lengths), sum(capacities)
 
     def _wanted(self, routing_TE: Tensor) -> Tensor:
@@ -232,7 +235,7 @@ class LibraryHybridEP(Dispatcher):
             rows_RD=rows[0],
             row_weights_R=rows[1],
             counts_e=counts_e,
-            offsets_e=metadata.sizes_e.to(counts_e.device).cumsum(0, dtype=torch.int32),
+            offsets_e=on_device(metadata.sizes_e, counts_e.device).cumsum(0, dtype=torch.int32),
             counts_host=tuple(metadata.sizes_e.tolist()) if choices.budget is None else None,
             stats=self._stats(metadata.handle, choices),
         )

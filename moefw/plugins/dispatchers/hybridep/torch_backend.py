@@ -1,34 +1,31 @@
 """Hierarchical dispatch over a process group: once to each node, there to the ranks that need it; summed in reverse.
 
-A token for another node arrives there at the rank with the sender's position. Shapes: legend in
-:mod:`moefw.core.stages`; ``P`` ranks, ``M`` nodes, ``G`` ranks per node.
+Shapes: legend in :mod:`moefw.core.stages`; ``N`` rows that arrive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.plugins.dispatchers.hybridep.hops import Hop, Told, between_nodes, inside_the_node
+from moefw.plugins.dispatchers.hybridep.hops import Told, Way, find_way
 from moefw.plugins.dispatchers.hybridep.limits import Budget, ranks_per_node
-from moefw.runtime.communication.exchange import exchange, exchange_now
-from moefw.runtime.communication.movement import finish
+from moefw.runtime.communication.exchange import exchange
+from moefw.runtime.communication.movement import finish, stay
 from moefw_kernels.permute import Arrival, arrange
 
 
 @dataclass(slots=True, eq=False)
 class _Metadata:
-    """The metadata of one movement: two hops, and how rows that arrive are expanded."""
+    """The metadata of one movement: its hops, None for a rank that is alone, and how rows that arrive are expanded."""
 
-    network: Hop
-    node: Hop
+    way: Way | None
     arrival: Arrival
     stats: Mapping[str, Tensor]
 
@@ -42,42 +39,44 @@ class TorchHybridEP(Dispatcher):
         experts: ExpertGroup,
         *,
         row_alignment: int,
+        counts_on_host: bool = True,
         budget: Budget | None = None,
         codec: Codec | None = None,
     ) -> None:
         self.experts, self.row_alignment, self.budget, self.codec = experts, row_alignment, budget, codec
-        self.node_size = ranks_per_node(experts.nodes)
+        self.counts_on_host, self.node_size = counts_on_host, ranks_per_node(experts.nodes)
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Find the nodes and ranks that each token must reach, hop by hop. ``counts`` is unused."""
+        """Find the nodes and ranks that each token must reach. ``counts`` is unused.
+
+        The host waits once. A rank that is alone waits only if another part, padding or dropped choices ask for it.
+        """
         experts, ids_TK, budget = self.experts, routing.expert_ids_TK, None if dropless else self.budget
-        own = Told(capacity=routing.capacity or 0, longest=len(ids_TK))
-        network, told = between_nodes(experts, self.node_size, ids_TK, own)
-        landed_NK = self._forward_ids(ids_TK, network)
-        node, sources, told = inside_the_node(experts, self.node_size, landed_NK, network.received, told)
-        arrived_NK = self._forward_ids(landed_NK, node).long()
+        told, way = Told(capacity=routing.capacity or 0, longest=len(ids_TK)), None
+        about: dict[str, Any] = {"num_rows": routing.num_rows, "counts_on_host": self.counts_on_host}
+        if experts.group is not None:
+            way = find_way(experts, self.node_size, ids_TK, told)
+            told, ids_TK, about = way.told, way.arrived_NK, {"source_N": way.sources_N, "counts": way.counts}
         choices = told.longest * ids_TK.shape[1] * experts.etp
         arrival = arrange(
-            arrived_NK - experts.first_expert,
+            ids_TK - experts.first_expert,
             experts.local_experts,
             alignment=self.row_alignment,
             capacity=told.capacity,
             budget=None if budget is None else budget.rows(choices, self.row_alignment),
-            source_N=sources,
+            **about,
         )
-        stats = {} if budget is None else {budget.stat: torch.tensor(float(arrival.left_out), device=ids_TK.device)}
-        return DispatchPlan(detail=_Metadata(network, node, arrival, stats))
-
-    def _forward_ids(self, ids_NK: Tensor, hop: Hop) -> Tensor:
-        ids = ids_NK.index_select(0, hop.rows.token_R).to(torch.int32)
-        return exchange_now(ids, hop.sent, hop.received, self.experts.group)
+        stats = {} if budget is None else {budget.stat: arrival.left_out.float()}
+        return DispatchPlan(detail=_Metadata(way, arrival, stats))
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, node), and the weights of all its choices."""
-        hop: Hop = plan.detail.network
-        return hop.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
+        way: Way | None = plan.detail.way
+        if way is None:
+            return stay([x_TD, weights_TK], codec=self.codec, detail=plan)
+        return way.network.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same plan."""
@@ -87,20 +86,24 @@ class TorchHybridEP(Dispatcher):
         """Forward the received rows to the ranks of this node, and expand the rows that they forward."""
         plan: DispatchPlan = pending.detail
         metadata: _Metadata = plan.detail
-        rows_ND, weights_NK = finish(pending)
-        arrived = finish(metadata.node.send(rows_ND, weights_NK, group=self.experts.group, codec=self.codec))
+        arrived, way = finish(pending), metadata.way
+        if way is not None:
+            arrived = finish(way.node.send(*arrived, group=self.experts.group, codec=self.codec))
         batch = ExpertBatch.of(metadata.arrival.expand(*arrived), metadata.arrival, metadata.stats)
         return batch, DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each row over its local experts and over its node's ranks, and send back one row per (token, node)."""
         metadata: _Metadata = handle.plan.detail
-        node, network, group = metadata.node, metadata.network, self.experts.group
-        (partial_ND,) = finish(exchange([metadata.arrival.reduce(rows_RD)], node.received, node.sent, group))
+        sums_ND, way, group = metadata.arrival.reduce(rows_RD), metadata.way, self.experts.group
+        if way is None:
+            return stay([sums_ND], detail=metadata)
+        node, network = way.node, way.network
+        (partial_ND,) = finish(exchange([sums_ND], node.received, node.sent, group))
         return exchange([node.add_up(partial_ND)], network.received, network.sent, group, detail=metadata)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Add up each token over its nodes."""
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return metadata.network.add_up(rows_ND)
+        return rows_ND if metadata.way is None else metadata.way.network.add_up(rows_ND)

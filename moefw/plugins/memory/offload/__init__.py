@@ -72,9 +72,10 @@ class OptimizerOffload(OptimizerMemoryPlugin):
         from moefw.plugins.memory.offload.buffers import STATES, host_memory
         from moefw.plugins.memory.offload.states import OffloadStatesPolicy
         from moefw.plugins.memory.offload.streams import open_transfers
+        from moefw_kernels.devices import runs_ahead
 
         transfers = context.shared(self.name, lambda: open_transfers(context.device))
-        allocate = host_memory(pinned=context.device.type == "cuda", words=STATES)
+        allocate = host_memory(pinned=runs_ahead(context.device), words=STATES)
         return OffloadStatesPolicy(transfers, allocate, update=self.update, bucket_bytes=self.bucket_bytes)
 
 

@@ -15,6 +15,7 @@ from moefw.plugins.memory.offload.buffers import UnnamedFiles, host_memory
 from moefw.plugins.memory.offload.span import Span
 from moefw.plugins.memory.offload.streams import Transfers, open_transfers
 from moefw.runtime.memory.host import without_memory
+from moefw_kernels.devices import runs_ahead
 
 Allocate = Callable[[int], Tensor]
 """Allocates n bytes, ``(n,)`` uint8 on the CPU. Raises RunError where there is no room."""
@@ -113,7 +114,6 @@ class Pool:
 
 def open_pool(device: torch.device, folder: str | None) -> Pool:
     """Return a pool for a device: of host memory, or of files in ``folder``. Raises PlanError if it is not writable."""
-    on_gpu = device.type == "cuda"
     if folder is None or without_memory():
-        return Pool(host_memory(pinned=on_gpu), open_transfers(device))
+        return Pool(host_memory(pinned=runs_ahead(device)), open_transfers(device))
     return Pool(UnnamedFiles(Path(folder)), open_transfers(device))

@@ -12,6 +12,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import is_gpu
+
 
 class Transfers(ABC):
     """Copies values off the device and back. An event says when a copy is done; None: it is done."""
@@ -121,4 +123,4 @@ class CudaTransfers(Transfers):
 
 def open_transfers(device: torch.device) -> Transfers:
     """Return the transfers between a device and the host."""
-    return CudaTransfers(device) if device.type == "cuda" else PlainTransfers(device)
+    return CudaTransfers(device) if is_gpu(device) else PlainTransfers(device)

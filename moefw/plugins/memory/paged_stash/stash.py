@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moefw.core.errors import RunError
 from moefw.runtime.memory.host import in_host_memory, without_memory
+from moefw_kernels.devices import is_gpu, runs_ahead
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
 
 ROUNDING: Final = 1e-6
@@ -68,7 +69,7 @@ class CudaOrder(Order):
 
 def open_order(device: torch.device) -> Order:
     """Return the order of a device's streams."""
-    return CudaOrder(device) if device.type == "cuda" else PlainOrder()
+    return CudaOrder(device) if is_gpu(device) else PlainOrder()
 
 
 def num_pages(rows: float, page_rows: int) -> int:
@@ -199,4 +200,4 @@ class Stash:
 
 def open_stash(device: torch.device, *, page_rows: int, spill: bool) -> Stash:
     """Return a stash for tensors of a device."""
-    return Stash(open_order(device), page_rows=page_rows, spill=spill, pinned=device.type == "cuda")
+    return Stash(open_order(device), page_rows=page_rows, spill=spill, pinned=runs_ahead(device))

@@ -39,8 +39,10 @@ class Gpus:
         """Raise PlanError unless the library multiplies these operands on the device."""
         import torch
 
+        from moefw_kernels.devices import is_gpu
+
         wants = f"backend: {self.backend} needs compute capability {' or '.join(self.capabilities)}"
-        if device.type != "cuda":
+        if not is_gpu(device):
             raise moefw.PlanError(f"{wants}; this device is {device}.", FIX)
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))
         if found not in self.capabilities:

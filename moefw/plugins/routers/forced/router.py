@@ -35,12 +35,14 @@ class ForcedRouter(nn.Module, Router):
         if mask_T is not None:
             ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
         weights_TK = logits_TE.gather(1, ids_TK.clamp_min(0)).softmax(-1).masked_fill(ids_TK < 0, 0.0)
-        same = batch.lengths is None and mask_T is None and recorded_TK is None
+        all_kept = mask_T is None and recorded_TK is None
+        same = batch.lengths is None and all_kept
         return Routing(
             expert_ids_TK=ids_TK,
             weights_TK=weights_TK,
             stats={"tokens_per_expert": count_choices(ids_TK, self._num_experts)},
             counts_host=self._counts(choices) if self._known_counts and self.training and same else None,
+            num_rows=choices if all_kept else None,
         )
 
     def _in_turn(self, choices: int, device: torch.device) -> Tensor:

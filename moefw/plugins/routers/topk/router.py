@@ -117,6 +117,7 @@ class TopKRouter(nn.Module, Router):
         if self._limit is not None:
             choices_TK = ids_TK
             ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats, batch)
+        all_kept = absent_TK is None and (choices_TK is None or choices_TK is ids_TK)
         aux_losses: dict[str, Tensor] = {}
         pooled: Pooled = {}
         if self._losses is not None:
@@ -135,6 +136,7 @@ class TopKRouter(nn.Module, Router):
             pooled=pooled if self.training else {},
             choices_TK=choices_TK,
             capacity=capacity,
+            num_rows=ids_TK.numel() if all_kept else None,
         )
 
     def over_layers(self, pooled: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

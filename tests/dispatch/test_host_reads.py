@@ -1,0 +1,82 @@
+"""How often the host waits for the device between the router and combine, in a layer and micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moefw.testing.host_waits import available
+from moefw.testing.layer_case import DISPATCHERS, LayerCase, solve
+from moefw.testing.layer_waits import layer_waits
+from moefw.testing.pool import RankPool
+
+pytestmark = pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
+
+CHOICES: dict[str, dict[str, Any]] = {
+    **DISPATCHERS,
+    "hybridep with a budget": {**DISPATCHERS["hybridep"], "rank_capacity": 2.0, "on_overflow": "rerun"},
+}
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "loop": {"gemm": {"use": "loop"}},
+    "padding": {"masked": True},
+    "aligned": {"row_alignment": 8},
+}
+"""Nothing is dropped or padded; experts need counts on the host; some tokens are padding; groups are padded."""
+RANKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "alone": ((7,), {}),
+    "ep 2": ((7, 5), {"experts": {"ep": 2}}),
+    "two nodes": ((7, 5), {"experts": {"ep": 2}, "ranks_per_node": 1}),
+    "etp 2": ((7, 5), {"experts": {"etp": 2}}),
+}
+ALONE = {
+    #                          plain  loop  padding  aligned
+    "allgather":              (0,     1,    1,       1),
+    "alltoall":               (0,     1,    1,       1),
+    "deepep":                 (0,     1,    1,       1),
+    "hybridep":               (0,     1,    1,       1),
+    "hybridep with a budget": (0,     1,    0,       0),
+}  # fmt: skip
+"""Reads of a rank that is alone: what a part or a shape asks for."""
+TOGETHER = (1, 1, 1, 1)
+"""Reads of one of several ranks: the sizes of what they send each other, and with them all that is asked for."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Ranks of their own: the device stays registered in a process."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def case_of(dispatch: str, ranks: str, layer: str) -> LayerCase:
+    tokens, parallel = RANKS[ranks]
+    settings = dict(LAYERS[layer])
+    parts = {"gemm": settings.pop("gemm", {"use": "grouped"}), "precision": {"use": "bf16"}}
+    parts |= {"dispatch": CHOICES[dispatch], "parallel": parallel}
+    return LayerCase(tokens=tokens, dim=16, parts=parts, shared=True, **settings)
+
+
+def waited(dispatch: str, ranks: str) -> list[tuple[list[str], list[str], list[str]]]:
+    """Return the reads, the uploads and the waits of backward of each layer; outputs are those of a CPU."""
+    found = []
+    for layer in LAYERS:
+        case = case_of(dispatch, ranks, layer)
+        waits = layer_waits(case)
+        torch.testing.assert_close(waits.out_TD, solve(case).out_TD, rtol=0.02, atol=0.02)
+        found.append(tuple([str(wait) for wait in some] for some in (waits.reads, waits.uploads, waits.backward)))
+    return found
+
+
+@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("dispatch", CHOICES)
+def test_the_host_reads_what_it_must_once_and_uploads_nothing(ranks: RankPool, dispatch: str, name: str) -> None:
+    wanted = ALONE[dispatch] if name == "alone" else TOGETHER
+    for found in ranks.run(waited, len(RANKS[name][0]), dispatch, name):
+        for (reads, uploads, backward), layer, count in zip(found, LAYERS, wanted, strict=True):
+            assert len(reads) == count, (layer, reads)
+            assert uploads == backward == [], layer
