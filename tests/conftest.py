@@ -30,10 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "training" not in item.path.parts)
 
 
+def pytest_sessionstart() -> None:
+    """Search for no garbage while tests are collected: modules and tests stay, and the search takes seconds."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Exclude modules and tests, which stay, from garbage collection."""
-    gc.collect()
+    """Exclude what there is by now from garbage collection."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
