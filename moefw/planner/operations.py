@@ -15,13 +15,13 @@ import torch.distributed as dist
 from attrs import Factory, define, evolve
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from moefw.core.contracts import Layout
 from moefw.planner.report import Product, Transfer, Work
 from moefw.recording.collectives import WAIT, collective_of
-from moefw.recording.patches import holds_dtensor
+from moefw.recording.patches import Mode, holds_dtensor
 from moefw.recording.places import Place
 from moefw.recording.recorder import WEIGHTS, Recorder
 from moefw.runtime.parallel.gradients import STAGE
@@ -53,7 +53,7 @@ class _Done:
 
 
 @final
-class Operations(TorchDispatchMode):
+class Operations(Mode):
     """Dispatch mode that notes the operators of a model by layer, region and pass, in forward and backward.
 
     Of two operands in backward that are no weights, a product of the shape of a weight is its gradient.

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.errors import ContractError
 from moefw.recording.collectives import WAIT, Collective, collective_of
-from moefw.recording.patches import holds_dtensor, meshes_with_values
+from moefw.recording.patches import Mode, holds_dtensor, meshes_with_values
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
 """Dtypes of tokens, experts, counts, places and masks. Tensors of other dtypes have no values."""
@@ -53,7 +52,7 @@ def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
 
 
 @final
-class _RealIndices(TorchDispatchMode):
+class _RealIndices(Mode):
     """Dispatch mode that runs operators on indices alone outside of the fake world, with values."""
 
     def __init__(self, fake: FakeTensorMode) -> None:

@@ -12,7 +12,18 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+class Mode(TorchDispatchMode):
+    """Dispatch mode that PyTorch does not wrap to keep ``torch.compile`` out of it.
+
+    The wrapper takes longer than many an operator. What is compiled is compiled while no mode is active.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def holds_dtensor(types: Iterable[type]) -> bool:

@@ -12,12 +12,12 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moefw.recording.collectives import WAIT
-from moefw.recording.patches import holds_dtensor, resizes_told
+from moefw.recording.patches import Mode, holds_dtensor, resizes_told
 from moefw.recording.places import Place, Places
 from moefw.runtime.memory.host import is_host_memory
 
@@ -53,7 +53,7 @@ class Life:
 
 
 @final
-class Recorder(TorchDispatchMode):
+class Recorder(Mode):
     """Dispatch mode that records when and where each storage is allocated and freed.
 
     ``off_device``: bytes of host memory by place. ``now``: the number of changes so far. Whole storages count, without
