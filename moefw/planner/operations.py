@@ -16,7 +16,6 @@ from attrs import Factory, define, evolve
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from moefw.core.contracts import Layout
 from moefw.planner.report import Product, Transfer, Work
@@ -24,6 +23,7 @@ from moefw.recording.collectives import WAIT, collective_of
 from moefw.recording.patches import Mode, holds_dtensor
 from moefw.recording.places import Place
 from moefw.recording.recorder import WEIGHTS, Recorder
+from moefw.recording.tensors import tensors_in
 from moefw.runtime.parallel.gradients import STAGE
 from moefw.runtime.parallel.meshes import COPIES
 
@@ -171,8 +171,7 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if func.name() == _INTO_THE_GATHERED:
         return 2 * sum(map(_nbytes, args[0]))
     written = None if "out" in kwargs else result
-    leaves = tree_leaves((args, kwargs, written))
-    nbytes = sum(_nbytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    nbytes = sum(map(_nbytes, tensors_in((args, kwargs, written))))
     return nbytes - _nbytes(args[0]) + _nbytes(result) if func.overloadpacket in _LOOKUPS else nbytes
 
 

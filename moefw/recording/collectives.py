@@ -58,7 +58,7 @@ class Collectives(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator: a collective by :meth:`launch`, a wait by :meth:`wait`."""
-        if any(issubclass(kind, AsyncCollectiveTensor) for kind in types):
+        if types and any(issubclass(kind, AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # the subclass waits for its tensor first
         if func.namespace not in ("c10d", "_c10d_functional") or func.__name__ in _LOCAL:
             return func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -26,9 +26,9 @@ class Mode(TorchDispatchMode):
         return False
 
 
-def holds_dtensor(types: Iterable[type]) -> bool:
+def holds_dtensor(types: Collection[type]) -> bool:
     """Return whether one of the types is a DTensor, without the second that importing it takes."""
-    tensor = sys.modules.get("torch.distributed.tensor")
+    tensor = sys.modules.get("torch.distributed.tensor") if types else None
     return tensor is not None and any(issubclass(kind, tensor.DTensor) for kind in types)
 
 
