@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from moefw.testing.pool import PRELOADED, RankPool
+from moefw.testing.pool import PRELOADED, RankPool, copies_context
 from triton_process import begin
 
 PRELOADED += ["matplotlib.figure", "moefw.testing.suites.dispatcher", "moefw.testing.suites.memory"]
@@ -75,7 +75,7 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton compiles kernels, started once for all tests."""
-    with ProcessPoolExecutor(1, get_context("spawn"), begin, ("0",)) as process:
+    with ProcessPoolExecutor(1, copies_context(), begin, ("0",)) as process:
         yield process
 
 
