@@ -31,7 +31,7 @@ PRELOADED = ["moefw.training.trainer"]
 def copies_context() -> ForkServerContext:
     """Return the context whose processes are copies of one that has imported ``PRELOADED``."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "moefw.testing.frozen"])
+    context.set_forkserver_preload([*PRELOADED, "moefw.testing.warm"])
     return context
 
 
