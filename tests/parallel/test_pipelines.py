@@ -75,7 +75,18 @@ def measured(tree: Mapping[str, Any]) -> Measured:
 
 
 def done(pool: RankPool, schedule: str | None, *, ep: int = 1, **given: Any) -> tuple[Counter[Any], Counter[Any]]:
-    """Return the products and the transfers of a step of all ranks, in all layers."""
+    """Return the products and the transfers of a step of all ranks, in all layers. One stage is measured once."""
+    key = repr((ep, given))
+    if schedule is not None or key not in _IN_ONE:
+        found = _done(pool, schedule, ep, given)
+        return found if schedule is not None else _IN_ONE.setdefault(key, found)
+    return _IN_ONE[key]
+
+
+_IN_ONE: dict[str, tuple[Counter[Any], Counter[Any]]] = {}
+
+
+def _done(pool: RankPool, schedule: str | None, ep: int, given: Mapping[str, Any]) -> tuple[Counter[Any], Counter[Any]]:
     stages = 1 if schedule is None else 2
     train = {**TRAIN, "tokens_per_step": ep * TRAIN["tokens_per_step"]}
     tree = spec(schedule, train=train, parallel={"pp": stages, "experts": {"ep": ep}}, **given)
