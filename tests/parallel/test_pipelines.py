@@ -99,7 +99,8 @@ def _done(pool: RankPool, schedule: str | None, ep: int, given: Mapping[str, Any
     return products, transfers
 
 
-@pytest.mark.parametrize(("schedule", "memory"), each_value(SCHEDULES, [[], RECOMPUTE]))
+@pytest.mark.parametrize("memory", [RECOMPUTE, *deep([])])
+@pytest.mark.parametrize("schedule", quick(SCHEDULES, "interleaved", "zero-bubble", "dualpipe-v"))
 def test_every_product_is_computed_once_a_micro_batch(
     pool: RankPool, schedule: str, memory: list[dict[str, Any]]
 ) -> None:
