@@ -99,8 +99,17 @@ def _done(pool: RankPool, schedule: str | None, ep: int, given: Mapping[str, Any
     return products, transfers
 
 
-@pytest.mark.parametrize("memory", [RECOMPUTE, *deep([])])
-@pytest.mark.parametrize("schedule", quick(SCHEDULES, "interleaved", "zero-bubble", "dualpipe-v"))
+@pytest.mark.parametrize(
+    ("schedule", "memory"),
+    [
+        *each_value(("interleaved", "zero-bubble", "dualpipe-v"), [RECOMPUTE, []]),
+        *(
+            pytest.param(schedule, memory, marks=pytest.mark.deep)
+            for schedule in ("gpipe", "1f1b", "zbv")
+            for memory in ([], RECOMPUTE)
+        ),
+    ],
+)
 def test_every_product_is_computed_once_a_micro_batch(
     pool: RankPool, schedule: str, memory: list[dict[str, Any]]
 ) -> None:
