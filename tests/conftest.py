@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from moefw.testing.pool import PRELOADED, RankPool
+from moefw.testing.pool import PRELOADED, RankPool, copies_context
 from triton_process import begin
 
 PRELOADED += ["matplotlib.figure", "moefw.testing.suites.dispatcher", "moefw.testing.suites.memory"]
@@ -30,10 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "training" not in item.path.parts)
 
 
+def pytest_sessionstart() -> None:
+    """Search for no garbage while tests are collected: modules and tests stay, and the search takes seconds."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Exclude modules and tests, which stay, from garbage collection."""
-    gc.collect()
+    """Exclude what there is by now from garbage collection."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,7 +75,7 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton compiles kernels, started once for all tests."""
-    with ProcessPoolExecutor(1, get_context("spawn"), begin, ("0",)) as process:
+    with ProcessPoolExecutor(1, copies_context(), begin, ("0",)) as process:
         yield process
 
 

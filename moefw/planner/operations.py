@@ -15,15 +15,15 @@ import torch.distributed as dist
 from attrs import Factory, define, evolve
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moefw.core.contracts import Layout
 from moefw.planner.report import Product, Transfer, Work
 from moefw.recording.collectives import WAIT, collective_of
-from moefw.recording.patches import holds_dtensor
+from moefw.recording.patches import Mode, holds_dtensor
 from moefw.recording.places import Place
 from moefw.recording.recorder import WEIGHTS, Recorder
+from moefw.recording.tensors import tensors_in
 from moefw.runtime.compute.for_step import is_made_for_step
 from moefw.runtime.parallel.gradients import STAGE
 from moefw.runtime.parallel.meshes import COPIES
@@ -54,7 +54,7 @@ class _Done:
 
 
 @final
-class Operations(TorchDispatchMode):
+class Operations(Mode):
     """Dispatch mode that notes the operators of a model by layer, region and pass, in forward and backward.
 
     Of two operands in backward that are no weights, a product of the shape of a weight is its gradient.
@@ -177,8 +177,7 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if func.name() == _INTO_THE_GATHERED:
         return 2 * sum(map(_nbytes, args[0]))
     written = None if "out" in kwargs else result
-    leaves = tree_leaves((args, kwargs, written))
-    nbytes = sum(_nbytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    nbytes = sum(map(_nbytes, tensors_in((args, kwargs, written))))
     return nbytes - _nbytes(args[0]) + _nbytes(result) if func.overloadpacket in _LOOKUPS else nbytes
 
 

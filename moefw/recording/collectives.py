@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moefw.core.errors import ContractError
+from moefw.recording.patches import Mode
 
 
 @frozen(kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class Collective:
     places_in: Callable[[Tensor], Mapping[int, Sequence[Tensor]]] | None = None
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(Mode):
     """Dispatch mode that intercepts every collective of this thread while it is active.
 
     Raises ContractError for an unknown collective of PyTorch. Communication that does not use PyTorch's operators, such
@@ -58,7 +58,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator: a collective by :meth:`launch`, a wait by :meth:`wait`."""
-        if any(issubclass(kind, AsyncCollectiveTensor) for kind in types):
+        if types and any(issubclass(kind, AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # the subclass waits for its tensor first
         if func.namespace not in ("c10d", "_c10d_functional") or func.__name__ in _LOCAL:
             return func(*args, **(kwargs or {}))

@@ -7,16 +7,15 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from moefw.recording.patches import holds_dtensor
+from moefw.recording.patches import Mode, holds_dtensor
 
 _TOPK: Final = torch.ops.aten.topk.default
 _CHOOSING: Final = (_TOPK, torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
 
 
 @final
-class EvenChoice(TorchDispatchMode):
+class EvenChoice(Mode):
     """Dispatch mode that replaces the indices of ``topk`` and ``sort`` of floating-point values. The values stay.
 
     Row t of a ``topk`` of k among n chooses ``(t + i n / k) mod n`` for i below k. So the choices of a row are as far

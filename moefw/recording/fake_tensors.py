@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from moefw.core.errors import ContractError
 from moefw.recording.collectives import WAIT, Collective, collective_of
-from moefw.recording.patches import holds_dtensor, meshes_with_values
+from moefw.recording.patches import Mode, holds_dtensor, meshes_with_values
+from moefw.recording.tensors import tensors_in
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
 """Dtypes of tokens, experts, counts, places and masks. Tensors of other dtypes have no values."""
@@ -53,7 +53,7 @@ def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
 
 
 @final
-class _RealIndices(TorchDispatchMode):
+class _RealIndices(Mode):
     """Dispatch mode that runs operators on indices alone outside of the fake world, with values."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -67,7 +67,7 @@ class _RealIndices(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default or active_fake_mode() is not self.fake:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [*tensors_in((args, kwargs))]
         if not tensors:
             return self._made(func, args, kwargs)
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -128,8 +128,8 @@ def _refuse_writes(func: Any, args: Sequence[Any]) -> None:
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and tensor.dtype in INDICES:
+        for tensor in tensors_in(value):
+            if not isinstance(tensor, FakeTensor) and tensor.dtype in INDICES:
                 what = f"{func} writes values that depend on floating-point numbers into {tensor.dtype} indices."
                 raise ContractError(what, "Measure with tensors that have values.")
 

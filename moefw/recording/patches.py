@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -12,12 +12,23 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
-def holds_dtensor(types: Iterable[type]) -> bool:
+class Mode(TorchDispatchMode):
+    """Dispatch mode that PyTorch does not wrap to keep ``torch.compile`` out of it.
+
+    The wrapper takes longer than many an operator. What is compiled is compiled while no mode is active.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def holds_dtensor(types: Collection[type]) -> bool:
     """Return whether one of the types is a DTensor, without the second that importing it takes."""
-    tensor = sys.modules.get("torch.distributed.tensor")
+    tensor = sys.modules.get("torch.distributed.tensor") if types else None
     return tensor is not None and any(issubclass(kind, tensor.DTensor) for kind in types)
 
 

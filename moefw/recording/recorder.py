@@ -12,13 +12,13 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moefw.recording.collectives import WAIT
-from moefw.recording.patches import holds_dtensor, resizes_told
+from moefw.recording.patches import Mode, holds_dtensor, resizes_told
 from moefw.recording.places import Place, Places
+from moefw.recording.tensors import tensors_in
 from moefw.runtime.compute.for_step import is_made_for_step
 from moefw.runtime.memory.host import is_host_memory
 
@@ -56,7 +56,7 @@ class Life:
 
 
 @final
-class Recorder(TorchDispatchMode):
+class Recorder(Mode):
     """Dispatch mode that records when and where each storage is allocated and freed.
 
     ``off_device``: bytes of host memory by place. ``now``: the number of changes so far. Whole storages count, without
@@ -134,9 +134,8 @@ class Recorder(TorchDispatchMode):
         result = args[0] if waits else func(*args, **kwargs)
         self.operators.add(str(func))
         if active_fake_mode() is self._fake:  # in another one, DTensor computes shapes
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._see(leaf, func, (args, kwargs))
+            for tensor in tensors_in(result):
+                self._see(tensor, func, (args, kwargs))
         return result
 
     def _see(self, tensor: Tensor, func: Any, arguments: Any) -> None:
@@ -160,7 +159,7 @@ class Recorder(TorchDispatchMode):
 
     def _began(self, storage: Storage, tensor: Tensor, func: Any, arguments: Any) -> Life | None:
         name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        sources = [*self.of(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))]
+        sources = [*self.of(tensors_in(arguments))]
         of_weights = bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
         return self._life(storage, name, of_weights=of_weights)
 

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ PRELOADED = ["moefw.training.trainer"]
 """What the process imports once of which all ranks are copies."""
 
 
+def copies_context() -> ForkServerContext:
+    """Return the context whose processes are copies of one that has imported ``PRELOADED``."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "moefw.testing.warm"])
+    return context
+
+
 class _UnconnectedError(Exception):
     """The ranks of a world did not connect, so the job can be repeated."""
 
@@ -36,8 +44,7 @@ class RankPool:
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context = copies_context()
         self._workers: list[tuple[Any, Connection]] = []
         self._store: Any = None
         self._jobs = 0

@@ -23,6 +23,8 @@ _ProcessGroup: Any = dist.ProcessGroup
 MAX_RANKS = 64
 GRACE_S = 5.0
 """Seconds that a failed world waits for its threads to end."""
+TURN_S = 0.2
+"""Seconds after which a rank no longer waits for another one that runs."""
 
 
 class ThreadGroup(_ProcessGroup):  # type: ignore[misc]
@@ -60,6 +62,7 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     answers: list[Any] = [None] * size
 
     def run(rank: int) -> None:
+        meeting.take_turn()
         try:
             with _Met(meeting):
                 answers[rank] = function(ThreadGroup(rank, tuple(range(size))), rank, *args)
@@ -69,6 +72,7 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
             error.add_note(f"(on rank {rank} of a world of {size} threads)")
             meeting.fail(error)
         meeting.leave(rank)
+        meeting.pass_turn()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     cores = torch.get_num_threads()
@@ -88,10 +92,14 @@ class _Ended(BaseException):
 
 
 class _Meeting:
-    """Synchronizes the ranks of a world: each group holds one collective at a time."""
+    """Synchronizes the ranks of a world: each group holds one collective at a time.
+
+    A rank runs until it waits, then another one: ranks that ran at once would wait for Python's lock at every operator.
+    """
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size, self.timeout_s = size, timeout_s
+        self._turn = threading.Semaphore()
         self._changed = threading.Condition()
         self._held: Counter[tuple[int, ...]] = Counter()
         self._calls: dict[tuple[int, ...], dict[int, Collective]] = {}
@@ -99,23 +107,40 @@ class _Meeting:
         self._left: set[int] = set()
         self._failure: BaseException | None = None
 
+    def take_turn(self) -> None:
+        """Wait until no other rank runs, or one has run for long: it may wait for this rank elsewhere."""
+        self._turn.acquire(timeout=TURN_S)
+
+    def pass_turn(self) -> None:
+        """Let another rank run."""
+        self._turn.release()
+
     def meet(self, ranks: tuple[int, ...], rank: int, call: Collective) -> None:
         """Wait until every rank of the group has arrived; the last one copies the data of all."""
         with self._changed:
-            calls = self._calls.setdefault(ranks, {})
-            calls[rank] = call
             number = self._held[ranks]
-            if len(calls) == len(ranks):
-                self._hold(ranks)
+            self._arrive(ranks, rank, call)
+            if self._held[ranks] > number:
                 return
-            self._stuck()
+        self.pass_turn()
+        with self._changed:
             done = self._changed.wait_for(
                 lambda: self._held[ranks] > number or self._failure is not None, self.timeout_s
             )
             if not done:
                 self._miss(f"not in {self.timeout_s:g} s")
-            if self._held[ranks] == number:
-                raise _Ended
+            ended = self._held[ranks] == number
+        self.take_turn()
+        if ended:
+            raise _Ended
+
+    def _arrive(self, ranks: tuple[int, ...], rank: int, call: Collective) -> None:
+        calls = self._calls.setdefault(ranks, {})
+        calls[rank] = call
+        if len(calls) == len(ranks):
+            self._hold(ranks)
+        else:
+            self._stuck()
 
     def _hold(self, ranks: tuple[int, ...]) -> None:
         by_rank = self._calls.pop(ranks)

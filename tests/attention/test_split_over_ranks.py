@@ -45,11 +45,11 @@ def test_trains_as_on_one_rank(pool: RankPool, name: str, parallel: str) -> None
 
 
 def test_latents_take_every_recipe(pool: RankPool) -> None:
+    (plain,) = pool.run(short_run, 1, tree(MLA), 2)
     for recipe in (
         {"use": "bf16"},
         {"use": "fp8-blockwise", "backend": "emulate"},
         {"use": "mxfp8", "backend": "emulate"},
     ):
         (run,) = pool.run(short_run, 1, tree(MLA, precision=recipe), 2)
-        (plain,) = pool.run(short_run, 1, tree(MLA), 2)
         assert run.results[-1].loss == pytest.approx(plain.results[-1].loss, rel=0.02)

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,11 @@ def test_recompute_changes_no_bit(regions: list[str], gemm: str) -> None:
     assert all(torch.equal(kept.state[name], again.state[name]) for name in kept.state)
 
 
+@cache
+def alone_state() -> dict[str, Tensor]:
+    return trained(small(gemm={"use": "grouped"}), 1).state
+
+
 LAYOUTS: Mapping[str, tuple[int, Any]] = {
     "ep 2": (2, {"experts": {"ep": 2}}),
     "ep 2, edp 2": (4, {"experts": {"ep": 2}}),
@@ -246,7 +252,7 @@ def test_no_layout_changes_what_is_remembered(pool: RankPool, layout: str, gemm:
     of the format: by 1/16 in E4M3, by 1/8 in E5M2, more if several values move.
     """
     world, parallel = LAYOUTS[layout]
-    alone = trained(small(gemm={"use": "grouped"}), 1).state
+    alone = alone_state()
     ranks = pool.run(trained, world, small(world, parallel=parallel, gemm={"use": gemm}), 1)
     assert {name for rank in ranks for name in rank.state} == alone.keys()
     for rank, name in itertools.product(ranks, alone):

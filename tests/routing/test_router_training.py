@@ -37,7 +37,7 @@ def run(pool: RankPool, world: int, routing: dict[str, Any], micro_batch: int, r
         "parallel": {"experts": {"ep": world}},
         "memory": [{"use": "recompute", "regions": list(regions)}] if regions else [],
     }
-    return pool.run(short_run, world, tree, 5)[0]
+    return pool.run(short_run, world, tree, 3)[0]
 
 
 @pytest.mark.parametrize("name", TOKENWISE)

@@ -22,10 +22,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from moefw.testing.pool import PRELOADED
+from moefw.testing.pool import copies_context
 from moefw.training import launcher, report
-
-SPAWNER = multiprocessing.get_context("forkserver")
 
 
 class Copy:
@@ -37,8 +35,7 @@ class Copy:
         self.args = [str(word) for word in command]
         self._said = tempfile.TemporaryDirectory()
         given = (self.args, str(cwd or Path.cwd()), dict(os.environ if env is None else env), self._said.name)
-        SPAWNER.set_forkserver_preload(PRELOADED)
-        self._process = SPAWNER.Process(target=_copy, args=given)
+        self._process = copies_context().Process(target=_copy, args=given)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

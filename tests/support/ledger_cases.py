@@ -199,7 +199,6 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
 QUICK = (
     "sharded, layers recomputed",
     "sharded, six layers offloaded, one micro-batch",
-    "sharded, two tokens ahead",
     "loop, delayed scales",
     "once a rank, codes on the wire",
     "once a node, pages",

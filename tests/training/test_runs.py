@@ -246,12 +246,7 @@ def test_training_again_moves_the_earlier_run_aside(tmp_path: Path, text: Path) 
 
 def test_the_ranks_of_torchrun_are_joined(tmp_path: Path, text: Path) -> None:
     path = spec(tmp_path, text, 1)
-    done = subprocess.run(
-        [sys.executable, "-m", *TORCHRUN, "train", str(path), "train.steps=2"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = copies.run(*TORCHRUN, "train", path, "train.steps=2")
     assert done.returncode == 0, done.stderr
     assert "2 ranks (dp=2 edp=2)" in done.stdout
     assert list(losses(tmp_path / "run")) == [1, 2]

@@ -6,6 +6,7 @@ Shapes: legend in :mod:`moefw.core.stages`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -96,14 +97,7 @@ class DispatchCase:
 
     def ids(self, rank: int) -> Tensor:
         """Return a rank's choices, int64 (T, K): different experts for each token, -1 where dropped."""
-        generator = _generator(self.seed, 0 if self.equal else rank, 3)
-        scores = torch.rand(self.tokens[rank], self.num_experts, generator=generator)
-        scores[:, 0] += 2.0 * (self.skew == "one")
-        scores[:, -1] -= 2.0 * (self.skew == "starved")
-        own = self.experts(rank)
-        scores[:, own.start : own.stop] += {"near": 2.0, "far": -2.0}.get(self.skew, 0.0)
-        ids_TK = scores.topk(self.top_k, 1).indices
-        return ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=generator) < self.dropped, -1)
+        return _ids(self, rank).clone()
 
     def weights(self, rank: int) -> Tensor:
         """Return a rank's routing weights, fp32 (T, K): of either sign, and some 0 although the token is sent."""
@@ -137,8 +131,7 @@ class DispatchCase:
 
     def arrivals(self, rank: int) -> list[list[tuple[int, int, int]]]:
         """Return for each of a rank's experts the (source rank, token, choice) of its rows, in order."""
-        chosen = [self.ids(source) for source in range(self.world)]
-        return [list(_rows_of(expert, chosen)) for expert in self.experts(rank)]
+        return _arrivals(self, rank)
 
     def sizes(self, rank: int) -> tuple[int, ...]:
         """Return the sizes of a rank's groups, padding included."""
@@ -154,6 +147,24 @@ class DispatchCase:
     def gains(self, rank: int) -> Tensor:
         """Return the factor of each choice's expert, fp64 (T, K); 0 where dropped."""
         return (self.ids(rank) + 1).double()
+
+
+@lru_cache(1024)
+def _ids(case: DispatchCase, rank: int) -> Tensor:
+    generator = _generator(case.seed, 0 if case.equal else rank, 3)
+    scores = torch.rand(case.tokens[rank], case.num_experts, generator=generator)
+    scores[:, 0] += 2.0 * (case.skew == "one")
+    scores[:, -1] -= 2.0 * (case.skew == "starved")
+    own = case.experts(rank)
+    scores[:, own.start : own.stop] += {"near": 2.0, "far": -2.0}.get(case.skew, 0.0)
+    ids_TK = scores.topk(case.top_k, 1).indices
+    return ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=generator) < case.dropped, -1)
+
+
+@lru_cache(1024)
+def _arrivals(case: DispatchCase, rank: int) -> list[list[tuple[int, int, int]]]:
+    chosen = [_ids(case, source) for source in range(case.world)]
+    return [list(_rows_of(expert, chosen)) for expert in case.experts(rank)]
 
 
 def _rows_of(expert: int, chosen: list[Tensor]) -> Iterator[tuple[int, int, int]]:
