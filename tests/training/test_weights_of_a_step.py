@@ -139,6 +139,16 @@ def test_operands_are_freed_with_the_step_and_follow_the_weights() -> None:
     assert any(not torch.allclose(first[name], grad, rtol=0.1) for name, grad in second.items())
 
 
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    model, batches, _ = opened(precision=RECIPES["bf16"])
+    frozen = {name for name, _ in model.named_parameters() if re.search(r"gate_up|q_proj", name)}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    found, right = in_a_step(model, batches), by_autograd(model, batches)
+    assert not frozen & found.keys()
+    assert_alike(found, right, recipe="bf16")
+
+
 def test_the_weight_of_a_sum_is_not_bf16_where_gradients_add_up() -> None:
     """A gradient of bf16 that is added to itself 300 times would stop growing at 256 times its size."""
     weight, x, recipe = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1, dtype=torch.bfloat16), BF16Recipe()

@@ -83,6 +83,8 @@ class WeightUse:
         ``index``: the position of the weight among the tensors that the Function ``ctx`` was given.
         """
         step = self._step
+        if step is not None and not step.trains:
+            return None
 
         def product() -> Tensor:
             return _product(*operands(), ends_e).to(self._dtype)
@@ -120,6 +122,11 @@ class _StepWeight:
                 self._made[recipe] = recipe.weight_operands(self._parameter.detach(), self._passes)
         made = self._made[recipe][during]
         return made.operand(made.tensors)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the parameter has a gradient."""
+        return self._parameter.requires_grad
 
     @torch.no_grad()
     def add(self, grad: Any, x: Any, ends_e: Tensor | None) -> None:
