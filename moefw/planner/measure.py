@@ -20,7 +20,7 @@ from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPlugin, Plugin, PrecisionPlugin
 from moefw.core.records import Action
 from moefw.planner.layers import unlike_positions
-from moefw.planner.micro_batch import BUFFERS, POOL, MicroBatch
+from moefw.planner.micro_batch import BUFFERS, FP32, POOL, MicroBatch
 from moefw.planner.optimizer_states import measure_states
 from moefw.planner.report import Held, Ledger, Peak, RegionTotals
 from moefw.planner.usage import Usage
@@ -31,7 +31,6 @@ from moefw.recording.recorder import GATHERED, Recorder
 from moefw.runtime.parallel.gradients import Family, Gradients
 from moefw.runtime.pipeline.timeline import most_in_flight
 
-FP32: Final = 4
 INT64: Final = 8
 BOOL: Final = 1
 WEIGHTS: Final = "weights"
@@ -127,12 +126,12 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     flat = max((_flat(family, layout, stored) for family in Gradients(model, layout).families), default=0)
     held = Held(
         parameters=sum(stored.values()),
-        gradients=sum(stored.values()),
+        gradients=batch.main_gradients(),
         optimizer=states.device,
         buffers=buffers,
         batch=count * (4 * INT64 + BOOL if train.masks_documents else 2 * INT64) * tokens + INT64 * train.micro_batch,
         host=states.host,
-        step_passing=max(states.passing, flat),
+        step_passing=max(states.passing, flat) + sum(stored.values()) - batch.main_gradients(),
     )
     return Ledger(
         world=layout.plan.world,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, Final, final
 
 import torch
@@ -31,10 +32,12 @@ from moefw.planner.unconnected import OwnStages, Unconnected
 from moefw.recording.places import Place
 from moefw.recording.recorder import COPIES, GATHERED, PARAMETERS, Life, Recorder
 from moefw.runtime.compute.weights import shared_by_micro_batches
+from moefw.runtime.parallel.gradients import MAIN_GRADIENTS, add_up_in
 from moefw.runtime.pipeline.player import Player
 from moefw.runtime.pipeline.stage import Arrived, ModelStage
 from moefw.runtime.pipeline.transfers import Step
 
+FP32: Final = 4
 BUFFERS: Final = "buffers"
 BATCH: Final = "batch"
 GRADIENTS: Final = "gradients"
@@ -78,8 +81,7 @@ class MicroBatch:
         self.operations.learn_weights(self.model)
         recorder.label(self.model.parameters(), PARAMETERS)
         recorder.label(self.model.buffers(), BUFFERS)
-        if gradients:
-            self._give_gradients()
+        self._begin_gradients(given=gradients)
         self.offloaded: Counter[Place] = Counter()
         self.begin = self.turn = self.end = recorder.now
         """The moments before forward, between forward and backward, and after backward."""
@@ -232,13 +234,21 @@ class MicroBatch:
         self.recorder.label([tensor for tensor in given if tensor is not None], BATCH)
         return batch
 
-    def _give_gradients(self) -> None:
+    def _begin_gradients(self, *, given: bool) -> None:
         in_units = {parameter for unit in self.units for parameter in unit.parameters}
-        for parameter in self.model.parameters():
-            if parameter not in in_units:
-                parameter.grad = torch.zeros_like(parameter)
-        for unit in self.units:
-            unit.grads = torch.empty(unit.elements // unit.shards)
+        whole = [parameter for parameter in self.model.parameters() if parameter not in in_units]
+        add_up_in(MAIN_GRADIENTS[self.assembly.spec.train.main_gradients], whole)
+        if given:
+            for parameter in whole:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            for unit in self.units:
+                unit.grads = torch.empty(unit.elements // unit.shards)
+
+    def main_gradients(self) -> int:
+        """Return the bytes of all gradients before they are summed over ranks."""
+        shards = self.sharding.shards if self.sharding else {}
+        sizes = {True: FP32, False: MAIN_GRADIENTS[self.assembly.spec.train.main_gradients].itemsize}
+        return sum(prod(self.stored(one)) * sizes[one in shards or one.dim() < 2] for one in self.model.parameters())
 
 
 def as_trained(batch: Batch, train: TrainSpec) -> Batch:

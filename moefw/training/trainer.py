@@ -81,6 +81,7 @@ class Trainer:
             clip_norm=spec.clip_norm,
             on_bad_step=spec.on_bad_step,
             keep_routes=spec.record_routes,
+            main_gradients=spec.main_gradients,
         )
         self.spikes = LossSpikes(spec.loss_spike)
         self.guard = PluginGuard(assembly, session.layout.rank)

@@ -185,6 +185,14 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         },
         4,
     ),
+    "gradients in bf16": (
+        {
+            **ONCE_A_RANK,
+            "train": {**TRAIN, "main_gradients": "bf16"},
+            "parallel": {"experts": {"ep": 4, "shard": "all"}},
+        },
+        4,
+    ),
     "choices dropped": ({**ONCE_A_RANK, "train": BRIEF, "routing": {"use": "topk", "capacity": {"factor": 0.5}}}, 4),
     "a third party's dispatcher and memory policy": (
         {
@@ -205,6 +213,7 @@ QUICK = (
     "in parts, groups filled",
     "quantiles, jitter, coupled",
     "packs of documents that ranks share",
+    "gradients in bf16",
     "a third party's dispatcher and memory policy",
 )
 """Specs that together have every dispatcher, GEMM and layout, and every way of memory policies."""

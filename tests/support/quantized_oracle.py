@@ -135,13 +135,14 @@ def expert(
     more = -count % form.rows
     into, out_of = (Draws(np.pad(keys_R, (0, more)), f"layers.0.moe.experts.{name}") for name in ("gate_up", "down"))
     x_RD, grad_RD, w = F.pad(x_RD, (0, 0, 0, more)), F.pad(grad_RD, (0, 0, 0, more)), F.pad(w_R, (0, more))
-    both, w = torch.cat([gate, up]), w.unsqueeze(1).to(x_RD.dtype)
+    both, w = torch.cat([gate, up]), w.unsqueeze(1)
     g, u = product(x_RD, both, form).chunk(2, dim=1)
     s, sigmoid = F.silu(g), g.sigmoid()
-    a = s * u * w
+    a = (s * u * w).to(x_RD.dtype)
     grad_a, grad_down = product_backward(grad_RD, a, down, form, out_of)
     grad_g, grad_u = grad_a * w * u * sigmoid * (1 + g * (1 - sigmoid)), grad_a * w * s
-    grad_x, grad_both = product_backward(torch.cat([grad_g, grad_u], 1), x_RD, both, form, into)
+    grad_both = torch.cat([grad_g, grad_u], 1).to(x_RD.dtype)
+    grad_x, grad_both = product_backward(grad_both, x_RD, both, form, into)
     grad_w = (grad_a.float() * s.float() * u.float()).sum(1)
     out = product(a, down, form)
     return Experts(out[:count], grad_x[:count], grad_w[:count], *grad_both.chunk(2), grad_down)

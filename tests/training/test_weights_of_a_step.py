@@ -20,7 +20,7 @@ from moefw.runtime.compute.product import linear
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
-from moefw.training.engine import evaluate
+from moefw.training.engine import Engine, evaluate
 from moefw.training.micro_batches import in_order
 from pairwise import each_value
 
@@ -174,3 +174,33 @@ def sharded_gradients() -> bool:
 
 def test_weights_that_fsdp_gathers_are_left_to_it(pool: RankPool) -> None:
     assert pool.run(sharded_gradients, 2) == [False, False]
+
+
+def engine_of(main_gradients: str) -> tuple[Any, Engine, list[Batch]]:
+    model, batches, layout = opened(precision=RECIPES["bf16"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, Engine(model, optimizer, layout, clip_norm=None, main_gradients=main_gradients), batches
+
+
+def test_main_gradients_in_bf16_are_fp32_for_the_optimizer_and_nearly_those_of_fp32() -> None:
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        model, engine, batches = engine_of(dtype)
+        held, run = set[tuple[bool, torch.dtype]](), engine.run
+
+        def noting(batches: Any, clock: Any, run: Any = run, model: Any = model, held: Any = held) -> Any:
+            tally = run(batches, clock)
+            held |= {(one.dim() > 1, one.grad.dtype) for one in model.parameters() if one.grad is not None}
+            return tally
+
+        engine.run = noting
+        before = {name: one.detach().clone() for name, one in model.named_parameters()}
+        for _ in range(2):
+            engine.step(batches, 1e-3, lambda section: nullcontext())
+        matrices = torch.bfloat16 if dtype == "bf16" else torch.float32
+        assert held == {(True, matrices), (False, torch.float32)}
+        assert {one.grad.dtype for one in model.parameters()} == {torch.float32}
+        found[dtype] = {name: one.detach() - before[name] for name, one in model.named_parameters()}
+    for name, moved in found["fp32"].items():
+        assert (found["bf16"][name] - moved).norm() <= 0.02 * moved.norm(), name
+    assert any(not torch.equal(found["bf16"][name], moved) for name, moved in found["fp32"].items())

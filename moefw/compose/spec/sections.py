@@ -65,6 +65,8 @@ class TrainSpec:
     ``weights``: a Hugging Face folder to start from (null: from random weights); ``model.preset`` may be the same one.
     ``record_routes``: write each token's experts into ``routes`` in the run's folder. ``replay_routes``: such a folder,
     whose experts are taken in place of the router's choices, for the same tokens (null: the router chooses).
+    ``main_gradients``: the dtype in which micro-batches add up the gradients of matrices that FSDP does not shard; they
+    are fp32 when they are summed over ranks, and for the optimizer.
     ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues with a warning.
     ``on_bad_step``: the reaction to a step whose loss or gradient is not finite. ``loss_spike``: warn if a loss exceeds
     this multiple of the mean of recent losses (null: never). In the metrics, ``skipped_steps``, ``rerun_steps`` and
@@ -84,6 +86,7 @@ class TrainSpec:
     optimizer: Choice = chosen("moefw_optimizers")
     schedule: Choice = chosen("moefw_schedules")
     clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))  # type: ignore[arg-type]
+    main_gradients: Literal["fp32", "bf16"] = "fp32"
     eval_every: int = field(default=0, validator=ge(0))
     eval_tokens: int = field(default=262144, validator=ge(1))
     checkpoint_every: int = field(default=0, validator=ge(0))

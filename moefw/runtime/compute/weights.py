@@ -128,16 +128,21 @@ class _StepWeight:
         """Whether the parameter has a gradient."""
         return self._parameter.requires_grad
 
+    @property
+    def _grad_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._parameter.grad_dtype or self._parameter.dtype
+        return dtype
+
     @torch.no_grad()
     def add(self, grad: Any, x: Any, ends_e: Tensor | None) -> None:
         """Add ``grad^T x`` to the parameter's gradient."""
         main, fresh = self._parameter.grad, self._parameter.grad is None
         if isinstance(grad, Tensor) and adds_in_place(grad):
             if main is None:
-                main = self._parameter.grad = torch.empty_like(self._parameter)
+                main = self._parameter.grad = torch.empty_like(self._parameter, dtype=self._grad_dtype)
             add_wgrad(main, grad, x, ends_e, fresh=fresh)
         elif main is None:
-            self._parameter.grad = _product(grad, x, ends_e).to(self._parameter.dtype)
+            self._parameter.grad = _product(grad, x, ends_e).to(self._grad_dtype)
         else:
             main.add_(_product(grad, x, ends_e))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ from moefw.core.contracts import Layout
 from moefw.core.records import Canonical, Side
 from moefw.runtime.naming import by_parameter, expert_parameters
 from moefw.runtime.parallel.meshes import COPIES
-from moefw.runtime.parallel.pieces import local
+from moefw.runtime.parallel.pieces import is_shared_out, local
 
+MAIN_GRADIENTS: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Dtypes in which the gradients of micro-batches may be added up, by the value of ``train.main_gradients``."""
 STAGE = ("dp", "cp", "tp")
 """The axes of all ranks that have the same layers."""
 
@@ -33,11 +36,18 @@ class Family:
     holders: tuple[int, ...] = ()
 
 
-class Gradients:
-    """The gradients of a model on this rank."""
+def add_up_in(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
+    """Let the gradients of matrices that ranks do not shard be added up in ``dtype``. They have none yet."""
+    for parameter in parameters:
+        if parameter.dim() > 1 and not is_shared_out(parameter):
+            parameter.grad_dtype = dtype
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self.layout = layout
+
+class Gradients:
+    """The gradients of a model on this rank, which micro-batches add up in ``dtype``: see :func:`add_up_in`."""
+
+    def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
+        self.layout, self._dtype = layout, dtype
         held: dict[tuple[Side, str | None, tuple[int, ...]], list[nn.Parameter]] = {}
         experts = expert_parameters(model)
         for parameter, pieces in by_parameter(model):
@@ -52,10 +62,16 @@ class Gradients:
         copies = self.layout.size(*axes) // shared_by * max(1, len(holders))
         return Family(parameters, tuple(a for a in axes if a not in done), copies, holders)
 
+    def begin(self) -> None:
+        """Begin a step without gradients."""
+        for family in self.families:
+            add_up_in(self._dtype, family.parameters)
+
     def add_up(self) -> None:
-        """Sum each parameter's gradient over its copies. A parameter without a gradient counts as zero."""
+        """Sum each parameter's gradient over its copies, in fp32. A parameter without a gradient counts as zero."""
         for family in self.families:
             for parameter in family.parameters:
+                _widen(parameter)
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             group = self.layout.group(*family.summed_over)
@@ -81,6 +97,14 @@ class Gradients:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0).float()
         for family in self.families:
             torch._foreach_mul_(_local(family.parameters), factor)
+
+
+def _widen(parameter: nn.Parameter) -> None:
+    """Give a gradient the dtype of its parameter."""
+    if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
+        grad, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = parameter.dtype
+        parameter.grad = grad.to(parameter.dtype)
 
 
 def split_axis(pieces: Sequence[Canonical]) -> str | None:
