@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 PACKAGES = (
+    "counting_sort",
     "empty_groups",
     "grouped_gemm",
     "hadamard",
