@@ -75,7 +75,7 @@ FP8 = "precision={use: fp8-blockwise, backend: torch}"
 OFFLOAD = "memory=[{use: offload, regions: [experts, attention], min_bytes: 1}]"
 PARTS: Mapping[str, Part] = {
     "kernels": kernels(
-        *("quantize_kernels", "swiglu_kernels", "paged_copy", "swizzle", "gather_sum", "empty_groups"),
+        *("quantize_kernels", "swiglu_kernels", "paged_copy", "swizzle", "gather_sum", "empty_groups", "counting_sort"),
         some="tile_has_the_order or free_list",
     ),
     "products": kernels("grouped_gemm", "fused_quantize", some="cannot_be_multiplied"),

@@ -23,7 +23,7 @@ from moefw.core.stages import Batch
 from moefw.plugins.gemm.grouped.experts import _In, _Out
 from moefw.runtime.compute.casts import FP32Recipe
 from moefw.testing.layer_case import LayerCase, build_layer
-from moefw_kernels.permute import Groups, gather, gather_sum, sort_choices
+from moefw_kernels.permute import Groups, gather, gather_sum, sort_slots
 from moefw_kernels.routing import chosen
 
 TOKENS, EXPERTS, TOP_K = 64, 16, 4
@@ -114,8 +114,8 @@ class Inline(nn.Module):
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         flat = ids_TK.flatten() + 1
         torch.zeros(EXPERTS + 1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))[1:]
-        found = sort_choices(ids_TK, EXPERTS)
-        slots, groups = found.slots(ids_TK.numel()), Groups.in_order(found.counts)
+        slots = sort_slots(ids_TK, EXPERTS, num_rows=ids_TK.numel())
+        groups = Groups.in_order(slots.counts)
         weights_R = weights_TK.flatten().index_select(0, slots.slot_R)
         about = (groups.offsets_e, None, groups.sizes)
         h_RH = _In.apply(RECIPE, gather(x_TD, slots.rows), *about, self.gate_up)

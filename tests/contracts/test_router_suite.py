@@ -39,6 +39,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (routers.DividesByNoTokens, "no_tokens_and_one_token", "'z_loss'] is not finite"),
     (routers.CrowdsTheCrowded, "updates_do_not_make", "Is the sign of the update right?"),
     (routers.WeighsWithTheBias, "state_changes_no_weight", "the weights of the same choices depend on bias"),
+    (routers.CountsMaskedRows, "statistics_count_every_choice", "choices are not -1"),
     (routers.LeansOnTheRank, "a_model_trains_on_two_ranks", "two ranks do not train like one"),
 ]
 AUX = {"kind": "aux_loss", "coeff": 0.1}

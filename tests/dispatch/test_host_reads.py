@@ -80,3 +80,25 @@ def test_the_host_reads_what_it_must_once_and_uploads_nothing(ranks: RankPool, d
         for (reads, uploads, backward), layer, count in zip(found, LAYERS, wanted, strict=True):
             assert len(reads) == count, (layer, reads)
             assert uploads == backward == [], layer
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "forced": {"use": "forced"},
+    "bias": {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias", "rate": 0.01}]},
+    "losses": {"use": "topk", "balance": [{"kind": "aux_loss", "coeff": 0.01}, {"kind": "z_loss", "coeff": 0.01}]},
+    "quantile": {"use": "topk", "balance": [{"kind": "quantile", "ema": 0.9}], "jitter": 0.01},
+    "groups": {"use": "topk", "score": "sigmoid", "groups": {"count": 2, "keep": 1}},
+}
+
+
+def routed() -> list[list[str]]:
+    """Return the waits of a layer on one rank, for each router."""
+    cases = [
+        LayerCase(tokens=(7,), dim=16, parts={"routing": one, "precision": {"use": "bf16"}}) for one in ROUTERS.values()
+    ]
+    found = [layer_waits(case) for case in cases]
+    return [[str(wait) for wait in (*one.reads, *one.uploads, *one.backward)] for one in found]
+
+
+def test_a_router_makes_nobody_wait(ranks: RankPool) -> None:
+    assert dict(zip(ROUTERS, ranks.run(routed, 1)[0], strict=True)) == {name: [] for name in ROUTERS}

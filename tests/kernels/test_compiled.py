@@ -35,14 +35,15 @@ class Case:
     """A launch, and what of its code is not as everywhere.
 
     ``narrow``: the most loads and stores of less than 16 bytes, of what is one number of a row, block or group, or of
-    what does not lie side by side. ``has``: instructions in the PTX. ``product``: it uses tensor cores. ``deep``: its code
-    nearly equals another's.
+    what does not lie side by side. ``has``: instructions in the PTX. ``product``: it uses tensor cores. ``counts``: it adds
+    integers in shared memory by atomics, whose order does not matter. ``deep``: its code nearly equals another's.
     """
 
     launch: Callable[[], Any]
     narrow: tuple[int, int] = (0, 1)
     has: tuple[str, ...] = ()
     product: bool = False
+    counts: bool = False
     deep: bool = False
 
 
@@ -118,6 +119,9 @@ def others() -> dict[str, Case]:
         "swizzle rows": Case(partial(call, "swizzle", "swizzle", BYTES, ENDS, -2), (6, 1)),
         "swizzle columns": Case(partial(call, "swizzle", "swizzle", BYTES, ENDS, -1), (6, 1)),
     }
+    for experts in (128, 1024):
+        sort = partial(call, "counting_sort", "counting_sort", none(131072, dtype=torch.int64), experts)
+        cases[f"counting sort {experts}"] = Case(sort, (4, 1), counts=True, deep=experts > 128)
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
         near, rows, deep = none(1024, 64, 2048, dtype=dtype), none(16384, 2048, dtype=dtype), dtype.itemsize > 1
         pages = Pages(near, near, INDEX[:2048], none(2, 2, dtype=torch.int64))
@@ -193,7 +197,8 @@ def hold(case: Case, code: Compiled, capability: int) -> None:
     assert code.narrow("LDG", "LDGSTS") <= loads, "loads of 16 bytes are possible"
     assert code.narrow("STG") <= stores, "stores of 16 bytes are possible"
     exp = "ex2.approx.ftz.f32"
-    assert not re.search(r"\.approx|div\.full|\batom|\bred\.", code.ptx.replace(exp, ""))
+    ptx = code.ptx.replace("atom.shared.add.u32", "") if case.counts else code.ptx
+    assert not re.search(r"\.approx|div\.full|\batom|\bred\.", ptx.replace(exp, ""))
     assert exp in code.ptx or ".ftz" not in code.ptx
     assert not re.search(r"\b(add|sub|mul|fma)[\w.]*(?<!f32)\.bf16", code.ptx), (
         "products of bf16 numbers are fp32, then rounded"

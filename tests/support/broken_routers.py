@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -389,3 +390,15 @@ class _LeansOnTheRank(PlainRouter):
 class LeansOnTheRank(Plain):
     name: ClassVar[str] = "leans-on-the-rank"
     runtime = _LeansOnTheRank
+
+
+class _CountsMaskedRows(PlainRouter):
+    def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
+        routing = super().forward(x_TD, batch)
+        return replace(routing, num_rows=routing.expert_ids_TK.numel())
+
+
+@frozen
+class CountsMaskedRows(Plain):
+    name: ClassVar[str] = "counts-masked-rows"
+    runtime = _CountsMaskedRows

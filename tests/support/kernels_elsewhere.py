@@ -17,6 +17,7 @@ from torch import Tensor
 
 PACKAGES = (
     "add_wgrad",
+    "counting_sort",
     "empty_groups",
     "grouped_gemm",
     "hadamard",

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefw_kernels.counting_sort import counting_sort
+from moefw_kernels.counting_sort.reference import keys_of
 from moefw_kernels.devices import on_host
-from moefw_kernels.permute.groups import count_keys, keys_of, padded, put, shifts, spans
+from moefw_kernels.permute.groups import padded, put, shifts, spans
 from moefw_kernels.permute.rows import RowMap, clear, gather, gather_sum, row_map
 
 
@@ -74,14 +76,11 @@ def arrange(
     with a budget, nor with ``num_rows``, the sum of the counts, if there is no padding.
     """
     arrived: tuple[int, int] = (expert_NK.shape[0], expert_NK.shape[1])
-    keys = experts = keys_of(expert_NK, num_experts)
-    if source_N is not None and len(keys):
-        keys = experts * (source_N.max() + 1) + source_N.repeat_interleave(arrived[1])
-    slots, found = keys.argsort(stable=True), count_keys(experts, num_experts)
+    slots, found = _sorted(expert_NK, num_experts, source_N)
     is_plain, reads = alignment == 1 and not capacity and budget is None, counts is None
     if counts is None and not counts_on_host:
         if budget is not None:
-            return _within_budget(slots, experts, found, alignment, capacity, budget, arrived)
+            return _within_budget(slots, expert_NK, found, alignment, capacity, budget, arrived)
         reads = not is_plain or num_rows is None
     if reads:
         (counts,) = on_host(found)
@@ -92,6 +91,15 @@ def arrange(
     slots = slots[: num_rows if sizes is None else sum(sizes)].int()
     rows, slot_R = _row_map(slots, None, None, arrived)
     return Arrival(rows, slot_R, sizes, found.int(), found.cumsum(0, dtype=torch.int32), left_out=found.new_zeros(()))
+
+
+def _sorted(expert_NK: Tensor, num_experts: int, source_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the slots in order (expert, source, n, k), and the counts."""
+    if source_N is None or not expert_NK.numel():
+        return counting_sort(expert_NK.flatten(), num_experts)
+    by_source_N, k = source_N.argsort(stable=True), expert_NK.shape[1]
+    order, found = counting_sort(expert_NK.index_select(0, by_source_N).flatten(), num_experts)
+    return by_source_N.index_select(0, order // k) * k + order % k, found
 
 
 def _in_groups(
@@ -123,7 +131,7 @@ def _in_groups(
         sizes=tuple(size_e.tolist()),
         counts_e=counts_e,
         offsets_e=offsets_e,
-        left_out=slots.new_full((), wanted - num_rows),
+        left_out=torch.full((), wanted - num_rows, device=slots.device),
         tail=0 if budget is None else budget - total,
     )
 
@@ -147,7 +155,7 @@ def _row_map(
 
 def _within_budget(
     slots: Tensor,
-    experts: Tensor,
+    expert_NK: Tensor,
     count_e: Tensor,
     alignment: int,
     capacity: int,
@@ -162,7 +170,8 @@ def _within_budget(
     begin_e, first_e = size_e.cumsum(0) - size_e, count_e.cumsum(0) - count_e
     room_e = (budget - begin_e).clamp_min(0)
     kept_e = torch.minimum(count_e, room_e)
-    expert_N, number_N = experts[slots], torch.arange(len(slots), device=slots.device)
+    expert_N = keys_of(expert_NK.flatten(), len(count_e))[slots]
+    number_N = torch.arange(len(slots), device=slots.device)
     nowhere = (0, 1)  # an entry for choices without an expert
     fits_N = number_N < F.pad(first_e + kept_e, nowhere)[expert_N]
     place_N = number_N + F.pad(begin_e - first_e, nowhere)[expert_N]

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moefw_kernels.counting_sort import counting_sort
+from moefw_kernels.counting_sort.reference import count, keys_of
 from moefw_kernels.devices import on_device, on_host, runs_ahead
 from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map
 
@@ -120,7 +122,7 @@ class Slots:
 class Sorted:
     """Choices of tokens in order (expert, token, k), before the host knows how many there are.
 
-    ``order_N`` int64: ``slot = token * K + k``, choices without an expert last. ``counts`` (num_experts) int64.
+    ``order_N``: ``slot = token * K + k``, choices without an expert last. ``counts`` (num_experts) int64.
     """
 
     order_N: Tensor
@@ -141,25 +143,12 @@ class Sorted:
 
 def count_ids(expert_TK: Tensor, num_experts: int) -> Tensor:
     """Return how often each expert is chosen, (num_experts) int64. Ids outside 0..num_experts-1 are not counted."""
-    return count_keys(keys_of(expert_TK, num_experts), num_experts)
+    return count(keys_of(expert_TK.flatten(), num_experts), num_experts)
 
 
 def sort_choices(expert_TK: Tensor, num_experts: int) -> Sorted:
     """Return the choices in order, and their numbers. Ids outside 0..num_experts-1 get no row."""
-    keys = keys_of(expert_TK, num_experts)
-    return Sorted(keys.argsort(stable=True), count_keys(keys, num_experts), *expert_TK.shape)
-
-
-def keys_of(expert_TK: Tensor, num_experts: int) -> Tensor:
-    """Return the flattened ids; ``num_experts`` stands for those outside 0..num_experts-1."""
-    flat = expert_TK.flatten()
-    return torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-
-
-def count_keys(keys: Tensor, num_experts: int) -> Tensor:
-    """Return how often each id occurs, (num_experts) int64."""
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys.device)
-    return counts.scatter_add_(0, keys, torch.ones_like(keys))[:num_experts]
+    return Sorted(*counting_sort(expert_TK.flatten(), num_experts), *expert_TK.shape)
 
 
 def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = None) -> Slots:

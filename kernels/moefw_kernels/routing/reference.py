@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefw_kernels.counting_sort import counting_sort
+
 
 def chosen(values_TE: Tensor, ids_TK: Tensor) -> Tensor:
     """Return ``values_TE.gather(1, ids_TK)``; saves only the ids for backward."""
@@ -30,16 +32,14 @@ def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tens
     largest values, ties in that order.
     """
     flat = ids_TK.flatten()
-    keys = torch.where(flat >= 0, flat, num_experts)
     if by is None:
-        order = keys.argsort(stable=True)
+        order, counts = counting_sort(flat, num_experts)
     else:
         best = by.flatten().argsort(descending=True, stable=True)
-        order = best[keys[best].argsort(stable=True)]
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
-    counts = counts.scatter_add_(0, keys, torch.ones_like(keys))
+        order, counts = counting_sort(flat[best], num_experts)
+        order = best[order]
     first = counts.cumsum(0) - counts
-    place = torch.arange(len(order), device=flat.device) - first[keys[order]]
+    place = torch.arange(len(order), device=flat.device) - first[flat[order].clamp_min(0)]
     kept = torch.empty_like(flat, dtype=torch.bool)
     kept[order] = place < capacity
     return (kept & (flat >= 0)).view_as(ids_TK)

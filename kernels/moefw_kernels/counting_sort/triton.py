@@ -1,0 +1,94 @@
+"""The sort in three Triton kernels: count the ids of each chunk, add up the counts of earlier chunks, place the ids.
+
+A place is the number of smaller ids, plus that of equal ids in earlier chunks, plus that of equal ids ahead in the
+chunk, which are found by comparing all pairs. No atomics decide an order.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK: Final = 512
+"""Ids that are counted together: a row of counts."""
+BLOCK, WIDTH = 128, 32
+"""Ids that a program places, and ids or experts that it compares them with at once."""
+ROWS, COLUMNS = 128, 16
+"""Chunks and experts that a program adds up at once."""
+
+
+@triton.jit
+def _key(experts, place, length, num_experts):
+    """Load ids; those outside of the range, which come last, become ``num_experts``."""
+    expert = tl.load(experts + place, mask=place < length, other=-1)
+    return tl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(tl.int32)
+
+
+@triton.jit
+def _count_kernel(experts, counts, length, num_experts, stride, CHUNK: tl.constexpr, BINS: tl.constexpr):
+    """Count the ids of a chunk. Places past the end count as ids outside of the range, of which there is no base."""
+    chunk = tl.program_id(0).to(tl.int64)
+    key = _key(experts, chunk * CHUNK + tl.arange(0, CHUNK), length, num_experts)
+    number = tl.arange(0, BINS)
+    found = tl.histogram(key, BINS)
+    tl.store(counts + chunk * stride + number, found, mask=number < stride)
+
+
+@triton.jit
+def _add_up_kernel(counts, totals, chunks, num_experts, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Replace the counts of some experts by those of all earlier chunks, and store the totals."""
+    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.int32)
+    for start in range(0, chunks, ROWS):
+        chunk = (start + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        at = counts + chunk * stride + expert[None, :]
+        found = tl.load(at, mask=chunk < chunks, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(found, 0) - found, mask=chunk < chunks)
+        total += tl.sum(found, 0)
+    tl.store(totals + expert, total.to(tl.int64), mask=expert < num_experts)
+
+
+@triton.jit
+def _place_kernel(
+    experts, earlier, totals, order, length, num_experts, stride,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store each id's number at its place."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    number = first + tl.arange(0, BLOCK)
+    key = _key(experts, number, length, num_experts)
+    chunk = first // CHUNK
+    place = tl.load(earlier + chunk * stride + key)
+    for start in range(0, num_experts, WIDTH):
+        expert = start + tl.arange(0, WIDTH)
+        total = tl.load(totals + expert, mask=expert < num_experts, other=0).to(tl.int32)
+        place += tl.sum(tl.where(expert[None, :] < key[:, None], total[None, :], 0), 1)
+    for start in range(chunk * CHUNK, first + BLOCK, WIDTH):
+        other = start + tl.arange(0, WIDTH)
+        same = _key(experts, other, length, num_experts)[None, :] == key[:, None]
+        place += tl.sum((same & (other[None, :] < number[:, None])).to(tl.int32), 1)
+    tl.store(order + place, number.to(tl.int32), mask=number < length)
+
+
+def counting_sort(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Implement ``reference.counting_sort``; the places are int32."""
+    length, expert_N = len(expert_N), expert_N.contiguous()
+    chunks, stride = triton.cdiv(length, CHUNK), triton.cdiv(num_experts + 1, COLUMNS) * COLUMNS
+    order = torch.empty(length, dtype=torch.int32, device=expert_N.device)
+    counts = torch.empty(chunks, stride, dtype=torch.int32, device=expert_N.device)
+    totals = torch.empty(num_experts, dtype=torch.int64, device=expert_N.device)
+    if length:
+        bins = triton.next_power_of_2(stride)
+        _count_kernel[(chunks,)](expert_N, counts, length, num_experts, stride, CHUNK, bins)
+    _add_up_kernel[(stride // COLUMNS,)](counts, totals, chunks, num_experts, stride, ROWS, COLUMNS)
+    if length:
+        _place_kernel[(triton.cdiv(length, BLOCK),)](
+            expert_N, counts, totals, order, length, num_experts, stride, CHUNK, BLOCK, WIDTH
+        )
+    return order, totals
