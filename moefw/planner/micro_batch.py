@@ -32,7 +32,7 @@ from moefw.planner.unconnected import OwnStages, Unconnected
 from moefw.recording.places import Place
 from moefw.recording.recorder import COPIES, GATHERED, PARAMETERS, Life, Recorder
 from moefw.runtime.compute.weights import shared_by_micro_batches
-from moefw.runtime.parallel.gradients import MAIN_GRADIENTS, add_up_in
+from moefw.runtime.parallel.gradients import add_up_in
 from moefw.runtime.pipeline.player import Player
 from moefw.runtime.pipeline.stage import Arrived, ModelStage
 from moefw.runtime.pipeline.transfers import Step
@@ -237,17 +237,22 @@ class MicroBatch:
     def _begin_gradients(self, *, given: bool) -> None:
         in_units = {parameter for unit in self.units for parameter in unit.parameters}
         whole = [parameter for parameter in self.model.parameters() if parameter not in in_units]
-        add_up_in(MAIN_GRADIENTS[self.assembly.spec.train.main_gradients], whole)
+        add_up_in(self._main_dtype, whole)
         if given:
             for parameter in whole:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             for unit in self.units:
                 unit.grads = torch.empty(unit.elements // unit.shards)
 
+    @property
+    def _main_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.assembly.spec.train.main_gradients)
+        return dtype
+
     def main_gradients(self) -> int:
         """Return the bytes of all gradients before they are summed over ranks."""
         shards = self.sharding.shards if self.sharding else {}
-        sizes = {True: FP32, False: MAIN_GRADIENTS[self.assembly.spec.train.main_gradients].itemsize}
+        sizes = {True: FP32, False: self._main_dtype.itemsize}
         return sum(prod(self.stored(one)) * sizes[one in shards or one.dim() < 2] for one in self.model.parameters())
 
 

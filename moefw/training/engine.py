@@ -15,7 +15,7 @@ from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
 from moefw.runtime.layer import MoELayer
-from moefw.runtime.parallel.gradients import MAIN_GRADIENTS, Gradients
+from moefw.runtime.parallel.gradients import Gradients
 from moefw.training.attempt import Attempt, Tally
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.faults.stamps import stamp
@@ -62,11 +62,11 @@ class Engine:
         on_bad_step: Policy = "stop",
         keep_routes: bool = False,
         run: Run | None = None,
-        main_gradients: str = "fp32",
+        main_gradients: str = "float32",
     ) -> None:
         self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
         self.run = run or run_of(model, keep_routes=keep_routes)
-        self.gradients = Gradients(model, layout, MAIN_GRADIENTS[main_gradients])
+        self.gradients = Gradients(model, layout, getattr(torch, main_gradients))
         self.meters = Meters(model, layout)
         self.routers: dict[int, Any] = {
             layer.number: layer.router for layer in model.modules() if isinstance(layer, MoELayer)

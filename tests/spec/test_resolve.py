@@ -277,7 +277,7 @@ class TestResolvedSpec:
         base = resolved("{}")
         others = {
             "train.weights": "folder",
-            "train.main_gradients": "bf16",
+            "train.main_gradients": "bfloat16",
             "train.replay_routes": "folder",
             "model.dense_layers": None,
             "model.pad_id": 3,

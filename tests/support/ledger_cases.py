@@ -188,7 +188,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "gradients in bf16": (
         {
             **ONCE_A_RANK,
-            "train": {**TRAIN, "main_gradients": "bf16"},
+            "train": {**TRAIN, "main_gradients": "bfloat16"},
             "parallel": {"experts": {"ep": 4, "shard": "all"}},
         },
         4,

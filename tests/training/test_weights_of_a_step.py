@@ -184,7 +184,7 @@ def engine_of(main_gradients: str) -> tuple[Any, Engine, list[Batch]]:
 
 def test_main_gradients_in_bf16_are_fp32_for_the_optimizer_and_nearly_those_of_fp32() -> None:
     found = {}
-    for dtype in ("fp32", "bf16"):
+    for dtype in ("float32", "bfloat16"):
         model, engine, batches = engine_of(dtype)
         held, run = set[tuple[bool, torch.dtype]](), engine.run
 
@@ -197,10 +197,10 @@ def test_main_gradients_in_bf16_are_fp32_for_the_optimizer_and_nearly_those_of_f
         before = {name: one.detach().clone() for name, one in model.named_parameters()}
         for _ in range(2):
             engine.step(batches, 1e-3, lambda section: nullcontext())
-        matrices = torch.bfloat16 if dtype == "bf16" else torch.float32
+        matrices = getattr(torch, dtype)
         assert held == {(True, matrices), (False, torch.float32)}
         assert {one.grad.dtype for one in model.parameters()} == {torch.float32}
         found[dtype] = {name: one.detach() - before[name] for name, one in model.named_parameters()}
-    for name, moved in found["fp32"].items():
-        assert (found["bf16"][name] - moved).norm() <= 0.02 * moved.norm(), name
-    assert any(not torch.equal(found["bf16"][name], moved) for name, moved in found["fp32"].items())
+    for name, moved in found["float32"].items():
+        assert (found["bfloat16"][name] - moved).norm() <= 0.02 * moved.norm(), name
+    assert any(not torch.equal(found["bfloat16"][name], moved) for name, moved in found["float32"].items())

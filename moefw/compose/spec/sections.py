@@ -86,7 +86,7 @@ class TrainSpec:
     optimizer: Choice = chosen("moefw_optimizers")
     schedule: Choice = chosen("moefw_schedules")
     clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))  # type: ignore[arg-type]
-    main_gradients: Literal["fp32", "bf16"] = "fp32"
+    main_gradients: Literal["float32", "bfloat16"] = "float32"
     eval_every: int = field(default=0, validator=ge(0))
     eval_tokens: int = field(default=262144, validator=ge(1))
     checkpoint_every: int = field(default=0, validator=ge(0))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,6 @@ from moefw.runtime.naming import by_parameter, expert_parameters
 from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.parallel.pieces import is_shared_out, local
 
-MAIN_GRADIENTS: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Dtypes in which the gradients of micro-batches may be added up, by the value of ``train.main_gradients``."""
 STAGE = ("dp", "cp", "tp")
 """The axes of all ranks that have the same layers."""
 
