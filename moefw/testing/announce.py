@@ -18,12 +18,13 @@ def with_plugins(declarations: Iterable[type[Plugin]]) -> Registry:
 
     Raises PluginError if two have the same name.
     """
-    return _registry(tuple(declarations), tuple(sys.path), os.environ.get(ALLOWED))
+    path = tuple((folder, os.stat(folder).st_mtime_ns) for folder in sys.path if os.path.isdir(folder))
+    return _registry(tuple(declarations), path, os.environ.get(ALLOWED))
 
 
 @lru_cache(64)
-def _registry(declarations: tuple[type[Plugin], ...], path: tuple[str, ...], allowed: str | None) -> Registry:
-    """Return a registry of what is installed on a path, where that is allowed."""
+def _registry(declarations: tuple[type[Plugin], ...], path: object, allowed: object) -> Registry:
+    """Return a registry of what is installed in the folders of ``path``, as they are, and ``allowed``."""
     registry = Registry()
     for declaration in declarations:
         if declaration.name in registry.names:
