@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,7 +89,7 @@ class _Placed:
     path: KeyPath
     part: Any
 
-    @property
+    @cached_property
     def section(self) -> str:
         """The section of the part. All memory policies have the same one."""
         return next(key for key in reversed(self.path) if isinstance(key, str))

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from types import ModuleType
 
-from moefw.compose.registry import Registry
+from moefw.compose.registry import ALLOWED, Registry
 from moefw.core.hooks import hookimpl
 from moefw.core.plugin import Plugin
 
 
 def with_plugins(declarations: Iterable[type[Plugin]]) -> Registry:
-    """Return a registry of the installed plugins and these. Raises PluginError if two have the same name."""
+    """Return a registry of the installed plugins and these: the same one, and what it has loaded, every time.
+
+    Raises PluginError if two have the same name.
+    """
+    path = tuple((folder, os.stat(folder).st_mtime_ns) for folder in sys.path if os.path.isdir(folder))
+    return _registry(tuple(declarations), path, os.environ.get(ALLOWED))
+
+
+@lru_cache(64)
+def _registry(declarations: tuple[type[Plugin], ...], path: object, allowed: object) -> Registry:
+    """Return a registry of what is installed in the folders of ``path``, as they are, and ``allowed``."""
     registry = Registry()
     for declaration in declarations:
         if declaration.name in registry.names:

@@ -22,6 +22,7 @@ from moefw.commands.schema import schema
 from moefw.core.facts import FACTS, Rule
 from moefw.core.plugin import FAMILIES
 from moefw.core.site import Machine
+from moefw.testing.announce import with_plugins
 
 
 class TestPlugins:
@@ -51,6 +52,13 @@ class TestPlugins:
         column = heading.index("usable here")
         assert {line[column:].split()[0] for line in lines} == {"yes", "in", "depends"}, "yes, or in part and why"
         assert "\x1b" not in heading
+
+    def test_tests_share_a_registry_until_something_is_installed(self, install, tmp_path):
+        os.utime(tmp_path, (0, 0))
+        shared = with_plugins(())
+        assert with_plugins(()) is shared
+        install("late", "", names=["late"])
+        assert "late" in with_plugins(()).names
 
     def test_a_terminal_gets_a_table(self):
         result = CliRunner().invoke(plugins, env={"FORCE_COLOR": "1", "COLUMNS": "160"})

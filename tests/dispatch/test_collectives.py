@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from moefw.compose.build import Shared, bare_context
 from moefw.core.errors import ContractError
+from moefw.testing import threads
 from moefw.testing.counting import Counting, Sent, Traffic
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.dispatch_recording import Recording
@@ -176,6 +178,33 @@ def test_threads_that_miss_a_collective_are_named(returns: bool, timeout_s: floa
     wanted = rf"ranks 1, 3 did not come to the all-reduce \({why}\); waiting there: ranks 0, 2, 4"
     with pytest.raises(ContractError, match=wanted):
         thread_world(5, two_collectives, (1, 3), returns, timeout_s=timeout_s)
+
+
+def alone(group, rank: int, running: list[int]) -> int:
+    """Return the most ranks that are seen to run at once."""
+    most = 0
+    for _ in range(3):
+        running.append(rank)
+        time.sleep(0.002)
+        most = max(most, len(running))
+        running.remove(rank)
+        dist.barrier(group=group)
+    return most
+
+
+def test_one_thread_runs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "TURN_S", 60.0)
+    assert thread_world(4, alone, []) == [1, 1, 1, 1]
+
+
+def await_the_last(group, rank: int, came: threading.Event) -> bool:
+    if rank == 3:
+        came.set()
+    return came.wait(30.0)
+
+
+def test_a_thread_may_wait_for_another_one_without_a_collective() -> None:
+    assert thread_world(4, await_the_last, threading.Event()) == [True] * 4
 
 
 def different(group, rank: int) -> None:

@@ -14,6 +14,7 @@ from moefw.core.errors import MoefwError
 from moefw.core.site import Machine
 from moefw.models.decoder import Decoder
 from moefw.plugins.routers.topk.options import check_stages
+from moefw.testing.announce import with_plugins
 
 SIZES = {"num_experts": 8, "top_k": 2}
 
@@ -21,7 +22,7 @@ SIZES = {"num_experts": 8, "top_k": 2}
 def resolved(routing: str, **sizes: int) -> Assembly:
     tree: dict[str, Any] = read_yaml(f"routing: {routing}", Marks("spec"), [])
     tree["model"] = {**SIZES, **sizes}
-    return assemble_tree(tree, Marks("spec"), defaults=defaults(), machine=Machine())
+    return assemble_tree(tree, Marks("spec"), defaults=defaults(), registry=with_plugins(()), machine=Machine())
 
 
 REFUSED: list[tuple[str, dict[str, int], list[str]]] = [
@@ -126,7 +127,9 @@ def test_what_would_be_ignored_or_fail_later_is_refused(routing: str, sizes: dic
 @pytest.mark.parametrize(("routing", "sizes"), ACCEPTED)
 def test_what_makes_sense_is_accepted_and_survives_being_spelled_out(routing: str, sizes: dict[str, int]) -> None:
     found = resolved(routing, **sizes)
-    again = assemble_tree(found.resolved(), Marks("again"), defaults=defaults(), machine=Machine())
+    again = assemble_tree(
+        found.resolved(), Marks("again"), defaults=defaults(), registry=with_plugins(()), machine=Machine()
+    )
     assert again.parts.routing == found.parts.routing
 
 

@@ -22,6 +22,7 @@ from moefw.core.errors import MoefwError
 from moefw.core.site import Machine
 from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
+from moefw.testing.announce import with_plugins
 from moefw.testing.layer_case import LayerCase, Outcome, build_layer, routed, solve
 
 
@@ -213,7 +214,14 @@ def refused(layer_case: LayerCase, machine: Machine, **dispatch: Any) -> str:
     tree = LayerCase(**{**layer_case.__dict__, "parts": parts}).tree()
     tree["run"] = {"device": machine.device}
     try:
-        assemble_tree(tree, Marks("layer case"), defaults=defaults(), world=layer_case.world, machine=machine)
+        assemble_tree(
+            tree,
+            Marks("layer case"),
+            defaults=defaults(),
+            registry=with_plugins(()),
+            world=layer_case.world,
+            machine=machine,
+        )
     except MoefwError as error:
         return f"{type(error).__name__}: {error}"
     return ""

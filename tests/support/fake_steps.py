@@ -20,6 +20,7 @@ from moefw.recording.fake_tensors import fake_world
 from moefw.runtime.naming import by_parameter, expert_parameters
 from moefw.runtime.parallel.gradients import split_axis
 from moefw.runtime.parallel.pieces import local
+from moefw.testing.announce import with_plugins
 
 Kind = Literal["copied", "split", "experts"]
 """Dense parameters that tp replicates, dense parameters that tp splits, parameters of routed experts."""
@@ -55,7 +56,10 @@ def fake_step(tree: Tree, rank: int, world: int) -> FakeStep:
 
 def fake_assembly(tree: Tree, world: int) -> Assembly:
     """Resolve a spec for ``world`` ranks that need not exist."""
-    return assemble_tree(tree, Marks("fake world"), defaults=defaults(), world=world, machine=Machine(device="cpu"))
+    registry, machine = with_plugins(()), Machine(device="cpu")
+    return assemble_tree(
+        tree, Marks("fake world"), defaults=defaults(), registry=registry, world=world, machine=machine
+    )
 
 
 def _batch(assembly: Assembly) -> Batch:

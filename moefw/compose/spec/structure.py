@@ -184,6 +184,8 @@ def _sentence(error: Exception) -> str:
 def plain(value: object) -> Any:
     """Return attrs objects as dicts of their init fields, and tuples as lists, for YAML and JSON."""
     kind: Any = type(value)
+    if kind in _SCALARS or value is None:
+        return value
     if hasattr(kind, "to_data"):
         return kind.to_data(value)
     if attrs.has(kind):
