@@ -94,7 +94,7 @@ def sheets(found: Ledger) -> list[Sheet]:
         return [category]
     parts = {
         "held": held.device + found.pools,
-        "operands of weights, for all micro-batches": peak.copies,
+        "operands of weights, for all micro-batches": peak.operands,
         "saved": peak.saved,
         "gathered parameters": peak.gathered,
         "passing": peak.passing,
@@ -117,12 +117,12 @@ def _region(row: RegionTotals, unit: int) -> tuple[str, ...]:
 
 def _work(found: Ledger) -> Sheet:
     rows = []
-    for phase, name in PHASES.items():
+    for phase, title in PHASES.items():
         work = [one for one in found.work if one.phase == phase]
         tera = sum(one.layers * product.flops for one in work for product in one.products) / TERA
         operators, nbytes = (sum(one.layers * getattr(one, name) for one in work) for name in ("operators", "nbytes"))
         if work:
-            rows.append((name, f"{tera:.3g}", str(operators), f"{nbytes / GIB:.3g}"))
+            rows.append((title, f"{tera:.3g}", str(operators), f"{nbytes / GIB:.3g}"))
     head = ("work of a micro-batch", "products, TFLOP", "other operators", "they read and write, GiB")
     return Sheet("work", head, rows)
 

@@ -288,12 +288,15 @@ class Precision(ABC):
         """Return the saved operand of ``x`` for ``during``, a pass of backward. ``used`` is its operand of fprop."""
         return SavedOperand((used,), lambda saved: saved[0])
 
-    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, SavedOperand]:
-        """Return the operands of a weight in ``passes``, fprop or dgrad, made once for all micro-batches of a step."""
+    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], Any]]:
+        """Return a function for each of ``passes``, fprop or dgrad, that returns the operand of a weight.
 
-        def made(during: Pass) -> SavedOperand:
+        They are made once for all micro-batches of a step. What they hold is held until its end.
+        """
+
+        def made(during: Pass) -> Callable[[], Any]:
             operand = self.quantize(weight, role="weight", during=during)
-            return SavedOperand((), lambda _: operand)
+            return lambda: operand
 
         return {during: made(during) for during in passes} if self.by_pass else dict.fromkeys(passes, made("fprop"))
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from moefw.core.context import ModelContext
 from moefw.core.contracts import CachedAttention
-from moefw.core.errors import ContractError
+from moefw.core.errors import ContractError, PlanError
 from moefw.core.records import Stage
 from moefw.core.stages import Batch, LayerStats, Output
 from moefw.models.blocks import Block, DenseBlock, Elsewhere, MoEBlock, Stream
@@ -42,7 +42,8 @@ class Transformer(nn.Module):
     """A decoder-only language model. Between attention modules, each rank of tp has its own part of the tokens.
 
     A rank of pp has the layers of the stages that it holds (``held``). The embedding is in the first stage, in those
-    that predict further tokens, and in the last one if the head is tied to it.
+    that predict further tokens, and in the last one if the head is tied to it. Raises PlanError if ``loss_chunk`` is
+    set and the recipe of the head is ``by_pass``.
     """
 
     def __init__(self, options: Sizes, context: ModelContext) -> None:
@@ -52,6 +53,9 @@ class Transformer(nn.Module):
         self.held = context.stages[context.layout.index("pp")]
         self.link = Link(context.layout, context.stages, context.order)
         self.precision = precision = context.fallback
+        if options.loss_chunk is not None and precision.by_pass:
+            what = "model.loss_chunk: the recipe of the head has operands of its own for each product of backward."
+            raise PlanError(what, "Leave out loss_chunk, or use a recipe whose fallback casts, such as bf16.")
         self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
         self.embed = self._embedding(context)
         self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))

@@ -84,7 +84,7 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
         batch.backward()
         usage, regions, pools = Usage(batch, gradients=count > 1), _regions(batch), _labelled(batch, POOL)
         found = _with_held(batch, layout, shared, count)
-        step = Peak(place="optimizer", copies=0, saved=0, gathered=0, passing=found.held.step_passing)
+        step = Peak(place="optimizer", operands=0, saved=0, gathered=0, passing=found.held.step_passing)
         peaks = [usage.peak(found.held.gradients), step]
         found = evolve(found, regions=regions, work=tuple(batch.work()), pools=pools)
     if assembly.layout.sizes.get("pp", 1) > 1 and count > 1:

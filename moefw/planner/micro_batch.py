@@ -30,7 +30,7 @@ from moefw.planner.operations import Operations
 from moefw.planner.report import Work
 from moefw.planner.unconnected import OwnStages, Unconnected
 from moefw.recording.places import Place
-from moefw.recording.recorder import COPIES, GATHERED, PARAMETERS, Life, Recorder
+from moefw.recording.recorder import GATHERED, OPERANDS, PARAMETERS, Life, Recorder
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.parallel.gradients import add_up_in
 from moefw.runtime.pipeline.player import Player
@@ -105,10 +105,10 @@ class MicroBatch:
         gathered = {parameter for unit in self.units for parameter in unit.parameters}
         return shared_by_micro_batches(one for one in self.model.parameters() if one not in gathered)
 
-    def copies(self) -> int:
+    def operands(self) -> int:
         """Return the bytes of the operands that micro-batches share, those of layers that did not run included."""
         times: dict[int | None, int] = {layer.number: 1 + layer.more for layer in self.layers}
-        alive = (life for life in self.recorder.alive(self.recorder.now) if life.kind == COPIES)
+        alive = (life for life in self.recorder.alive(self.recorder.now) if life.kind == OPERANDS)
         return sum(life.nbytes * times.get(life.made_in.layer, 1) for life in alive)
 
     def forward(self) -> None:

@@ -52,11 +52,11 @@ class RegionTotals:
 class Peak:
     """The peak of a step, in bytes beyond those always held. Gradients that do not exist yet count as negative.
 
-    ``copies``: operands of weights that the step's micro-batches share.
+    ``operands``: operands of weights that the step's micro-batches share.
     """
 
     place: str
-    copies: int
+    operands: int
     saved: int
     gathered: int
     passing: int
@@ -65,7 +65,7 @@ class Peak:
     @property
     def total(self) -> int:
         """The sum."""
-        return self.copies + self.saved + self.gathered + self.passing + self.gradients
+        return self.operands + self.saved + self.gathered + self.passing + self.gradients
 
 
 @frozen

@@ -111,4 +111,4 @@ class Usage:
         place = max((life for life in recorder.lives if life.began <= moment), key=lambda life: life.began).made_in
         by["saved"] += missing_saved + self._beside_at(moment)
         gradients = there - all_gradients if GRADIENTS in self._kinds else 0
-        return Peak(place=str(place), copies=batch.copies(), gradients=gradients, **by)
+        return Peak(place=str(place), operands=batch.operands(), gradients=gradients, **by)

@@ -25,7 +25,7 @@ from moefw.runtime.memory.host import is_host_memory
 FOREVER: Final = 1 << 62
 GATHERED: Final = "gathered"
 PARAMETERS: Final = "parameters"
-COPIES: Final = "copies"
+OPERANDS: Final = "operands"
 """Operands of weights that the micro-batches of a step share."""
 WEIGHTS: Final = (PARAMETERS, GATHERED)
 """Kinds of storages that hold parameters."""
@@ -179,7 +179,7 @@ class Recorder(Mode):
         if not nbytes:
             return None
         self.now += 1
-        life = Life(nbytes, self.now, self.places.here, name, of_weights, kind=COPIES if is_made_for_step() else None)
+        life = Life(nbytes, self.now, self.places.here, name, of_weights, kind=OPERANDS if is_made_for_step() else None)
         self.lives.append(life)
         weakref.finalize(storage, self._ended, life).atexit = False
         self._in_use += nbytes

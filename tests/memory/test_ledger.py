@@ -131,7 +131,7 @@ def test_a_ledger_is_measured_once_and_again_when_its_code_or_spec_changes(
 
 def _ledger_of(count: int) -> Ledger:
     held = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers", "batch", "host", "step_passing"), 8)
-    peak = {"place": "forward", "copies": 4, "saved": 1, "gathered": 2, "passing": 3, "gradients": -1}
+    peak = {"place": "forward", "operands": 4, "saved": 1, "gathered": 2, "passing": 3, "gradients": -1}
     row = {"kind": "moe", "region": "router", "layers": 2, "saved": 5}
     data = {
         "world": 1,

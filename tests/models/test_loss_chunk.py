@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from broken_recipes import Int8ByPass
 from ledger_cases import MODEL, SHARED_OUT, TRAIN, assembly_of, check
+from moefw.core.errors import PlanError
 from moefw.planner import ledger
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.pool import RankPool
@@ -83,3 +85,10 @@ def test_the_plan_holds_a_chunk_of_logits_and_equals_a_measured_step() -> None:
     before, after = (ledger(one, micro_batches=2) for one in (whole, chunked))
     assert before.totals["saved"] - after.totals["saved"] >= 0.99 * logits
     assert before.peak_bytes - after.peak_bytes >= logits
+
+
+def test_a_head_with_operands_for_each_pass_is_refused() -> None:
+    parts = {"precision": {"use": Int8ByPass.name}}
+    case = whole_model(1, parts=parts, plugins=(Int8ByPass,), sizes={"loss_chunk": ODD})
+    with pytest.raises(PlanError, match=r"model\.loss_chunk: the recipe of the head has operands of its own"):
+        open_model(case)

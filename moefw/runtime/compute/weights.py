@@ -113,15 +113,14 @@ class _StepWeight:
 
     def __init__(self, parameter: nn.Parameter, passes: Sequence[Pass]) -> None:
         self._parameter, self._passes = parameter, passes
-        self._made: dict[Precision, Mapping[Pass, SavedOperand]] = {}
+        self._made: dict[Precision, Mapping[Pass, Callable[[], Any]]] = {}
 
     def operand(self, recipe: Precision, during: Pass) -> Any:
         """Return the operand of a pass, made at first use."""
         if recipe not in self._made:
             with torch.no_grad(), made_for_step():
                 self._made[recipe] = recipe.weight_operands(self._parameter.detach(), self._passes)
-        made = self._made[recipe][during]
-        return made.operand(made.tensors)
+        return self._made[recipe][during]()
 
     @property
     def trains(self) -> bool:

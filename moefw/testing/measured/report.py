@@ -50,7 +50,7 @@ class Measured:
     peak_place: Place
     peak_held: Mapping[str, int]
     """Bytes by the kinds of ``held``; ``saved``: from a forward until its backward; ``gathered``: parameters from other
-    ranks; ``copies``: operands of weights that micro-batches share; ``passing``: the rest."""
+    ranks; ``operands``: operands of weights that micro-batches share; ``passing``: the rest."""
     work: tuple[Work, ...]
     """Operators of forward and backward, of all micro-batches together, and what is made of weights for all of them."""
 

@@ -24,7 +24,7 @@ from moefw.recording.even import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.patches import fsdp_told
 from moefw.recording.places import Place
-from moefw.recording.recorder import COPIES, GATHERED, Life, Recorder
+from moefw.recording.recorder import GATHERED, OPERANDS, Life, Recorder
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.pieces import local
 from moefw.testing.measured.report import Measured, Saved
@@ -136,7 +136,7 @@ class _Step:
             yield
         if phase == "forward":
             alive = recorder.alive(recorder.now)
-            self.saved.append([life for life in alive if life.began > before and life.kind != COPIES])
+            self.saved.append([life for life in alive if life.began > before and life.kind != OPERANDS])
         if phase == "backward":
             grads = (parameter.grad for parameter in self.model.parameters())
             self.gradients = self._known([grad for grad in grads if grad is not None], "gradients")

@@ -256,7 +256,7 @@ class PrecisionSuite(Suite):
             shared = one.weight_operands(weight, PASSES)
             for during in PASSES:
                 alone = one.quantize(weight, role="weight", during=during if one.by_pass else "fprop")
-                same = same_bits(shared[during].operand(shared[during].tensors), alone)
+                same = same_bits(shared[during](), alone)
                 what = f"{self.plugin.name}: the operand of {tuple(weight.shape)} that a step shares"
                 assert same, f"{what} (role weight during {during}) has other bits than that of quantize."
 

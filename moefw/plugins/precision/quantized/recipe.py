@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -75,10 +76,10 @@ class QuantizedRecipe(LowPrecisionRecipe):
         """Return the operand."""
         return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
 
-    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, SavedOperand]:
-        """Return codes and scales."""
-        made = self.encode_weight(weight, passes)
-        return {during: _kept(one, self.operand_of(weight, during)) for during, one in zip(passes, made, strict=True)}
+    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], Any]]:
+        """Return functions that hold codes and scales."""
+        made = zip(passes, self.encode_weight(weight, passes), strict=True)
+        return {during: partial(self.operand_of(weight, during), codes) for during, codes in made}
 
     def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: RowGroups | None = None) -> Any | None:
         """Return the operand if ``h_RH`` is bf16 without gradients, blocks run along rows and no zeros are added."""
