@@ -18,7 +18,7 @@ from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
 from moefw.training.folder import cache_dir
 
 GIB, MIB, TERA = 2**30, 2**20, 10**12
-PHASES = {"forward": "forward", "recompute": "recompute", "backward": "backward", "weights": "weights, once a step"}
+PHASES = {"forward": "forward", "recompute": "recompute", "backward": "backward", "once": "once a step"}
 PLANS = "plans"
 """The folder of ledgers in the cache."""
 

@@ -7,7 +7,8 @@ gathered ahead, and the input of a reduction stays until the next reduction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeVar, final
 
 import torch
@@ -18,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side
 from moefw.planner.operations import Operations
-from moefw.recording.recorder import GATHERED, PARAMETERS, Recorder
-from moefw.runtime.compute.for_step import made_for_step
+from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, Recorder
+from moefw.runtime.compute.for_step import done_for_step, made_for_step
+from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.memory.dropped import in_backward
 from moefw.runtime.parallel.pieces import even_dim
 from moefw.runtime.parallel.primary_weights import GatheredWeight
@@ -32,13 +34,34 @@ class Gathering:
     """Takes the place of :class:`moefw.runtime.parallel.sharding.Sharding`.
 
     ``shards``: the shape of this rank's shard of each parameter. ``operations`` is told FSDP's collectives and copies.
+    ``reduced``: when gradients are reduced: after the backward of their unit in each micro-batch, or in the last one of
+    a step, or after the last pass of a pipeline. Until then parameters have gradients in fp32.
     """
 
-    def __init__(self, layout: Layout, recorder: Recorder, operations: Operations) -> None:
-        self.layout, self.recorder, self.operations = layout, recorder, operations
+    def __init__(self, layout: Layout, recorder: Recorder, operations: Operations, reduced: Reduced) -> None:
+        self.layout, self.recorder, self.operations, self.reduced = layout, recorder, operations, reduced
         self.units: list[Unit] = []
         self.root_unit: Unit | None = None
         self.shards: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._adding_up = ExitStack()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Enter the block in which parameters may be gathered."""
+        with self._adding_up:
+            yield
+
+    def add_up(self, gathered: nn.Parameter, stored: nn.Parameter) -> None:
+        """Let micro-batches add up the gradients of a gathered parameter, if that is not reduced after each."""
+        if self.reduced != "micro_batch":
+            gathered.grad_dtype = torch.float32
+            gathered.grad, stored.grad = stored.grad, None
+            self._adding_up.enter_context(shared_by_micro_batches((), gathered={gathered: gathered}))
+
+    def give_gradients(self) -> None:
+        """Give all parameters the gradients of earlier micro-batches."""
+        for unit in self.units:
+            unit.give_gradients(sharded=self.reduced == "micro_batch")
 
     def unit(
         self,
@@ -117,6 +140,7 @@ class _Sharded:
 
 
 State = Literal["idle", "forward", "backward", "done"]
+Reduced = Literal["micro_batch", "step", "pipeline"]
 
 
 @final
@@ -187,6 +211,7 @@ class Unit:
         setattr(given.owner, given.key, made)
         self.sharding.shards[made] = self.sharding.shards.pop(given.parameter)
         self.sharding.recorder.label(made.parts if isinstance(made, GatheredWeight) else [made], PARAMETERS)
+        self.sharding.add_up(made, given.parameter)
         return made
 
     def before(self, module: nn.Module | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -221,8 +246,28 @@ class Unit:
                 leaf.register_hook(self._backward)
 
     def reduce(self) -> None:
-        """Free the parameters and reduce their gradients, after the backward of the module."""
+        """Free the parameters, after the backward of the module, and reduce their gradients, if it is time."""
         self._state, self._places = "done", None
+        if self.sharding.reduced == "micro_batch":
+            self._reduce()
+        elif self.sharding.reduced == "step":
+            self.reduce_once()
+
+    def reduce_once(self) -> None:
+        """Reduce the gradients that the micro-batches of a step added up."""
+        with done_for_step():
+            self._reduce()
+
+    def give_gradients(self, *, sharded: bool) -> None:
+        """Have gradients of earlier micro-batches: of this rank's shard, or of the parameters."""
+        if sharded:
+            self.grads = torch.empty(self.elements // self.shards)
+            return
+        for parameter in self.parameters:
+            parameter.grad = torch.empty(parameter.shape)
+            self.sharding.recorder.label([parameter.grad], GRADIENTS)
+
+    def _reduce(self) -> None:
         given = [parameter for parameter in self.parameters if parameter.grad is not None]
         if not given:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -24,13 +24,13 @@ from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
 from moefw.core.records import Action, Stage
 from moefw.core.stages import Batch
-from moefw.planner.gathering import Gathering, Unit
+from moefw.planner.gathering import Gathering, Reduced, Unit
 from moefw.planner.layers import InPhases, RunLayer, run_layers
 from moefw.planner.operations import Operations
 from moefw.planner.report import Work
 from moefw.planner.unconnected import OwnStages, Unconnected
 from moefw.recording.places import Place
-from moefw.recording.recorder import GATHERED, OPERANDS, PARAMETERS, Life, Recorder
+from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, PARAMETERS, Life, Recorder
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.parallel.gradients import add_up_in
 from moefw.runtime.pipeline.player import Player
@@ -40,7 +40,6 @@ from moefw.runtime.pipeline.transfers import Step
 FP32: Final = 4
 BUFFERS: Final = "buffers"
 BATCH: Final = "batch"
-GRADIENTS: Final = "gradients"
 POOL: Final = "pool"
 """Storages that a policy keeps from step to step."""
 SAVED: Final = (None, GATHERED)
@@ -59,6 +58,9 @@ class MicroBatch:
         self, assembly: Assembly, layout: Layout, shared: Shared, recorder: Recorder, *, count: int, gradients: bool
     ) -> None:
         self.assembly, self.recorder = assembly, recorder
+        self._reduced: Reduced = "micro_batch"
+        if assembly.spec.train.reduce_gradients == "step" and count > 1:
+            self._reduced = "step" if layout.size("pp") == 1 else "pipeline"
         self.operations = Operations(recorder, layout)
         self.sharding: Gathering | None = None
         model: Any = build_model(
@@ -88,7 +90,7 @@ class MicroBatch:
         self._loss: Tensor | None = None
 
     def _shard_by(self, layout: Layout) -> Any:
-        self.sharding = Gathering(layout, self.recorder, self.operations)
+        self.sharding = Gathering(layout, self.recorder, self.operations, self._reduced)
         return self.sharding
 
     @property
@@ -100,10 +102,13 @@ class MicroBatch:
         """Return the shape of what this rank stores of a parameter, in fp32."""
         return self.sharding.shards.get(parameter, parameter.shape) if self.sharding else parameter.shape
 
-    def weights_shared(self) -> AbstractContextManager[None]:
-        """Return the context in which micro-batches share the operands of weights that are not gathered."""
+    @contextmanager
+    def weights_shared(self) -> Iterator[None]:
+        """Enter the block in which micro-batches share the operands of weights that are not gathered."""
         gathered = {parameter for unit in self.units for parameter in unit.parameters}
-        return shared_by_micro_batches(one for one in self.model.parameters() if one not in gathered)
+        own = [one for one in self.model.parameters() if one not in gathered]
+        with shared_by_micro_batches(own), self.sharding.open() if self.sharding else nullcontext():
+            yield
 
     def operands(self) -> int:
         """Return the bytes of the operands that micro-batches share, those of layers that did not run included."""
@@ -129,6 +134,10 @@ class MicroBatch:
         if self._played is not None:
             for _ in self._played:
                 raise AssertionError("all forwards come before the first backward")
+            if self._reduced == "pipeline":
+                with recorder.places.phase("backward"), self.operations:
+                    for unit in self.units:
+                        unit.reduce_once()
         else:
             assert loss is not None, "forward comes before backward"
             self._loss = None
@@ -241,19 +250,28 @@ class MicroBatch:
         if given:
             for parameter in whole:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            for unit in self.units:
-                unit.grads = torch.empty(unit.elements // unit.shards)
+            if self.sharding is not None:
+                self.sharding.give_gradients()
 
     @property
     def _main_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.assembly.spec.train.main_gradients)
         return dtype
 
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether the gradients of earlier micro-batches are freed in this one."""
+        return self._reduced == "step"
+
     def main_gradients(self) -> int:
-        """Return the bytes of all gradients before they are summed over ranks."""
+        """Return the bytes of all gradients between micro-batches."""
         shards = self.sharding.shards if self.sharding else {}
         sizes = {True: FP32, False: self._main_dtype.itemsize}
-        return sum(prod(self.stored(one)) * sizes[one in shards or one.dim() < 2] for one in self.model.parameters())
+        return sum(prod(self._summed(one)) * sizes[one in shards or one.dim() < 2] for one in self.model.parameters())
+
+    def _summed(self, parameter: nn.Parameter) -> Sequence[int]:
+        """Return the shape in which micro-batches add up the gradient of a parameter."""
+        return self.stored(parameter) if self._reduced == "micro_batch" else parameter.shape
 
 
 def as_trained(batch: Batch, train: TrainSpec) -> Batch:

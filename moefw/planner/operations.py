@@ -24,7 +24,7 @@ from moefw.recording.patches import Mode, holds_dtensor
 from moefw.recording.places import Place
 from moefw.recording.recorder import WEIGHTS, Recorder
 from moefw.recording.tensors import tensors_in
-from moefw.runtime.compute.for_step import is_made_for_step
+from moefw.runtime.compute.for_step import is_done_for_step
 from moefw.runtime.parallel.gradients import STAGE
 from moefw.runtime.parallel.meshes import COPIES
 
@@ -106,7 +106,7 @@ class Operations(Mode):
 
     def _here(self) -> _Done:
         places = self.recorder.places
-        phase = "weights" if is_made_for_step() else "recompute" if places.runs_again else places.here.phase
+        phase = "once" if is_done_for_step() else "recompute" if places.runs_again else places.here.phase
         return self._done.setdefault((places.here, phase), _Done())
 
     def _multiplied(self, operator: Any, a: Tensor, b: Tensor, result: Tensor) -> None:

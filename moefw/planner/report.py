@@ -109,8 +109,8 @@ class Transfer:
 class Work:
     """What a micro-batch does in a region of one layer, which stands for ``layers``; None: outside of layers.
 
-    ``phase``: ``forward``, ``backward``, ``recompute``, or ``weights``: operands made of weights once a step, for all
-    its micro-batches. ``operators``: all others, with the bytes that they read and write, each by itself.
+    ``phase``: ``forward``, ``backward``, ``recompute``, or ``once``: done once a step, for all its micro-batches.
+    ``operators``: all others, with the bytes that they read and write, each by itself.
     """
 
     layer: int | None

@@ -8,9 +8,9 @@ from typing import final
 
 from attrs import frozen
 
-from moefw.planner.micro_batch import GRADIENTS, MicroBatch
+from moefw.planner.micro_batch import MicroBatch
 from moefw.planner.report import Peak
-from moefw.recording.recorder import GATHERED
+from moefw.recording.recorder import GATHERED, GRADIENTS
 from moefw.runtime.pipeline.link import UNDER_WAY
 from moefw.runtime.pipeline.transfers import Receive
 
@@ -34,11 +34,13 @@ class _Others:
 
 @final
 class Usage:
-    """Bytes in use, without parameters, buffers, tokens and pools. ``gradients``: without gradients, too."""
+    """Bytes in use, without parameters, buffers, tokens and pools. ``gradients``: those of earlier ones are there."""
 
     def __init__(self, batch: MicroBatch, *, gradients: bool) -> None:
         self._batch = batch
-        self._kinds = (None, GATHERED) if gradients else (None, GATHERED, GRADIENTS)
+        change = batch.frees_gradients or not gradients
+        self._kinds = (None, GATHERED, GRADIENTS) if change else (None, GATHERED)
+        self._given = gradients
         changes = [0] * (batch.end + 1)
         for life in batch.recorder.lives:
             if life.kind in self._kinds:
@@ -89,12 +91,16 @@ class Usage:
             held[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[step.kind]
         yield from ((batch.passes[key], others) for key, others in most.items())
 
+    def _gradients_at(self, moment: int) -> int:
+        alive = self._batch.recorder.alive(moment)
+        return sum(life.nbytes for life in alive if life.kind == GRADIENTS and life.kind in self._kinds)
+
     def _beside_at(self, moment: int) -> int:
         """Return the most that is held beside the micro-batch at a moment."""
         return max((held for window, held in self._beside if window.start <= moment <= window.stop), default=0)
 
     def peak(self, all_gradients: int) -> Peak:
-        """Return the peak of the micro-batch. ``all_gradients``: bytes of all gradients at its end."""
+        """Return the peak of the micro-batch. ``all_gradients``: bytes of all gradients between micro-batches."""
         batch, recorder = self._batch, self._batch.recorder
         windows = [window for window, _ in self._beside] or [range(batch.begin, batch.end)]
         moments = [moment for window in windows for moment in range(window.start, window.stop + 1)]
@@ -107,8 +113,8 @@ class Usage:
             "saved": sum(life.nbytes for life in alive if life.kind is None and life in kept),
             "passing": sum(life.nbytes for life in alive if life.kind is None and life not in kept),
         }
-        there = sum(life.nbytes for life in alive if life.kind == GRADIENTS) + missing_gradients
         place = max((life for life in recorder.lives if life.began <= moment), key=lambda life: life.began).made_in
         by["saved"] += missing_saved + self._beside_at(moment)
-        gradients = there - all_gradients if GRADIENTS in self._kinds else 0
+        gradients = missing_gradients + self._gradients_at(moment) - self._gradients_at(batch.begin)
+        gradients -= 0 if self._given else all_gradients
         return Peak(place=str(place), operands=batch.operands(), gradients=gradients, **by)

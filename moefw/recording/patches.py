@@ -61,17 +61,20 @@ def resizes_told(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
 
 
 @contextmanager
-def fsdp_told(gathering: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter ``gathering`` while FSDP gathers parameters, and no mode while DTensor computes shapes."""
+def fsdp_told(
+    gathering: Callable[[], AbstractContextManager[None]], reducing: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Enter these while FSDP gathers parameters and reduces gradients, and no mode while DTensor computes shapes."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    def told(function: Callable[..., Any]) -> Callable[..., Any]:
-        def gathers(*args: Any, **kwargs: Any) -> Any:
-            with gathering():
+    def told(function: Callable[..., Any], doing: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+        def does(*args: Any, **kwargs: Any) -> Any:
+            with doing():
                 return function(*args, **kwargs)
 
-        return gathers
+        return does
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -81,6 +84,8 @@ def fsdp_told(gathering: Callable[[], AbstractContextManager[None]]) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ShardingPropagator, shaping.__name__, unseen))
         for name in ("unshard", "wait_for_unshard"):
-            function = told(getattr(FSDPParamGroup, name))
+            function = told(getattr(FSDPParamGroup, name), gathering)
             stack.enter_context(mock.patch.object(FSDPParamGroup, name, function))
+        reduce = told(vars(_fsdp_param_group)["foreach_reduce"], reducing)
+        stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", reduce))
         yield

@@ -25,6 +25,7 @@ from moefw.runtime.memory.host import is_host_memory
 FOREVER: Final = 1 << 62
 GATHERED: Final = "gathered"
 PARAMETERS: Final = "parameters"
+GRADIENTS: Final = "gradients"
 OPERANDS: Final = "operands"
 """Operands of weights that the micro-batches of a step share."""
 WEIGHTS: Final = (PARAMETERS, GATHERED)

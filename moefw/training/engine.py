@@ -63,9 +63,10 @@ class Engine:
         keep_routes: bool = False,
         run: Run | None = None,
         main_gradients: str = "float32",
+        reduce_gradients: str = "micro_batch",
     ) -> None:
         self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
-        self.run = run or run_of(model, keep_routes=keep_routes)
+        self.run = run or run_of(model, keep_routes=keep_routes, reduce_once=reduce_gradients == "step")
         self.gradients = Gradients(model, layout, getattr(torch, main_gradients))
         self.meters = Meters(model, layout)
         self.routers: dict[int, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Protocol
 
@@ -34,14 +34,17 @@ class Run(Protocol):
         """Run forward and backward of all batches. Return the sums of this rank, added in the order of the batches."""
 
 
-def run_of(model: nn.Module, *, keep_routes: bool = False) -> Run:
-    """Return how a model trains: its pipeline, or one micro-batch behind the other."""
+def run_of(model: nn.Module, *, keep_routes: bool = False, reduce_once: bool = False) -> Run:
+    """Return how a model trains: its pipeline, or one micro-batch behind the other.
+
+    ``keep_routes``: see :class:`Tally`. ``reduce_once``: FSDP reduces gradients once, not after each backward.
+    """
     if isinstance(model, Pipelined) and not model.link.is_whole:
-        return in_stages(model, keep_routes=keep_routes)
-    return in_order(model, keep_routes=keep_routes)
+        return in_stages(model, keep_routes=keep_routes, reduce_once=reduce_once)
+    return in_order(model, keep_routes=keep_routes, reduce_once=reduce_once)
 
 
-def in_stages(model: Any, *, keep_routes: bool = False) -> Run:
+def in_stages(model: Any, *, keep_routes: bool = False, reduce_once: bool = False) -> Run:
     """Return the run of this rank's stages of a ``Pipelined``, in the order of the pipeline's schedule."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
@@ -53,12 +56,18 @@ def in_stages(model: Any, *, keep_routes: bool = False) -> Run:
             with clock(PASSES[action.kind]):
                 stamp(f"{PASSES[action.kind]} {where} in stage {action.stage} of {len(model.link.stages)}")
                 yield
-                if action.kind == "W":
+                if action.kind == "W" and not once:
                     _reduce_late(model)
 
-        with _gathered(model), shared_by_micro_batches(model.parameters()):
+        once = reduce_once and len(batches) > 1
+        with _gathered(model), _adding_up(model, unsharded=once) as reduce_next:
             for number, output in Player(model, batches).play(around):
                 tally.add(output, number)
+            if once:
+                with clock(PASSES["W"]):
+                    stamp("reduction of gradients")
+                    reduce_next()
+                    _reduce_late(model)
         return tally
 
     return run
@@ -81,17 +90,35 @@ def _reduce_late(model: Any) -> None:
         reduce_late(model)
 
 
+@contextmanager
+def _adding_up(model: Any, *, unsharded: bool) -> Iterator[Callable[[], None]]:
+    """Enter the block of a step's micro-batches. Yield what lets the next backward reduce ``unsharded`` gradients."""
+    if not (unsharded and _is_sharded(model)):
+        with shared_by_micro_batches(model.parameters()):
+            yield lambda: None
+        return
+    from moefw.runtime.parallel.unsharded_gradients import added_up_unsharded
+
+    with (
+        added_up_unsharded(model) as (gathered, reduce_next),
+        shared_by_micro_batches(model.parameters(), gathered=gathered),
+    ):
+        yield reduce_next
+
+
 def _is_sharded(model: Any) -> bool:
     return hasattr(model, "unshard")
 
 
-def in_order(model: nn.Module, *, keep_routes: bool = False) -> Run:
-    """Return the run of each micro-batch forward and backward before the next. ``keep_routes``: see :class:`Tally`."""
+def in_order(model: nn.Module, *, keep_routes: bool = False, reduce_once: bool = False) -> Run:
+    """Return the run of each micro-batch forward and backward before the next."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
-        with shared_by_micro_batches(model.parameters()):
+        with _adding_up(model, unsharded=reduce_once and len(batches) > 1) as reduce_next:
             for number, batch in enumerate(batches):
+                if number == len(batches) - 1:
+                    reduce_next()
                 with clock("forward"):
                     output = model(batch)
                 with clock("backward"):

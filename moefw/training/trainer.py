@@ -82,6 +82,7 @@ class Trainer:
             on_bad_step=spec.on_bad_step,
             keep_routes=spec.record_routes,
             main_gradients=spec.main_gradients,
+            reduce_gradients=spec.reduce_gradients,
         )
         self.spikes = LossSpikes(spec.loss_spike)
         self.guard = PluginGuard(assembly, session.layout.rank)

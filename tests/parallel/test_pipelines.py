@@ -310,6 +310,14 @@ PLANNED: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "interleaved": (2, 4, {"parallel": {"pp": 2}}),
     "zero-bubble": (2, 4, {"parallel": {"pp": 2}}),
     "1f1b, sharded": (4, 3, {"parallel": {"pp": 2, "dense": {"shard": "all"}, "experts": {"ep": 2}}}),
+    "1f1b, sharded, reduced once": (
+        4,
+        3,
+        {
+            "parallel": {"pp": 2, "dense": {"shard": "all"}, "experts": {"ep": 2}},
+            "train": {**TRAIN, "reduce_gradients": "step"},
+        },
+    ),
     "1f1b, recomputed": (4, 4, {"parallel": {"pp": 2, "dense": {"tp": 2}, "experts": {"ep": 2}}, "memory": RECOMPUTE}),
 }
 ROUGHLY = 0.02
@@ -326,7 +334,7 @@ def test_the_plan_counts_the_micro_batches_that_a_stage_has_in_flight(name: str)
     for position in {0, places - 1} - ({places - 1} if also else {0}):
         step = measure(assembly, rank=position * world // places, micro_batches=count)
         found = measure_at(assembly, count, position)
-        within = ROUGHLY if also == "sharded" or schedule == "zero-bubble" else PEAK
+        within = ROUGHLY if "sharded" in also or schedule in ("gpipe", "zero-bubble") else PEAK
         assert found.peak_bytes == pytest.approx(step.peak, rel=within), (position, found.peak)
 
 

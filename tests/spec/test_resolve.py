@@ -278,6 +278,7 @@ class TestResolvedSpec:
         others = {
             "train.weights": "folder",
             "train.main_gradients": "bfloat16",
+            "train.reduce_gradients": "step",
             "train.replay_routes": "folder",
             "model.dense_layers": None,
             "model.pad_id": 3,

@@ -193,6 +193,10 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         },
         4,
     ),
+    "gradients reduced once": (
+        {**SHARED_OUT, "train": {**TRAIN, "reduce_gradients": "step"}},
+        8,
+    ),
     "choices dropped": ({**ONCE_A_RANK, "train": BRIEF, "routing": {"use": "topk", "capacity": {"factor": 0.5}}}, 4),
     "a third party's dispatcher and memory policy": (
         {
@@ -214,6 +218,7 @@ QUICK = (
     "quantiles, jitter, coupled",
     "packs of documents that ranks share",
     "gradients in bf16",
+    "gradients reduced once",
     "a third party's dispatcher and memory policy",
 )
 """Specs that together have every dispatcher, GEMM and layout, and every way of memory policies."""
@@ -266,8 +271,9 @@ def in_all(work: Iterable[Work], name: str, micro_batches: int = 1) -> Counter[t
     """Return how often each product or transfer happens, by phase, in all layers and micro-batches."""
     found: Counter[tuple[str, Any]] = Counter()
     for one in work:
+        times = 1 if one.phase == "once" else micro_batches
         for done in getattr(one, name):
-            found[one.phase, evolve(done, times=1)] += one.layers * done.times * micro_batches
+            found[one.phase, evolve(done, times=1)] += one.layers * done.times * times
     return found
 
 
@@ -275,8 +281,8 @@ def check_work(found: Ledger, measured: Measured) -> None:
     """The ledger's micro-batch adds its gradients to those of an earlier one; the first measured one finds none."""
     for name in ("products", "transfers"):
         assert in_all(found.work, name, found.micro_batches) == in_all(measured.work, name)
-    for phase, allowed in {"forward": 0.002, "backward": 0.08, "recompute": 0.002, "weights": 0.0}.items():
-        times = 1 if phase == "weights" else found.micro_batches
+    for phase, allowed in {"forward": 0.002, "backward": 0.08, "recompute": 0.002, "once": 0.0}.items():
+        times = 1 if phase == "once" else found.micro_batches
         nbytes = sum(one.layers * one.nbytes for one in found.work if one.phase == phase) * times
         assert nbytes == pytest.approx(sum(one.nbytes for one in measured.work if one.phase == phase), rel=allowed)
 

@@ -67,6 +67,8 @@ class TrainSpec:
     whose experts are taken in place of the router's choices, for the same tokens (null: the router chooses).
     ``main_gradients``: the dtype in which micro-batches add up the gradients of matrices that FSDP does not shard; they
     are fp32 when they are summed over ranks, and for the optimizer.
+    ``reduce_gradients``: when FSDP reduces gradients. With ``step``, ranks first add up those of all micro-batches,
+    in fp32 and of whole parameters.
     ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues with a warning.
     ``on_bad_step``: the reaction to a step whose loss or gradient is not finite. ``loss_spike``: warn if a loss exceeds
     this multiple of the mean of recent losses (null: never). In the metrics, ``skipped_steps``, ``rerun_steps`` and
@@ -87,6 +89,7 @@ class TrainSpec:
     schedule: Choice = chosen("moefw_schedules")
     clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))  # type: ignore[arg-type]
     main_gradients: Literal["float32", "bfloat16"] = "float32"
+    reduce_gradients: Literal["micro_batch", "step"] = "micro_batch"
     eval_every: int = field(default=0, validator=ge(0))
     eval_tokens: int = field(default=262144, validator=ge(1))
     checkpoint_every: int = field(default=0, validator=ge(0))

@@ -1,13 +1,14 @@
 """Weights as GEMMs use them. The micro-batches of a step share their operands, and add up their gradients in place.
 
-Those that FSDP shards are gathered for each use: of these, the shards of masters keep their codes.
+Those that FSDP shards are gathered for each use: of these, the shards of masters keep their codes, and gradients may be
+added up unsharded (:mod:`moefw.runtime.parallel.unsharded_gradients`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +26,47 @@ FORWARD: Final[Sequence[Pass]] = ("fprop",)
 TRAINING: Final[Sequence[Pass]] = ("fprop", "dgrad")
 
 
+class Accumulator(Protocol):
+    """Holds the gradient of a weight, and has its shape: the parameter, or what stands for one that FSDP gathers."""
+
+    grad: Any
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype of the gradient."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether there is to be a gradient."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight."""
+
+
 @contextmanager
-def shared_by_micro_batches(parameters: Iterable[nn.Parameter], passes: Sequence[Pass] = TRAINING) -> Iterator[None]:
+def shared_by_micro_batches(
+    parameters: Iterable[nn.Parameter],
+    passes: Sequence[Pass] = TRAINING,
+    *,
+    gathered: Mapping[nn.Parameter, Accumulator] | None = None,
+) -> Iterator[None]:
     """Make the operands of these weights for ``passes`` once in this block, at first use, and free them at its end.
 
     Weight gradients are added to ``Parameter.grad`` without a temporary of their size, so that ``torch.autograd.grad``
-    does not return them. The weights must not change meanwhile.
+    does not return them; those of weights that FSDP has ``gathered`` are added to what is given for each, if any is.
+    The weights must not change meanwhile.
     """
-    held = list[Any]()
+    held = dict[Any, Any]()
     for parameter in parameters:
         shard: Any = getattr(parameter, "_local_tensor", None)
         if shard is None:
-            held.append(parameter)
-            held[-1].of_step = _StepWeight(parameter, passes)
+            held[parameter] = _StepWeight(parameter, _SharedOperands(parameter, passes))
         elif isinstance(shard, Master):
-            held.append(shard)
-            held[-1].of_step = []
+            held[shard] = []
+    held |= {weight: _StepWeight(accumulator) for weight, accumulator in (gathered or {}).items()}
+    for one, of_step in held.items():
+        one.of_step = of_step
     try:
         yield
     finally:
@@ -68,16 +94,16 @@ class WeightUse:
 
     def operands(self, weight: Tensor, recipe: Precision) -> tuple[Any, SavedOperand]:
         """Return the operand of fprop, and the saved operand of dgrad."""
-        step = self._step
-        if step is not None:
-            return step.operand(recipe, "fprop"), SavedOperand((), lambda _: step.operand(recipe, "dgrad"))
+        shared = None if self._step is None else self._step.operands
+        if shared is not None:
+            return shared.of(recipe, "fprop"), SavedOperand((), lambda _: shared.of(recipe, "dgrad"))
         operand = recipe.quantize(weight, role="weight", during="fprop")
         return operand, recipe.keep(weight, operand, role="weight", during="dgrad")
 
     def gradient(
         self, ctx: Any, index: int, operands: Callable[[], tuple[Any, Any]], ends_e: Tensor | None = None
     ) -> Tensor | None:
-        """Return the weight's gradient for autograd; None: it is added to the parameter's, now or later.
+        """Return the weight's gradient for autograd; None: it is added to the step's, now or later.
 
         ``operands`` returns those of wgrad, ``(R, O)`` and ``(R, I)``; ``ends_e``: where each group of rows ends.
         ``index``: the position of the weight among the tensors that the Function ``ctx`` was given.
@@ -106,8 +132,8 @@ class WeightUse:
 
 
 @final
-class _StepWeight:
-    """One weight during a step, and its operands by recipe."""
+class _SharedOperands:
+    """The operands of one weight by recipe."""
 
     __slots__ = ("_made", "_parameter", "_passes")
 
@@ -115,35 +141,40 @@ class _StepWeight:
         self._parameter, self._passes = parameter, passes
         self._made: dict[Precision, Mapping[Pass, Callable[[], Any]]] = {}
 
-    def operand(self, recipe: Precision, during: Pass) -> Any:
+    def of(self, recipe: Precision, during: Pass) -> Any:
         """Return the operand of a pass, made at first use."""
         if recipe not in self._made:
             with torch.no_grad(), made_for_step():
                 self._made[recipe] = recipe.weight_operands(self._parameter.detach(), self._passes)
         return self._made[recipe][during]()
 
-    @property
-    def trains(self) -> bool:
-        """Whether the parameter has a gradient."""
-        return self._parameter.requires_grad
+
+@final
+class _StepWeight:
+    """One weight during a step: its operands, if micro-batches share them, and its gradient."""
+
+    __slots__ = ("_accumulator", "operands")
+
+    def __init__(self, accumulator: Accumulator, operands: _SharedOperands | None = None) -> None:
+        self._accumulator, self.operands = accumulator, operands
 
     @property
-    def _grad_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._parameter.grad_dtype or self._parameter.dtype
-        return dtype
+    def trains(self) -> bool:
+        """Whether the weight has a gradient."""
+        return self._accumulator.requires_grad
 
     @torch.no_grad()
     def add(self, grad: Any, x: Any, ends_e: Tensor | None) -> None:
-        """Add ``grad^T x`` to the parameter's gradient."""
-        main, fresh = self._parameter.grad, self._parameter.grad is None
+        """Add ``grad^T x`` to the gradient."""
+        to, fresh = self._accumulator, self._accumulator.grad is None
         if isinstance(grad, Tensor) and adds_in_place(grad):
-            if main is None:
-                main = self._parameter.grad = torch.empty_like(self._parameter, dtype=self._grad_dtype)
-            add_wgrad(main, grad, x, ends_e, fresh=fresh)
-        elif main is None:
-            self._parameter.grad = _product(grad, x, ends_e).to(self._grad_dtype)
+            if fresh:
+                to.grad = grad.new_empty(to.shape, dtype=to.grad_dtype)
+            add_wgrad(to.grad, grad, x, ends_e, fresh=fresh)
+        elif fresh:
+            to.grad = _product(grad, x, ends_e).to(to.grad_dtype)
         else:
-            main.add_(_product(grad, x, ends_e))
+            to.grad.add_(_product(grad, x, ends_e))
 
 
 def _product(grad: Any, x: Any, ends_e: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, final
@@ -24,9 +24,11 @@ from moefw.recording.even import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.patches import fsdp_told
 from moefw.recording.places import Place
-from moefw.recording.recorder import GATHERED, OPERANDS, Life, Recorder
+from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, Life, Recorder
+from moefw.runtime.compute.for_step import done_for_step
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.pieces import local
+from moefw.runtime.parallel.unsharded_gradients import accumulators
 from moefw.testing.measured.report import Measured, Saved
 from moefw.training.engine import Engine
 from moefw.training.micro_batches import PASSES
@@ -63,7 +65,8 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
     with ExitStack() as stack:
         stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
         stack.enter_context(recorder)
-        stack.enter_context(fsdp_told(partial(recorder.labelling, GATHERED)))
+        reducing = done_for_step if assembly.spec.train.reduce_gradients == "step" else nullcontext
+        stack.enter_context(fsdp_told(partial(recorder.labelling, GATHERED), reducing))
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
         model = build_model(assembly, layout, torch.device("cpu"), shared, watch=recorder.places)
@@ -84,7 +87,12 @@ class _Step:
         train = assembly.spec.train
         self.optimizer: Any = assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr)
         self.engine = Engine(
-            model, self.optimizer, layout, clip_norm=train.clip_norm, main_gradients=train.main_gradients
+            model,
+            self.optimizer,
+            layout,
+            clip_norm=train.clip_norm,
+            main_gradients=train.main_gradients,
+            reduce_gradients=train.reduce_gradients,
         )
         self.began = 0
         self.gradients: list[Life] = []
@@ -138,15 +146,21 @@ class _Step:
             alive = recorder.alive(recorder.now)
             self.saved.append([life for life in alive if life.began > before and life.kind != OPERANDS])
         if phase == "backward":
-            grads = (parameter.grad for parameter in self.model.parameters())
-            self.gradients = self._known([grad for grad in grads if grad is not None], "gradients")
+            grads = [one.grad for one in (*self.model.parameters(), *self._unsharded()) if one.grad is not None]
+            self.gradients = max(self.gradients, self._known(grads, GRADIENTS), key=_nbytes)
+
+    def _unsharded(self) -> Iterator[Any]:
+        """Yield what holds the unsharded gradients that micro-batches add up."""
+        if self.assembly.spec.train.reduce_gradients == "step":
+            for gathered, accumulator in accumulators(self.model).items():
+                yield from (gathered, accumulator)
 
     def _measured(self, count: int, tokens: int) -> Measured:
         recorder, layout = self.recorder, self.layout
         held: Counter[str] = Counter()
         for life in recorder.alive(self.began):
             held[life.kind or "other"] += life.nbytes
-        held["gradients"] = sum(life.nbytes for life in self.gradients)
+        held[GRADIENTS] = _nbytes(self.gradients)
         return Measured(
             rank=layout.rank,
             world=layout.plan.world,
@@ -170,6 +184,10 @@ class _Step:
             other = "other" if life.began <= self.began else "saved" if life in saved else "passing"
             found[life.kind or other] += life.nbytes
         return dict(found)
+
+
+def _nbytes(lives: Iterable[Life]) -> int:
+    return sum(life.nbytes for life in lives)
 
 
 def _saved(life: Life) -> Saved:
