@@ -44,6 +44,11 @@ BROKEN: list[tuple[Any, str, str]] = [
         "beside an outlier column of role grad, the weight gradient is off",
     ),
     (recipes.KeepsTheWeightOfForward, "an_outlier_costs", "beside an outlier column, an operand (role weight during"),
+    (
+        recipes.SumsAlongRowsInBothPasses,
+        "operands_made_in_one_read",
+        "during wgrad) that is made in one read has other bits than",
+    ),
     (recipes.SharesTheWeightOfForward, "operands_of_a_step", "during dgrad) has other bits than that of quantize"),
     (recipes.FlowsInWholeNumbers, "the_residual_dtype", "residual_dtype is torch.int8"),
 ]

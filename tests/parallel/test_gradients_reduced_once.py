@@ -81,7 +81,9 @@ def added_up_by_autograd(spec: dict[str, Any]) -> tuple[int, list[tuple[int, ...
     ):
         matrices = [weight for weight in gathered if weight.dim() > 1]
         for weight in matrices:
-            weight.register_post_accumulate_grad_hook(lambda one: found.extend([tuple(one.shape)] * (one.grad is not None)))
+            weight.register_post_accumulate_grad_hook(
+                lambda one: found.extend([tuple(one.shape)] * (one.grad is not None))
+            )
         model(global_batch(assembly, layout, 0)[0]).objective.backward()
     return len(matrices), found
 

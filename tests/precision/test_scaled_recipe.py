@@ -152,6 +152,29 @@ def test_what_is_kept_makes_the_operand_of_backward(role: Role, during: Pass, si
         assert [tensor.dtype for tensor in kept.tensors] == [torch.float8_e4m3fn, torch.float32]
 
 
+FIRST: Mapping[Role, Pass] = {"input": "fprop", "grad": "dgrad"}
+
+
+@pytest.mark.parametrize("groups", [RowGroups(), RowGroups(ends_e=torch.tensor([128, 256], dtype=torch.int32))])
+@pytest.mark.parametrize("role", FIRST)
+def test_rows_are_read_once_for_both_passes(role: Role, groups: RowGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, _ = recipes()
+    x = drawn(256, 130, seed=1).bfloat16()
+    wanted = [recipe.quantize(x, role=role, during=during, rows=groups) for during in (FIRST[role], "wgrad")]
+    monkeypatch.setattr(Blockwise, "encode", lambda *given: pytest.fail("rows are read for one pass"))
+    operand, kept = recipe.both_ways(x, role, groups)
+    for found, right in zip((operand, kept.operand(kept.tensors)), wanted, strict=True):
+        assert (found.shape, found.dtype) == (right.shape, right.dtype)
+        assert found.codes.codes.stride() == right.codes.codes.stride()
+        assert torch.equal(found.codes.dequantize(), right.codes.dequantize())
+
+
+def test_groups_that_are_not_in_whole_blocks_are_read_for_each_pass() -> None:
+    """Zeros fill up the rows of the one operand alone."""
+    recipe, _ = recipes()
+    assert recipe.both_ways(drawn(130, 128, seed=1), "input", RowGroups(ends_e=torch.tensor([130]))) is None
+
+
 def test_what_makes_an_operand_holds_on_to_no_tensor() -> None:
     recipe, _ = recipes(activations="fp8")
     for keep in (lambda x: recipe.keep(x, None, role="input", during="wgrad"), recipe.keep_activation):

@@ -222,6 +222,15 @@ class SharesTheWeightOfForward(Int8ByPass):
 
 
 @frozen
+class SumsAlongRowsInBothPasses(Int8ByPass):
+    name: ClassVar[str] = "sums-along-rows-in-both-passes"
+
+    def both_ways(self, x: Tensor, role: Any, rows: Any) -> tuple[Any, SavedOperand]:
+        used = self.quantize(x, role=role, during="fprop" if role == "input" else "dgrad", rows=rows)
+        return used, SavedOperand((used,), lambda saved: saved[0])
+
+
+@frozen
 class FlowsInWholeNumbers(_Recipe):
     name: ClassVar[str] = "flows-in-whole-numbers"
     residual_dtype: ClassVar[Any] = torch.int8

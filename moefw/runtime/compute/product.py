@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
 from moefw.core.records import RowGroups, SavedOperand
+from moefw.runtime.compute.row_operands import grad_operands, input_operands
 from moefw.runtime.compute.weights import WeightUse, has_plain_gradient
 from moefw.runtime.memory.dropped import output_of
 
@@ -31,8 +31,7 @@ class SharedInput:
         """Return the operand of fprop, and the saved operand for wgrad."""
         if self._made is not None:
             return self._made
-        operand = precision.quantize(x, role="input", during="fprop", rows=rows)
-        made = operand, keep_input(x, operand, precision, rows)
+        made = input_operands(x, precision, rows)
         if precision.shares_inputs:
             self._made = made
         return made
@@ -78,25 +77,9 @@ def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def keep_input(x: Tensor, used: Any, precision: Precision, rows: RowGroups) -> SavedOperand:
-    """Return the saved operand of an input for wgrad: ``x`` itself if it will be recomputed and need not be kept."""
-    if output_of(x) is None:
-        return precision.keep(x, used, role="input", during="wgrad", rows=rows)
-    about = {name: tensor for name, tensor in (("ends_e", rows.ends_e), ("keys_R", rows.keys_R)) if tensor is not None}
-    return SavedOperand((x, *about.values()), partial(_quantize_again, precision, tuple(about), rows.sizes))
-
-
 def keep_activation(x: Tensor, precision: Precision, rows: RowGroups) -> SavedOperand:
     """Return the saved form of rows whose values backward reads: the rows themselves if they will be recomputed."""
     return SavedOperand((x,), lambda saved: saved[0]) if output_of(x) else precision.keep_activation(x, rows)
-
-
-def _quantize_again(
-    precision: Precision, about: Sequence[str], sizes: tuple[int, ...] | None, saved: Sequence[Tensor]
-) -> Any:
-    x, *others = saved
-    rows = RowGroups(**dict(zip(about, others, strict=True)), sizes=sizes)
-    return precision.quantize(x, role="input", during="wgrad", rows=rows)
 
 
 class _Linear(torch.autograd.Function):
@@ -130,14 +113,14 @@ class _Linear(torch.autograd.Function):
         rows, grad_x, grad_weight = RowGroups(ends_e, keys_R, ctx.sizes), None, None
         inputs, weights = tensors[: ctx.inputs], tensors[ctx.inputs :]
 
-        def wgrad() -> tuple[Any, Any]:
-            return precision.quantize(grad, role="grad", during="wgrad", rows=rows), ctx.operand(inputs)
-
-        if ctx.needs_input_grad[0]:
-            operand = precision.quantize(grad, role="grad", during="dgrad", rows=rows)
+        needs_x, trains = ctx.needs_input_grad[:2]
+        if needs_x:
+            operand, of_wgrad = grad_operands(grad, precision, rows, trains=trains)
             grad_x = (operand @ ctx.made(weights)).to(ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = ctx.weight.gradient(ctx, 1, wgrad)
+        else:
+            of_wgrad = partial(precision.quantize, grad, role="grad", during="wgrad", rows=rows)
+        if trains:
+            grad_weight = ctx.weight.gradient(ctx, 1, lambda: (of_wgrad(), ctx.operand(inputs)))
         return grad_x, grad_weight, None, None, None, None, None
 
 

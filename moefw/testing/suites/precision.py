@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from moefw.core.contracts import Meter, Precision
 from moefw.core.errors import PlanError
 from moefw.core.facts import ANY
-from moefw.core.records import Pass, Role
+from moefw.core.records import Pass, Role, RowGroups, SavedOperand
 from moefw.core.stages import Batch
+from moefw.runtime.compute.row_operands import ReadsOnce
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.oracle import Rule, dense_moe
@@ -59,6 +60,7 @@ PASSES: Sequence[Pass] = ("fprop", "dgrad")
 """The products that read a weight."""
 KEPT: Sequence[tuple[Role, Pass]] = (("input", "wgrad"), ("weight", "dgrad"))
 """Roles of saved operands, and the product of backward that uses each."""
+FIRST: Sequence[tuple[Role, Pass]] = (("input", "fprop"), ("grad", "dgrad"))
 
 OPERANDS = st.builds(
     Operand,
@@ -182,7 +184,7 @@ class PrecisionSuite(Suite):
                 if during == "dgrad" and role == "weight":
                     one = _of_a_gemm(recipe, drawn)
                     kept = one.keep(x, one.quantize(x, role=role, during="fprop"), role=role, during=during)
-                    operands.append(kept.operand(kept.tensors))
+                    operands.append(_made_of(kept))
                 error = max(error_by_row(operand, x, axis) for operand in operands)
                 line = {-2: "row", -1: "column"}[axis]
                 what = f"{self.plugin.name}: beside an outlier {line}, an operand ({_where(drawn)}) is off by"
@@ -201,7 +203,7 @@ class PrecisionSuite(Suite):
             factors[role] = (with_outlier(x, -1) if role == outlier else x).to(recipe.residual_dtype)
         one, rows, dy = _of_a_gemm(recipe, drawn), factors["input"], factors["grad"]
         kept = one.keep(rows, one.quantize(rows, role="input", during="fprop"), role="input", during="wgrad")
-        got = one.quantize(dy, role="grad", during="wgrad").mT @ kept.operand(kept.tensors)
+        got = one.quantize(dy, role="grad", during="wgrad").mT @ _made_of(kept)
         return error_by_row(got, dy.double().mT @ rows.double(), -2 if outlier == "grad" else -1)
 
     def test_gradients_flow_straight_through(self) -> None:
@@ -238,7 +240,7 @@ class PrecisionSuite(Suite):
             x = drawn.tensor(self.block, torch.float32 if role == "weight" else recipe.residual_dtype).detach()
             used = self._quantize(recipe, x, evolve(drawn, role=role, during="fprop"))
             kept = _of_a_gemm(recipe, drawn).keep(x, used, role=role, during=during)
-            operand = kept.operand(kept.tensors)
+            operand = _made_of(kept)
             what = f"{self.plugin.name}: what is kept of {tuple(x.shape)} {x.dtype} (role {role} for {during})"
             assert operand.shape == x.shape, f"{what} makes {tuple(operand.shape)}; the shape must stay."
             error = worst_error(operand, x)
@@ -262,6 +264,22 @@ class PrecisionSuite(Suite):
 
         self.for_all(check, OPERANDS)
 
+    def test_operands_made_in_one_read_are_those_of_each_pass(self) -> None:
+        """Those of an input in fprop and wgrad, and of a gradient in dgrad and wgrad."""
+        recipe = self.recipe()
+
+        def check(drawn: Operand) -> None:
+            role, first = FIRST[drawn.seed % len(FIRST)]
+            drawn = evolve(drawn, role=role, experts=0, during=first)
+            x, one = drawn.tensor(self.block, recipe.residual_dtype).detach(), _of_a_gemm(recipe, drawn)
+            made = one.both_ways(x, role, RowGroups()) if isinstance(one, ReadsOnce) else None
+            for during, operand in {first: made[0], "wgrad": _made_of(made[1])}.items() if made else ():
+                same = same_bits(operand, self._quantize(recipe, x, evolve(drawn, during=during)))
+                what = f"{self.plugin.name}: the operand of {tuple(x.shape)} (role {role} during {during})"
+                assert same, f"{what} that is made in one read has other bits than that of quantize."
+
+        self.for_all(check, OPERANDS)
+
     def test_operands_of_the_weight_gradient_make_it_together(self) -> None:
         """If passes have separate operands: the product over rows with the saved input is close."""
         recipe, allowed = self.recipe(), 2 * self._rtol()
@@ -274,7 +292,7 @@ class PrecisionSuite(Suite):
             dy, rows = (one.tensor(self.block, recipe.residual_dtype).detach() for one in (grad, x))
             used = self._quantize(recipe, rows, evolve(x, during="fprop"))
             kept = _of_a_gemm(recipe, x).keep(rows, used, role="input", during="wgrad")
-            got = self._quantize(recipe, dy, grad).mT @ kept.operand(kept.tensors)
+            got = self._quantize(recipe, dy, grad).mT @ _made_of(kept)
             what = f"{self.plugin.name}: the weight gradient of {tuple(rows.shape)}, the product of its operands, is"
             error = worst_error(got, dy.double().mT @ rows.double())
             assert error <= allowed, f"{what} off by {error:.1e}; {allowed:.0e} is twice what is stated."
@@ -376,6 +394,10 @@ class PrecisionSuite(Suite):
 def _of_a_gemm(recipe: Any, drawn: Operand) -> Any:
     """Return the recipe for one GEMM that takes the operand, which may be the recipe itself."""
     return recipe.at("gemm", groups=max(1, drawn.experts))
+
+
+def _made_of(kept: SavedOperand) -> Any:
+    return kept.operand(kept.tensors)
 
 
 def _meters(recipe: Any) -> Iterator[str]:

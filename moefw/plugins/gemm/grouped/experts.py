@@ -15,7 +15,8 @@ from moefw.core.records import Canonical, RowGroups, SavedOperand
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.compute.group_bias import add_group_bias, widened
 from moefw.runtime.compute.grouped_mm import grouped_mm
-from moefw.runtime.compute.product import keep_activation, keep_input
+from moefw.runtime.compute.product import keep_activation
+from moefw.runtime.compute.row_operands import grad_operands, input_operands
 from moefw.runtime.compute.weights import WeightUse
 from moefw_kernels.swiglu import Clamp, weighted_swiglu, weighted_swiglu_backward
 
@@ -89,10 +90,10 @@ class _In(torch.autograd.Function):
         ctx: Any, recipe: Precision, x_RD: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes, gate_up: Tensor
     ) -> Tensor:
         rows = RowGroups(ends_e, keys_R, sizes)
-        x = recipe.quantize(x_RD, role="input", during="fprop", rows=rows)
+        x, kept_x = input_operands(x_RD, recipe, rows)
         ctx.weight = WeightUse(gate_up)
         w13, kept_w13 = ctx.weight.operands(gate_up, recipe)
-        _save(ctx, recipe, (ends_e, keys_R), sizes, (keep_input(x_RD, x, recipe, rows), kept_w13), x_RD.dtype)
+        _save(ctx, recipe, (ends_e, keys_R), sizes, (kept_x, kept_w13), x_RD.dtype)
         return grouped_mm(x, w13.mT, ends_e).to(x_RD.dtype)
 
     @staticmethod
@@ -100,12 +101,10 @@ class _In(torch.autograd.Function):
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         (ends_e, keys_R), (x, w13) = _saved(ctx, 2)
         recipe, rows = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes)
-        grad_x = grouped_mm(recipe.quantize(grad_RH, role="grad", during="dgrad", rows=rows), w13, ends_e).to(ctx.dtype)
-
-        def wgrad() -> tuple[Any, Any]:
-            return recipe.quantize(grad_RH, role="grad", during="wgrad", rows=rows), x
-
-        return None, grad_x, None, None, None, ctx.weight.gradient(ctx, -1, wgrad, ends_e)
+        grad, grad_of_wgrad = grad_operands(grad_RH, recipe, rows, trains=ctx.needs_input_grad[-1])
+        grad_x = grouped_mm(grad, w13, ends_e).to(ctx.dtype)
+        grad_w13 = ctx.weight.gradient(ctx, -1, lambda: (grad_of_wgrad(), x), ends_e)
+        return None, grad_x, None, None, None, grad_w13
 
 
 class _Out(torch.autograd.Function):
@@ -139,12 +138,12 @@ class _Out(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         (weights_R, ends_e, keys_R), (h_RH, w2) = _saved(ctx, 3)
         recipe, rows, grad_RD = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), grad_RD.contiguous()
-        grad_a = grouped_mm(recipe.quantize(grad_RD, role="grad", during="dgrad", rows=rows), w2, ends_e).to(ctx.dtype)
+        grad, grad_of_wgrad = grad_operands(grad_RD, recipe, rows, trains=ctx.needs_input_grad[-1])
+        grad_a = grouped_mm(grad, w2, ends_e).to(ctx.dtype)
         grad_h, grad_weights, a_RF = weighted_swiglu_backward(grad_a, h_RH, weights_R, ctx.clamp)
 
         def wgrad() -> tuple[Any, Any]:
-            grad = recipe.quantize(grad_RD, role="grad", during="wgrad", rows=rows)
-            return grad, recipe.quantize(a_RF, role="input", during="wgrad", rows=rows)
+            return grad_of_wgrad(), recipe.quantize(a_RF, role="input", during="wgrad", rows=rows)
 
         return None, None, grad_h, grad_weights, None, None, None, ctx.weight.gradient(ctx, -1, wgrad, ends_e)
 

@@ -22,6 +22,7 @@ from moefw_kernels.quantize import (
     Quantized,
     Scales,
     quantize_fp8,
+    quantize_fp8_both,
     quantize_mxfp8,
     quantize_mxfp8_both,
     quantize_rows,
@@ -94,6 +95,10 @@ class Encoder(ABC):
             return [self.encode(x, "weight", passes[0], RowGroups())] * len(passes)
         return [self.encode(x, "weight", during, RowGroups()) for during in passes]
 
+    def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized] | None:
+        """Return the operands of rows ``x``, summed along and across rows, made in one read; None: it takes two."""
+        return None
+
     def codec(self, dim: int) -> Codec | None:
         """Return the codec of rows sent to experts, as ``Precision.codec`` does."""
         return None
@@ -134,6 +139,10 @@ class Blockwise(Encoder):
         block = (128, 128) if role == "weight" else along
         return quantize_fp8(x, block=block, power_of_two=self._power_of_two)
 
+    def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized]:
+        """Return the operands of rows."""
+        return quantize_fp8_both(x, power_of_two=self._power_of_two)
+
     def codec(self, dim: int) -> Codec:
         """Return the codec with an fp32 scale per 128 values."""
         return PackedRows(self.row_scales, dim=dim)
@@ -152,6 +161,10 @@ class MX(Encoder):
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
         """Return the operands of a weight, of which those of both passes are made in one read."""
         return quantize_mxfp8_both(x) if tuple(passes) == ("fprop", "dgrad") else super().encode_weight(x, passes)
+
+    def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized]:
+        """Return the operands of rows."""
+        return quantize_mxfp8_both(x)
 
     def codec(self, dim: int) -> Codec:
         """Return the codec with an E8M0 scale per 32 values."""

@@ -65,6 +65,10 @@ class QuantizedRecipe(LowPrecisionRecipe):
         """Return codes and scales of a weight for each pass."""
 
     @abstractmethod
+    def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
+        """Return codes and scales of rows ``x``, summed along and across rows, made in one read; None: it takes two."""
+
+    @abstractmethod
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Any]:
         """Return a function that makes an operand of the codes of ``x``. It keeps no reference to ``x``."""
 
@@ -75,6 +79,15 @@ class QuantizedRecipe(LowPrecisionRecipe):
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
         """Return the operand."""
         return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
+
+    def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
+        """Return the operand of the first pass, and the codes for wgrad, as ``ReadsOnce`` does."""
+        made = self.encode_both(x, rows)
+        if made is None:
+            return None
+        along, across = made
+        first: Pass = "fprop" if role == "input" else "dgrad"
+        return self.operand_of(x, first)(along), _kept(across, self.operand_of(x, "wgrad"))
 
     def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], Any]]:
         """Return functions that hold codes and scales."""
@@ -111,6 +124,10 @@ class EmulatedRecipe(QuantizedRecipe):
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
         """Return codes and scales of a weight."""
         return self.encoder.encode_weight(x, passes)
+
+    def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
+        """Return codes and scales of rows."""
+        return self.encoder.encode_both(x)
 
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Tensor]:
         """Return the function that dequantizes."""

@@ -78,17 +78,23 @@ class ScaledRecipe(QuantizedRecipe):
         """Return codes and scales, contiguous along the summed axis."""
         axis = summed_axis(role, during)
         more_rows, more_columns = self._missing(x, axis, rows)
-        if more_rows or more_columns:
-            x = F.pad(x, (0, more_columns, 0, more_rows))
+        x = _filled(x, more_rows, more_columns)
         if more_rows and rows.keys_R is not None:
             rows = evolve(rows, keys_R=F.pad(rows.keys_R, (0, more_rows)))
         return _along(self.encoder.encode(x, role, during, rows), axis)
 
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
         """Return codes and scales of a weight, contiguous along the axis that each pass sums over."""
-        more_rows, more_columns = self._missing(x, -2, RowGroups())
-        made = self.encoder.encode_weight(F.pad(x, (0, more_columns, 0, more_rows)), passes)
+        made = self.encoder.encode_weight(_filled(x, *self._missing(x, -2, RowGroups())), passes)
         return [_along(one, summed_axis("weight", during)) for one, during in zip(made, passes, strict=True)]
+
+    def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
+        """Return codes and scales of rows, contiguous along the axis that each pass sums over."""
+        missing = self._missing(x, -1, rows)
+        if missing != self._missing(x, -2, rows):
+            return None
+        made = self.encoder.encode_both(_filled(x, *missing))
+        return None if made is None else (_along(made[0], -1), _along(made[1], -2))
 
     def fills_up(self, x: Tensor, rows: RowGroups) -> bool:
         """Return whether a size is not a multiple."""
@@ -103,6 +109,11 @@ class ScaledRecipe(QuantizedRecipe):
         """Return a function that adds shape and dtype to codes."""
         dtype = torch.float32 if during == "wgrad" else torch.bfloat16
         return partial(Scaled, shape=tuple(x.shape), dtype=dtype, products=self._products)
+
+
+def _filled(x: Tensor, more_rows: int, more_columns: int) -> Tensor:
+    """Return ``x`` with rows and columns of zeros added; without any, ``x`` itself."""
+    return F.pad(x, (0, more_columns, 0, more_rows)) if more_rows or more_columns else x
 
 
 def _along(encoded: Quantized, axis: int) -> Quantized:
