@@ -126,16 +126,18 @@ class Engine:
 
     def _loss_scale(self, batches: Sequence[Batch]) -> Tensor:
         """Return 1 / (valid tokens of the global batch), fp32. Ranks that share a batch count their part of it."""
-        tokens = sum(_valid(batch) / (batch.cp or self.layout.size("cp")) for batch in batches)
-        total = torch.full((), tokens, dtype=torch.float64, device=batches[0].ids_BS.device)
+        total = torch.zeros((), dtype=torch.float64, device=batches[0].ids_BS.device)
+        for batch in batches:
+            total += _valid(batch) / (batch.cp or self.layout.size("cp"))
         group = self.layout.group("dp", "cp")
         if group is not None:
             dist.all_reduce(total, group=group)
         return (1.0 / total.round().clamp_min(1)).float()
 
 
-def _valid(batch: Batch) -> int:
-    return batch.ids_BS.numel() if batch.mask_BS is None else int(batch.mask_BS.sum())
+def _valid(batch: Batch) -> int | Tensor:
+    """Return the number of valid tokens, fp64 on the device if there is a mask: the host does not wait."""
+    return batch.ids_BS.numel() if batch.mask_BS is None else batch.mask_BS.sum(dtype=torch.float64)
 
 
 def _result(made: Attempt) -> StepResult:

@@ -112,7 +112,11 @@ def fused() -> dict[str, Case]:
 
 
 def others() -> dict[str, Case]:
+    heads, tables = none(1, 16384, 32, 128), [none(1, 16384, 64, dtype=torch.float32) for _ in range(2)]
     cases = {
+        "rope": Case(partial(call, "rope", "rotate", heads, *tables, False, False), (0, 0), TO_BF16),
+        "rope of neighbours": Case(partial(call, "rope", "rotate", heads, *tables, True, False), (0, 0), TO_BF16),
+        "rope of neighbours, back": Case(partial(call, "rope", "rotate", heads, *tables, True, True), (0, 0), TO_BF16),
         "hadamard": Case(partial(call, "hadamard", "hadamard", X), (0, 0), TO_BF16),
         "hadamard of columns": Case(partial(call, "hadamard", "hadamard", X.mT), (8, 0), TO_BF16),
         "swizzle": Case(partial(call, "swizzle", "swizzle", BYTES, None, -2), (4, 1)),

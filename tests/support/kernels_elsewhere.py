@@ -25,6 +25,7 @@ PACKAGES = (
     "permute",
     "permute_quantize",
     "quantize",
+    "rope",
     "swiglu",
     "swiglu_quantize",
     "swizzle",

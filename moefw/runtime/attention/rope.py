@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moefw.core.stages import Batch
 from moefw.runtime.attention.rope_options import Rope
+from moefw_kernels import rope as kernels
 
 Table = tuple[Tensor, Tensor]
 """Cosines and sines, each fp32 ``(1 or B, S, d/2)``."""
@@ -23,10 +24,7 @@ def rope_table(rope: Rope, width: int, batch: Batch) -> Table:
 
 def rotate(x_BSHd: Tensor, table: Table, rope: Rope) -> Tensor:
     """Rotate each pair of values by the angle of its position. Both kinds of pairs come out as (i, i + d/2)."""
-    cos, sin = (part.to(x_BSHd.dtype).unsqueeze(2) for part in table)
-    halves = rope.pairs == "halves"
-    first, second = x_BSHd.chunk(2, dim=-1) if halves else (x_BSHd[..., 0::2], x_BSHd[..., 1::2])
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return kernels.rotate(x_BSHd, *table, neighbours=rope.pairs == "neighbours")
 
 
 def frequencies(rope: Rope, width: int, device: torch.device) -> Tensor:

@@ -1,0 +1,28 @@
+"""The rotation with PyTorch operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, back: bool) -> Tensor:
+    """Return the rotation of ``x``; with ``back`` its gradient, given that of the result."""
+    wide = torch.promote_types(x_BSHd.dtype, torch.float32)
+    cos, sin = (table.to(wide).unsqueeze(2) for table in (cos_BSp, sin_BSp))
+    out = x_BSHd.new_empty(x_BSHd.shape)
+    first, second = _pairs(x_BSHd.to(wide), neighbours=neighbours and not back)
+    to_first, to_second = _pairs(out, neighbours=neighbours and back)
+    minus = 1 if back else -1
+    for to, own, other, sign in ((to_first, first, second, minus), (to_second, second, first, -minus)):
+        if out.dtype is wide:
+            torch.mul(own, cos, out=to).addcmul_(other, sin, value=sign)
+        else:
+            to.copy_((own * cos).addcmul_(other, sin, value=sign))
+    return out
+
+
+def _pairs(x: Tensor, *, neighbours: bool) -> tuple[Tensor, Tensor]:
+    """Return views of the first and the second values of all pairs."""
+    half = x.shape[-1] // 2
+    return (x[..., 0::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])
