@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moefw.core.contracts import Named
@@ -57,43 +58,56 @@ def cross_entropy(logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Te
 
     ``logits_Tv``: all tokens, this rank's part of the vocabulary. ``labels_T``: -100 for tokens without loss.
     """
-    if tp.group is None:
-        return F.cross_entropy(logits_Tv.float(), labels_T, reduction="sum", ignore_index=IGNORED)
-    loss_t: Tensor = _SplitCrossEntropy.apply(logits_Tv, labels_T, tp)  # type: ignore[no-untyped-call]
+    loss_t: Tensor = _CrossEntropy.apply(logits_Tv, labels_T, tp)  # type: ignore[no-untyped-call]
     return loss_t.sum()
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
-    """``log sum exp(z - max) - (z_label - max)``, with max, sums and the label's logit all-reduced over tp."""
+class _CrossEntropy(torch.autograd.Function):
+    """``log sum exp(z - max) - (z_label - max)``; saves the shares ``softmax(z)``, fp32, from which backward begins.
+
+    Max, sums and the label's logit are all-reduced over tp.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Tensor:
-        shifted_Tv = logits_Tv.float()
-        peak_T = shifted_Tv.amax(1)
-        dist.all_reduce(peak_T, dist.ReduceOp.MAX, group=tp.group)
-        shifted_Tv = shifted_Tv - peak_T.unsqueeze(1)
-        size = shifted_Tv.shape[1]
+        size = logits_Tv.shape[1]
         own_T = labels_T - tp.index * size
         absent_T = (own_T < 0) | (own_T >= size)
-        own_T = own_T.masked_fill(absent_T, 0)
-        label_T = shifted_Tv.gather(1, own_T.unsqueeze(1)).squeeze(1).masked_fill(absent_T, 0.0)
-        shares_Tv = shifted_Tv.exp_()
-        sums_2T = torch.stack([shares_Tv.sum(1), label_T])
-        dist.all_reduce(sums_2T, group=tp.group)
-        shares_Tv /= sums_2T[0].unsqueeze(1)
-        ctx.save_for_backward(shares_Tv, own_T, absent_T, labels_T == IGNORED)
-        ctx.tp, ctx.dtype = tp, logits_Tv.dtype
-        loss_T = (sums_2T[0].log() - sums_2T[1]).masked_fill(labels_T == IGNORED, 0.0)
-        part = tp.shard(0)
-        assert part is not None
-        return part.of(loss_T).clone()
+        own_T, ignored_T = own_T.masked_fill(absent_T, 0), labels_T == IGNORED
+        label_T = logits_Tv.gather(1, own_T.unsqueeze(1)).squeeze(1).float()
+        shares = _shares if tp.group is None else _split_shares
+        shares_Tv, loss_T = shares(logits_Tv, label_T, absent_T, tp)
+        ctx.save_for_backward(shares_Tv, own_T, absent_T, ignored_T)
+        ctx.tp, ctx.dtype, part = tp, logits_Tv.dtype, tp.shard(0)
+        loss_T = loss_T.masked_fill(ignored_T, 0.0)
+        return loss_T if part is None else part.of(loss_T).clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_t: Tensor) -> tuple[Tensor | None, ...]:
         shares_Tv, own_T, absent_T, ignored_T = ctx.saved_tensors
-        grad_T = grad_t.new_empty(len(own_T))
-        all_gather(grad_T, grad_t.contiguous(), group=ctx.tp.group)
+        grad_T = grad_t
+        if ctx.tp.group is not None:
+            grad_T = grad_t.new_empty(len(own_T))
+            all_gather(grad_T, grad_t.contiguous(), group=ctx.tp.group)
         grad_T = grad_T.masked_fill(ignored_T, 0.0).unsqueeze(1)
         grad_Tv = shares_Tv * grad_T
         grad_Tv.scatter_add_(1, own_T.unsqueeze(1), -grad_T.masked_fill(absent_T.unsqueeze(1), 0.0))
         return grad_Tv.to(ctx.dtype), None, None
+
+
+def _shares(logits_Tv: Tensor, label_T: Tensor, absent_T: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Return shares and losses. The largest share is that of the largest logit, ``1 / sum exp(z - max)``."""
+    shares_Tv = logits_Tv.softmax(1, dtype=torch.float32)
+    return shares_Tv, logits_Tv.amax(1).float() - label_T - shares_Tv.amax(1).log()
+
+
+def _split_shares(logits_Tv: Tensor, label_T: Tensor, absent_T: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Return shares and losses of a vocabulary that is split over tp."""
+    peak_T = logits_Tv.amax(1).float()
+    dist.all_reduce(peak_T, dist.ReduceOp.MAX, group=tp.group)
+    shares_Tv = (logits_Tv - peak_T.unsqueeze(1)).exp_()
+    sums_2T = torch.stack([shares_Tv.sum(1), (label_T - peak_T).masked_fill(absent_T, 0.0)])
+    dist.all_reduce(sums_2T, group=tp.group)
+    shares_Tv /= sums_2T[0].unsqueeze(1)
+    return shares_Tv, sums_2T[0].log() - sums_2T[1]

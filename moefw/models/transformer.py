@@ -199,7 +199,7 @@ class Transformer(nn.Module):
         assert self.embed is not None, "a stage that embeds holds the embedding"
         by_rank = torch.stack([*ids]).unflatten(1, (self.tp.size, -1)).transpose(0, 1)
         embedded_TD: Tensor = self.embed(by_rank.flatten())
-        return embedded_TD.to(self.residual_dtype).chunk(len(ids))
+        return _parts(embedded_TD.to(self.residual_dtype), len(ids))
 
     def _awaited(self, stage: Stage, batch: Batch, *, further: bool = True) -> tuple[Tensor, ...]:
         """Return empty tensors like those that a stage begins with: ``(t, D)``."""
@@ -236,7 +236,7 @@ class Transformer(nn.Module):
 
     def predictions(self, stream: Stream) -> Sequence[Tensor]:
         """Return logits ``(T, v)`` of all tokens for this rank's part of the vocabulary: next token, further ones."""
-        return self._of_head(stream).chunk(len(stream.hidden))
+        return _parts(self._of_head(stream), len(stream.hidden))
 
     def _of_head(self, stream: Stream, labels_NT: Tensor | None = None, chunk: int = 0) -> Tensor:
         """Return the logits of all tokens, or the losses of this rank's: see :class:`moefw.models.head.Head`."""
@@ -340,3 +340,8 @@ class Transformer(nn.Module):
         if kind in ("o_proj", "down_proj"):
             return 0.0 if options.zero_init else options.init_std / (2 * options.num_layers) ** 0.5
         return 0.0 if options.zero_init and kind == "head" else options.init_std
+
+
+def _parts(x_MC: Tensor, count: int) -> Sequence[Tensor]:
+    """Return equal parts of rows; one part as it is, because the backward of ``chunk`` copies the gradient."""
+    return x_MC.chunk(count) if count > 1 else (x_MC,)

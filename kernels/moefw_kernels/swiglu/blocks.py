@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from moefw_kernels.swiglu import reference
 from moefw_kernels.swiglu.reference import Clamp
 
+aten = torch.ops.aten
 ELEMENTS: Final = 131072
 """Elements of a block of the activation."""
 
@@ -19,7 +21,12 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None)
     """Implement ``reference.weighted_swiglu``, bit for bit."""
     a_RF = h_RH.new_empty(len(h_RH), h_RH.shape[1] // 2)
     for rows in _blocks(a_RF):
-        a_RF[rows] = reference.weighted_swiglu(h_RH[rows], weights_R[rows], clamp)
+        if clamp is not None:
+            a_RF[rows] = reference.weighted_swiglu(h_RH[rows], weights_R[rows], clamp)
+            continue
+        gate, up = h_RH[rows].chunk(2, dim=-1)
+        a = aten.silu.out(gate, out=a_RF[rows]).mul_(up)
+        torch.mul(a, weights_R[rows].unsqueeze(-1), out=a)
     return a_RF
 
 
@@ -29,10 +36,30 @@ def weighted_swiglu_backward(
     """Implement ``reference.weighted_swiglu_backward``, bit for bit."""
     grad_h, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(grad_RF.shape)
     grad_weights = h_RH.new_empty(len(h_RH), dtype=torch.float32)
+    backward = _backward if clamp is None else partial(_clamped_backward, clamp)
     for rows in _blocks(a_RF):
-        found = reference.weighted_swiglu_backward(grad_RF[rows], h_RH[rows], weights_R[rows], clamp)
-        grad_h[rows], grad_weights[rows], a_RF[rows] = found
+        backward(grad_RF[rows], h_RH[rows], weights_R[rows], grad_h[rows], grad_weights[rows], a_RF[rows])
     return grad_h, grad_weights, a_RF
+
+
+def _backward(grad: Tensor, h: Tensor, weights: Tensor, grad_h: Tensor, grad_weights: Tensor, a: Tensor) -> None:
+    """Write the results of a block. ``a`` is at first the activated gate, then the activation without weights."""
+    (gate, up), (grad_gate, grad_up), weights = h.chunk(2, -1), grad_h.chunk(2, -1), weights.unsqueeze(-1)
+    weighted = grad * weights
+    aten.silu.out(gate, out=a)
+    torch.mul(weighted, a, out=grad_up)
+    a.mul_(up)
+    torch.linalg.vecdot(grad.float(), a.float(), out=grad_weights)
+    torch.mul(a, weights, out=a)
+    aten.silu_backward.grad_input(weighted.mul_(up), gate.to(weighted.dtype), grad_input=grad_gate)
+
+
+def _clamped_backward(
+    clamp: Clamp, grad: Tensor, h: Tensor, weights: Tensor, grad_h: Tensor, grad_weights: Tensor, a: Tensor
+) -> None:
+    found = reference.weighted_swiglu_backward(grad, h, weights, clamp)
+    for to, part in zip((grad_h, grad_weights, a), found, strict=True):
+        to.copy_(part)
 
 
 def _blocks(a_RF: Tensor) -> Iterator[slice]:
