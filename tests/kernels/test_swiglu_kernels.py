@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from test_quantize_kernels import INF, NAN, awkward
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moefw_kernels.swiglu import Clamp, reference, weighted_swiglu, weighted_swiglu_backward
+from moefw_kernels.swiglu import Clamp, blocks, reference, weighted_swiglu, weighted_swiglu_backward
 from pairwise import deep, each_value
 
 CLAMPS = {"plain": None, "clamped": (1.3, 1.702)}
@@ -279,3 +280,17 @@ def test_a_tensor_on_the_cpu_takes_operations_of_pytorch(calls: Calls, monkeypat
     weighted_swiglu(h_RH, weights_R)
     weighted_swiglu_backward(grad_RF, h_RH, weights_R)
     assert calls == []
+
+
+@pytest.mark.parametrize(("clamp", "dtype"), each_value(CLAMPS, [torch.float32, torch.bfloat16]), ids=str)
+def test_blocks_of_rows_have_the_bits_of_all_rows(
+    clamp: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows at a time, and the rest. PyTorch's exp has other bits for some values of columns that are contiguous."""
+    monkeypatch.setattr(blocks, "ELEMENTS", 3 * 257)
+    for grad_RF, h_RH, weights_R in islice(views(*given(29, 257)), 2):
+        together = grad_RF.to(dtype), h_RH.to(dtype), weights_R, CLAMPS[clamp]
+        same(blocks.weighted_swiglu(*together[1:]), reference.weighted_swiglu(*together[1:]))
+        found, wanted = (one.weighted_swiglu_backward(*together) for one in (blocks, reference))
+        for mine, right in zip(found, wanted, strict=True):
+            same(mine, right)

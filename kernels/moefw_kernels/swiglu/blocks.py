@@ -18,7 +18,7 @@ ELEMENTS: Final = 131072
 
 
 def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None) -> Tensor:
-    """Implement ``reference.weighted_swiglu``, bit for bit."""
+    """Implement ``reference.weighted_swiglu``, bit for bit where rows are contiguous."""
     a_RF = h_RH.new_empty(len(h_RH), h_RH.shape[1] // 2)
     for rows in _blocks(a_RF):
         if clamp is not None:
@@ -33,7 +33,7 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None)
 def weighted_swiglu_backward(
     grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement ``reference.weighted_swiglu_backward``, bit for bit."""
+    """Implement ``reference.weighted_swiglu_backward``, bit for bit where rows are contiguous."""
     grad_h, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(grad_RF.shape)
     grad_weights = h_RH.new_empty(len(h_RH), dtype=torch.float32)
     backward = _backward if clamp is None else partial(_clamped_backward, clamp)
