@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -13,21 +13,20 @@ from moefw.core.records import Role, RowGroups, SavedOperand
 from moefw.runtime.memory.dropped import output_of
 
 
-@runtime_checkable
-class ReadsOnce(Protocol):
-    """A recipe that may make the operands of both passes in one read."""
+def both_ways(x: Tensor, role: Role, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
+    """Return the operand of the first pass, and the saved one of wgrad, if the recipe makes both in one read of ``x``.
 
-    def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
-        """Return the operand of the first pass, and the saved one of wgrad; None: it reads ``x`` for each.
-
-        They equal those of ``Precision.quantize``, bit for bit, but are not differentiable.
-        """
+    Such a recipe has a method ``both_ways(x, role, rows)``, which returns None where it reads ``x`` for each. What
+    it makes equals that of ``Precision.quantize``, bit for bit, but is not differentiable.
+    """
+    make = getattr(precision, "both_ways", None)
+    return None if make is None else make(x, role, rows)
 
 
 def input_operands(x: Tensor, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand]:
     """Return the operand of fprop, and the saved operand for wgrad: ``x`` itself if it will be recomputed."""
     kept_again = output_of(x) is not None
-    if not kept_again and (made := _both_ways(x, "input", precision, rows)) is not None:
+    if not kept_again and (made := both_ways(x, "input", precision, rows)) is not None:
         return made
     operand = precision.quantize(x, role="input", during="fprop", rows=rows)
     if not kept_again:
@@ -41,15 +40,11 @@ def grad_operands(
     grad: Tensor, precision: Precision, rows: RowGroups, *, trains: bool
 ) -> tuple[Any, Callable[[], Any]]:
     """Return the operand of dgrad, and a function that returns that of wgrad. ``trains``: whether wgrad needs it."""
-    if trains and (made := _both_ways(grad, "grad", precision, rows)) is not None:
+    if trains and (made := both_ways(grad, "grad", precision, rows)) is not None:
         operand, kept = made
         return operand, lambda: kept.operand(kept.tensors)
     operand = precision.quantize(grad, role="grad", during="dgrad", rows=rows)
     return operand, lambda: precision.quantize(grad, role="grad", during="wgrad", rows=rows)
-
-
-def _both_ways(x: Tensor, role: Role, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
-    return precision.both_ways(x, role, rows) if isinstance(precision, ReadsOnce) else None
 
 
 def _quantize_again(

@@ -17,7 +17,7 @@ from moefw.core.errors import PlanError
 from moefw.core.facts import ANY
 from moefw.core.records import Pass, Role, RowGroups, SavedOperand
 from moefw.core.stages import Batch
-from moefw.runtime.compute.row_operands import ReadsOnce
+from moefw.runtime.compute.row_operands import both_ways
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.oracle import Rule, dense_moe
@@ -272,7 +272,7 @@ class PrecisionSuite(Suite):
             role, first = FIRST[drawn.seed % len(FIRST)]
             drawn = evolve(drawn, role=role, experts=0, during=first)
             x, one = drawn.tensor(self.block, recipe.residual_dtype).detach(), _of_a_gemm(recipe, drawn)
-            made = one.both_ways(x, role, RowGroups()) if isinstance(one, ReadsOnce) else None
+            made = both_ways(x, role, one, RowGroups())
             for during, operand in {first: made[0], "wgrad": _made_of(made[1])}.items() if made else ():
                 same = same_bits(operand, self._quantize(recipe, x, evolve(drawn, during=during)))
                 what = f"{self.plugin.name}: the operand of {tuple(x.shape)} (role {role} during {during})"

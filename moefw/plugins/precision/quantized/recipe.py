@@ -81,7 +81,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
         return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
 
     def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
-        """Return the operand of the first pass, and the codes for wgrad, as ``ReadsOnce`` does."""
+        """Return the operand of the first pass, and the codes for wgrad, where rows are read once."""
         made = self.encode_both(x, rows)
         if made is None:
             return None
