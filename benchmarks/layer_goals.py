@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import goal
@@ -24,6 +25,8 @@ from attrs import asdict, evolve
 from moe_layer import TINY, Layer, Shape, off
 from timing import device_to_measure, race
 from torch import Tensor
+
+from moefw.runtime.compute.weights import shared_by_micro_batches
 
 BF16 = {"use": "bf16"}
 SHAPES = {
@@ -72,6 +75,15 @@ def main() -> None:
     sys.exit(bool(wrong) or any("failed" in found[name] for name in given.only))
 
 
+@contextmanager
+def in_a_step(*layers: Layer) -> Iterator[None]:
+    """Let the calls of layers share the operands of their weights, as the micro-batches of a step do."""
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(shared_by_micro_batches(layer.module.parameters()))
+        yield
+
+
 Measured = tuple[dict[str, Any], list[goal.Goal]]
 
 
@@ -91,9 +103,10 @@ class Run:
         shape = self.shape(CHECKED)
         return off(Layer(BF16, self.device, shape).figures(), Layer({"use": "fp32"}, self.device, shape).figures())
 
-    def race(self, ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """Return the seconds of each way."""
-        return race(ways, self.rounds, warm_up=WARM_UP)
+    def race(self, ways: dict[str, Callable[[], object]], *layers: Layer) -> dict[str, float]:
+        """Return the seconds of each way. Operands of weights are made while it warms up, as once in a step."""
+        with in_a_step(*layers):
+            return race(ways, self.rounds, warm_up=WARM_UP)
 
     def matmul(self) -> tuple[Callable[[], object], int]:
         """Return a large bf16 product and its operations."""
@@ -119,7 +132,7 @@ def against_matmul(name: str) -> Callable[[Run], Measured]:
         run.release()
         shape = run.shape(SHAPES[name])
         layer, (matmul, operations) = Layer(BF16, run.device, shape), run.matmul()
-        seconds = run.race({"matmul": matmul, "forward": layer.forward, "fwd+bwd": layer.run})
+        seconds = run.race({"matmul": matmul, "forward": layer.forward, "fwd+bwd": layer.run}, layer)
         peak = operations / seconds["matmul"]
         rates = {"forward": shape.flops / seconds["forward"], "fwd+bwd": 3 * shape.flops / seconds["fwd+bwd"]}
         goals = [
@@ -143,7 +156,7 @@ def against_others(name: str) -> Callable[[Run], Measured]:
         ways: dict[str, Callable[[], object]] = {"ours, forward": mine.forward, "ours": mine.run}
         for peer, layer in others.items():
             ways |= {f"{peer}, forward": layer.forward, peer: layer.run}
-        seconds = run.race(ways)
+        seconds = run.race(ways, mine)
         goals = [
             goal.at_least(
                 f"9{name} fwd+bwd over {peer} {left_out.get(peer, '')}"[:64],
@@ -163,7 +176,7 @@ def granularity(run: Run) -> Measured:
     layers = {"narrow": Layer(BF16, run.device, run.shape(SHAPES["b"]))}
     layers["wide"] = Layer(BF16, run.device, run.shape(COARSE))
     ways = {f"{name}, forward": layer.forward for name, layer in layers.items()}
-    seconds = run.race({**ways, **{name: layer.run for name, layer in layers.items()}})
+    seconds = run.race({**ways, **{name: layer.run for name, layer in layers.items()}}, *layers.values())
     forward, whole = seconds["narrow, forward"] / seconds["wide, forward"], seconds["narrow"] / seconds["wide"]
     goals = [goal.at_most("10 n 256 K 16 over n 1024 K 4, forward", forward, 1.35)]
     goals.append(goal.at_most("10 n 256 K 16 over n 1024 K 4, fwd+bwd", whole, 1.35))
@@ -175,7 +188,7 @@ def few_tokens(run: Run) -> Measured:
     run.release()
     shape = evolve(run.shape(SHAPES["a"]), tokens=TINY.tokens if run.dry else FEW_TOKENS)
     layer, (copy, nbytes) = Layer(BF16, run.device, shape), run.copy()
-    seconds = run.race({"copy": copy, "ours": layer.run})
+    seconds = run.race({"copy": copy, "ours": layer.run}, layer)
     floor = 3 * 2 * shape.weights / (nbytes / seconds["copy"])
     goals = [goal.at_most("11 T 1024, fwd+bwd over the traffic of bf16 weights", seconds["ours"] / floor, 2.0)]
     return {"shape": asdict(shape), "ms": {**_ms(seconds), "floor": 1e3 * floor}}, goals
@@ -187,7 +200,7 @@ def skew(run: Run) -> Measured:
     shape = run.shape(SHAPES["a"])
     routes = {name: drawn_experts(shape, run.device, exponent) for name, exponent in (("uniform", 0.0), ("zipf", 1.0))}
     layers = {name: Layer(BF16, run.device, shape, ids_TK=ids_TK) for name, ids_TK in routes.items()}
-    seconds = run.race({name: layer.run for name, layer in layers.items()})
+    seconds = run.race({name: layer.run for name, layer in layers.items()}, *layers.values())
     rows = {name: int(ids_TK.flatten().bincount().max()) for name, ids_TK in routes.items()}
     goals = [goal.at_most("Zipf over uniform routing, fwd+bwd", seconds["zipf"] / seconds["uniform"], 1.10)]
     return {"ms": _ms(seconds), "rows_of_the_largest_expert": rows}, goals
@@ -198,7 +211,9 @@ def counters(run: Run) -> Measured:
     run.release()
     shape = run.shape(SHAPES["a"])
     layer = Layer(BF16, run.device, shape)
-    forward, both = traced.counts(layer.forward), traced.counts(layer.run)
+    with in_a_step(layer):
+        layer.run()
+        forward, both = traced.counts(layer.forward), traced.counts(layer.run)
     backward = {name: None if None in (both[name], forward[name]) else both[name] - forward[name] for name in both}
     minimum = 2 * shape.tokens * shape.dim + 4 * shape.rows * shape.expert_dim
     saved = {"keep": saved_bytes(layer, shape)}
