@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +99,17 @@ def routed() -> list[list[str]]:
     ]
     found = [layer_waits(case) for case in cases]
     return [[str(wait) for wait in (*one.reads, *one.uploads, *one.backward)] for one in found]
+
+
+def sinkhorn() -> list[str]:
+    """Return the reads of a layer on one rank, whose router takes all of its rounds."""
+    parts = {"routing": {"use": "sinkhorn", "max_rounds": 20}, "precision": {"use": "bf16"}}
+    with unittest.mock.patch("moefw.plugins.routers.sinkhorn.router.SETTLED", -1.0):
+        return [str(wait) for wait in layer_waits(LayerCase(tokens=(7,), dim=16, parts=parts)).reads]
+
+
+def test_sinkhorn_reads_once_in_eight_rounds(ranks: RankPool) -> None:
+    assert len(ranks.run(sinkhorn, 1)[0]) == 2
 
 
 def test_a_router_makes_nobody_wait(ranks: RankPool) -> None:

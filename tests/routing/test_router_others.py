@@ -92,6 +92,12 @@ class TestSinkhorn:
         torch.testing.assert_close(plan_TE.sum(0), torch.full((EXPERTS,), 1 / EXPERTS).double(), rtol=1e-3, atol=0)
         torch.testing.assert_close(plan_TE.sum(1), torch.full((64,), 1 / 64).double(), rtol=1e-2, atol=0)
 
+    def test_a_host_that_reads_rarely_gets_the_same_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        logits_TE = 3 * tokens(64, dim=EXPERTS)
+        wanted_TE = balanced(logits_TE, None, 101)
+        monkeypatch.setattr("moefw.plugins.routers.sinkhorn.router.runs_ahead", lambda device: True)
+        assert torch.equal(balanced(logits_TE, None, 101), wanted_TE)
+
     def test_large_logits_do_not_overflow(self) -> None:
         logits_TE = 1000.0 + tokens(64, dim=EXPERTS)
         assert balanced(logits_TE, None, 100).isfinite().all()

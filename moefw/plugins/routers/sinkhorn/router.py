@@ -12,11 +12,14 @@ from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
+from moefw_kernels.devices import on_host, runs_ahead
 from moefw_kernels.routing import count_choices, z_loss
 
 SETTLED: Final = 1e-4
 """Mean change of the experts' scales in one round below which they have converged."""
 NOT_ZERO: Final = 1e-8
+BETWEEN_READS: Final = 8
+"""Rounds after which a host that runs ahead of its device reads whether the scales have converged."""
 
 
 @final
@@ -70,17 +73,21 @@ def balanced(logits_TE: Tensor, mask_T: Tensor | None, max_rounds: int) -> Tenso
 
     From ``d1 = 1``: ``d0_i = 1 / (N (sum_j d1_j c_ij + 1e-8))`` over N valid tokens, ``d1_j = 1 / (E (sum_i d0_i c_ij
     + 1e-8))``, until d1 changes by less than 1e-4 in the mean. Rows of c are exp(l - max l): exp cannot overflow, and
-    d0 absorbs a row's factor.
+    d0 absorbs a row's factor. Rounds that run until the host reads that they are not needed change nothing.
     """
     num_tokens, num_experts = logits_TE.shape
     cost_TE = (logits_TE - logits_TE.amax(-1, keepdim=True)).exp()
     rows_T = logits_TE.new_full((num_tokens,), 1.0 / max(1, num_tokens))
     if mask_T is not None:
         rows_T = mask_T.to(logits_TE.dtype) / mask_T.sum().clamp_min(1)
-    d1_E = logits_TE.new_ones(num_experts)
-    for _ in range(max_rounds):
-        d0_T = rows_T / (cost_TE @ d1_E + NOT_ZERO)
-        before_E, d1_E = d1_E, 1.0 / (num_experts * (d0_T @ cost_TE + NOT_ZERO))
-        if (d1_E - before_E).abs().mean() < SETTLED:
+    d0_T, d1_E = rows_T, logits_TE.new_ones(num_experts)
+    settled = torch.zeros((), dtype=torch.bool, device=d1_E.device)
+    each = BETWEEN_READS if runs_ahead(d1_E.device) else 1
+    for number in range(1, max_rounds + 1):
+        next_T = rows_T / (cost_TE @ d1_E + NOT_ZERO)
+        next_E = 1.0 / (num_experts * (next_T @ cost_TE + NOT_ZERO))
+        settles = settled | ((next_E - d1_E).abs().mean() < SETTLED)
+        d0_T, d1_E, settled = d0_T.where(settled, next_T), d1_E.where(settled, next_E), settles
+        if number % each == 0 and on_host(settled)[0]:
             break
     return d1_E * cost_TE * d0_T.unsqueeze(-1)
