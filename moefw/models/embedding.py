@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from moefw.core.contracts import Named
 from moefw.core.records import Canonical
 from moefw.runtime.communication.gather import all_gather
+from moefw.runtime.compute.weights import WeightUse, has_plain_gradient
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
 IGNORED = -100
@@ -42,15 +43,41 @@ class Embedding(nn.Module, Named):
     def forward(self, ids_T: Tensor) -> Tensor:
         """Return ``(t, D)`` for this rank's part of the tokens; ``ids_T`` are those of all tokens."""
         if self.tp.size == 1:
-            return F.embedding(ids_T, self.weight, self.pad_row)
+            return lookup(self.weight, ids_T, self.pad_row)
         own_T = ids_T - self.tp.index * len(self.weight)
         absent_T = (own_T < 0) | (own_T >= len(self.weight))
-        found_TD = F.embedding(own_T.masked_fill(absent_T, 0), self.weight, self.pad_row)
+        found_TD = lookup(self.weight, own_T.masked_fill(absent_T, 0), self.pad_row)
         return self.tp.reduce(found_TD.masked_fill(absent_T.unsqueeze(1), 0.0))
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (vocabulary, D)."""
         yield Canonical("weight", self.weight, shard=self.tp.shard(0), holders=self.holders)
+
+
+def lookup(weight_VD: Tensor, rows_N: Tensor, pad_row: int | None) -> Tensor:
+    """Return the rows ``(N, D)`` of a weight. ``pad_row`` gets no gradient."""
+    if has_plain_gradient(weight_VD):
+        return F.embedding(rows_N, weight_VD, pad_row)
+    found_ND: Tensor = _Lookup.apply(weight_VD, rows_N, pad_row)  # type: ignore[no-untyped-call]
+    return found_ND
+
+
+class _Lookup(torch.autograd.Function):
+    """Adds the gradients of rows to that of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor, rows_N: Tensor, pad_row: int | None) -> Tensor:
+        ctx.weight, ctx.shape, ctx.pad_row = WeightUse(weight_VD), weight_VD.shape, pad_row
+        ctx.save_for_backward(rows_N)
+        return F.embedding(rows_N, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, None, None]:
+        (rows_N,) = ctx.saved_tensors
+        if ctx.pad_row is not None:
+            grad_ND = grad_ND.masked_fill((rows_N == ctx.pad_row).unsqueeze(1), 0.0)
+        return ctx.weight.rows_gradient(grad_ND, rows_N, ctx.shape), None, None
 
 
 def cross_entropy(logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Tensor:

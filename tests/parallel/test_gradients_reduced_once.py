@@ -88,12 +88,10 @@ def added_up_by_autograd(spec: dict[str, Any]) -> tuple[int, list[tuple[int, ...
     return len(matrices), found
 
 
-def test_products_add_to_the_sums_of_whole_gradients(pool: RankPool) -> None:
-    """The embedding is no product."""
-    model = {**SMALL["model"], "vocab_size": 64}
+def test_products_and_lookups_add_to_the_sums_of_whole_gradients(pool: RankPool) -> None:
     for matrices, by_autograd in pool.run(added_up_by_autograd, 4, tree("all", "step")):
         assert matrices > 10
-        assert by_autograd == [(model["vocab_size"], model["dim"])]
+        assert not by_autograd
 
 
 @pytest.mark.parametrize(("sharded", "like"), [("all", "all"), ("zero-bubble", "1f1b")])

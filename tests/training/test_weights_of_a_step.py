@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Layout, Precision
 from moefw.core.stages import Batch
+from moefw.runtime.compute import weights
 from moefw.runtime.compute.casts import BF16Recipe
 from moefw.runtime.compute.product import linear
 from moefw.runtime.compute.weights import shared_by_micro_batches
@@ -86,6 +87,17 @@ def test_gradients_are_those_of_autograd_under_memory_policies(mechanism: str) -
 def test_a_head_tied_to_the_embedding_adds_to_one_gradient() -> None:
     model, batches, _ = opened(precision=RECIPES["bf16"], model={"tie_embeddings": True})
     assert_alike(in_a_step(model, batches), by_autograd(model, batches), recipe="bf16")
+
+
+def test_gradients_of_embeddings_are_added_in_place_but_for_those_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    pad = int(opened()[1][0].ids_BS[0, 0])
+    model, batches, _ = opened(precision=RECIPES["bf16"], model={"pad_id": pad})
+    right, scattered, scatter = by_autograd(model, batches), list[Any](), weights._scattered
+    monkeypatch.setattr(weights, "_scattered", lambda *given: scattered.append(given) or scatter(*given))
+    found = in_a_step(model, batches)
+    assert_alike(found, right, recipe="bf16")
+    assert not found["embed.weight"][pad].any()
+    assert len(scattered) == 1, "the first micro-batch alone makes a gradient of its own"
 
 
 @pytest.mark.parametrize(("recipe", "gemm"), each_value(RECIPES, ["grouped", "loop"]))
@@ -196,7 +208,7 @@ def test_main_gradients_in_bf16_are_fp32_for_the_optimizer_and_nearly_those_of_f
         engine.run = noting
         before = {name: one.detach().clone() for name, one in model.named_parameters()}
         for _ in range(2):
-            engine.step(batches, 1e-3, lambda section: nullcontext())
+            engine.step(batches, 0.1, lambda section: nullcontext())
         matrices = getattr(torch, dtype)
         assert held == {(True, matrices), (False, torch.float32)}
         assert {one.grad.dtype for one in model.parameters()} == {torch.float32}

@@ -124,6 +124,15 @@ class WeightUse:
         self._later.leave(lambda: torch.autograd.backward([edge], [product()]))
         return None
 
+    def rows_gradient(self, grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor | None:
+        """Return the gradient of a weight of which rows were looked up; None: it is added to the step's."""
+        step = self._step
+        if step is None:
+            return _scattered(grad_ND, rows_N, shape)
+        if step.trains:
+            step.add_rows(grad_ND, rows_N)
+        return None
+
     def _now_or_later(self, accumulate: Callable[[], None]) -> None:
         if self._later is None:
             accumulate()
@@ -175,6 +184,23 @@ class _StepWeight:
             to.grad = _product(grad, x, ends_e).to(to.grad_dtype)
         else:
             to.grad.add_(_product(grad, x, ends_e))
+
+    @torch.no_grad()
+    def add_rows(self, grad_ND: Tensor, rows_N: Tensor) -> None:
+        """Add the gradients of rows to the gradient, in place if it is fp32: bf16 would round each addition."""
+        to, grad_ND = self._accumulator, grad_ND.float()
+        if to.grad is None:
+            to.grad = _scattered(grad_ND, rows_N, to.shape).to(to.grad_dtype)
+        elif to.grad.dtype is torch.float32:
+            to.grad.index_put_((rows_N,), grad_ND, accumulate=True)
+        else:
+            to.grad.add_(_scattered(grad_ND, rows_N, to.shape))
+
+
+def _scattered(grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor:
+    """Return the sum of the gradients of each row, ``shape``."""
+    found: Tensor = torch.ops.aten.embedding_dense_backward(grad_ND, rows_N, shape[0], -1, False)
+    return found
 
 
 def _product(grad: Any, x: Any, ends_e: Tensor | None) -> Tensor:
