@@ -25,11 +25,11 @@ def both_ways(x: Tensor, role: Role, precision: Precision, rows: RowGroups) -> t
 
 def input_operands(x: Tensor, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand]:
     """Return the operand of fprop, and the saved operand for wgrad: ``x`` itself if it will be recomputed."""
-    kept_again = output_of(x) is not None
-    if not kept_again and (made := both_ways(x, "input", precision, rows)) is not None:
+    recomputed = output_of(x) is not None
+    if not recomputed and (made := both_ways(x, "input", precision, rows)) is not None:
         return made
     operand = precision.quantize(x, role="input", during="fprop", rows=rows)
-    if not kept_again:
+    if not recomputed:
         return operand, precision.keep(x, operand, role="input", during="wgrad", rows=rows)
     about = {name: tensor for name, tensor in (("ends_e", rows.ends_e), ("keys_R", rows.keys_R)) if tensor is not None}
     again = partial(_quantize_again, precision, tuple(about), rows.sizes)
