@@ -133,7 +133,8 @@ def _sent(found: Ledger) -> Sheet:
         for one in work.transfers:
             times = work.layers * one.times
             counts = {"times": times, "node": times * one.node, "network": times * one.network}
-            links.setdefault((one.group, str(one.ranks), one.kind), Counter()).update(counts)
+            kind = one.kind if work.phase != "once" else f"{one.kind}, {PHASES[work.phase]}"
+            links.setdefault((one.group, str(one.ranks), kind), Counter()).update(counts)
     rows = [
         (*key, str(n["times"]), *(f"{n[link] / MIB:.2f}" for link in ("node", "network"))) for key, n in links.items()
     ]
