@@ -147,6 +147,8 @@ def others() -> dict[str, Case]:
         launch = partial(call, "permute", "gather_sum", rows, row_TK)
         deep = dtype is torch.float32 and choices > 1
         cases[f"gather_sum {dtype} {choices}"] = Case(launch, (choices * dtype.itemsize, 0), deep=deep)
+    order = none(131072, dtype=torch.int32)
+    cases["tokens and rows"] = Case(partial(call, "permute", "tokens_and_rows", order, 131072, 8), (0, 8))
     cases["empty groups"] = Case(partial(call, "empty_groups", "clear_empty_groups", none(8, 2048, 768), ENDS), (2, 0))
     cases["take"] = Case(partial(call, "paged_copy", "take", pages, COUNT, 16384), (13, 3))
     cases["free"] = Case(partial(call, "paged_copy", "free", pages, INDEX[:256]), (2, 10))
