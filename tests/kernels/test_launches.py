@@ -33,9 +33,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 MOST = {
     #                     forward  backward
-    "plain":             (20, 23),
-    "groups and a bias": (20, 23),
-    "losses":            (54, 40),
+    "plain":             (21, 31),
+    "groups and a bias": (21, 31),
+    "losses":            (55, 48),
 }  # fmt: skip
 """Kernels of a layer, of which no more than 40 each way are allowed without losses."""
 
@@ -91,13 +91,14 @@ def test_forward_moves_little_more_than_it_must(rank: RankPool) -> None:
     """At least ``2 (Td + Sd) + 3Sn + Td`` numbers of bf16, for S = TK rows.
 
     A gather reads Td and writes Sd, SwiGLU reads 2Sn and writes Sn, combine reads Sd and writes Td, the router reads
-    Td. All other operators count too, and all bytes that they read and write, except those of matrix products.
+    Td. All other operators count too, and all bytes that they read and write, except those of matrix products. No more
+    than 1.8 times the least is allowed.
     """
     ((forward, _),) = rank.run(seen, 1, "plain")
     nbytes = sum(launch.nbytes for launch in forward if launch.name not in PRODUCTS)
     rows = TOKENS * TOP_K
     least = 2 * (2 * (TOKENS * DIM + rows * DIM) + 3 * rows * EXPERT_DIM + TOKENS * DIM)
-    assert least < nbytes <= 1.8 * least, nbytes / least
+    assert 0.9 < nbytes / least < 1.1
 
 
 def none(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

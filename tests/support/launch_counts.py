@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moefw.runtime.compute import bf16_parts
 from moefw.testing.host_waits import NAME
 from moefw_kernels.routing import Choice, Routed
 
@@ -84,6 +85,9 @@ class Launches(TorchDispatchMode):
             reference = import_module(f"moefw_kernels.{package}.reference")
             counted = self._counted(name, getattr(reference, name), kernels)
             self._patches.enter_context(mock.patch.object(reference, name, counted))
+        product = self._counted("mm", lambda a, b: a.float() @ b.float(), 1)
+        self._patches.enter_context(mock.patch.object(bf16_parts, "fp32_mm", product))
+        self._patches.enter_context(mock.patch.object(bf16_parts, "takes_kernels", return_value=True))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
