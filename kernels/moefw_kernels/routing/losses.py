@@ -12,9 +12,14 @@ from moefw_kernels.counting_sort import counting_sort
 
 def count_choices(ids_TK: Tensor, num_experts: int) -> Tensor:
     """Return how often each expert is chosen, (E) fp32; -1 is not counted."""
-    slots = torch.zeros(num_experts + 1, dtype=torch.float32, device=ids_TK.device)
-    flat = ids_TK.flatten() + 1
-    return slots.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))[1:]
+    return count_ids(ids_TK + 1, num_experts + 1)[1:]
+
+
+def count_ids(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """Return the same where no id is -1."""
+    counts_E = torch.zeros(num_experts, dtype=torch.float32, device=ids_TK.device)
+    flat = ids_TK.flatten()
+    return counts_E.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
 
 
 def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tensor | None = None) -> Tensor:

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from moefw_kernels.routing.choice import Choice, Routed
-from moefw_kernels.routing.losses import count_choices
+from moefw_kernels.routing.losses import count_choices, count_ids
 from moefw_kernels.routing.scores import SCORES, in_best_groups, weigh
 
 
 def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None) -> Routed:
     """Implement ``moefw_kernels.routing.route``, also for fp64. Always returns scores."""
-    scores_TE = SCORES[choice.score](logits_TE if choice.through_scores else logits_TE.detach())
-    ranking_TE = (logits_TE if choice.by_logits else scores_TE).detach()
+    detached_TE = logits_TE.detach()
+    scores_TE = SCORES[choice.score](logits_TE if choice.through_scores else detached_TE)
+    ranking_TE = detached_TE if choice.by_logits else scores_TE
     if bias_E is not None:
         ranking_TE = ranking_TE + bias_E
     if choice.groups is not None:
@@ -39,6 +40,7 @@ def _routed(
     absent_TK = dropped_TK
     if mask_T is not None:
         absent_TK = ~mask_T.unsqueeze(-1) if dropped_TK is None else dropped_TK | ~mask_T.unsqueeze(-1)
-    if absent_TK is not None:
-        ids_TK, weights_TK = ids_TK.masked_fill(absent_TK, -1), weights_TK.masked_fill(absent_TK, 0.0)
+    if absent_TK is None:
+        return Routed(ids_TK, weights_TK, count_ids(ids_TK, scores_TE.shape[1]), scores_TE)
+    ids_TK, weights_TK = ids_TK.masked_fill(absent_TK, -1), weights_TK.masked_fill(absent_TK, 0.0)
     return Routed(ids_TK, weights_TK, count_choices(ids_TK, scores_TE.shape[1]), scores_TE)
