@@ -134,7 +134,8 @@ def others() -> dict[str, Case]:
         scores, weights = logits if choice.needs_scores else None, none(16384, k, dtype=torch.float32)
         saved = logits if choice.through_scores else None, weights, scores
         backward = partial(call, "routing", "route_backward", none(16384, k, dtype=torch.int64), weights, *saved)
-        cases[f"route {name}"] = Case(partial(call, "routing", "route", logits, choice, bias, None), (1, 4))
+        forward = partial(call, "routing", "route", logits, choice, bias, none(16384, dtype=torch.bool))
+        cases[f"route {name}"] = Case(forward, (3, 4))
         cases[f"route {name} backward"] = Case(partial(backward, choice, experts), (12, 0))
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
         near, rows, deep = none(1024, 64, 2048, dtype=dtype), none(16384, 2048, dtype=dtype), dtype.itemsize > 1
