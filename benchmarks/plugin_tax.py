@@ -112,8 +112,8 @@ class Inline(nn.Module):
         ids_TK = logits_TE.detach().sigmoid().topk(TOP_K).indices
         weights_TK = chosen(logits_TE, ids_TK).sigmoid()
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        flat = ids_TK.flatten() + 1
-        torch.zeros(EXPERTS + 1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))[1:]
+        flat = ids_TK.flatten()
+        torch.zeros(EXPERTS).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
         slots = sort_slots(ids_TK, EXPERTS, num_rows=ids_TK.numel())
         groups = Groups.in_order(slots.counts)
         weights_R = weights_TK.flatten().index_select(0, slots.slot_R)

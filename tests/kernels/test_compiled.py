@@ -23,6 +23,7 @@ from moefw_kernels.grouped_gemm import blockwise_grouped_mm, tensorwise_grouped_
 from moefw_kernels.paged_copy import Pages
 from moefw_kernels.permute import RowMap
 from moefw_kernels.quantize import E4M3, E5M2, Quantized, Scales, empty_rows, quantize_fp8, quantize_tensor
+from moefw_kernels.routing import Choice
 from pairwise import each_value
 from triton_compiled import Compiled, compile_launches
 
@@ -62,6 +63,12 @@ INDEX = none(16384, dtype=torch.int64)
 ENDS = none(8, dtype=torch.int32)
 COUNT = none(dtype=torch.int32)
 BYTES = none(16384, 64, dtype=torch.uint8)
+CHOICES = (
+    ("softmax", 128, Choice(k=8)),
+    ("sigmoid", 256, Choice(k=8, score="sigmoid", renormalise=True, scale=2.5, groups=(8, 4, 2), needs_scores=True)),
+    ("sqrtsoftplus", 1024, Choice(k=32, score="sqrtsoftplus", renormalise=True)),
+    ("softmax of all", 160, Choice(k=6, pre_softmax=True, groups=(8, 3, 2))),
+)
 CVT = {fmt: (f"cvt.rn.satfinite.{fmt.name}x2.f32",) for fmt in (E4M3, E5M2)}
 TO_BF16 = ("cvt.rn.bf16x2.f32",)
 
@@ -126,6 +133,14 @@ def others() -> dict[str, Case]:
     for experts in (128, 1024):
         sort = partial(call, "counting_sort", "counting_sort", none(131072, dtype=torch.int64), experts)
         cases[f"counting sort {experts}"] = Case(sort, (4, 1), counts=True, deep=experts > 128)
+    for name, experts, choice in CHOICES:
+        logits, bias, k = none(16384, experts, dtype=torch.float32), none(experts, dtype=torch.float32), choice.k
+        scores, weights = logits if choice.needs_scores else None, none(16384, k, dtype=torch.float32)
+        saved = logits if choice.through_scores else None, weights, scores
+        backward = partial(call, "routing", "route_backward", none(16384, k, dtype=torch.int64), weights, *saved)
+        forward = partial(call, "routing", "route", logits, choice, bias, none(16384, dtype=torch.bool))
+        cases[f"route {name}"] = Case(forward, (3, 4))
+        cases[f"route {name} backward"] = Case(partial(backward, choice, experts), (12, 0))
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
         near, rows, deep = none(1024, 64, 2048, dtype=dtype), none(16384, 2048, dtype=dtype), dtype.itemsize > 1
         pages = Pages(near, near, INDEX[:2048], none(2, 2, dtype=torch.int64))
@@ -137,6 +152,8 @@ def others() -> dict[str, Case]:
         launch = partial(call, "permute", "gather_sum", rows, row_TK)
         deep = dtype is torch.float32 and choices > 1
         cases[f"gather_sum {dtype} {choices}"] = Case(launch, (choices * dtype.itemsize, 0), deep=deep)
+    order = none(131072, dtype=torch.int32)
+    cases["tokens and rows"] = Case(partial(call, "permute", "tokens_and_rows", order, 131072, 8), (0, 8))
     cases["empty groups"] = Case(partial(call, "empty_groups", "clear_empty_groups", none(8, 2048, 768), ENDS), (2, 0))
     cases["take"] = Case(partial(call, "paged_copy", "take", pages, COUNT, 16384), (13, 3))
     cases["free"] = Case(partial(call, "paged_copy", "free", pages, INDEX[:256]), (2, 10))

@@ -104,3 +104,26 @@ def test_all_else_takes_operations_of_pytorch(other: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     assert not rows._takes_kernel(x_RD)
     assert rows._takes_kernel(torch.ones(5, 3))
+
+
+def rows_as_the_reference() -> None:
+    from moefw_kernels.permute import triton
+
+    for length, num_rows, k in ((0, 0, 2), (1, 1, 1), (1, 0, 1), (1031 * 3, 1031 * 3, 3), (1031 * 3, 2000, 3)):
+        order_N = torch.randperm(length, generator=torch.Generator().manual_seed(length)).int()
+        for mine, right in zip(
+            triton.tokens_and_rows(order_N, num_rows, k), reference.tokens_and_rows(order_N, num_rows, k), strict=True
+        ):
+            assert mine.dtype == right.dtype == torch.int32
+            assert torch.equal(mine, right)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "is_cuda", True, raising=False)
+        patch.delattr(reference, "tokens_and_rows")
+        slots = sort_slots(torch.tensor([[2, 0], [1, -1], [0, 0]]), 3, num_rows=5)
+    assert slots.slot_R.tolist() == [1, 4, 5, 2, 0]
+    assert slots.rows.token_R.tolist() == [0, 2, 2, 1, 0]
+    assert slots.rows.row_TK.tolist() == [[4, 0], [3, -1], [1, 2]]
+
+
+def test_a_kernel_finds_the_tokens_of_rows_and_the_rows_of_choices(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(rows_as_the_reference).result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,3 +41,19 @@ def test_what_a_function_calls_there_is_there_already() -> None:
     outer = elsewhere(lambda given: inner(given) is given, "cpu")
     assert outer(x)
     assert inner(x) is not x
+
+
+def test_gradients_come_back_too() -> None:
+    x = torch.tensor([3.0, 2.0], requires_grad=True)
+    elsewhere(lambda given: given.square(), "cpu")(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0, 4.0]
+
+
+class Named(NamedTuple):
+    left: Tensor
+    right: int
+
+
+def test_a_named_tuple_keeps_its_names() -> None:
+    assert elsewhere(lambda x: Named(x, 1), "cpu")(torch.ones(2)).left.sum() == 2

@@ -26,6 +26,7 @@ PACKAGES = (
     "permute_quantize",
     "quantize",
     "rope",
+    "routing",
     "swiglu",
     "swiglu_quantize",
     "swizzle",
@@ -63,7 +64,9 @@ def elsewhere(function: Callable[..., Any], device: str) -> Callable[..., Any]:
         finally:
             _there = False
         for here, there in gone:
-            if all(step or size < 2 for size, step in zip(here.shape, here.stride(), strict=True)):
+            if not here.requires_grad and all(
+                step or size < 2 for size, step in zip(here.shape, here.stride(), strict=True)
+            ):
                 here.copy_(there)
         return each(result, lambda tensor: moved(tensor, "cpu"))
 
@@ -76,7 +79,9 @@ def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, tuple):
         changed = tuple(each(one, change) for one in value)
-        return value if all(map(operator.is_, changed, value)) else changed
+        if all(map(operator.is_, changed, value)):
+            return value
+        return type(value)(*changed) if hasattr(value, "_fields") else changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         held = tuple(getattr(value, name) for name in names)

@@ -44,6 +44,14 @@ def compile_launches(produce: Callable[[], Any], capability: int) -> list[Compil
     return [_compiled(kernel, given, options, capability) for kernel, given, options in launched]
 
 
+def count_launches(produce: Callable[[], Any]) -> int:
+    """Return how many Triton kernels ``produce`` launches. They do not run."""
+    launched: list[Any] = []
+    with _recording(launched):
+        produce()
+    return len(launched)
+
+
 @contextmanager
 def _recording(launched: list[tuple[Any, dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
     from triton.runtime import Autotuner, JITFunction

@@ -14,7 +14,7 @@ from torch import Tensor
 from moefw_kernels.counting_sort import counting_sort
 from moefw_kernels.counting_sort.reference import count, keys_of
 from moefw_kernels.devices import on_device, on_host, runs_ahead
-from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map
+from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map, tokens_and_rows
 
 N = TypeVar("N", int, NDArray[np.int64])
 
@@ -132,13 +132,11 @@ class Sorted:
 
     def slots(self, num_rows: int) -> Slots:
         """Return the rows, of which there are ``num_rows``, the sum of ``counts``. The host does not wait."""
-        slot_R = self.order_N[:num_rows].int()
-        row_of_slot = slot_R.new_full((self.num_tokens * self.k,), -1)
-        row_of_slot[slot_R] = torch.arange(num_rows, dtype=torch.int32, device=slot_R.device)
-        token_R = slot_R // self.k if self.k else slot_R
+        order_N = self.order_N.int()
+        token_R, row_of_slot = tokens_and_rows(order_N, num_rows, self.k)
         dropped = num_rows < self.num_tokens * self.k
         rows = row_map(token_R, row_of_slot.view(self.num_tokens, self.k), dropped=dropped)
-        return Slots(slot_R, rows, self.counts)
+        return Slots(order_N[:num_rows], rows, self.counts)
 
 
 def count_ids(expert_TK: Tensor, num_experts: int) -> Tensor:

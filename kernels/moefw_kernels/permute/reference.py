@@ -1,4 +1,4 @@
-"""The sum of a token's rows in plain PyTorch."""
+"""The sum of a token's rows, and where rows and choices lie, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,3 +23,11 @@ def sum_of_kept(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
         taken_TD = rows_RD.index_select(0, row_T.clamp_min(0)).to(dtype)
         total_TD += taken_TD.masked_fill_((row_T < 0).view(-1, *[1] * (rows_RD.dim() - 1)), 0)
     return total_TD.to(rows_RD.dtype)
+
+
+def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Tensor]:
+    """Implement ``moefw_kernels.permute.rows.tokens_and_rows``."""
+    choice_R = order_N[:num_rows]
+    row_N = torch.full_like(order_N, -1)
+    row_N[choice_R] = torch.arange(num_rows, dtype=torch.int32, device=order_N.device)
+    return choice_R // k if k else choice_R, row_N

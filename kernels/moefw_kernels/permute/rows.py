@@ -47,6 +47,18 @@ def row_map(token_R: Tensor, row_TK: Tensor, *, padding: Tensor | None = None, d
     return RowMap(token_R, row_TK, padding, dropped, (row_TK[kept_TK], begin_T))
 
 
+def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Tensor]:
+    """Return the token of each row, and the row of each choice or -1, given the choices in order of rows; all int32.
+
+    ``order_N`` lists the choices, ``token * K + k``, those that have no row last.
+    """
+    if type(order_N) is not Tensor or not takes_kernels(order_N) or torch.compiler.is_compiling():
+        return reference.tokens_and_rows(order_N, num_rows, k)
+    from moefw_kernels.permute import triton
+
+    return triton.tokens_and_rows(order_N, num_rows, k)
+
+
 def gather(x_TD: Tensor, rows: RowMap) -> Tensor:
     """Return ``rows_RD`` with ``rows_RD[r] = x_TD[token_R[r]]``, zero for padding. Differentiable."""
     out: Tensor = _Gather.apply(x_TD, rows)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Triton kernel. A program adds up some columns of a few tokens' rows, in fp32 and in the order of the choices.
+"""Triton kernels. A program adds up some columns of a few tokens' rows, in fp32 and in the order of the choices.
 
 bf16 is loaded and stored as integers, because the interpreter reads subnormal numbers wrongly and truncates.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from moefw_kernels.casts import as_bf16, is_compiled
 
 _TOKENS, _COLUMNS = 8, 256
+_ROWS = 1024
 
 
 @triton.jit
@@ -41,6 +42,15 @@ def _gather_sum_kernel(
         tl.store(out + t * columns + c, total, mask=(t < tokens) & (c < columns))
 
 
+@triton.jit
+def _tokens_and_rows_kernel(order, tokens, rows, length, num_rows, k, ROWS: tl.constexpr):
+    """Store the token of each of some rows, and the rows of their choices."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    choice = tl.load(order + row, mask=row < length, other=0)
+    tl.store(tokens + row, choice // k, mask=row < num_rows)
+    tl.store(rows + choice, tl.where(row < num_rows, row, -1), mask=row < length)
+
+
 def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     """Implement ``reference.gather_sum`` for bf16, fp16 and fp32; ``row_TK`` is -1 for a dropped choice."""
     (tokens, choices), columns = row_TK.shape, rows_RD.shape[1]
@@ -54,3 +64,12 @@ def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
             _TOKENS, _COLUMNS, choices, bf16, is_compiled(),
         )  # fmt: skip
     return out_TD
+
+
+def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Tensor]:
+    """Implement ``reference.tokens_and_rows``."""
+    order_N, length = order_N.contiguous(), len(order_N)
+    token_R, row_N = order_N.new_empty(num_rows), torch.empty_like(order_N)
+    if length:
+        _tokens_and_rows_kernel[(triton.cdiv(length, _ROWS),)](order_N, token_R, row_N, length, num_rows, k, _ROWS)
+    return token_R, row_N

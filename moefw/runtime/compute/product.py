@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
 from moefw.core.records import RowGroups, SavedOperand
+from moefw.runtime.compute import bf16_parts
+from moefw.runtime.compute.bf16_parts import Parts
 from moefw.runtime.compute.row_operands import grad_operands, input_operands
 from moefw.runtime.compute.weights import WeightUse, has_plain_gradient
 from moefw.runtime.memory.dropped import output_of
@@ -70,9 +72,15 @@ def linear(
 
 
 def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x W^T`` computed and returned in a wider ``dtype``; saves ``x`` (T, I) as it is, not its wider copy."""
+    """Return ``x W^T`` computed and returned in a wider ``dtype``; saves ``x`` (T, I) as it is, not its wider copy.
+
+    On a GPU, fp32 products with bf16 rows are sums of bf16 products that are as exact: see ``bf16_parts``.
+    """
     if x.dtype == dtype and has_plain_gradient(weight):
         return F.linear(x, weight.to(dtype))
+    if bf16_parts.takes_parts(x, weight, dtype):
+        product: Tensor = _LinearByParts.apply(x, weight)  # type: ignore[no-untyped-call]
+        return product
     out: Tensor = _WideLinear.apply(x, weight, dtype)  # type: ignore[no-untyped-call]
     return out
 
@@ -137,3 +145,22 @@ class _WideLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
         return grad_x, ctx.weight.gradient(ctx, 1, lambda: (grad, x.to(grad.dtype))), None
+
+
+class _LinearByParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = WeightUse(weight)
+        made, kept = ctx.weight.operands(weight, bf16_parts.RECIPE)
+        ctx.save_for_backward(x, *kept.tensors)
+        ctx.made = kept.operand
+        product: Tensor = Parts.of(x) @ made.mT
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, *tensors = ctx.saved_tensors
+        parts = Parts.of(grad)
+        grad_x = (parts @ ctx.made(tensors)).to(x.dtype)
+        return grad_x, ctx.weight.gradient(ctx, 1, lambda: (parts, Parts.of(x)))

@@ -1,12 +1,11 @@
 """The top-k router, composed of small parts when it is built.
 
-``x_TD -> jitter -> logits -> scores -> choice (or replay) -> weights -> mask -> capacity -> losses -> Routing``
+``x_TD -> jitter -> logits -> choice (or replay) and weights -> capacity -> losses -> Routing``
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import final
 
 import torch
@@ -20,20 +19,12 @@ from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.topk.capacity import Limit
 from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses, Pooled
 from moefw.plugins.routers.topk.options import Options
-from moefw.plugins.routers.topk.scores import (
-    SCORES,
-    Weigh,
-    chosen_scores,
-    scores_of_chosen,
-    share_of_chosen,
-    softmax_of_chosen,
-)
-from moefw.plugins.routers.topk.selection import BelowQuantile, Best, Select, Stats, next_quantile
+from moefw.plugins.routers.topk.selection import BelowQuantile, Stats, next_quantile
 from moefw.plugins.routers.topk.token_groups import ALONE, TokenGroups
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.random import token_keys, uniform
-from moefw_kernels.routing import count_choices
+from moefw_kernels.routing import Choice, Routed, route, route_to
 
 BIAS, BETA = "expert_bias", "quantile_beta"
 
@@ -53,25 +44,27 @@ class TopKRouter(nn.Module, Router):
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
         self.bias = nn.Parameter(torch.empty(dims.num_experts)) if options.bias else None
         self.rules = {rule.kind: rule for rule in options.balance}
-        self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
-        self._fp64 = options.dtype == "fp64"
-        self._dtype = torch.float64 if self._fp64 else torch.float32
-        self._jitter, self._scale = options.jitter, options.scale
-        self._score = SCORES[options.score]
-        competing = options.score == "softmax" and not options.pre_softmax
-        self._by_logits = competing or "quantile" in self.rules
-        self._weigh = _weigh(options, dims.top_k)
+        self._layer, self._num_experts = site.layer, dims.num_experts
+        self._dtype = torch.float64 if options.dtype == "fp64" else torch.float32
+        self._jitter = options.jitter
         limits, groups = options.groups, None
         if limits is not None:
             groups = limits.count, limits.keep, limits.best or dims.top_k // limits.keep
-        quantile = "quantile" in self.rules
-        self._select: Select = BelowQuantile(dims.top_k, dims.num_experts) if quantile else Best(dims.top_k, groups)
-        self._limit = None if options.capacity is None else Limit(options.capacity, dims, token_groups)
         has_losses = not self.rules.keys() <= {"expert_bias", "quantile"}
+        self._choice = Choice(
+            k=dims.top_k,
+            score=options.score,
+            pre_softmax=bool(options.pre_softmax),
+            renormalise=options.score != "softmax" and options.renormalised(dims.top_k),
+            scale=options.scale,
+            groups=groups,
+            needs_scores=has_losses,
+        )
+        self._quantile = BelowQuantile(dims.top_k, dims.num_experts) if "quantile" in self.rules else None
+        self._limit = None if options.capacity is None else Limit(options.capacity, dims, token_groups)
         self._losses = None
         if has_losses:
             self._losses = Losses(options.balance, dims, normalise=options.score != "softmax", groups=token_groups)
-        self._through_scores = has_losses or self._weigh is chosen_scores
         self._keep_state()
 
     def _keep_state(self) -> None:
@@ -98,30 +91,24 @@ class TopKRouter(nn.Module, Router):
         logits_TE = wide_linear(x_TD, self.weight, self._dtype)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias.to(self._dtype)
-        scores_TE = self._score(logits_TE if self._through_scores else logits_TE.detach())
         bias_E = None if self._bias is None else getattr(self, self._bias)
-        ids_TK, stats = self._select(logits_TE if self._by_logits else scores_TE, bias_E, mask_T)
-        absent_TK = None if mask_T is None else ~mask_T.unsqueeze(-1)
-        if batch.routes is None:
-            weights_TK = self._weigh(logits_TE, scores_TE, ids_TK)
+        given_TK = None if batch.routes is None else batch.route(self._layer, len(x_TD), self._choice.k)
+        stats: Stats = {}
+        if self._quantile is None and given_TK is None:
+            ids_TK, weights_TK, counts_E, scores_TE = route(logits_TE, self._choice, bias_E, mask_T)
         else:
-            ids_TK, weights_TK, absent_TK = self._replay(logits_TE, scores_TE, ids_TK, absent_TK, batch)
-        if self._scale != 1.0:
-            weights_TK = weights_TK * self._scale
-        if self._fp64:
-            weights_TK = weights_TK.float()
-        if absent_TK is not None:
-            ids_TK, weights_TK = ids_TK.masked_fill(absent_TK, -1), weights_TK.masked_fill(absent_TK, 0.0)
-        stats["tokens_per_expert"] = count_choices(ids_TK, self._num_experts)
+            (ids_TK, weights_TK, counts_E, scores_TE), stats = self._route_to(given_TK, logits_TE, bias_E, mask_T)
+        stats["tokens_per_expert"] = counts_E
         choices_TK = capacity = None
         if self._limit is not None:
             choices_TK = ids_TK
             ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats, batch)
-        all_kept = absent_TK is None and (choices_TK is None or choices_TK is ids_TK)
+        all_kept = mask_T is None and given_TK is None and (choices_TK is None or choices_TK is ids_TK)
         aux_losses: dict[str, Tensor] = {}
         pooled: Pooled = {}
         if self._losses is not None:
             load_E = getattr(self, LOAD) if self._keeps_load else None
+            assert scores_TE is not None
             losses, seen, pooled = self._losses(logits_TE, scores_TE, mask_T, batch, load_E)
             stats |= seen
             aux_losses = {name: loss.detach() for name, loss in losses.items()}
@@ -143,17 +130,16 @@ class TopKRouter(nn.Module, Router):
         """Return the balance loss over the tokens of all layers, if there is one."""
         return {} if self._losses is None else self._losses.over_layers(pooled)
 
-    def _replay(
-        self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, absent_TK: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return recorded ids, current weights over these experts, and which choices are absent."""
-        found_TK = batch.route(self._layer, len(ids_TK), self._top_k)
-        if found_TK is None:
-            return ids_TK, self._weigh(logits_TE, scores_TE, ids_TK), absent_TK
-        dropped_TK = found_TK < 0
-        ids_TK = found_TK.clamp_min(0)
-        weights_TK = self._weigh(logits_TE, scores_TE, ids_TK, dropped_TK)
-        return ids_TK, weights_TK, dropped_TK if absent_TK is None else dropped_TK | absent_TK
+    def _route_to(
+        self, given_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None
+    ) -> tuple[Routed, Stats]:
+        """Return the routing to recorded experts, or else to those that the quantile chooses, and its statistics."""
+        stats: Stats = {}
+        if self._quantile is not None:
+            ids_TK, stats = self._quantile(logits_TE, bias_E, mask_T)
+        if given_TK is None:
+            return route_to(ids_TK, logits_TE, self._choice, mask_T), stats
+        return route_to(given_TK.clamp_min(0), logits_TE, self._choice, mask_T, given_TK < 0), stats
 
     def _drop(
         self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats, batch: Batch
@@ -191,13 +177,6 @@ class TopKRouter(nn.Module, Router):
         if self._keeps_load:
             choices_E, seen_E = reduced[CHOICES], self.get_buffer(LOAD)
             seen_E.copy_(torch.where(choices_E.sum() > 0, choices_E / choices_E.mean().clamp_min(1e-9), seen_E))
-
-
-def _weigh(options: Options, top_k: int) -> Weigh:
-    if options.score == "softmax":
-        return chosen_scores if options.pre_softmax else softmax_of_chosen
-    weigh = share_of_chosen if options.renormalised(top_k) else scores_of_chosen
-    return partial(weigh, SCORES[options.score])
 
 
 def jittered(x_TD: Tensor, batch: Batch, eps: float, layer: int) -> Tensor:

@@ -1,49 +1,14 @@
-"""Choice of a token's experts: the K best by a ranking that may be biased, of its best groups if these are limited."""
+"""Choice of a token's experts below a quantile, which is kept for each expert."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 Stats = dict[str, Tensor]
-
-
-class Select(Protocol):
-    """Chooses experts by a ranking, given the state of the rule that biases it."""
-
-    def __call__(self, ranking_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None) -> tuple[Tensor, Stats]:
-        """Return ``ids_TK`` int64 and statistics to be summed over the global batch."""
-
-
-@final
-class Best:
-    """The K best of all experts, or of the experts in the best groups: see :func:`in_best_groups`."""
-
-    def __init__(self, k: int, groups: tuple[int, int, int] | None) -> None:
-        self.k, self.groups = k, groups
-
-    def __call__(self, ranking_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None) -> tuple[Tensor, Stats]:
-        """Choose by the ranking plus the bias."""
-        if bias_E is not None:
-            ranking_TE = ranking_TE + bias_E
-        if self.groups is not None:
-            ranking_TE = in_best_groups(ranking_TE, *self.groups)
-        return ranking_TE.topk(self.k).indices, {}
-
-
-def in_best_groups(ranking_TE: Tensor, count: int, keep: int, best: int) -> Tensor:
-    """Return the ranking with -inf outside each token's ``keep`` best groups of ``count``.
-
-    A group's score is the sum of its ``best`` best (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
-    """
-    grouped_TGe: Tensor = ranking_TE.unflatten(1, (count, -1))
-    worth_TG = grouped_TGe.topk(best).values.sum(-1)
-    lost_TG = torch.ones_like(worth_TG, dtype=torch.bool).scatter(1, worth_TG.topk(keep).indices, False)
-    left_TGe: Tensor = grouped_TGe.masked_fill(lost_TG.unsqueeze(-1), float("-inf"))
-    return left_TGe.flatten(1)
 
 
 @final

@@ -1,0 +1,88 @@
+"""fp32 matrices as sums of three bf16 matrices, which tensor cores multiply: fp32 products have none.
+
+A bf16 number has 8 bits of precision and fp32 has 24, so the sum is exact, but for what is below 2**-133. Products of
+two bf16 numbers are exact in fp32. Of products of parts, those below the last bit of the largest are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final, final
+
+import torch
+from torch import Tensor
+
+from moefw.core.contracts import Precision
+from moefw.core.records import Pass, Role, RowGroups, SavedOperand
+from moefw_kernels.devices import takes_kernels
+
+COUNT: Final = 3
+"""Parts of an fp32 matrix, and how many orders of parts a product has."""
+
+
+@final
+class Parts:
+    """A matrix as the sum of bf16 matrices, the largest first. One of bf16 is its only part."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = parts
+
+    @classmethod
+    def of(cls, x: Tensor) -> Parts:
+        """Return the parts of a bf16 or fp32 matrix."""
+        if x.dtype is torch.bfloat16:
+            return cls([x])
+        parts = [x.bfloat16()]
+        while len(parts) < COUNT:
+            x = x - parts[-1]
+            parts.append(x.bfloat16())
+        return cls(parts)
+
+    @property
+    def mT(self) -> Parts:
+        """The transposed matrix."""
+        return Parts([part.mT for part in self.parts])
+
+    def __matmul__(self, other: Parts) -> Tensor:
+        """Return the product in fp32. One GEMM multiplies all parts, and adds up the smallest products first."""
+        left, right = self.parts, other.parts
+        if len(left) == 1:
+            products = fp32_mm(left[0], torch.cat([*right], 1))
+            return products.view(len(products), len(right), right[0].shape[1]).sum(1)
+        if len(right) == 1:
+            products = fp32_mm(torch.cat([*left]), right[0])
+            return products.view(len(left), len(left[0]), products.shape[1]).sum(0)
+        orders = [(order, place) for order in reversed(range(COUNT)) for place in range(order + 1)]
+        terms = [left[place] for _, place in orders], [right[order - place] for order, place in orders]
+        return fp32_mm(torch.cat(terms[0], 1), torch.cat(terms[1]))
+
+
+@final
+class BF16Parts(Precision):
+    """Operands are parts. The weights' are made once a step, the others where they are used."""
+
+    residual_dtype: ClassVar[Any] = torch.float32
+
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Parts:
+        """Return the parts of ``x``."""
+        return Parts.of(x)
+
+    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
+        """Save ``x`` itself, which has fewer bytes than its parts."""
+        return SavedOperand((x,), lambda saved: Parts.of(saved[0]))
+
+
+RECIPE: Final = BF16Parts()
+
+
+def takes_parts(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether ``x W^T`` in ``dtype`` is computed from parts: on a GPU, for bf16 rows and an fp32 weight."""
+    dtypes = (x.dtype, weight.dtype, dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    return dtypes and takes_kernels(x) and not torch.compiler.is_compiling()
+
+
+def fp32_mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of bf16 matrices in fp32, which PyTorch has for CUDA only."""
+    return torch.mm(a, b, out_dtype=torch.float32)

@@ -1,0 +1,142 @@
+"""How many kernels a layer launches on a GPU, and how many bytes those move that are no matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch_counts import KERNELS, PRODUCTS, ROUTE_BACKWARD, Launch, Launches
+from moefw.runtime.compute.weights import shared_by_micro_batches
+from moefw.testing.host_waits import HostWaits, available
+from moefw.testing.layer_case import LayerCase, build_layer
+from moefw.testing.pool import RankPool
+from moefw_kernels.routing import Choice
+from triton_compiled import count_launches
+
+TOKENS, DIM, EXPERT_DIM, TOP_K = 256, 512, 192, 8
+PARTS = {"dispatch": {"use": "alltoall"}, "gemm": {"use": "grouped"}, "precision": {"use": "bf16"}}
+LOSSES = [{"kind": "aux_loss", "coeff": 0.01}, {"kind": "z_loss", "coeff": 0.01}]
+ROUTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "groups and a bias": {
+        "score": "sigmoid",
+        "groups": {"count": 4, "keep": 2},
+        "balance": [{"kind": "expert_bias", "rate": 0.01}],
+    },
+    "losses": {"balance": LOSSES},
+}
+MOST = {
+    #                     forward  backward
+    "plain":             (21, 31),
+    "groups and a bias": (21, 31),
+    "losses":            (55, 48),
+}  # fmt: skip
+"""Kernels of a layer, of which no more than 40 each way are allowed without losses."""
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[RankPool]:
+    """A rank of its own: the device stays registered in a process."""
+    pool = RankPool(1)
+    yield pool
+    pool.close()
+
+
+def seen(router: str) -> tuple[list[Launch], list[Launch]]:
+    """Return the launches of forward and of backward in the second micro-batch of a step."""
+    parts = {**PARTS, "routing": {"use": "topk", **ROUTERS[router]}}
+    sizes = {"dim": DIM, "expert_dim": EXPERT_DIM, "num_experts": 16, "top_k": TOP_K}
+    case = LayerCase(tokens=(TOKENS,), parts=parts, **sizes)
+    layer, shared = build_layer(case)
+    with HostWaits() as waits:
+        waits.move(layer)
+        x_TD, probe_TD = waits.on_device(case.draw(0))
+        x_TD.requires_grad_()
+        with shared_by_micro_batches(layer.parameters()):
+            for _ in range(2):
+                batch = waits.on_device(case.batch(0))
+                with Launches() as launches:
+                    out_TD, _ = layer(x_TD, batch)
+                    forward = len(launches.seen)
+                    torch.autograd.backward([out_TD], [probe_TD])
+    shared.close()
+    return launches.seen[:forward], launches.seen[forward:]
+
+
+def kernels(launches: list[Launch]) -> int:
+    return sum(launch.kernels for launch in launches)
+
+
+needs_a_device = pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
+
+
+@needs_a_device
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_layer_launches_few_kernels(rank: RankPool, router: str) -> None:
+    ((forward, backward),) = rank.run(seen, 1, router)
+    assert {"_grouped_mm", "gather_sum", "counting_sort"} <= {launch.name for launch in forward}
+    assert {"_grouped_mm", "gather_sum", "weighted_swiglu_backward"} <= {launch.name for launch in backward}
+    counts = kernels(forward), kernels(backward)
+    assert all(found <= most for found, most in zip(counts, MOST[router], strict=True)), (counts, forward, backward)
+
+
+@needs_a_device
+def test_forward_moves_little_more_than_it_must(rank: RankPool) -> None:
+    """At least ``2 (Td + Sd) + 3Sn + Td`` numbers of bf16, for S = TK rows.
+
+    A gather reads Td and writes Sd, SwiGLU reads 2Sn and writes Sn, combine reads Sd and writes Td, the router reads
+    Td. All other operators count too, and all bytes that they read and write, except those of matrix products. No more
+    than 1.8 times the least is allowed.
+    """
+    ((forward, _),) = rank.run(seen, 1, "plain")
+    nbytes = sum(launch.nbytes for launch in forward if launch.name not in PRODUCTS)
+    rows = TOKENS * TOP_K
+    least = 2 * (2 * (TOKENS * DIM + rows * DIM) + 3 * rows * EXPERT_DIM + TOKENS * DIM)
+    assert 0.9 < nbytes / least < 1.1
+
+
+def none(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launched() -> dict[tuple[str, str], int]:
+    """Return what the functions of ``KERNELS`` launch, on tensors without memory; a sum of PyTorch is one more."""
+    h, weights, order = none(64, 32), none(64, dtype=torch.float32), none(64, dtype=torch.int32)
+    logits, choice = none(8, 16, dtype=torch.float32), Choice(k=8)
+    given: dict[tuple[str, str], tuple[Any, ...]] = {
+        ("counting_sort", "counting_sort"): (none(64, dtype=torch.int64), 16),
+        ("empty_groups", "clear_empty_groups"): (none(4, 8, 8), order[:4]),
+        ("permute", "gather_sum"): (h, order.view(8, 8)),
+        ("permute", "tokens_and_rows"): (order, 64, 8),
+        ("routing", "route"): (logits, choice, None, None),
+        ("routing", "route_backward"): (
+            order.view(8, 8),
+            weights.view(8, 8),
+            None,
+            weights.view(8, 8),
+            None,
+            choice,
+            16,
+        ),
+        ("swiglu", "weighted_swiglu"): (h, weights),
+        ("swiglu", "weighted_swiglu_backward"): (none(64, 16), h, weights),
+    }
+    found = {}
+    for (package, name), args in given.items():
+        function = getattr(import_module(f"moefw_kernels.{package}.triton"), name)
+        found[package, name] = count_launches(lambda function=function, args=args: function(*args))
+    return found
+
+
+def test_the_kernels_of_a_function_are_those_that_it_launches(compiler: ProcessPoolExecutor) -> None:
+    found = compiler.submit(launched).result()
+    assert found.pop(("routing", "route_backward")) == ROUTE_BACKWARD
+    found["routing", "route"] += 1
+    assert found == KERNELS

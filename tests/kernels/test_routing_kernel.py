@@ -1,0 +1,210 @@
+"""The router's kernels choose what the reference chooses, and have its weights, counts, scores and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Choice, Routed, reference, route
+
+SCORES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax of all": {"pre_softmax": True},
+    "sigmoid": {"score": "sigmoid", "renormalise": True, "scale": 2.5},
+    "sigmoid without renormalising": {"score": "sigmoid"},
+    "sqrtsoftplus": {"score": "sqrtsoftplus", "renormalise": True},
+    "sqrtsoftplus without renormalising": {"score": "sqrtsoftplus", "scale": 0.5},
+}
+SHAPES = {
+    "few": (37, 7, 3, None),
+    "all": (5, 8, 8, None),
+    "one of one": (3, 1, 1, None),
+    "no tokens": (0, 4, 2, None),
+    "groups": (33, 24, 6, (3, 2, 2)),
+    "groups of one": (9, 6, 2, (6, 2, 1)),
+    "most": (3, MOST_EXPERTS, MOST_CHOICES, None),
+}
+
+DEEP = [pytest.param(score, "most", marks=pytest.mark.deep) for score in SCORES if score != "sigmoid"]
+
+
+def logits_of(shape: tuple[int, int]) -> Tensor:
+    """Logits some of which saturate each score, without equals."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    logits_TE = torch.randn(shape, generator=generator) * 3.0
+    logits_TE[::7] *= 0.1
+    logits_TE[1::7, ::3] -= 60.0
+    return logits_TE
+
+
+def variants(tokens: int, experts: int) -> Iterator[tuple[Tensor | None, Tensor | None, bool]]:
+    """Yield biases, masks, and whether the scores are needed."""
+    generator = torch.Generator().manual_seed(1)
+    bias_E, mask_T = torch.randn(experts, generator=generator), torch.rand(tokens, generator=generator) < 0.7
+    yield None, None, False
+    yield bias_E, mask_T, True
+    yield bias_E, None, False
+    yield None, mask_T, True
+
+
+def kernels(
+    logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grads: tuple[Tensor, Tensor | None]
+) -> tuple[Routed, Tensor]:
+    from moefw_kernels.routing import triton
+
+    *routed, scores_TE, chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
+    saved_TE = logits_TE if choice.through_scores else None
+    grad_TE = triton.route_backward(routed[0], chosen_TK, saved_TE, *grads, choice, logits_TE.shape[1])
+    return Routed(*routed, scores_TE), grad_TE
+
+
+def references(
+    logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grads: tuple[Tensor, Tensor | None]
+) -> tuple[Routed, Tensor]:
+    given = logits_TE.detach().requires_grad_()
+    routed = reference.route(given, choice, bias_E, mask_T)
+    loss = (routed.weights_TK * grads[0]).sum()
+    if grads[1] is not None:
+        assert routed.scores_TE is not None
+        loss = loss + (routed.scores_TE * grads[1]).sum()
+    loss.backward()
+    assert given.grad is not None
+    return routed, given.grad
+
+
+def kernels_as_the_reference(score: str, shape: str) -> None:
+    """In fp32, and in fp64 with the same choices: no further from it than a few last places."""
+    tokens, experts, k, groups = SHAPES[shape]
+    logits_TE = logits_of((tokens, experts))
+    for bias_E, mask_T, needs_scores in variants(tokens, experts):
+        choice = Choice(k=k, groups=groups, needs_scores=needs_scores, **SCORES[score])
+        generator = torch.Generator().manual_seed(2)
+        grad_TK, grad_TE = (
+            torch.randn(tokens, k, generator=generator),
+            torch.randn(tokens, experts, generator=generator),
+        )
+        grads = grad_TK, grad_TE if needs_scores else None
+        mine, my_grad = kernels(logits_TE, choice, bias_E, mask_T, grads)
+        right, right_grad = references(logits_TE, choice, bias_E, mask_T, grads)
+        assert torch.equal(mine.ids_TK, right.ids_TK)
+        assert torch.equal(mine.counts_E, right.counts_E)
+        assert mine.ids_TK.dtype == torch.int64
+        assert mine.weights_TK.dtype == mine.counts_E.dtype == torch.float32
+        assert (mine.scores_TE is not None) == needs_scores
+        exact, exact_grad = references(logits_TE.double(), choice, bias_E, mask_T, grads)
+        if torch.equal(exact.ids_TK, mine.ids_TK):
+            right, right_grad = exact, exact_grad
+        torch.testing.assert_close(mine.weights_TK, right.weights_TK.float(), rtol=3e-6, atol=1e-30)
+        torch.testing.assert_close(my_grad, right_grad.float(), rtol=1e-5, atol=1e-6)
+        if needs_scores:
+            assert right.scores_TE is not None
+            torch.testing.assert_close(mine.scores_TE, right.scores_TE.float(), rtol=3e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize(
+    ("score", "shape"),
+    [*product(SCORES, list(SHAPES)[:-1]), ("sigmoid", "most"), *DEEP],
+)
+def test_the_kernels(interpreter: ProcessPoolExecutor, score: str, shape: str) -> None:
+    interpreter.submit(kernels_as_the_reference, score, shape).result()
+
+
+def equals_by_the_lowest_id() -> None:
+    from moefw_kernels.routing import triton
+
+    logits_TE = torch.tensor(
+        [
+            [1.0, 2.0, 2.0, 1.0, 2.0, 0.0],
+            [0.0, -0.0, 0.0, -0.0, 0.0, -0.0],
+            [float("-inf"), float("-inf"), -1.0, float("-inf"), float("-inf"), float("-inf")],
+            [1.0, float("inf"), float("nan"), float("inf"), 2.0, 0.0],
+        ]
+    )
+    ids_TK = triton.route(logits_TE, Choice(k=4), None, None)[0]
+    order_TE = logits_TE.nan_to_num(nan=float("inf"), posinf=1e30).sort(dim=-1, descending=True, stable=True).indices
+    assert ids_TK.tolist() == order_TE[:, :4].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [2, 0, 1, 3], [2, 1, 3, 4]]
+    two_groups = Choice(k=2, groups=(3, 1, 2))
+    assert triton.route(torch.zeros(1, 6), two_groups, None, None)[0].tolist() == [[0, 1]]
+
+
+def test_equals_are_chosen_from_the_lowest_id_on(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(equals_by_the_lowest_id).result()
+
+
+def gradients_of_one_output() -> None:
+    from moefw_kernels.routing import triton
+
+    logits_TE, choice = logits_of((5, 6)), Choice(k=2, pre_softmax=True, needs_scores=True)
+    routed, _ = references(logits_TE, choice, None, None, (torch.ones(5, 2), None))
+    ones = torch.ones(5, 2), logits_of((5, 6)).mT.contiguous().mT
+    parts = [(ones[0], None), (None, ones[1])]
+    grads = [triton.route_backward(routed.ids_TK, None, logits_TE, *part, choice, 6) for part in parts]
+    together = triton.route_backward(routed.ids_TK, None, logits_TE, *ones, choice, 6)
+    torch.testing.assert_close(grads[0] + grads[1], together)
+
+
+def test_an_output_that_nobody_uses_has_no_gradient(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(gradients_of_one_output).result()
+
+
+def as_on_a_gpu(score: str) -> None:
+    """The operator with its kernels under autograd."""
+    Tensor.is_cuda = True  # type: ignore[assignment]
+    try:
+        for bias_E, mask_T, needs_scores in variants(9, 12):
+            choice = Choice(k=3, groups=(4, 2, 1), needs_scores=needs_scores, **SCORES[score])
+            mine, right = (logits_of((9, 12)).requires_grad_() for _ in range(2))
+            for given, of in ((mine, route), (right, reference.route)):
+                found = of(given, choice, bias_E, mask_T)
+                loss = (found.weights_TK * torch.arange(27.0).view(9, 3)).sum()
+                if needs_scores:
+                    assert found.scores_TE is not None
+                    loss = loss + found.scores_TE.square().sum()
+                loss.backward()
+            torch.testing.assert_close(mine.grad, right.grad, rtol=1e-5, atol=1e-5)
+        held: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
+            route(mine, replace(choice, needs_scores=False), None, None)
+        assert (12 in {x.shape[-1] for x in held}) == choice.pre_softmax
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr("moefw_kernels.routing.triton.route")
+            for dtype, experts, k in (
+                (torch.float64, 8, 2),
+                (torch.float32, MOST_EXPERTS + 1, 2),
+                (torch.float32, 64, 33),
+            ):
+                assert route(torch.randn(2, experts, dtype=dtype), Choice(k=k)).ids_TK.shape == (2, k)
+    finally:
+        del Tensor.is_cuda
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_on_a_gpu_the_kernels_route_up_to_their_limits(interpreter: ProcessPoolExecutor, score: str) -> None:
+    interpreter.submit(as_on_a_gpu, score).result()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_the_reference_in_fp64_has_the_slopes_of_its_weights(score: str) -> None:
+    logits_TE = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    choice = Choice(k=3, needs_scores=True, **SCORES[score])
+
+    def weights_and_scores(given: Tensor) -> tuple[Tensor, ...]:
+        found = reference.route(given, choice, None, None)
+        assert found.scores_TE is not None
+        return found.scores_TE, reference.weigh(given, found.scores_TE, found.ids_TK, choice)
+
+    assert torch.autograd.gradcheck(weights_and_scores, (logits_TE,))
+
+
+def test_every_score_has_its_variants() -> None:
+    found = {
+        (one.get("score", "softmax"), bool(one.get("pre_softmax") or one.get("renormalise"))) for one in SCORES.values()
+    }
+    assert found == set(product(("softmax", "sigmoid", "sqrtsoftplus"), (False, True)))
