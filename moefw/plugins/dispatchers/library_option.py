@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Literal
 
 from attrs import field, frozen
@@ -40,8 +40,11 @@ class CallsLibrary(SendsRows):
         )
         return [*needs, *(moefw.need(fact, of, reason=why, fix=fix, option="backend") for fact, of, why, fix in asks)]
 
-    def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return the problems: a wire other than bf16, the library's limits, ``max_tokens`` without the library."""
+    def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
+        """Return also: a wire other than bf16, the library's limits, ``max_tokens`` without the library."""
+        return [*super().check(site), *self._of_backend(site)]
+
+    def _of_backend(self, site: Site) -> Sequence[moefw.Problem]:
         if self.backend == "library" and self.wire != "high":
             what = "rows go through the library in bf16."
             return [moefw.Problem(what, "Use wire: high, or backend: torch.", "wire")]
