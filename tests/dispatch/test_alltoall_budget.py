@@ -47,14 +47,16 @@ def test_a_budget_with_room_for_all_rows_changes_nothing(pool: RankPool, world: 
     assert_matches(pool.run(solve, case.world, larger), truth(case, Rule(top_k=case.top_k)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("gemm", ["loop", "grouped"])
 @pytest.mark.parametrize(("capacity", "max_tokens"), [(0.6, None), (1.0, None), (1.2, 7)])
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("world", WORLDS)
 def test_rows_beyond_the_budget_are_those_that_a_brute_force_leaves_out(
-    pool: RankPool, world: str, alignment: int, capacity: float, max_tokens: int | None
+    pool: RankPool, world: str, alignment: int, capacity: float, max_tokens: int | None, gemm: str
 ) -> None:
     tokens = tuple(min(each, max_tokens or each) for each in WORLDS[world][0])
-    case = case_of(world, capacity, max_tokens=max_tokens, row_alignment=alignment, tokens=tokens)
+    parts = {"gemm": {"use": gemm}}
+    case = case_of(world, capacity, max_tokens=max_tokens, row_alignment=alignment, tokens=tokens, parts=parts)
     rule, most = Rule(top_k=case.top_k), max_tokens or max(tokens)
     ids = truth(case, rule).expert_ids_TK.split(list(tokens))
     sizes = case.parts["parallel"].get("experts", {})

@@ -46,15 +46,8 @@ ALONE = {
     "alltoall, max_tokens":   (0,     1,    0,       0),
 }  # fmt: skip
 """Reads of a rank that is alone: what a part or a shape asks for."""
-TOGETHER = {
-    **dict.fromkeys(CHOICES, (1, 1, 1, 1)),
-    "alltoall with a budget": (1, 2, 1, 1),
-    "alltoall, max_tokens": (0, 1, 0, 0),
-}
-"""Reads of one of several ranks: the sizes of what they send each other, and with them all that is asked for.
-
-Static rows have a size that follows from the most tokens of any rank. Counts are a read of their own.
-"""
+TOGETHER = {**dict.fromkeys(CHOICES, (1, 1, 1, 1)), "alltoall, max_tokens": (0, 1, 0, 0)}
+"""Reads of one of several ranks: the sizes of what they send each other, and with them all that is asked for."""
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,10 @@ Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``C`` rows of a pair of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -33,7 +35,7 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
 
     A pair of ranks has room for an equal part of the budget. Rows beyond it stay where they are, and rows beyond the
     budget of a rank are left out where they arrive. Both count as overflow of the rank that they are for. The host
-    waits for the most tokens of any rank, unless it is given, and for the counts, if a part needs them there.
+    waits once if it has to: for the most tokens of any rank, unless they are given, or for counts that a part needs.
     """
     (num_tokens, k), budget = ids_TK.shape, limit.budget
     if limit.max_tokens is not None:
@@ -46,7 +48,8 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
     ours, ones = sort_choices(ids_TK, experts.num_experts), [1] * experts.size
     told_P = F.pad(by_rank(ours.counts, experts), (0, 1), value=num_tokens)
     heard_P = exchange_now(told_P, ones, ones, experts.group)
-    choices = (limit.max_tokens or max(on_host(heard_P[:, -1])[0])) * k
+    read = on_host(heard_P)[0] if counts_on_host or limit.max_tokens is None else ()
+    choices = (limit.max_tokens or max(tokens for *_, tokens in read)) * k
     room = min(-(-budget.rows(choices, 1) // experts.ep), choices)
     part, asked_Pe = experts.rank % experts.etp, heard_P[:, :-1]
     splits = [room if rank % experts.etp == part else 0 for rank in range(experts.size)]
@@ -56,6 +59,7 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
         experts.local_experts,
         budget=budget.rows(choices * experts.etp, row_alignment),
         source_N=source_N if experts.etp > 1 else None,
+        counts=_kept(read, room) if counts_on_host else None,
         **about,
     )
     return Metadata(
@@ -66,6 +70,13 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
         arrival,
         {budget.stat: (asked_Pe.sum() - arrival.counts_e.sum()).float()},
     )
+
+
+def _kept(read: Sequence[Sequence[int]], room: int) -> list[int]:
+    """Return the rows that arrive for each local expert, given the rows that each rank has for it, and its tokens."""
+    ends_Pe = np.minimum(np.cumsum([asked for *asked, _ in read], 1), room)
+    kept: list[int] = np.diff(ends_Pe, axis=1, prepend=0).sum(0).tolist()
+    return kept
 
 
 def _arriving(experts: ExpertGroup, asked_Pe: Tensor, room: int) -> tuple[Tensor, Tensor]:
