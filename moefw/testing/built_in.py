@@ -101,9 +101,9 @@ def _layouts(use: str, rows: tuple[tuple[str, Mapping[str, Any], int], ...]) -> 
     )
 
 
-def _budget(label: str, backend: str, on_overflow: str) -> Any:
-    choice = {"use": "hybridep", "backend": backend, "rank_capacity": 0.6, "on_overflow": on_overflow}
-    return label, choice, {"budget": 0.6}
+def _budget(label: str, on_overflow: str, **choice: Any) -> Any:
+    budget = {"rank_capacity": 0.6, "on_overflow": on_overflow}
+    return label, {**choice, **budget}, {"budget": 0.6, "by_source": choice["use"] == "alltoall"}
 
 
 def _quantized(use: str, label: str, **options: Any) -> Any:
@@ -138,6 +138,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
         "alltoall": (
             ("", {"use": "alltoall"}, {}),
             ("wire fp8", {"use": "alltoall", "wire": "fp8"}, {}),
+            _budget("budget, rerun", "rerun", use="alltoall"),
         ),
         "deepep": (
             ("torch", {"use": "deepep", "backend": "torch"}, {}),
@@ -146,10 +147,10 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
         "hybridep": (
             ("torch", {"use": "hybridep", "backend": "torch"}, {}),
             ("torch, wire fp8", {"use": "hybridep", "backend": "torch", "wire": "fp8"}, {}),
-            _budget("torch, budget, rerun", "torch", "rerun"),
-            _budget("torch, budget, drop", "torch", "drop"),
+            _budget("torch, budget, rerun", "rerun", use="hybridep", backend="torch"),
+            _budget("torch, budget, drop", "drop", use="hybridep", backend="torch"),
             ("library", {"use": "hybridep", "backend": "library"}, {}),
-            _budget("library, budget, drop", "library", "drop"),
+            _budget("library, budget, drop", "drop", use="hybridep", backend="library"),
         ),
     },
     "gemm": {

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from attrs import frozen
 from torch import Tensor
 
 from moefw.compose.assembly import Assembly
@@ -22,11 +23,18 @@ from moefw.testing.layer_case import LayerCase, build_layer, this_rank
 from moefw.testing.oracle import Truth, expert_output
 
 
-def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor], budget: float | None) -> Truth:
+@frozen
+class RowBudget:
+    """The ``rank_capacity`` beyond which choices are dropped. ``by_source``: each source rank has its share of it."""
+
+    rank_capacity: float
+    by_source: bool = False
+
+
+def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor], budget: RowBudget | None) -> Truth:
     """Return this rank's part of the truth: its tokens' outputs and gradients, its share of every other gradient.
 
-    ``parameters``: :func:`moefw.testing.layer_case.parameters_of`. ``budget``: the ``rank_capacity`` beyond
-    which choices are dropped. Collective.
+    ``parameters``: :func:`moefw.testing.layer_case.parameters_of`. Collective.
     """
     rank = this_rank()
     layer, shared = build_layer(layer_case)
@@ -79,8 +87,8 @@ def batch_of(layer_case: LayerCase, rank: int) -> Batch:
     return Batch(ids_BS=ids, labels_BS=ids, mask_BS=mask_BS, loss_scale=scale, seeds_B=layer_case.seeds(rank))
 
 
-def dropped(layer_case: LayerCase, ids: Sequence[Tensor], budget: float) -> list[Tensor]:
-    """Return each rank's choices beyond a budget of ``budget`` times the fair share, bool (T, K)."""
+def dropped(layer_case: LayerCase, ids: Sequence[Tensor], budget: RowBudget) -> list[Tensor]:
+    """Return each rank's choices beyond a budget, bool (T, K)."""
     assembly: Assembly = layer_case.resolve()
     plan = assembly.layout
     out = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in ids]
@@ -89,7 +97,7 @@ def dropped(layer_case: LayerCase, ids: Sequence[Tensor], budget: float) -> list
             [ids[rank] for rank in group],
             num_experts=layer_case.num_experts,
             ep=plan.sizes["ep"],
-            rank_capacity=budget,
+            budget=budget,
             row_alignment=layer_case.row_alignment,
         )
         for rank, mask_TK in zip(group, masks, strict=True):
@@ -121,25 +129,35 @@ def _grad(tensor: Tensor) -> Tensor:
 
 
 def over_budget(
-    expert_ids: Sequence[Tensor], *, num_experts: int, ep: int, rank_capacity: float, row_alignment: int = 1
+    expert_ids: Sequence[Tensor],
+    *,
+    num_experts: int,
+    ep: int,
+    budget: RowBudget,
+    row_alignment: int = 1,
+    max_tokens: int | None = None,
 ) -> list[Tensor]:
     """Return the choices beyond the budget of each rank of one expert group, bool ``(T, K)``, by brute force.
 
     Rows are in order (expert, source rank, token), with each expert's rows padded to the alignment. A rank's budget
-    is ``rank_capacity * etp * K`` rows per token of the rank with the most tokens, rounded up to the alignment. With
-    experts in parts, all parts of an expert drop the same choices.
+    is ``rank_capacity * etp * K`` rows per token of the rank with the most tokens, or of ``max_tokens``, rounded up to
+    the alignment. With experts in parts, all parts of an expert drop the same choices. If each source rank has its
+    share, its rows beyond that are dropped first, the last in order (expert, token).
     """
     out = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in expert_ids]
-    parts = len(expert_ids) // ep
-    rows = math.ceil(rank_capacity * parts * max(ids_TK.numel() for ids_TK in expert_ids))
-    budget = -(-rows // row_alignment) * row_alignment
-    each = num_experts // ep
+    parts, k = len(expert_ids) // ep, expert_ids[0].shape[1]
+    choices = k * (max_tokens or max(map(len, expert_ids)))
+    most = -(-math.ceil(budget.rank_capacity * parts * choices) // row_alignment) * row_alignment
+    room = math.ceil(math.ceil(budget.rank_capacity * choices) / ep)
+    limits_sources, each = budget.by_source and len(expert_ids) > 1, num_experts // ep
     for share in range(ep):
-        place = 0
+        place, sent = 0, [0] * len(expert_ids)
         for expert in range(share * each, (share + 1) * each):
             for rank, ids_TK in enumerate(expert_ids):
                 for token, choice in (ids_TK == expert).nonzero().tolist():
-                    out[rank][token, choice] = place >= budget
-                    place += 1
+                    stays = limits_sources and sent[rank] >= room
+                    out[rank][token, choice] = stays or place >= most
+                    sent[rank] += 1
+                    place += not stays
             place = -(-place // row_alignment) * row_alignment
     return out

@@ -35,11 +35,12 @@ class Variant:
 
     ``words``: a router's arguments of :class:`moefw.testing.oracle.Rule`; None if the oracle has no formula for it.
     ``state``: the oracle's names of the router's state, which is zero at the first step. ``budget``: the
-    ``rank_capacity`` beyond which the oracle drops choices. ``world``: the number of ranks of a layout; ``pp``: how
-    many of them hold other layers. ``rtol``: the part of a precision, or of a memory policy, in the tolerance relative
-    to fp64. ``floor``: a gradient below this share of the largest one counts as nearly cancelling. ``equal_tokens``:
-    works only if all ranks have equal numbers of tokens, none masked.
-    ``smallest``: the smallest nonzero number of tokens of a rank for which routing does not depend on the last bit.
+    ``rank_capacity`` beyond which the oracle drops choices; ``by_source``: each source rank has its share of it.
+    ``world``: the number of ranks of a layout; ``pp``: how many of them hold other layers. ``rtol``: the part of a
+    precision, or of a memory policy, in the tolerance relative to fp64. ``floor``: a gradient below this share of the
+    largest one counts as nearly cancelling. ``equal_tokens``: works only if all ranks have equal numbers of tokens,
+    none masked. ``smallest``: the smallest nonzero number of tokens of a rank for which routing does not depend on the
+    last bit.
     """
 
     section: str
@@ -49,6 +50,7 @@ class Variant:
     words: Mapping[str, Any] | None = field(default=None, eq=False)
     state: tuple[str, ...] = field(default=(), eq=False)
     budget: float | None = field(default=None, eq=False)
+    by_source: bool = field(default=False, eq=False)
     world: int = field(default=1, eq=False)
     pp: int = field(default=1, eq=False)
     rtol: float = field(default=0.0, eq=False)

@@ -11,7 +11,7 @@ from attrs import frozen
 from moefw.core.errors import ContractError, MoefwError, Problem
 from moefw.testing.combinations import Combination
 from moefw.testing.fit import is_a_refusal, named
-from moefw.testing.given_routing import dropped, summed, truth_given_routing
+from moefw.testing.given_routing import RowBudget, dropped, summed, truth_given_routing
 from moefw.testing.layer_case import LayerCase, Outcome, assert_matches, parameters_of, solve, truth
 from moefw.testing.oracle import Truth
 from moefw.testing.pool import RankPool
@@ -46,7 +46,7 @@ class _Job:
     combination: Combination
     layer_case: LayerCase
     parameters: Parameters | None
-    budget: float | None
+    budget: RowBudget | None
 
 
 Answer = tuple[Outcome, Truth | None]
@@ -90,12 +90,12 @@ def verify_all(
 
 def _job(combination: Combination) -> _Job:
     layer_case = combination.layer_case()
-    foreign = combination.parts["routing"].words is None
+    foreign, dispatch = combination.parts["routing"].words is None, combination.parts["dispatch"]
     return _Job(
         combination=combination,
         layer_case=layer_case,
         parameters=parameters_of(layer_case) if foreign else None,
-        budget=combination.parts["dispatch"].budget,
+        budget=None if dispatch.budget is None else RowBudget(dispatch.budget, dispatch.by_source),
     )
 
 
@@ -130,7 +130,7 @@ def _solved(jobs: Sequence[_Job], pool: RankPool) -> list[Verdict]:
     return [_compared(job, list(by_rank)) for job, by_rank in zip(jobs, zip(*answers, strict=True), strict=True)]
 
 
-def solve_each(asked: Sequence[tuple[LayerCase, Parameters | None, float | None]]) -> list[Answer]:
+def solve_each(asked: Sequence[tuple[LayerCase, Parameters | None, RowBudget | None]]) -> list[Answer]:
     """Return each layer case's outcome on this rank and, given parameters, the rank's part of the truth. Collective."""
     answers: list[Answer] = []
     for layer_case, parameters, budget in asked:

@@ -17,6 +17,8 @@ from moefw.commands.doctor import machine as machine_module
 from moefw.commands.doctor.capability import Capability
 from moefw.commands.doctor.children import ask
 
+DEEP_EP = "With torch 2.13.0, which its wheel needs: pip install 'moefw[deepep]'"
+
 
 @pytest.fixture(scope="module")
 def examined():
@@ -71,7 +73,7 @@ class TestDoctor:
     def test_deep_ep_is_installed_by_our_extra_only(self, examined):
         if find_spec("deep_ep") is None:
             assert examined[2]["deep_ep"]["state"] == "missing"
-        assert doctor_module.PROBES["deep_ep"].fix == "pip install 'moefw[deepep]'"
+        assert doctor_module.PROBES["deep_ep"].fix == DEEP_EP
 
     def test_a_library_that_crashes_takes_nothing_with_it(self, install):
         install("crashing", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", module="deep_ep")
@@ -102,7 +104,7 @@ class TestDoctor:
     def test_a_package_of_that_name_without_buffers_is_not_deepep(self, install):
         install("squatter", "", module="deep_ep")
         (found,) = ask(["deep_ep"], deadline=time.monotonic() + 60)
-        assert (found.state, found.fix) == ("unusable", "pip install 'moefw[deepep]'")
+        assert (found.state, found.fix) == ("unusable", DEEP_EP)
 
     def test_transformer_engine_is_available_when_its_torch_part_imports(self, install):
         install("te", "", module="transformer_engine/__init__")

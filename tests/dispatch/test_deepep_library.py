@@ -20,6 +20,7 @@ from deep_ep_ranks import (
     redispatched,
     refusal,
     refused,
+    row_bytes,
     rows_outlive_the_layer,
     solved,
     torch_fills_memory,
@@ -122,6 +123,46 @@ def test_counts_for_which_the_library_has_waited_are_not_read_back(pool: RankPoo
         pool.run(rows, 2, layer_case, INTERFACES[interface][1]) for rows in (received, received_without_a_read)
     )
     assert [of_rank["sizes"] for of_rank in found] == [of_rank["sizes"] for of_rank in wanted]
+
+
+FP8: dict[str, dict[str, Any]] = {
+    "fp8-blockwise": {"use": "fp8-blockwise", "backend": "emulate"},
+    "mxfp8": {"use": "mxfp8", "backend": "emulate"},
+}
+
+
+def packed(world: str, interface: str, precision: str, **more: Any) -> LayerCase:
+    layer_case = case(world, interface, num_experts=8, top_k=3, **more)
+    wire = {**layer_case.parts["dispatch"], "wire": "fp8"}
+    return LayerCase(
+        **{**layer_case.__dict__, "parts": {**layer_case.parts, "dispatch": wire, "precision": FP8[precision]}}
+    )
+
+
+@pytest.mark.parametrize("precision", FP8)
+@pytest.mark.parametrize(("world", "interface"), each_value(WORLDS, INTERFACES))
+def test_packed_rows_arrive_as_over_the_torch_backend(
+    pool: RankPool, interface: str, world: str, precision: str
+) -> None:
+    """A model dim of 272 leaves a packed row that is no multiple of 32 bytes."""
+    more = {"dim": 272} if interface == "Buffer" else {}
+    layer_case = packed(world, interface, precision, **more)
+    ours = pool.run(received, layer_case.world, layer_case, INTERFACES[interface][1])
+    theirs = pool.run(received, layer_case.world, layer_case, None)
+    for mine, wanted in zip(ours, theirs):
+        for name in ("rows", "weights"):
+            assert torch.equal(mine[name], wanted[name]), name
+        assert mine["counts"] == wanted["counts"]
+        assert torch.allclose(mine["out"], wanted["out"], rtol=2e-2)
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_packed_rows_are_half_as_wide_and_sums_and_gradients_are_not_packed(pool: RankPool, interface: str) -> None:
+    layer_case = packed("two ranks, unequal", interface, "mxfp8", **({"dim": 272} if interface == "Buffer" else {}))
+    codes_and_scales = layer_case.dim + -(-layer_case.dim // 32)
+    whole, half = 2 * layer_case.dim, -(-codes_and_scales // 32) * 32
+    for moved in pool.run(row_bytes, 2, layer_case, INTERFACES[interface][1]):
+        assert moved == [("dispatch", half), ("combine", whole), ("dispatch", whole), ("combine", whole)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -267,7 +308,7 @@ def test_the_spec_is_refused_where_library_or_gpu_are_missing() -> None:
     layer_case = case("two ranks, unequal")
     said = refused(layer_case, moefw.Machine(device="cpu"))
     assert "package deep_ep" in said
-    assert "pip install 'moefw[deepep]' (the distribution sgl-deep-ep)" in said
+    assert "pip install 'moefw[deepep]' (the distribution sgl-deep-ep; its wheel needs exactly torch 2.13.0" in said
     assert "device cuda" in said
     said = refused(layer_case, moefw.Machine(device="cuda"))
     assert "package deep_ep" in said
@@ -287,6 +328,8 @@ def test_the_spec_is_refused_with_the_limit_of_the_library() -> None:
     fp32 = LayerCase(**{**layer_case.__dict__, "dim": 16, "parts": {**layer_case.parts, "precision": {"use": "fp32"}}})
     assert "bf16 rows on the wire" in refused(fp32, cluster)
     assert "backend: torch has none" in refused(layer_case, cluster, backend="torch", max_tokens=64)
+    assert refused(packed("two ranks, unequal", "Buffer", "mxfp8"), cluster, wire="fp8") == ""
+    assert "sends codes and scales" in refused(case("two ranks, unequal"), cluster, wire="fp8")
 
 
 def test_a_row_dtype_that_the_library_cannot_add_up_is_refused(pool: RankPool) -> None:

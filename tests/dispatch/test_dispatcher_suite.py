@@ -21,6 +21,7 @@ from moefw.testing import DispatcherSuite
 from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.base import PROFILES, Profile
+from static_alltoall import ROOM, StaticAllToAll
 
 ON_THREADS = [
     name for name, each in BROKEN.items() if not each.check.startswith("test_the_layer") and "RealRanks" not in name
@@ -125,6 +126,11 @@ def moefw_profile(request: pytest.FixtureRequest) -> Profile:
 
 class TestAllToAll(DispatcherSuite):
     plugin = AllToAll
+
+
+class TestStaticAllToAll(DispatcherSuite):
+    plugin = StaticAllToAll
+    options = ROOM
 
 
 class TestAllGather(DispatcherSuite):

@@ -16,9 +16,12 @@ from moefw.testing.pool import RankPool
 
 pytestmark = pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
 
+BUDGET = {"rank_capacity": 8.0, "on_overflow": "rerun"}
 CHOICES: dict[str, dict[str, Any]] = {
     **DISPATCHERS,
-    "hybridep with a budget": {**DISPATCHERS["hybridep"], "rank_capacity": 2.0, "on_overflow": "rerun"},
+    "hybridep with a budget": {**DISPATCHERS["hybridep"], **BUDGET},
+    "alltoall with a budget": {**DISPATCHERS["alltoall"], **BUDGET},
+    "alltoall, max_tokens": {**DISPATCHERS["alltoall"], **BUDGET, "max_tokens": 7},
 }
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -40,9 +43,11 @@ ALONE = {
     "deepep":                 (0,     1,    1,       1),
     "hybridep":               (0,     1,    1,       1),
     "hybridep with a budget": (0,     1,    0,       0),
+    "alltoall with a budget": (0,     1,    0,       0),
+    "alltoall, max_tokens":   (0,     1,    0,       0),
 }  # fmt: skip
 """Reads of a rank that is alone: what a part or a shape asks for."""
-TOGETHER = (1, 1, 1, 1)
+TOGETHER = {**dict.fromkeys(CHOICES, (1, 1, 1, 1)), "alltoall, max_tokens": (0, 1, 0, 0)}
 """Reads of one of several ranks: the sizes of what they send each other, and with them all that is asked for."""
 
 
@@ -76,7 +81,7 @@ def waited(dispatch: str, ranks: str) -> list[tuple[list[str], list[str], list[s
 @pytest.mark.parametrize("name", RANKS)
 @pytest.mark.parametrize("dispatch", CHOICES)
 def test_the_host_reads_what_it_must_once_and_uploads_nothing(ranks: RankPool, dispatch: str, name: str) -> None:
-    wanted = ALONE[dispatch] if name == "alone" else TOGETHER
+    wanted = (ALONE if name == "alone" else TOGETHER)[dispatch]
     for found in ranks.run(waited, len(RANKS[name][0]), dispatch, name):
         for (reads, uploads, backward), layer, count in zip(found, LAYERS, wanted, strict=True):
             assert len(reads) == count, (layer, reads)

@@ -7,7 +7,7 @@ import torch
 
 from moefw.core.errors import MoefwError
 from moefw.plugins.dispatchers.hybridep.limits import uneven_nodes
-from moefw.testing.given_routing import over_budget
+from moefw.testing.given_routing import RowBudget, over_budget
 from moefw.testing.layer_case import LayerCase, assert_matches, received, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
@@ -43,7 +43,8 @@ def test_rows_beyond_the_budget_are_dropped_as_the_oracle_drops_them(
     rule = Rule(top_k=case.top_k)
     ids = truth(case, rule).expert_ids_TK.split(list(tokens))
     ep = parallel.get("experts", {}).get("ep", 1)
-    dropped = over_budget(ids, num_experts=case.num_experts, ep=ep, rank_capacity=CAPACITY, row_alignment=alignment)
+    budget = RowBudget(CAPACITY)
+    dropped = over_budget(ids, num_experts=case.num_experts, ep=ep, budget=budget, row_alignment=alignment)
     assert any(mask.any() for mask in dropped), "the case is to overflow"
     assert_matches(pool.run(solve, case.world, case), truth(case, rule, dropped_TK=torch.cat(dropped)), rtol=1e-5)
 

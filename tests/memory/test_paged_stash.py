@@ -31,7 +31,11 @@ from moefw.testing.suites.watch import same_bits
 from pairwise import each_value, quick
 
 CAPACITY = 24.0
-BUDGET = {"use": "hybridep", "backend": "torch", "rank_capacity": CAPACITY, "on_overflow": "rerun"}
+BUDGETED = {
+    "hybridep": {"use": "hybridep", "backend": "torch", "rank_capacity": CAPACITY, "on_overflow": "rerun"},
+    "alltoall": {"use": "alltoall", "rank_capacity": CAPACITY, "on_overflow": "rerun"},
+}
+BUDGET = BUDGETED["hybridep"]
 FINE = ("expert_fc1", "expert_fc2")
 
 
@@ -430,26 +434,28 @@ def test_the_ledger_counts_the_pages_that_there_are(precision: str, options: Map
     shared.close()
 
 
-def test_an_overflow_is_seen_and_the_step_runs_again() -> None:
+@pytest.mark.parametrize(("precision", "use"), each_value(PRECISIONS, BUDGETED))
+def test_an_overflow_is_seen_and_the_step_runs_again(precision: str, use: str) -> None:
     """The losses and weights are those of a dropless run, and those of a run that keeps everything."""
-    dropless = {"use": "hybridep", "backend": "torch"}
-    for precision in PRECISIONS.values():
-        parts = {"precision": precision, "dispatch": BUDGET}
-        plain = train(model_case(1, [], **{**parts, "dispatch": dropless}), 2)
-        kept = train(model_case(1, [], **parts), 2)
-        few = train(model_case(1, [stash("experts", factor=0.1)], **parts), 2)
-        assert all(result.counts[UNSAVED] > 0 for result in few.results)
-        assert all(result.counts["overflow"] == 0 for result in few.results)
-        for other in (plain, kept):
-            assert [result.loss for result in few.results] == [result.loss for result in other.results]
-            assert [result.grad_norm for result in few.results] == [result.grad_norm for result in other.results]
-            assert all(same_bits(few.last[name], other.last[name]) for name in other.last)
+    budget = BUDGETED[use]
+    dropless = {name: value for name, value in budget.items() if name in ("use", "backend")}
+    parts = {"precision": PRECISIONS[precision], "dispatch": budget}
+    plain = train(model_case(1, [], **{**parts, "dispatch": dropless}), 2)
+    kept = train(model_case(1, [], **parts), 2)
+    few = train(model_case(1, [stash("experts", factor=0.1)], **parts), 2)
+    assert all(result.counts[UNSAVED] > 0 for result in few.results)
+    assert all(result.counts["overflow"] == 0 for result in few.results)
+    for other in (plain, kept):
+        assert [result.loss for result in few.results] == [result.loss for result in other.results]
+        assert [result.grad_norm for result in few.results] == [result.grad_norm for result in other.results]
+        assert all(same_bits(few.last[name], other.last[name]) for name in other.last)
 
 
-def test_an_overflow_on_one_rank_runs_the_step_again_on_all(pool: RankPool) -> None:
+@pytest.mark.parametrize("use", BUDGETED)
+def test_an_overflow_on_one_rank_runs_the_step_again_on_all(pool: RankPool, use: str) -> None:
     """A pool that is just large enough for a balanced load, and routing that is not."""
     biased = {"use": "topk", "score": "softmax"}
-    parts = {"dispatch": BUDGET, "routing": biased}
+    parts = {"dispatch": BUDGETED[use], "routing": biased}
     few = pool.run(train, 2, model_case(2, [stash("experts", factor=1.0, page_rows=1)], **parts), 2)
     plain = pool.run(train, 2, model_case(2, [], **parts), 2)
     for one, other in zip(few, plain, strict=True):

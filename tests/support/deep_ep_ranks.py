@@ -35,7 +35,7 @@ def library(**options: Any) -> Iterator[list[tuple[str, dict[str, Any]]]]:
     from moefw.plugins.dispatchers.hybridep import library as hybridep
 
     before = DeepEP.build, HybridEP.build
-    DeepEP.build = lambda _, context: deepep.build(context, **options)
+    DeepEP.build = lambda self, context: deepep.build(context, codec=self.codec(context), **options)
     HybridEP.build = lambda self, context: hybridep.build(context, budget=self.budget, **options)
     torch.utils.deterministic.fill_uninitialized_memory = False
     CALLS.clear()
@@ -50,6 +50,14 @@ def solved(case: LayerCase, options: dict[str, Any]) -> Outcome:
     """Run the layer of a layer case forward and backward over the fake."""
     with library(**options):
         return solve(case)
+
+
+def row_bytes(case: LayerCase, options: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return the movements of a layer, forward and backward, with the bytes of a row."""
+    with library(**options) as calls:
+        solve(case)
+    moves = [(name.rpartition(".")[2], given) for name, given in calls]
+    return [(name, given["x"].shape[1] * 2) for name, given in moves if name in ("dispatch", "combine")]
 
 
 def received_without_a_read(case: LayerCase, options: dict[str, Any]) -> dict[str, Any]:

@@ -161,6 +161,15 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         {**ONCE_A_RANK, "dispatch": BUDGET, "memory": [{"use": "paged-stash", "regions": ["experts"], "page_rows": 8}]},
         4,
     ),
+    "static rows, pages": (
+        {
+            **ONCE_A_RANK,
+            "train": BRIEF,
+            "dispatch": {"use": "alltoall", "rank_capacity": 2.0, "on_overflow": "rerun"},
+            "memory": [{"use": "paged-stash", "regions": ["experts"], "page_rows": 8}],
+        },
+        4,
+    ),
     "in parts": (IN_PARTS, 8),
     "in parts, offloaded": ({**IN_PARTS, "memory": [offload("experts")]}, 8),
     "in parts, groups filled": (
@@ -214,6 +223,7 @@ QUICK = (
     "loop, delayed scales",
     "once a rank, codes on the wire",
     "once a node, pages",
+    "static rows, pages",
     "in parts, groups filled",
     "quantiles, jitter, coupled",
     "packs of documents that ranks share",

@@ -1,6 +1,6 @@
 """Token permutation: tokens to rows and rows back to tokens, each the backward of the other."""
 
-from moefw_kernels.permute.arrival import Arrival, arrange
+from moefw_kernels.permute.arrival import Arrival, arrange, in_blocks, weights_of
 from moefw_kernels.permute.groups import (
     Groups,
     Slots,
@@ -25,6 +25,8 @@ __all__ = [
     "gather",
     "gather_sum",
     "group_chunks",
+    "in_blocks",
     "sort_choices",
     "sort_slots",
+    "weights_of",
 ]

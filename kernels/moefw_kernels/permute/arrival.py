@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from moefw_kernels.counting_sort import counting_sort
 from moefw_kernels.counting_sort.reference import keys_of
 from moefw_kernels.devices import on_host
-from moefw_kernels.permute.groups import padded, put, shifts, spans
+from moefw_kernels.permute.groups import Slots, Sorted, padded, put, shifts, spans
 from moefw_kernels.permute.rows import RowMap, clear, gather, gather_sum, row_map
 
 
@@ -37,13 +37,9 @@ class Arrival:
 
     def expand(self, rows_ND: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``rows_RD`` and ``weights_R``; padding is zero. Differentiable."""
-        rows_RD = gather(rows_ND, self.rows)
-        if not len(rows_ND):
-            weights_R = F.pad(weights_NK.flatten(), (0, len(self.slot_R)))
-        else:
-            weights_R = weights_NK.flatten().index_select(0, self.slot_R)
-            if self.rows.padding is not None:
-                weights_R = clear(weights_R, self.rows.padding)
+        rows_RD, weights_R = gather(rows_ND, self.rows), weights_of(weights_NK, self.slot_R)
+        if self.rows.padding is not None:
+            weights_R = clear(weights_R, self.rows.padding)
         if not self.tail:
             return rows_RD, weights_R
         return F.pad(rows_RD, (0, 0, 0, self.tail)), F.pad(weights_R, (0, self.tail))
@@ -51,6 +47,30 @@ class Arrival:
     def reduce(self, rows_RD: Tensor) -> Tensor:
         """Return each arrived row's sum over its experts, ``(N, D)``. Differentiable."""
         return gather_sum(rows_RD[: len(self.slot_R)], self.rows)
+
+
+def weights_of(weights_NK: Tensor, slot_R: Tensor) -> Tensor:
+    """Return the weight of each row's choice, zero where there are no choices at all. Differentiable."""
+    weights = weights_NK.flatten()
+    return weights.index_select(0, slot_R) if len(weights) else F.pad(weights, (0, len(slot_R)))
+
+
+def in_blocks(found: Sorted, expert_TK: Tensor, *, num_blocks: int, room: int) -> Slots:
+    """Return the rows of sorted choices in blocks of ``room`` rows, each of equally many experts.
+
+    Rows of a block are in order (expert, token, k). Those beyond ``room`` are left out. What follows the last row of a
+    block is undefined: it has the slot and the token 0. ``counts`` are those of ``found``. The host does not wait, and
+    on a device that it runs ahead of, no shape depends on values.
+    """
+    each = len(found.counts) // num_blocks
+    count_b = found.counts.view(num_blocks, each).sum(1)
+    block_N = keys_of(expert_TK.flatten(), len(found.counts))[found.order_N] // each
+    begin_b = torch.arange(num_blocks, device=count_b.device) * room
+    places = _placed(found.order_N, block_N, count_b, count_b.clamp_max(room), begin_b, num_blocks * room)
+    slot_R = places.slot_R.clamp_min(0)
+    row_TK = places.place_of_slot.view(expert_TK.shape)
+    token_R = slot_R // found.k if found.k else slot_R
+    return Slots(slot_R, row_map(token_R, row_TK, dropped=True), found.counts)
 
 
 def arrange(
@@ -162,31 +182,49 @@ def _within_budget(
     budget: int,
     arrived: tuple[int, int],
 ) -> Arrival:
-    """Return the mapping of slots in order to groups within the budget, all on the device: no shape depends on values.
+    """Return the mapping of slots in order to groups within the budget. The host does not wait.
 
+    No shape depends on values on a device that the host runs ahead of.
     All rows that come from nowhere are padding, those behind the last group included.
     """
     size_e = -(-count_e.clamp_min(capacity) // alignment) * alignment
-    begin_e, first_e = size_e.cumsum(0) - size_e, count_e.cumsum(0) - count_e
+    begin_e = size_e.cumsum(0) - size_e
     room_e = (budget - begin_e).clamp_min(0)
     kept_e = torch.minimum(count_e, room_e)
     expert_N = keys_of(expert_NK.flatten(), len(count_e))[slots]
-    number_N = torch.arange(len(slots), device=slots.device)
-    nowhere = (0, 1)  # an entry for choices without an expert
-    fits_N = number_N < F.pad(first_e + kept_e, nowhere)[expert_N]
-    place_N = number_N + F.pad(begin_e - first_e, nowhere)[expert_N]
-    place_of_slot = slots.new_empty(len(slots), dtype=torch.int32)
-    place_of_slot[slots] = torch.where(fits_N, place_N, -1).int()
-    slot_R = slots.new_full((budget + 1,), -1, dtype=torch.int32)
-    slot_R[torch.where(fits_N, place_N, budget)] = slots.int()
-    slot_R = slot_R[:budget]
-    padding, slot_R = slot_R < 0, slot_R.clamp_min(0)
-    token_R = slot_R // arrived[1] if arrived[1] else slot_R
+    places = _placed(slots, expert_N, count_e, kept_e, begin_e, budget)
+    padding, slot_R = places.slot_R < 0, places.slot_R.clamp_min(0)
+    row_TK, token_R = places.place_of_slot.view(arrived), slot_R // arrived[1] if arrived[1] else slot_R
     return Arrival(
-        rows=row_map(token_R, place_of_slot.view(arrived), padding=padding, dropped=True),
+        rows=row_map(token_R, row_TK, padding=padding, dropped=True),
         slot_R=slot_R,
         sizes=None,
         counts_e=kept_e.int(),
         offsets_e=torch.minimum(size_e, room_e).cumsum(0, dtype=torch.int32),
         left_out=(count_e - kept_e).sum(),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """The row of each slot and the slot of each row, int32; -1: none."""
+
+    place_of_slot: Tensor
+    slot_R: Tensor
+
+
+def _placed(slots: Tensor, group_N: Tensor, count_g: Tensor, kept_g: Tensor, begin_g: Tensor, num_rows: int) -> _Places:
+    """Place the first ``kept_g`` slots of each group from ``begin_g`` on. ``group_N``: the group of each slot in order.
+
+    Slots of no group have the number behind the last one.
+    """
+    first_g = count_g.cumsum(0) - count_g
+    number_N = torch.arange(len(slots), device=slots.device)
+    nowhere = (0, 1)  # an entry for choices without a group
+    fits_N = number_N < F.pad(first_g + kept_g, nowhere)[group_N]
+    place_N = number_N + F.pad(begin_g - first_g, nowhere)[group_N]
+    place_of_slot = slots.new_empty(len(slots), dtype=torch.int32)
+    place_of_slot[slots] = torch.where(fits_N, place_N, -1).int()
+    slot_R = slots.new_full((num_rows + 1,), -1, dtype=torch.int32)
+    slot_R[torch.where(fits_N, place_N, num_rows)] = slots.int()
+    return _Places(place_of_slot, slot_R[:num_rows])

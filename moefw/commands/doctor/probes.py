@@ -14,6 +14,7 @@ from attrs import frozen
 
 from moefw.commands.doctor.capability import ProbeError
 from moefw.commands.doctor.fp8_products import fp8_products
+from moefw.plugins.dispatchers.deepep.limits import WHEEL_TORCH
 
 
 def _torch() -> tuple[str, str]:
@@ -194,6 +195,7 @@ class Probe:
 _OTHER_TORCH = "pip install 'torch>=2.11'"
 _CUDA_TORCH = "On a machine with GPUs, a CUDA build: pip install --force-reinstall 'torch>=2.11'"
 _TE = "pip install --no-build-isolation 'moefw[te]'"
+_DEEP_EP = f"With torch {WHEEL_TORCH}, which its wheel needs: pip install 'moefw[deepep]'"
 PROBES: Mapping[str, Probe] = {
     "torch": Probe(_torch, "torch", "torch", _OTHER_TORCH),
     "gloo": Probe(_gloo, "torch", "torch", _OTHER_TORCH),
@@ -203,7 +205,7 @@ PROBES: Mapping[str, Probe] = {
     "fp8 products": Probe(fp8_products, "torch", "torch", _OTHER_TORCH),
     "triton": Probe(_triton, "triton", "triton", "On Linux: pip install triton"),
     "transformer-engine": Probe(_transformer_engine, "transformer_engine", "transformer-engine", _TE),
-    "deep_ep": Probe(_deep_ep, "deep_ep", "sgl-deep-ep", "pip install 'moefw[deepep]'"),
+    "deep_ep": Probe(_deep_ep, "deep_ep", "sgl-deep-ep", _DEEP_EP),
     "tensorboard": Probe(_tensorboard, "tensorboard", "tensorboard", "pip install tensorboard"),
     "matplotlib": Probe(_matplotlib, "matplotlib", "matplotlib", "pip install matplotlib"),
     "tokenizers": Probe(_tokenizers, "tokenizers", "tokenizers", "pip install tokenizers"),

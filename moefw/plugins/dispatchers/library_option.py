@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import gt, optional
@@ -16,7 +16,7 @@ from moefw.plugins.dispatchers.wire_option import SendsRows
 
 @frozen(kw_only=True)
 class CallsLibrary(SendsRows):
-    """``backend`` torch: the algorithm over any process group; library: a package that does the same on GPUs, in bf16.
+    """``backend`` torch: the algorithm over any process group; library: a package that does the same on GPUs.
 
     ``max_tokens``: the most tokens that a rank ever sends at once. It sizes the library's buffer.
     """
@@ -24,6 +24,8 @@ class CallsLibrary(SendsRows):
     package: ClassVar[str]
     """The library's module; ``install`` says how to install it."""
     install: ClassVar[str]
+    packs: ClassVar[bool] = False
+    """Whether the library moves packed rows, as bytes."""
 
     backend: Literal["torch", "library"]
     max_tokens: int | None = field(default=None, validator=optional(gt(0)))
@@ -33,16 +35,20 @@ class CallsLibrary(SendsRows):
         needs = super().needs(site)
         if self.backend == "torch":
             return needs
-        asks = (
+        asks: list[tuple[str, Any, str, str]] = [
             ("package", self.package, "backend: library calls it", self.install),
             ("device", ("cuda",), "its kernels run on NVIDIA GPUs", "Use backend: torch."),
-            ("wire", ("bf16",), "combine adds up bf16 only", "Use precision: {use: bf16}."),
-        )
+        ]
+        if self.wire == "high":
+            asks.append(("wire", ("bf16",), "combine adds up bf16 only", "Use precision: {use: bf16}."))
         return [*needs, *(moefw.need(fact, of, reason=why, fix=fix, option="backend") for fact, of, why, fix in asks)]
 
-    def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return the problems: a wire other than bf16, the library's limits, ``max_tokens`` without the library."""
-        if self.backend == "library" and self.wire != "high":
+    def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
+        """Return also: packed rows or a layer that the library does not move, ``max_tokens`` without the library."""
+        return [*super().check(site), *self._of_backend(site)]
+
+    def _of_backend(self, site: Site) -> Sequence[moefw.Problem]:
+        if self.backend == "library" and self.wire != "high" and not self.packs:
             what = "rows go through the library in bf16."
             return [moefw.Problem(what, "Use wire: high, or backend: torch.", "wire")]
         if self.backend == "library":

@@ -172,6 +172,7 @@ class ElasticBuffer:
 
     def _check_size(self, x: Tensor, ids: Tensor) -> None:
         hidden, num_topk = self.sized_for
+        demand(x.shape[1] * x.element_size() % 32 == 0, "rows are aligned to 32 bytes (kNumTMAAlignBytes)")
         demand(x.shape[1] <= hidden, f"the buffer was sized for rows of {hidden}, not {x.shape[1]}")
         demand(not num_topk or ids.shape[1] <= num_topk, f"the buffer was sized for top-{num_topk}, not {ids.shape[1]}")
 

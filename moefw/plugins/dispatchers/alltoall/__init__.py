@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Literal
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import gt, optional
 
 import moefw
 from moefw.core.plugin import DispatcherPlugin
-from moefw.plugins.dispatchers.wire_option import SendsRows
+from moefw.core.site import Site
+from moefw.plugins.dispatchers.budget_option import SetsBudget
 
 
 @frozen(kw_only=True)
-class AllToAll(SendsRows):
-    """Sends K*(P-1)/P rows per token over the expert-parallel ranks. Best where K is small compared with P."""
+class AllToAll(SetsBudget):
+    """Sends K*(P-1)/P rows per token over the expert-parallel ranks. Best where K is small compared with P.
+
+    ``rank_capacity``: the static number of rows of a rank, as a multiple of its fair share, in equal parts from each
+    rank; null: room for all rows. Rows beyond it: ``on_overflow`` rerun runs the step again without the budget.
+    ``max_tokens``: the most tokens that a rank ever sends at once. Ranks then need not agree on it: with it and a
+    budget the host never waits.
+    """
 
     name: ClassVar[str] = "alltoall"
+
+    on_overflow: Literal["rerun"] | None = None
+    max_tokens: int | None = field(default=None, validator=optional(gt(0)))
+
+    def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
+        """Return also the problem of ``max_tokens`` without a budget."""
+        found = [*super().check(site)]
+        if self.max_tokens is not None and self.rank_capacity is None:
+            what = "max_tokens sizes a budget; without rank_capacity there is none."
+            found.append(moefw.Problem(what, "Set rank_capacity, or leave max_tokens out.", "max_tokens"))
+        return found
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""
         from moefw.plugins.dispatchers.alltoall.dispatcher import AllToAllDispatcher
+        from moefw.plugins.dispatchers.alltoall.static import Limit
 
-        return AllToAllDispatcher(context.expert_group(), **self.settled(context))
+        limit = None if self.budget is None else Limit(self.budget, self.max_tokens)
+        return AllToAllDispatcher(context.expert_group(), limit=limit, **self.settled(context))
 
 
 @moefw.hookimpl

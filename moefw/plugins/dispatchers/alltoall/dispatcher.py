@@ -6,74 +6,24 @@ Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``N`` rows sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import final
 
-from attrs import frozen
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.runtime.communication.exchange import Splits, by_rank, exchange, exchange_now
+from moefw.plugins.dispatchers.alltoall.metadata import Metadata, Parts
+from moefw.plugins.dispatchers.alltoall.static import Limit, within
+from moefw.runtime.communication.exchange import by_rank, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
 from moefw_kernels.devices import on_host
-from moefw_kernels.permute import Groups, Slots, Sorted, gather_sum, group_chunks, sort_choices
-
-
-@frozen
-class Parts:
-    """The second hop where experts are split: every part of an expert gets all of its rows.
-
-    Uneven pieces are gathered by an all-to-all of copies, which moves the same bytes: gloo refuses uneven all-gathers.
-    """
-
-    group: ProcessGroup | None
-    etp: int
-    sent: Splits
-    received: Splits
-
-    @classmethod
-    def of(cls, experts: ExpertGroup, rows_from: Sequence[int]) -> Parts:
-        """Return the hop, given the number of rows that each rank sends for this rank's experts."""
-        etp = experts.etp
-        part, first = experts.rank % etp, experts.rank // etp * etp
-        landed = [sum(rows_from[p::etp]) for p in range(etp)]
-        sent, received = [0] * experts.size, [0] * experts.size
-        for p in range(etp):
-            sent[first + p], received[first + p] = landed[part], landed[p]
-        return cls(experts.group, etp, sent, received)
-
-    def share(self, rows: Sequence[Tensor], codec: Codec | None) -> tuple[Tensor, ...]:
-        """Return the rows that arrived at each part, in order of parts. Differentiable."""
-        copies = [tensor.repeat(self.etp, *[1] * (tensor.dim() - 1)) for tensor in rows]
-        return finish(exchange(copies, self.sent, self.received, self.group, codec=codec))
-
-    def add_up(self, rows_ND: Tensor) -> Tensor:
-        """Return the rows that arrived here, summed over the parts. Differentiable."""
-        (copies,) = finish(exchange([rows_ND], self.received, self.sent, self.group))
-        return copies.view(self.etp, -1, *rows_ND.shape[1:]).sum(0)
-
+from moefw_kernels.permute import Groups, Sorted, gather_sum, group_chunks, sort_choices, weights_of
 
 Counts = Sequence[Sequence[int]]
 """Numbers of rows by rank and expert."""
-
-
-@dataclass(slots=True, eq=False)
-class _Metadata:
-    """The metadata of one movement: rows sent, in order (expert, token), and how received rows are regrouped.
-
-    ``parts`` is the second hop, to the ranks that hold other parts of the same experts; None where experts are whole.
-    """
-
-    slots: Slots
-    sent: Splits
-    received: Splits
-    parts: Parts | None
-    groups: Groups
 
 
 @final
@@ -85,16 +35,33 @@ class AllToAllDispatcher(Dispatcher):
     """
 
     def __init__(
-        self, experts: ExpertGroup, *, row_alignment: int, counts_on_host: bool = True, codec: Codec | None = None
+        self,
+        experts: ExpertGroup,
+        *,
+        row_alignment: int,
+        counts_on_host: bool = True,
+        codec: Codec | None = None,
+        limit: Limit | None = None,
     ) -> None:
         self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
-        self.counts_on_host = counts_on_host
+        self.counts_on_host, self.limit = counts_on_host, limit
 
     def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
         """Sort the choices and exchange the number of rows that each rank sends for each expert.
 
         The host waits once. A rank that is alone waits only if another part, padding or dropped choices ask for it.
+        Under a budget, see :func:`moefw.plugins.dispatchers.alltoall.static.within`.
         """
+        if self.limit is not None and not dropless:
+            return DispatchPlan(
+                detail=within(
+                    self.limit,
+                    self.experts,
+                    routing.expert_ids_TK,
+                    row_alignment=self.row_alignment,
+                    counts_on_host=self.counts_on_host,
+                )
+            )
         experts, capacity = self.experts, routing.capacity or 0
         if routing.counts_host is not None:
             counts = [routing.counts_host] * experts.size
@@ -109,15 +76,15 @@ class AllToAllDispatcher(Dispatcher):
             capacity *= experts.size
         return DispatchPlan(detail=self._way(found, offered_Pe, asked_Pe, capacity))
 
-    def _alone(self, found: Sorted, routing: Routing, counts: Counts | None) -> _Metadata:
+    def _alone(self, found: Sorted, routing: Routing, counts: Counts | None) -> Metadata:
         """Return the metadata of a rank that keeps its rows. Where no group is padded, they are in order."""
         is_plain = self.row_alignment == 1 and not routing.capacity
         if counts is None and is_plain and routing.num_rows is not None and not self.counts_on_host:
-            return _Metadata(found.slots(routing.num_rows), [0], [0], None, Groups.in_order(found.counts))
+            return Metadata(found.slots(routing.num_rows), [0], [0], None, Groups.in_order(found.counts))
         rows = on_host(found.counts)[0] if counts is None else counts[self.experts.rank]
         device = found.counts.device
         groups = group_chunks([rows], self.row_alignment, device, capacity=routing.capacity or 0)
-        return _Metadata(found.slots(sum(rows)), [0], [0], None, groups)
+        return Metadata(found.slots(sum(rows)), [0], [0], None, groups)
 
     def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
         """Return the part of one rank's counts that concerns the experts of ``rank``."""
@@ -134,7 +101,7 @@ class AllToAllDispatcher(Dispatcher):
         offered, asked = ([of_rank[:-1] for of_rank in side] for side in both)
         return offered, asked, capacity
 
-    def _way(self, found: Sorted, offered: Counts, asked: Counts, capacity: int) -> _Metadata:
+    def _way(self, found: Sorted, offered: Counts, asked: Counts, capacity: int) -> Metadata:
         """Return the metadata. Rows travel between ranks of the same part, which then share them with other parts."""
         experts, device = self.experts, found.counts.device
         part = experts.rank % experts.etp
@@ -150,16 +117,15 @@ class AllToAllDispatcher(Dispatcher):
             order=sorted(range(experts.size), key=arrival.__getitem__) if experts.etp > 1 else None,
         )
         parts = Parts.of(experts, [sum(rows) for rows in asked]) if experts.etp > 1 else None
-        return _Metadata(found.slots(sum(sent)), sent, received, parts, groups)
+        return Metadata(found.slots(sum(sent)), sent, received, parts, groups)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, expert), and its weight."""
-        metadata: _Metadata = plan.detail
-        weights_N = weights_TK.flatten().index_select(0, metadata.slots.slot_R)
-        tensors, group = [x_TD, weights_N], self.experts.group
-        return exchange(
-            tensors, metadata.sent, metadata.received, group, codec=self.codec, rows=metadata.slots.rows, detail=plan
-        )
+        metadata: Metadata = plan.detail
+        sent, received, slots, group = metadata.sent, metadata.received, metadata.slots, self.experts.group
+        weights_N = weights_TK if slots is None else weights_of(weights_TK, slots.slot_R)
+        rows = None if slots is None else slots.rows
+        return exchange([x_TD, weights_N], sent, received, group, codec=self.codec, rows=rows, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same plan."""
@@ -168,22 +134,23 @@ class AllToAllDispatcher(Dispatcher):
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Regroup the received rows by expert."""
         plan: DispatchPlan = pending.detail
-        metadata: _Metadata = plan.detail
+        metadata: Metadata = plan.detail
         rows_ND, weights_N = finish(pending)
         if metadata.parts is not None:
             rows_ND, weights_N = metadata.parts.share([rows_ND, weights_N], self.codec)
-        return ExpertBatch.of(metadata.groups.regroup(rows_ND, weights_N), metadata.groups), DispatchHandle(plan=plan)
+        batch = ExpertBatch.of(metadata.regroup(rows_ND, weights_N), metadata.groups, metadata.stats)
+        return batch, DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Send rows back in the order in which they arrived."""
-        metadata: _Metadata = handle.plan.detail
-        rows_ND = metadata.groups.restore(rows_RD)
+        metadata: Metadata = handle.plan.detail
+        rows_ND = metadata.restore(rows_RD)
         if metadata.parts is not None:
             rows_ND = metadata.parts.add_up(rows_ND)
         return exchange([rows_ND], metadata.received, metadata.sent, self.experts.group, detail=metadata)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Add up each token's rows."""
-        metadata: _Metadata = pending.detail
+        metadata: Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return gather_sum(rows_ND, metadata.slots.rows)
+        return rows_ND if metadata.slots is None else gather_sum(rows_ND, metadata.slots.rows)

@@ -18,7 +18,7 @@ from moefw.plugins.dispatchers.library_option import CallsLibrary
 class DeepEP(CallsLibrary):
     """Sends a token once to each rank that holds some of its experts: 1.5 times fewer bytes than alltoall at EP 8.
 
-    ``backend`` torch: the algorithm over any process group; library: the ``deep_ep`` package, on GPUs, in bf16.
+    ``backend`` torch: the algorithm over any process group; library: the ``deep_ep`` package, on GPUs.
     ``max_tokens``: the most tokens that a rank ever sends at once. It sizes the library's ``ElasticBuffer``, which
     is used where ``Buffer`` does not support the layer.
     """
@@ -26,6 +26,7 @@ class DeepEP(CallsLibrary):
     name: ClassVar[str] = "deepep"
     package: ClassVar[str] = PACKAGE
     install: ClassVar[str] = INSTALL
+    packs: ClassVar[bool] = True
 
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
         """Return a problem if neither buffer supports the layer."""
@@ -40,7 +41,7 @@ class DeepEP(CallsLibrary):
         if self.backend == "library":
             from moefw.plugins.dispatchers.deepep.library import build
 
-            return build(context, max_tokens=self.max_tokens)
+            return build(context, codec=self.codec(context), max_tokens=self.max_tokens)
         from moefw.plugins.dispatchers.deepep.torch_backend import TorchDeepEP
 
         return TorchDeepEP(context.expert_group(), **self.settled(context))

@@ -18,8 +18,9 @@ from moefw.plugins.dispatchers.deepep.wire import Arrived, EventWork, Moved, Wir
 class ElasticWire(Wire):
     """One ``ElasticBuffer`` for ``max_tokens`` per rank, the same number on every rank.
 
-    ``deterministic``: without it rows arrive in any order. Every dispatch gets ``num_experts``: the library computes
-    its number of SMs from it before it reads the handle.
+    ``deterministic``: without it rows arrive in any order. The library does not group them by expert (``do_expand``):
+    to put grouped rows in order it selects by masks, for which the host waits until they have arrived. Every dispatch
+    gets ``num_experts``: the library computes its number of SMs from it before it reads the handle.
     """
 
     def __init__(self, module: Any, experts: ExpertGroup, shape: Shape, *, max_tokens: int) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import moefw
 from moefw.core.context import ExpertGroup
-from moefw.core.contracts import Dispatcher
+from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.deepep.limits import Shape
+from moefw.plugins.dispatchers.deepep.packed import PaddedRows
 from moefw.plugins.dispatchers.deepep.probe import open_wire
 from moefw.plugins.dispatchers.deepep.torch_backend import TorchDeepEP
 from moefw.plugins.dispatchers.deepep.wire import Moved, Wire
@@ -28,7 +29,7 @@ from moefw_kernels.devices import on_host
 from moefw_kernels.permute import Arrival, arrange
 
 
-def build(context: moefw.BuildContext, *, max_tokens: int | None = None) -> Dispatcher:
+def build(context: moefw.BuildContext, *, codec: Codec | None = None, max_tokens: int | None = None) -> Dispatcher:
     """Return the dispatcher of this process over the buffer that all its layers share.
 
     A rank that is alone has nothing to send and does not load the library. Raises PlanError where the library is
@@ -36,11 +37,13 @@ def build(context: moefw.BuildContext, *, max_tokens: int | None = None) -> Disp
     """
     experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
     if experts.group is None:
-        return TorchDeepEP(experts, row_alignment=row_alignment, counts_on_host=context.facts["counts"] == "host")
+        asked = context.facts["counts"] == "host"
+        return TorchDeepEP(experts, row_alignment=row_alignment, counts_on_host=asked, codec=codec)
     shape = Shape.of(context.site.dims, ep=experts.ep, etp=experts.etp)
     key = ("deep_ep", tuple(dist.get_process_group_ranks(experts.group)), shape, max_tokens)
     wire = context.shared(key, lambda: open_wire(experts, shape, max_tokens=max_tokens))
-    return LibraryDeepEP(experts, wire, row_alignment=row_alignment, key_columns=shape.model_dim)
+    padded = None if codec is None else PaddedRows(codec)
+    return LibraryDeepEP(experts, wire, row_alignment=row_alignment, key_columns=shape.model_dim, codec=padded)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +80,11 @@ class LibraryDeepEP(Dispatcher):
     Keys travel as rows of the model's width: 16 bytes are too few for ``Buffer``, and ``ElasticBuffer`` has one width.
     """
 
-    def __init__(self, experts: ExpertGroup, wire: Wire, *, row_alignment: int, key_columns: int) -> None:
+    def __init__(
+        self, experts: ExpertGroup, wire: Wire, *, row_alignment: int, key_columns: int, codec: Codec | None = None
+    ) -> None:
         self.experts, self.wire, self.row_alignment, self.key_columns = experts, wire, row_alignment, key_columns
+        self.codec = codec
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
@@ -107,7 +113,7 @@ class LibraryDeepEP(Dispatcher):
         def send_back(grads: Sequence[Tensor]) -> Moved:
             return self.wire.send_back(grads, trip.handle)
 
-        return start(self._sent(x_TD, weights_TK), forward=send, dual=send_back, detail=trip)
+        return start(self._sent(x_TD, weights_TK), forward=send, dual=send_back, codec=self.codec, detail=trip)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send along the handle. No ids or counts are sent, and the host does not wait."""
@@ -118,7 +124,7 @@ class LibraryDeepEP(Dispatcher):
             partial(self.wire.send_back, handle=metadata.handle),
         )
         trip = _Trip(handle.plan, metadata.handle, arrival=metadata.arrival)
-        return start(self._sent(x_TD, weights_TK), forward=there, dual=back, detail=trip)
+        return start(self._sent(x_TD, weights_TK), forward=there, dual=back, codec=self.codec, detail=trip)
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor) -> list[Tensor]:
         if x_TD.dtype is not torch.bfloat16:

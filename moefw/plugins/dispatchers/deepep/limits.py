@@ -14,7 +14,12 @@ import moefw
 from moefw.core.site import Dims
 
 PACKAGE: Final = "deep_ep"
-INSTALL: Final = "Install it with: pip install 'moefw[deepep]' (the distribution sgl-deep-ep), or use backend: torch."
+WHEEL_TORCH: Final = "2.13.0"
+"""The torch that the wheel of the extra ``deepep`` requires: another makes pip fail."""
+INSTALL: Final = (
+    "Install it with: pip install 'moefw[deepep]' (the distribution sgl-deep-ep; its wheel needs exactly torch "
+    f"{WHEEL_TORCH}: with another, build DeepEP from source), or use backend: torch."
+)
 BUFFER_RANKS: Final = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 NODE_RANKS: Final = 8
 MAX_TOP_K: Final = 32

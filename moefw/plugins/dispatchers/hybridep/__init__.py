@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
-from attrs import field, frozen
-from attrs.validators import gt, optional
+from attrs import frozen
 
 import moefw
 from moefw.core.contracts import LayoutPlan
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
-from moefw.plugins.dispatchers.hybridep.limits import (
-    INSTALL,
-    PACKAGE,
-    Budget,
-    Shape,
-    limits,
-    ranks_per_node,
-    uneven_nodes,
-)
+from moefw.plugins.dispatchers.budget_option import SetsBudget
+from moefw.plugins.dispatchers.hybridep.limits import INSTALL, PACKAGE, Shape, limits, ranks_per_node, uneven_nodes
 from moefw.plugins.dispatchers.library_option import CallsLibrary
 
 
 @frozen(kw_only=True)
-class HybridEP(CallsLibrary):
+class HybridEP(CallsLibrary, SetsBudget):
     """Sends a token once to each node that holds some of its experts. Best with many nodes and slow links.
 
     ``backend`` torch: the same algorithm over any process group; library: DeepEP's hybrid-ep branch, on GPUs.
@@ -39,38 +31,16 @@ class HybridEP(CallsLibrary):
     package: ClassVar[str] = PACKAGE
     install: ClassVar[str] = INSTALL
 
-    rank_capacity: float | None = field(default=None, validator=optional(gt(0.0)))
-    on_overflow: Literal["rerun", "drop"] | None = None
-
-    @property
-    def budget(self) -> Budget | None:
-        """The row budget of a rank; None: room for all rows."""
-        return Budget(self.rank_capacity, self.on_overflow) if self.rank_capacity and self.on_overflow else None
-
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers: static rows with a budget, counts on the host except from the library with a budget."""
-        reruns = self.budget is not None and self.on_overflow == "rerun"
-        budget = {"budget": (self.rank_capacity,)} if reruns else {}
-        sync_free = self.backend == "library" and self.rank_capacity
-        return moefw.offers(
-            row_alignment=moefw.ANY,
-            rows=("static",) if self.rank_capacity else ("ragged", "padded"),
-            counts=("device",) if sync_free else ("device", "host"),
-            row_keys=True,
-            **budget,
-        )
+        """Return also that the library keeps the counts of a budget on the device."""
+        offers = super().offers(site)
+        if self.backend == "library" and self.rank_capacity:
+            return {**offers, "counts": ("device",)}
+        return offers
 
-    def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return also the problems of a budget without ``on_overflow``, of the reverse, and of uneven nodes."""
-        found = [*super().check(site)]
-        if self.rank_capacity is not None and self.on_overflow is None:
-            what = "rank_capacity sets a budget, and nothing says what happens to rows beyond it."
-            found.append(moefw.Problem(what, "Use on_overflow: rerun, or on_overflow: drop.", "rank_capacity"))
-        if self.rank_capacity is None and self.on_overflow is not None:
-            what = "without rank_capacity there is no budget that could overflow."
-            fix = "Set rank_capacity, for example 1.5, or leave on_overflow out."
-            found.append(moefw.Problem(what, fix, "on_overflow"))
-        return found + self._uneven(site.layout, site.ranks_per_node)
+    def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
+        """Return also the problem of uneven nodes."""
+        return [*super().check(site), *self._uneven(site.layout, site.ranks_per_node)]
 
     def _uneven(self, layout: LayoutPlan, each: int | None) -> list[moefw.Problem]:
         """Return a problem where an expert-parallel group is spread unevenly over nodes of ``each`` ranks."""

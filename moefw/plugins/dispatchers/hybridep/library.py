@@ -20,7 +20,8 @@ import moefw
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Budget, Shape, ranks_per_node
+from moefw.plugins.dispatchers.budget_option import Budget, check_tokens
+from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Shape, ranks_per_node
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 from moefw.plugins.dispatchers.hybridep.wire import COUNTS, OVERFLOW, HybridWire, Landed
 from moefw.runtime.communication.exchange import exchange_now
@@ -150,9 +151,7 @@ class LibraryHybridEP(Dispatcher):
         A rank without tokens has a capacity of 0, not None: either all ranks have a capacity or none has.
         """
         if self.max_tokens is not None and capacity is None:
-            if num_tokens > self.max_tokens:
-                what = f"a rank sends {num_tokens} tokens; max_tokens is {self.max_tokens}."
-                raise moefw.ContractError(what, "Set max_tokens to the most tokens of any rank and micro-batch.")
+            check_tokens(num_tokens, self.max_tokens)
             return self.max_tokens, 0
         ones = [1] * self.experts.size
         mine_P1 = torch.full((self.experts.size, 1), num_tokens, device=device)

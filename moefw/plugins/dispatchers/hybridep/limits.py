@@ -1,4 +1,4 @@
-"""Limits of HybridEP, checked before a run starts: those of DeepEP's library, of nodes, and the budget of rows.
+"""Limits of HybridEP, checked before a run starts: those of DeepEP's library, and of nodes.
 
 Pure: needs neither torch nor the library. The library's are from ``is_valid`` and the assertions of
 ``csrc/hybrid_ep`` (branch hybrid-ep, July 2026).
@@ -6,9 +6,8 @@ Pure: needs neither torch nor the library. The library's are from ``is_valid`` a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 from attrs import frozen
 
@@ -85,23 +84,3 @@ def uneven_nodes(nodes: Sequence[int]) -> moefw.Problem | None:
     wants = "hybridep wants equally many ranks of each expert-parallel group on every node"
     what = f"{wants}; with the layout's ranks_per_node they lie on {list(nodes)}."
     return moefw.Problem(what, "Use an ep x etp that fills whole nodes or divides one.")
-
-
-@frozen
-class Budget:
-    """``rank_capacity`` times the rows of a rank under balanced load.
-
-    Rows beyond it are dropped. ``on_overflow`` rerun reports that some were dropped, drop reports how many.
-    """
-
-    rank_capacity: float
-    on_overflow: Literal["rerun", "drop"]
-
-    @property
-    def stat(self) -> str:
-        """The statistic that reports dropped rows."""
-        return "dropped_rows" if self.on_overflow == "drop" else "overflow"
-
-    def rows(self, choices: int, alignment: int) -> int:
-        """Return the number of rows, given the choices of the rank with the most tokens, rounded up to alignment."""
-        return -(-math.ceil(self.rank_capacity * choices) // alignment) * alignment
