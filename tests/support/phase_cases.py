@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.stages import Batch, Output
+from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.parallel.pieces import local
 from moefw.runtime.parallel.sharding import gathered, reduce_late
@@ -145,7 +146,9 @@ def trained(case: LayerCase, schedule: Callable[[Any, Sequence[Batch]], list[Out
 
     def run(batches: Sequence[Batch], clock: Any) -> Tally:
         tally = Tally(torch.device("cpu"))
-        for number, output in enumerate(schedule(model, batches)):
+        with shared_by_micro_batches(model.parameters()):
+            outputs = schedule(model, batches)
+        for number, output in enumerate(outputs):
             tally.add(output, number)
         return tally
 
