@@ -85,14 +85,7 @@ def short_run(
     initialise(model, seed=assembly.spec.run.seed, std=std)
     train = assembly.spec.train
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
-    engine = Engine(
-        model,
-        optimizer,
-        layout,
-        clip_norm=train.clip_norm,
-        main_gradients=train.main_gradients,
-        reduce_gradients=train.reduce_gradients,
-    )
+    engine = Engine.of(model, optimizer, layout, train)
     first = _weights(model, layout)
     batches = read(assembly, layout) if read else partial(_drawn, assembly, layout, padded, packed)
     results = [engine.step(batches(step), train.lr, _no_clock) for step in range(steps)]

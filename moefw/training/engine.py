@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
@@ -73,6 +74,20 @@ class Engine:
             layer.number: layer.router for layer in model.modules() if isinstance(layer, MoELayer)
         }
         self.bad_steps = BadSteps(model, optimizer, layout, on_bad_step)
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, train: TrainSpec) -> Engine:
+        """Return the engine that a spec's section ``train`` describes."""
+        return cls(
+            model,
+            optimizer,
+            layout,
+            clip_norm=train.clip_norm,
+            on_bad_step=train.on_bad_step,
+            keep_routes=train.record_routes,
+            main_gradients=train.main_gradients,
+            reduce_gradients=train.reduce_gradients,
+        )
 
     def step(self, batches: Sequence[Batch], lr: float, clock: Clock, *, number: int = 0) -> StepResult:
         """Train on one global batch. ``batches`` are this rank's micro-batches; ``number`` is the step in messages.

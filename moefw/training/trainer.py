@@ -74,16 +74,7 @@ class Trainer:
         self.run_dir = Path(assembly.spec.run.dir)
         with assembly.registry.calling(assembly.parts.optimizer, "build()"):
             optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
-        self.engine = Engine(
-            session.model,
-            optimizer,
-            session.layout,
-            clip_norm=spec.clip_norm,
-            on_bad_step=spec.on_bad_step,
-            keep_routes=spec.record_routes,
-            main_gradients=spec.main_gradients,
-            reduce_gradients=spec.reduce_gradients,
-        )
+        self.engine = Engine.of(session.model, optimizer, session.layout, spec)
         self.spikes = LossSpikes(spec.loss_spike)
         self.guard = PluginGuard(assembly, session.layout.rank)
         self.feed = feed_of(session)

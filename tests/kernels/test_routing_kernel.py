@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Choice, Routed, reference, route
+from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Choice, Chosen, reference, route
 
 SCORES: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -56,18 +56,18 @@ def variants(tokens: int, experts: int) -> Iterator[tuple[Tensor | None, Tensor 
 
 def kernels(
     logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grads: tuple[Tensor, Tensor | None]
-) -> tuple[Routed, Tensor]:
+) -> tuple[Chosen, Tensor]:
     from moefw_kernels.routing import triton
 
     *routed, scores_TE, chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
     saved_TE = logits_TE if choice.through_scores else None
     grad_TE = triton.route_backward(routed[0], chosen_TK, saved_TE, *grads, choice, logits_TE.shape[1])
-    return Routed(*routed, scores_TE), grad_TE
+    return Chosen(*routed, scores_TE), grad_TE
 
 
 def references(
     logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grads: tuple[Tensor, Tensor | None]
-) -> tuple[Routed, Tensor]:
+) -> tuple[Chosen, Tensor]:
     given = logits_TE.detach().requires_grad_()
     routed = reference.route(given, choice, bias_E, mask_T)
     loss = (routed.weights_TK * grads[0]).sum()

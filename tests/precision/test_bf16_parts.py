@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moefw.runtime.compute import bf16_parts
-from moefw.runtime.compute.bf16_parts import Parts, takes_parts
+from moefw.runtime.compute.bf16_parts import BF16Sum, takes_parts
 from moefw.runtime.compute.product import wide_linear
 from moefw.runtime.compute.weights import shared_by_micro_batches
 
@@ -41,7 +41,7 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_the_parts_add_up_to_every_bit() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-25, 25, 1000)
-    parts = Parts.of(x).parts
+    parts = BF16Sum.of(x).parts
     assert len(parts) == 3
     assert torch.equal(sum(part.double() for part in parts), x.double())
 
@@ -52,7 +52,11 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def test_no_product_is_further_from_fp64_than_one_of_fp32(products: list[tuple[torch.Size, torch.Size]]) -> None:
     x, weight, grad = drawn()
-    of_parts = (Parts.of(x) @ Parts.of(weight).mT, Parts.of(grad) @ Parts.of(weight), Parts.of(grad).mT @ Parts.of(x))
+    of_parts = (
+        BF16Sum.of(x) @ BF16Sum.of(weight).mT,
+        BF16Sum.of(grad) @ BF16Sum.of(weight),
+        BF16Sum.of(grad).mT @ BF16Sum.of(x),
+    )
     of_fp32 = (x.float() @ weight.mT, grad @ weight, grad.mT @ x.float())
     of_fp64 = (x.double() @ weight.double().mT, grad.double() @ weight.double(), grad.double().mT @ x.double())
     for mine, other, exact in zip(of_parts, of_fp32, of_fp64, strict=True):

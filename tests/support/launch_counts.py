@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from moefw.runtime.compute import bf16_parts
 from moefw.testing.host_waits import NAME
-from moefw_kernels.routing import Choice, Routed
+from moefw_kernels.routing import Choice, Chosen
 
 KERNELS = {
     ("counting_sort", "counting_sort"): 3,
@@ -101,8 +101,8 @@ class Launches(TorchDispatchMode):
             self.note(name, kernels, args, result)
             return result
 
-        def route(*args: Any) -> Routed:
-            return Routed(*_Route.apply(self, function, *args))  # type: ignore[no-untyped-call]
+        def route(*args: Any) -> Chosen:
+            return Chosen(*_Route.apply(self, function, *args))  # type: ignore[no-untyped-call]
 
         return route if name == "route" else call
 
@@ -112,7 +112,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, launches: Launches, function: Callable[..., Routed], logits_TE: Tensor, choice: Choice, *others: Any
+        ctx: Any, launches: Launches, function: Callable[..., Chosen], logits_TE: Tensor, choice: Choice, *others: Any
     ) -> tuple[Tensor | None, ...]:
         with torch.enable_grad(), launches.paused():
             ctx.given = logits_TE.detach().requires_grad_()

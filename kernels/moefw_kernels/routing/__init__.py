@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from moefw_kernels.devices import takes_kernels
 from moefw_kernels.routing import reference
-from moefw_kernels.routing.choice import Choice, Routed
+from moefw_kernels.routing.choice import Choice, Chosen
 from moefw_kernels.routing.losses import count_choices, load_loss, switch_loss, within_capacity, z_loss
 from moefw_kernels.routing.reference import route_to
 from moefw_kernels.routing.scores import chosen
@@ -19,7 +19,7 @@ __all__ = [
     "MOST_CHOICES",
     "MOST_EXPERTS",
     "Choice",
-    "Routed",
+    "Chosen",
     "chosen",
     "count_choices",
     "load_loss",
@@ -36,7 +36,7 @@ MOST_CHOICES: Final = 32
 """The most choices of a token for which it does."""
 
 
-def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None = None, mask_T: Tensor | None = None) -> Routed:
+def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None = None, mask_T: Tensor | None = None) -> Chosen:
     """Return each token's experts, best first, and their weights. Differentiable in the logits. T may be 0.
 
     ``logits_TE`` fp32 or fp64; ``bias_E`` fp32, added to what experts are chosen by and to no weight; ``mask_T`` bool,
@@ -45,7 +45,7 @@ def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None = None, mask_
     """
     if not _takes_kernel(logits_TE, choice):
         return reference.route(logits_TE, choice, bias_E, mask_T)
-    return Routed(*_Route.apply(logits_TE, choice, bias_E, mask_T))  # type: ignore[no-untyped-call]
+    return Chosen(*_Route.apply(logits_TE, choice, bias_E, mask_T))  # type: ignore[no-untyped-call]
 
 
 def _takes_kernel(logits_TE: Tensor, choice: Choice) -> bool:

@@ -37,7 +37,7 @@ class Choice:
         return self.pre_softmax or self.needs_scores
 
 
-class Routed(NamedTuple):
+class Chosen(NamedTuple):
     """``ids_TK`` int64 and ``weights_TK`` fp32, -1 and 0 where a choice is absent; ``counts_E`` fp32: how many tokens
     chose each expert; ``scores_TE`` in the dtype of the logits, None where nobody needs them and a kernel makes none.
     """

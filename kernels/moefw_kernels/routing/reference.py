@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefw_kernels.routing.choice import Choice, Routed
+from moefw_kernels.routing.choice import Choice, Chosen
 from moefw_kernels.routing.losses import count_choices, count_ids
 from moefw_kernels.routing.scores import SCORES, in_best_groups, weigh
 
 
-def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None) -> Routed:
+def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None) -> Chosen:
     """Implement ``moefw_kernels.routing.route``, also for fp64. Always returns scores."""
     detached_TE = logits_TE.detach()
     scores_TE = SCORES[choice.score](logits_TE if choice.through_scores else detached_TE)
@@ -25,7 +25,7 @@ def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tens
 
 def route_to(
     ids_TK: Tensor, logits_TE: Tensor, choice: Choice, mask_T: Tensor | None, dropped_TK: Tensor | None = None
-) -> Routed:
+) -> Chosen:
     """Return the routing to experts that were chosen elsewhere. Dropped choices have some valid id and get no share."""
     scores_TE = SCORES[choice.score](logits_TE if choice.through_scores else logits_TE.detach())
     weights_TK = weigh(logits_TE, scores_TE, ids_TK, choice, dropped_TK)
@@ -34,13 +34,13 @@ def route_to(
 
 def _routed(
     ids_TK: Tensor, weights_TK: Tensor, mask_T: Tensor | None, dropped_TK: Tensor | None, scores_TE: Tensor
-) -> Routed:
+) -> Chosen:
     if weights_TK.dtype is not torch.float32:
         weights_TK = weights_TK.float()
     absent_TK = dropped_TK
     if mask_T is not None:
         absent_TK = ~mask_T.unsqueeze(-1) if dropped_TK is None else dropped_TK | ~mask_T.unsqueeze(-1)
     if absent_TK is None:
-        return Routed(ids_TK, weights_TK, count_ids(ids_TK, scores_TE.shape[1]), scores_TE)
+        return Chosen(ids_TK, weights_TK, count_ids(ids_TK, scores_TE.shape[1]), scores_TE)
     ids_TK, weights_TK = ids_TK.masked_fill(absent_TK, -1), weights_TK.masked_fill(absent_TK, 0.0)
-    return Routed(ids_TK, weights_TK, count_choices(ids_TK, scores_TE.shape[1]), scores_TE)
+    return Chosen(ids_TK, weights_TK, count_choices(ids_TK, scores_TE.shape[1]), scores_TE)

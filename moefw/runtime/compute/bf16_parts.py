@@ -21,7 +21,7 @@ COUNT: Final = 3
 
 
 @final
-class Parts:
+class BF16Sum:
     """A matrix as the sum of bf16 matrices, the largest first. One of bf16 is its only part."""
 
     __slots__ = ("parts",)
@@ -30,7 +30,7 @@ class Parts:
         self.parts = parts
 
     @classmethod
-    def of(cls, x: Tensor) -> Parts:
+    def of(cls, x: Tensor) -> BF16Sum:
         """Return the parts of a bf16 or fp32 matrix."""
         if x.dtype is torch.bfloat16:
             return cls([x])
@@ -41,11 +41,11 @@ class Parts:
         return cls(parts)
 
     @property
-    def mT(self) -> Parts:
+    def mT(self) -> BF16Sum:
         """The transposed matrix."""
-        return Parts([part.mT for part in self.parts])
+        return BF16Sum([part.mT for part in self.parts])
 
-    def __matmul__(self, other: Parts) -> Tensor:
+    def __matmul__(self, other: BF16Sum) -> Tensor:
         """Return the product in fp32. One GEMM multiplies all parts, and adds up the smallest products first."""
         left, right = self.parts, other.parts
         if len(left) == 1:
@@ -65,13 +65,13 @@ class BF16Parts(Precision):
 
     residual_dtype: ClassVar[Any] = torch.float32
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Parts:
+    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> BF16Sum:
         """Return the parts of ``x``."""
-        return Parts.of(x)
+        return BF16Sum.of(x)
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
         """Save ``x`` itself, which has fewer bytes than its parts."""
-        return SavedOperand((x,), lambda saved: Parts.of(saved[0]))
+        return SavedOperand((x,), lambda saved: BF16Sum.of(saved[0]))
 
 
 RECIPE: Final = BF16Parts()

@@ -14,7 +14,7 @@ from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
 from moefw.core.records import RowGroups, SavedOperand
 from moefw.runtime.compute import bf16_parts
-from moefw.runtime.compute.bf16_parts import Parts
+from moefw.runtime.compute.bf16_parts import BF16Sum
 from moefw.runtime.compute.row_operands import grad_operands, input_operands
 from moefw.runtime.compute.weights import WeightUse, has_plain_gradient
 from moefw.runtime.memory.dropped import output_of
@@ -154,13 +154,13 @@ class _LinearByParts(torch.autograd.Function):
         made, kept = ctx.weight.operands(weight, bf16_parts.RECIPE)
         ctx.save_for_backward(x, *kept.tensors)
         ctx.made = kept.operand
-        product: Tensor = Parts.of(x) @ made.mT
+        product: Tensor = BF16Sum.of(x) @ made.mT
         return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, *tensors = ctx.saved_tensors
-        parts = Parts.of(grad)
+        parts = BF16Sum.of(grad)
         grad_x = (parts @ ctx.made(tensors)).to(x.dtype)
-        return grad_x, ctx.weight.gradient(ctx, 1, lambda: (parts, Parts.of(x)))
+        return grad_x, ctx.weight.gradient(ctx, 1, lambda: (parts, BF16Sum.of(x)))

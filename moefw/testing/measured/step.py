@@ -86,14 +86,7 @@ class _Step:
         self.operations.learn_weights(model)
         train = assembly.spec.train
         self.optimizer: Any = assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr)
-        self.engine = Engine(
-            model,
-            self.optimizer,
-            layout,
-            clip_norm=train.clip_norm,
-            main_gradients=train.main_gradients,
-            reduce_gradients=train.reduce_gradients,
-        )
+        self.engine = Engine.of(model, self.optimizer, layout, train)
         self.began = 0
         self.gradients: list[Life] = []
         self.saved: list[list[Life]] = []

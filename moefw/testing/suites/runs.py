@@ -86,14 +86,7 @@ def train(layer_case: LayerCase, steps: int) -> Trained:
     model, assembly, layout, shared = open_model(layer_case)
     settings = assembly.spec.train
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
-    engine = Engine(
-        model,
-        optimizer,
-        layout,
-        clip_norm=settings.clip_norm,
-        main_gradients=settings.main_gradients,
-        reduce_gradients=settings.reduce_gradients,
-    )
+    engine = Engine.of(model, optimizer, layout, settings)
     results = [engine.step(global_batch(assembly, layout, step), settings.lr, _no_clock) for step in range(steps)]
     last = {piece.name: piece.of(piece.parameter.detach()).clone() for piece in canonical_parameters(model)}
     state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}

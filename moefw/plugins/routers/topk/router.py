@@ -24,7 +24,7 @@ from moefw.plugins.routers.topk.token_groups import ALONE, TokenGroups
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.random import token_keys, uniform
-from moefw_kernels.routing import Choice, Routed, route, route_to
+from moefw_kernels.routing import Choice, Chosen, route, route_to
 
 BIAS, BETA = "expert_bias", "quantile_beta"
 
@@ -132,7 +132,7 @@ class TopKRouter(nn.Module, Router):
 
     def _route_to(
         self, given_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None
-    ) -> tuple[Routed, Stats]:
+    ) -> tuple[Chosen, Stats]:
         """Return the routing to recorded experts, or else to those that the quantile chooses, and its statistics."""
         stats: Stats = {}
         if self._quantile is not None:
