@@ -4,8 +4,9 @@ The ceiling is the six products of the experts by ``torch.mm``, one expert after
 of it, in three figures: fp32; bf16 with weights and gradients in bf16; and bf16 with fp32 masters, a step of four
 micro-batches whose copies of weights and fp32 sums of gradients are timed, too. Hugging Face's layer is that of
 Qwen3-MoE with ``grouped_mm``; with masters it casts in each micro-batch, as autograd does. All ways of a shape
-alternate in one process; a figure is the median over seeds. Outputs are compared with Hugging Face's by the median
-token, since its router computes in bf16 and so chooses other experts for some.
+alternate in one process, whose C library keeps freed pages as in the ranks of ``moefw train``. Tokens change in every
+round, as in training, so the rows of experts do, too. A figure is the median over seeds. Outputs are compared with
+Hugging Face's by the median token, since its router computes in bf16 and so chooses other experts for some.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
@@ -21,7 +23,7 @@ import record
 import torch
 from moe_layer import TINY, Layer, Shape
 from peers import Peer, hugging_face, stacked
-from timing import race
+from timing import Way, as_a_rank_on_a_cpu, race
 from torch import Tensor
 from torch.func import functional_call
 
@@ -40,14 +42,19 @@ SHAPES: Final = [
 ]
 MICRO_BATCHES: Final = 4
 SEEDS: Final = 3
+WARM_UP: Final = 3
+"""Rounds before those that count: oneDNN compiles a kernel for each shape that it has not met."""
 WANTED: Final[Mapping[str, float]] = {"fp32": 0.85, "bf16": 0.70}
 ALLOWED: Final[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 0.02, "masters": 0.02}
 """Relative difference of the median token's output, by figure."""
-Way = Callable[[], object]
+Inputs = Sequence[Tensor]
+Figure = tuple[dict[str, Way], Inputs, float]
+"""All ways, the tokens of each layer, and the relative difference of their outputs."""
 
 
 def main() -> None:
     """Measure, print and write ``cpu_layer.json``. Exits with 1 if an output is wrong."""
+    as_a_rank_on_a_cpu()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--figures", nargs="+", choices=FIGURES, default=list(FIGURES))
@@ -77,8 +84,10 @@ def measured(figure: str, shape: Shape, *, rounds: int, seeds: int) -> dict[str,
     shares: dict[str, list[float]] = {"ours": [], "hugging face": []}
     differences = []
     for seed in range(seeds):
-        ways, difference = FIGURES[figure](shape, seed)
-        taken = race(ways, rounds, warm_up=1)
+        ways, inputs, difference = FIGURES[figure](shape, seed)
+        taken = race(
+            ways, rounds, warm_up=WARM_UP, before_round=partial(draw, inputs, torch.Generator().manual_seed(seed))
+        )
         differences.append(difference)
         for name, each in shares.items():
             each.append(taken["products"] / taken[name])
@@ -87,7 +96,15 @@ def measured(figure: str, shape: Shape, *, rounds: int, seeds: int) -> dict[str,
     return {"figure": figure, "shape": str(sizes), **medians, "difference": float(f"{max(differences):.1e}")}
 
 
-def in_one_dtype(dtype: torch.dtype, shape: Shape, seed: int) -> tuple[dict[str, Way], float]:
+@torch.no_grad()
+def draw(inputs: Inputs, generator: torch.Generator) -> None:
+    """Give all layers the same new tokens."""
+    drawn = torch.randn(inputs[0].shape, generator=generator)
+    for x_TD in inputs:
+        x_TD.copy_(drawn.bfloat16())
+
+
+def in_one_dtype(dtype: torch.dtype, shape: Shape, seed: int) -> Figure:
     """Return a layer with weights and gradients of one dtype."""
     mine = layer("fp32" if dtype is torch.float32 else "bf16", shape, seed)
     mine.module.experts.to(dtype)
@@ -99,10 +116,10 @@ def in_one_dtype(dtype: torch.dtype, shape: Shape, seed: int) -> tuple[dict[str,
             mine.forward().backward(mine.probe_TD)
 
     ways = {"ours": ours, "hugging face": peer.run, "products": products(shape, dtype)}
-    return ways, of_a_token(mine.forward(), peer.forward())
+    return ways, (mine.x_TD, peer.x_TD), of_a_token(mine.forward(), peer.forward())
 
 
-def with_masters(shape: Shape, seed: int) -> tuple[dict[str, Way], float]:
+def with_masters(shape: Shape, seed: int) -> Figure:
     """Return a step of several micro-batches with fp32 weights and gradients, and products in bf16."""
     mine, weights = layer("bf16", shape, seed), dict[str, Tensor]()
     masters = stacked(mine, torch.float32)
@@ -137,10 +154,10 @@ def with_masters(shape: Shape, seed: int) -> tuple[dict[str, Way], float]:
 
     alone = products(shape, torch.bfloat16)
     ways = {"ours": ours, "hugging face": theirs, "products": lambda: [alone() for _ in range(MICRO_BATCHES)]}
-    return ways, of_a_token(mine.forward(), theirs_forward())
+    return ways, (mine.x_TD, peer.x_TD), of_a_token(mine.forward(), theirs_forward())
 
 
-FIGURES: Final[Mapping[str, Callable[[Shape, int], tuple[dict[str, Way], float]]]] = {
+FIGURES: Final[Mapping[str, Callable[[Shape, int], Figure]]] = {
     "fp32": lambda shape, seed: in_one_dtype(torch.float32, shape, seed),
     "bf16": lambda shape, seed: in_one_dtype(torch.bfloat16, shape, seed),
     "masters": with_masters,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
+
+from moefw.training.host_pages import KEEP_PAGES
 
 Way = Callable[[], object]
 
@@ -20,7 +23,15 @@ def device_to_measure(*, dry: bool) -> torch.device:
     return torch.device("cpu" if dry else "cuda")
 
 
-def race(ways: Mapping[str, Way], rounds: int, *, warm_up: int) -> dict[str, float]:
+def as_a_rank_on_a_cpu() -> None:
+    """Start this program again with the settings of the C library that ``moefw train`` gives to ranks on a CPU."""
+    if not KEEP_PAGES.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**KEEP_PAGES, **os.environ})
+
+
+def race(
+    ways: Mapping[str, Way], rounds: int, *, warm_up: int, before_round: Callable[[], object] = lambda: None
+) -> dict[str, float]:
     """Return the median time of each way in seconds over ``rounds`` rounds, after ``warm_up`` others.
 
     On a GPU, the ways of a round are queued one behind the other, as in training: what the host does while the GPU is
@@ -28,6 +39,7 @@ def race(ways: Mapping[str, Way], rounds: int, *, warm_up: int) -> dict[str, flo
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_up + rounds):
+        before_round()
         readings = [(name, timed(ways[name])) for name in sorted(ways, reverse=turn % 2 == 1)]
         for name, seconds in readings:
             taken[name].append(seconds())

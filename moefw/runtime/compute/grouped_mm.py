@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefw_kernels.add_wgrad import add_wgrad
+from moefw_kernels.cpu_products import compiles_by_shape
+from moefw_kernels.cpu_products import grouped_mm as in_few_shapes
 from moefw_kernels.devices import is_gpu
 from moefw_kernels.empty_groups import clear_empty_groups
 
@@ -24,10 +27,18 @@ def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
     if not a.numel():
         groups = (len(ends_e),) if b.dim() == 2 else ()
         return a.new_zeros(*groups, len(a), b.shape[-1])
+    if compiles_by_shape(a) and type(a) is Tensor:
+        return in_few_shapes(a, b, ends_e) if b.dim() == 3 else _sums(a, b, ends_e)
     product = F.grouped_mm(a, b, offs=ends_e)
     if b.dim() == 2 and _leaves_empty_sums_unwritten(product.device):
         clear_empty_groups(product, ends_e)
     return product
+
+
+def _sums(a_OR: Tensor, b_RI: Tensor, ends_e: Tensor) -> Tensor:
+    sums_eOI = a_OR.new_empty(len(ends_e), len(a_OR), b_RI.shape[1])
+    add_wgrad(sums_eOI, a_OR.mT, b_RI, ends_e, fresh=True)
+    return sums_eOI
 
 
 @cache

@@ -19,8 +19,7 @@ DIM_MULTIPLE = 8
 class Grouped(GemmPlugin):
     """Runs ``torch.nn.functional.grouped_mm``; saves only rows and pre-activation (2TD + 4SF bytes in bf16).
 
-    ``pad_rows`` pads each expert's rows to a multiple. On a CPU 128 makes bf16 faster: oneDNN prepares a kernel for
-    every new shape, and padded shapes recur.
+    ``pad_rows`` pads each expert's rows to a multiple.
     """
 
     name: ClassVar[str] = "grouped"
