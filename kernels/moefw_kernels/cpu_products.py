@@ -49,8 +49,8 @@ def _multiply(x_RI: Tensor, w_IO: Tensor, out_RO: Tensor, begin: int, end: int) 
 
 
 def whole_blocks(rows_RI: Tensor) -> Tensor:
-    """Return the rows, and as many rows of zeros as make their number a multiple of ``ROWS``."""
-    missing = _rounded(len(rows_RI)) - len(rows_RI)
+    """Return the rows, followed by zeros up to a multiple of ``ROWS`` if their product is compiled by its shape."""
+    missing = _rounded(len(rows_RI)) - len(rows_RI) if compiles_by_shape(rows_RI) else 0
     return F.pad(rows_RI, (0, 0, 0, missing)) if missing else rows_RI
 
 

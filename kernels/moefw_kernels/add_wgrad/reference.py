@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moefw_kernels.cpu_products import compiles_by_shape, whole_blocks
+from moefw_kernels.cpu_products import whole_blocks
 
 
 def add_wgrad(main: Tensor, grad_RO: Tensor, x_RI: Tensor, ends_e: Tensor | None, fresh: bool) -> None:
     """Add the product of one group at a time. Reads ``ends_e`` on the host."""
     if ends_e is None:
         return _add(main, grad_RO, x_RI, fresh)
-    start, few_shapes = 0, compiles_by_shape(grad_RO)
+    start = 0
     for main_OI, end in zip(main, ends_e.tolist()):
         if end > start:
-            grad, x = grad_RO[start:end], x_RI[start:end]
-            _add(main_OI, *((whole_blocks(grad), whole_blocks(x)) if few_shapes else (grad, x)), fresh)
+            _add(main_OI, whole_blocks(grad_RO[start:end]), whole_blocks(x_RI[start:end]), fresh)
         elif fresh:
             main_OI.zero_()
         start = end
