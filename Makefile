@@ -2,7 +2,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-SPEC   ?= examples/quickstart.yaml
+QUICKSTART := examples/quickstart.yaml
+SPEC   ?= $(QUICKSTART)
+# The quickstart multiplies in bf16. Where neither the CPU has instructions for it nor a GPU is, it trains in fp32, as long.
+ifeq ($(SPEC),$(QUICKSTART))
+HERE := $(shell grep -qsEw 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo || command -v nvidia-smi > /dev/null \
+  || echo precision.use=fp32 train.steps=700)
+endif
 CONSTRAINTS ?= constraints.txt
 JOBS   ?= 2
 # A test that computes with two threads beside another one waits for them most of the time.
@@ -36,7 +42,7 @@ $(BIN)/.ready: pyproject.toml $(CONSTRAINTS)
 setup: $(BIN)/.ready
 
 train: setup
-	$(BIN)/moefw train $(SPEC) $(ARGS)
+	$(BIN)/moefw train $(SPEC) $(HERE) $(ARGS)
 
 # Tests start Python hundreds of times, also where PYTHONDONTWRITEBYTECODE keeps it from storing what it compiles.
 test: setup

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from moefw.core.errors import DataError
 from moefw.runtime.parallel.pieces import local
 from moefw.training.clock import StepClock, render
+from moefw.training.cpu_speed import against_bf16
 from moefw.training.evaluation import zlib_bits_per_byte
 from moefw.training.faults.stamps import stamp
 from moefw.training.full_disk import RunFiles
@@ -21,7 +23,7 @@ from moefw.training.generate import RECOMPUTES, generate, keeps_past
 from moefw.training.metrics import read_metrics
 from moefw.training.plots import plot_expert_load, plot_loss
 from moefw.training.session import Session
-from moefw_kernels.devices import is_gpu
+from moefw_kernels.devices import is_gpu, runs_ahead
 
 BALANCE_WINDOW = 50
 """Steps over which the expert load of the heat map is averaged."""
@@ -38,6 +40,9 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
     say(console, f"{train:,} tokens to train on, {heldout:,} held out, a vocabulary of {ids:,}")
     if is_gpu(session.device) and dist.is_initialized() and dist.get_backend() == "gloo":
         say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
+    residual: Any = session.model.residual_dtype
+    if residual is torch.bfloat16 and not runs_ahead(session.device) and (advice := against_bf16()):
+        say(console, advice)
     for note in session.assembly.notes:
         say(console, note)
     if start:

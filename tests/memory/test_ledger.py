@@ -165,7 +165,7 @@ def test_plan_prints_one_object_and_reports_what_is_wrong_first() -> None:
     assert data["ok"]
     assert data["unknown"] == ""
     assert data["peak_bytes"] == sum(
-        data["peak"][part] for part in ("saved", "gathered", "passing", "gradients")
+        data["peak"][part] for part in ("operands", "saved", "gathered", "passing", "gradients")
     ) + data["pools"] + sum(data["held"][part] for part in ("parameters", "gradients", "optimizer", "buffers", "batch"))
     refused = CliRunner().invoke(plan, [str(QUICKSTART), "model.top_k=99", "--json"], standalone_mode=False)
     assert refused.return_value == 2

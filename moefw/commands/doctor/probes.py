@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import io
 import tempfile
-import timeit
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -29,22 +28,16 @@ def _torch() -> tuple[str, str]:
 def _cpu_bf16() -> tuple[str, str]:
     import torch
 
+    from moefw.training.cpu_speed import bf16_over_fp32
+
     a, b = torch.randn(32, 32), torch.randn(32, 32)
     if not torch.allclose((a.bfloat16() @ b.bfloat16()).float(), a @ b, rtol=0.1, atol=0.5):
         raise ProbeError("a product of two bf16 matrices is wrong")
     info = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").is_file() else []
     found = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in info]
     instructions = f"the CPU has {', '.join(found) or 'no AMX or AVX512_BF16'}"
-    ratio = _product_s("bfloat16") / _product_s("float32")
-    taken = f"a product takes {ratio:.1f} times as long as one in fp32"
+    taken = f"a product takes {bf16_over_fp32():.1f} times as long as one in fp32"
     return "", f"{torch.backends.cpu.get_cpu_capability()} kernels; {instructions}; {taken}"
-
-
-def _product_s(dtype: str) -> float:
-    import torch
-
-    matrix = torch.randn(512, 512).to(getattr(torch, dtype))
-    return min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=7))
 
 
 def _gloo() -> tuple[str, str]:
