@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from moefw_kernels.counting_sort import counting_sort
 from moefw_kernels.counting_sort.reference import keys_of
-from moefw_kernels.devices import on_host
+from moefw_kernels.devices import on_host, runs_ahead
 from moefw_kernels.permute.groups import Slots, Sorted, padded, put, shifts, spans
 from moefw_kernels.permute.rows import RowMap, clear, gather, gather_sum, row_map
 
@@ -93,15 +93,19 @@ def arrange(
 
     The host waits only if it has to read the counts: not with ``counts``, the number of rows of each expert. Without
     ``counts_on_host``, no part needs the sizes of groups there, and they are read only if shapes depend on them: not
-    with a budget, nor with ``num_rows``, the sum of the counts, if there is no padding.
+    with a budget, nor with ``num_rows``, the sum of the counts, if there is no padding. Where the host would wait,
+    there is room for all choices instead, and a full group where there is a ``capacity``, which no expert exceeds:
+    only padding to an ``alignment`` alone is read, since room for all of it would be much more than it takes.
     """
     arrived: tuple[int, int] = (expert_NK.shape[0], expert_NK.shape[1])
     slots, found = _sorted(expert_NK, num_experts, source_N)
     is_plain, reads = alignment == 1 and not capacity and budget is None, counts is None
     if counts is None and not counts_on_host:
+        reads = not is_plain or num_rows is None
+        if budget is None and reads and runs_ahead(slots.device):
+            budget = _room_for_all(expert_NK.numel(), num_experts, alignment, capacity)
         if budget is not None:
             return _within_budget(slots, expert_NK, found, alignment, capacity, budget, arrived)
-        reads = not is_plain or num_rows is None
     if reads:
         (counts,) = on_host(found)
     if not is_plain:
@@ -111,6 +115,13 @@ def arrange(
     slots = slots[: num_rows if sizes is None else sum(sizes)].int()
     rows, slot_R = _row_map(slots, None, None, arrived)
     return Arrival(rows, slot_R, sizes, found.int(), found.cumsum(0, dtype=torch.int32), left_out=found.new_zeros(()))
+
+
+def _room_for_all(choices: int, num_experts: int, alignment: int, capacity: int) -> int | None:
+    """Return a number of rows that is enough, or None if it would be much more than is needed."""
+    if capacity:
+        return num_experts * padded(capacity, alignment)
+    return choices if alignment == 1 else None
 
 
 def _sorted(expert_NK: Tensor, num_experts: int, source_N: Tensor | None) -> tuple[Tensor, Tensor]:

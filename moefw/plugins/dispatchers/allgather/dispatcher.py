@@ -50,7 +50,7 @@ class AllGatherDispatcher(Dispatcher):
     ) -> DispatchPlan:
         """Gather every rank's choices and sort those of this rank's experts. ``counts`` is unused.
 
-        The host waits once. A rank that is alone waits only if another part, padding or dropped choices ask for it.
+        The host waits once. A rank that is alone waits only if another part or an alignment of groups asks for it.
         """
         experts, ids_TK, capacity = self.experts, routing.expert_ids_TK, routing.capacity or 0
         longest = num_tokens = len(ids_TK)

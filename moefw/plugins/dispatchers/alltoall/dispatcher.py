@@ -20,7 +20,7 @@ from moefw.plugins.dispatchers.alltoall.static import Limit, within
 from moefw.runtime.communication.exchange import by_rank, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
 from moefw_kernels.devices import on_host
-from moefw_kernels.permute import Groups, Sorted, gather_sum, group_chunks, sort_choices, weights_of
+from moefw_kernels.permute import Groups, Sorted, arrange, gather_sum, group_chunks, sort_choices, weights_of
 
 Counts = Sequence[Sequence[int]]
 """Numbers of rows by rank and expert."""
@@ -49,7 +49,7 @@ class AllToAllDispatcher(Dispatcher):
     def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
         """Sort the choices and exchange the number of rows that each rank sends for each expert.
 
-        The host waits once. A rank that is alone waits only if another part, padding or dropped choices ask for it.
+        The host waits once. A rank that is alone waits only if another part or an alignment of groups asks for it.
         Under a budget, see :func:`moefw.plugins.dispatchers.alltoall.static.within`.
         """
         if self.limit is not None and not dropless:
@@ -65,9 +65,9 @@ class AllToAllDispatcher(Dispatcher):
         experts, capacity = self.experts, routing.capacity or 0
         if routing.counts_host is not None:
             counts = [routing.counts_host] * experts.size
-        found = sort_choices(routing.expert_ids_TK, experts.num_experts)
         if experts.group is None:
-            return DispatchPlan(detail=self._alone(found, routing, counts))
+            return DispatchPlan(detail=self._alone(routing, counts))
+        found = sort_choices(routing.expert_ids_TK, experts.num_experts)
         if counts is None:
             offered_Pe, asked_Pe, capacity = self._exchange_counts(found.counts, capacity)
         else:
@@ -76,15 +76,22 @@ class AllToAllDispatcher(Dispatcher):
             capacity *= experts.size
         return DispatchPlan(detail=self._way(found, offered_Pe, asked_Pe, capacity))
 
-    def _alone(self, found: Sorted, routing: Routing, counts: Counts | None) -> Metadata:
-        """Return the metadata of a rank that keeps its rows. Where no group is padded, they are in order."""
+    def _alone(self, routing: Routing, counts: Counts | None) -> Metadata:
+        """Return the metadata of a rank that keeps its rows. Where none is padded or left out, they are in order."""
+        ids_TK, experts = routing.expert_ids_TK, self.experts
         is_plain = self.row_alignment == 1 and not routing.capacity
         if counts is None and is_plain and routing.num_rows is not None and not self.counts_on_host:
+            found = sort_choices(ids_TK, experts.num_experts)
             return Metadata(found.slots(routing.num_rows), [0], [0], None, Groups.in_order(found.counts))
-        rows = on_host(found.counts)[0] if counts is None else counts[self.experts.rank]
-        device = found.counts.device
-        groups = group_chunks([rows], self.row_alignment, device, capacity=routing.capacity or 0)
-        return Metadata(found.slots(sum(rows)), [0], [0], None, groups)
+        arrival = arrange(
+            ids_TK,
+            experts.num_experts,
+            alignment=self.row_alignment,
+            capacity=routing.capacity or 0,
+            counts=None if counts is None else counts[experts.rank],
+            counts_on_host=self.counts_on_host,
+        )
+        return Metadata(None, [0], [0], None, arrival)
 
     def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
         """Return the part of one rank's counts that concerns the experts of ``rank``."""

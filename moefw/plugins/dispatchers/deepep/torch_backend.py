@@ -50,7 +50,7 @@ class TorchDeepEP(Dispatcher):
     ) -> DispatchPlan:
         """Find the ranks that each token must reach, and send them its expert ids. ``counts`` is unused.
 
-        The host waits once. A rank that is alone waits only if another part, padding or dropped choices ask for it.
+        The host waits once. A rank that is alone waits only if another part or an alignment of groups asks for it.
         """
         experts, ids_TK, capacity = self.experts, routing.expert_ids_TK, routing.capacity or 0
         if experts.group is None:

@@ -52,7 +52,7 @@ class TorchHybridEP(Dispatcher):
     ) -> DispatchPlan:
         """Find the nodes and ranks that each token must reach. ``counts`` is unused.
 
-        The host waits once. A rank that is alone waits only if another part, padding or dropped choices ask for it.
+        The host waits once. A rank that is alone waits only if another part or an alignment of groups asks for it.
         """
         experts, ids_TK, budget = self.experts, routing.expert_ids_TK, None if dropless else self.budget
         told, way = Told(capacity=routing.capacity or 0, longest=len(ids_TK)), None
