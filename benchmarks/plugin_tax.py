@@ -23,7 +23,7 @@ from moefw.core.stages import Batch
 from moefw.plugins.gemm.grouped.experts import _In, _Out
 from moefw.runtime.compute.casts import FP32Recipe
 from moefw.testing.layer_case import LayerCase, build_layer
-from moefw_kernels.permute import Groups, gather, gather_sum, sort_slots
+from moefw_kernels.permute import gather, gather_sum, sort_slots
 from moefw_kernels.routing import chosen
 
 TOKENS, EXPERTS, TOP_K = 64, 16, 4
@@ -115,9 +115,8 @@ class Inline(nn.Module):
         flat = ids_TK.flatten()
         torch.zeros(EXPERTS).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
         slots = sort_slots(ids_TK, EXPERTS, num_rows=ids_TK.numel())
-        groups = Groups.in_order(slots.counts)
         weights_R = weights_TK.flatten().index_select(0, slots.slot_R)
-        about = (groups.offsets_e, None, groups.sizes)
+        about = (slots.counts.cumsum(0, dtype=torch.int32), None, None)
         h_RH = _In.apply(RECIPE, gather(x_TD, slots.rows), *about, self.gate_up)
         rows_RD = _Out.apply(RECIPE, None, h_RH, weights_R, *about, self.down)
         return gather_sum(rows_RD, slots.rows)

@@ -34,16 +34,16 @@ def library(**options: Any) -> Iterator[list[tuple[str, dict[str, Any]]]]:
     from moefw.plugins.dispatchers.deepep import library as deepep
     from moefw.plugins.dispatchers.hybridep import library as hybridep
 
-    before = DeepEP.build, HybridEP.build
-    DeepEP.build = lambda self, context: deepep.build(context, codec=self.codec(context), **options)
-    HybridEP.build = lambda self, context: hybridep.build(context, budget=self.budget, **options)
+    before = DeepEP.among, HybridEP.among
+    DeepEP.among = lambda self, *given: deepep.build(*given, codec=self.codec(given[-1]), **options)
+    HybridEP.among = lambda self, *given: hybridep.build(*given, budget=self.budget, **options)
     torch.utils.deterministic.fill_uninitialized_memory = False
     CALLS.clear()
     try:
         yield CALLS
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = True
-        DeepEP.build, HybridEP.build = before
+        DeepEP.among, HybridEP.among = before
 
 
 def solved(case: LayerCase, options: dict[str, Any]) -> Outcome:

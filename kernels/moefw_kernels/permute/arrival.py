@@ -23,8 +23,8 @@ class Arrival:
     """Mapping between N arrived rows and the rows of expert groups.
 
     ``rows`` maps arrived rows to grouped rows; ``slot_R = n * K + k`` is the choice of each grouped row. ``tail`` rows
-    follow the last group; ``left_out``, int64 of shape (), exceeded the budget. ``sizes``: None if the host does not
-    know them.
+    follow the last group; ``left_out``, int64 of shape (), exceeded the budget, if there is one. ``sizes``: None if the
+    host does not know them.
     """
 
     rows: RowMap
@@ -32,7 +32,7 @@ class Arrival:
     sizes: tuple[int, ...] | None
     counts_e: Tensor
     offsets_e: Tensor
-    left_out: Tensor
+    left_out: Tensor | None = None
     tail: int = 0
 
     def expand(self, rows_ND: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class Arrival:
 
     def reduce(self, rows_RD: Tensor) -> Tensor:
         """Return each arrived row's sum over its experts, ``(N, D)``. Differentiable."""
-        return gather_sum(rows_RD[: len(self.slot_R)], self.rows)
+        return gather_sum(rows_RD[: len(self.slot_R)] if self.tail else rows_RD, self.rows)
 
 
 def weights_of(weights_NK: Tensor, slot_R: Tensor) -> Tensor:
@@ -112,9 +112,10 @@ def arrange(
         assert counts is not None
         return _in_groups(slots, np.asarray(counts, dtype=np.int64), alignment, capacity, budget, arrived)
     sizes = None if counts is None else tuple(counts)
-    slots = slots[: num_rows if sizes is None else sum(sizes)].int()
-    rows, slot_R = _row_map(slots, None, None, arrived)
-    return Arrival(rows, slot_R, sizes, found.int(), found.cumsum(0, dtype=torch.int32), left_out=found.new_zeros(()))
+    num_rows = num_rows if sizes is None else sum(sizes)
+    assert num_rows is not None
+    of_rows = Sorted(slots, found, *arrived).slots(num_rows)
+    return Arrival(of_rows.rows, of_rows.slot_R, sizes, found.int(), found.cumsum(0, dtype=torch.int32))
 
 
 def _room_for_all(choices: int, num_experts: int, alignment: int, capacity: int) -> int | None:
@@ -162,7 +163,7 @@ def _in_groups(
         sizes=tuple(size_e.tolist()),
         counts_e=counts_e,
         offsets_e=offsets_e,
-        left_out=torch.full((), wanted - num_rows, device=slots.device),
+        left_out=None if budget is None else torch.full((), wanted - num_rows, device=slots.device),
         tail=0 if budget is None else budget - total,
     )
 

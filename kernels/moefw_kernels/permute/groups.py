@@ -32,11 +32,6 @@ class Groups:
     counts_e: Tensor
     offsets_e: Tensor
 
-    @classmethod
-    def in_order(cls, counts_e: Tensor) -> Groups:
-        """Return the groups of rows that are in order, given their numbers on the device. The host does not wait."""
-        return cls(None, None, counts_e.int(), counts_e.cumsum(0, dtype=torch.int32))
-
     def regroup(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return arrived rows and their weights in groups; padding is zero. Differentiable."""
         if self.rows is None:

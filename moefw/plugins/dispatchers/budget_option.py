@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import gt, optional
@@ -12,6 +12,9 @@ from attrs.validators import gt, optional
 import moefw
 from moefw.core.site import Site
 from moefw.plugins.dispatchers.wire_option import SendsRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @frozen
@@ -49,6 +52,10 @@ class SetsBudget(SendsRows):
         """The row budget of a rank; None: room for all rows."""
         return Budget(self.rank_capacity, self.on_overflow) if self.rank_capacity and self.on_overflow else None
 
+    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
+        """Return the dispatcher of a process that holds all experts, with its budget."""
+        return super().alone(context, budget=self.budget, **more)
+
     def offers(self, site: Site) -> moefw.Offers:
         """Return the offers: with a budget static rows, and the budget itself if a second run lifts it."""
         if self.rank_capacity is None:
@@ -69,6 +76,11 @@ class SetsBudget(SendsRows):
             fix = "Set rank_capacity, for example 1.5, or leave on_overflow out."
             found.append(moefw.Problem(what, fix, "on_overflow"))
         return found
+
+
+def reported(budget: Budget | None, left_out: Tensor | None) -> Mapping[str, Tensor]:
+    """Return the statistics of a budget, given how many rows exceeded it; without one, none."""
+    return {} if budget is None or left_out is None else {budget.stat: left_out.float()}
 
 
 def check_tokens(num_tokens: int, max_tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
 
 if TYPE_CHECKING:
+    from moefw.core.context import ExpertGroup
     from moefw.core.contracts import Codec
 
 
@@ -38,14 +40,25 @@ class SendsRows(DispatcherPlugin):
         reason, fix = f"wire: {self.wire} sends codes and scales", "Use fp8-blockwise or mxfp8, or wire: high."
         return [axis, moefw.need("wire", (self.wire,), reason=reason, fix=fix, option="wire")]
 
+    def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
+        """Return the dispatcher of this process. See :meth:`among`."""
+        experts = context.expert_group()
+        return self.alone(context) if experts.group is None else self.among(experts, context)
+
+    @abstractmethod
+    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
+        """Return the dispatcher of this process, which shares the experts with others. May raise PlanError."""
+
+    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
+        """Return the dispatcher of a process that holds all experts. ``more``: what its plugin adds."""
+        from moefw.plugins.dispatchers.alone import AloneDispatcher
+
+        settled = {"counts_on_host": context.facts["counts"] == "host", **self.settled(context)}
+        return AloneDispatcher(context.site.dims.num_experts, **more, **settled)
+
     def settled(self, context: moefw.BuildContext) -> dict[str, Any]:
         """Return the arguments of a runtime part that follow from the layer's other parts."""
-        facts = context.facts
-        return {
-            "row_alignment": facts["row_alignment"],
-            "counts_on_host": facts["counts"] == "host",
-            "codec": self.codec(context),
-        }
+        return {"row_alignment": context.facts["row_alignment"], "codec": self.codec(context)}
 
     def codec(self, context: moefw.BuildContext) -> Codec | None:
         """Return the codec of a layer's rows; None: rows are not packed, or experts are kept in high precision."""

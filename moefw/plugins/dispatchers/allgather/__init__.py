@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
 import moefw
 from moefw.core.plugin import DispatcherPlugin
 from moefw.plugins.dispatchers.wire_option import SendsRows
+
+if TYPE_CHECKING:
+    from moefw.core.context import ExpertGroup
 
 
 @frozen(kw_only=True)
@@ -17,11 +20,11 @@ class AllGather(SendsRows):
 
     name: ClassVar[str] = "allgather"
 
-    def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
+    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""
         from moefw.plugins.dispatchers.allgather.dispatcher import AllGatherDispatcher
 
-        return AllGatherDispatcher(context.expert_group(), **self.settled(context))
+        return AllGatherDispatcher(experts, **self.settled(context))
 
 
 @moefw.hookimpl

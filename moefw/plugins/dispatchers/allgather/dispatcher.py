@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -39,36 +39,28 @@ class AllGatherDispatcher(Dispatcher):
     An expert that is split over several ranks (etp > 1) needs no extra step: the reduce-scatter adds up partial sums.
     """
 
-    def __init__(
-        self, experts: ExpertGroup, *, row_alignment: int, counts_on_host: bool = True, codec: Codec | None = None
-    ) -> None:
+    def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
         self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
-        self.counts_on_host = counts_on_host
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
         """Gather every rank's choices and sort those of this rank's experts. ``counts`` is unused.
 
-        The host waits once. A rank that is alone waits only if another part or an alignment of groups asks for it.
+        The host waits once.
         """
-        experts, ids_TK, capacity = self.experts, routing.expert_ids_TK, routing.capacity or 0
-        longest = num_tokens = len(ids_TK)
-        known: dict[str, Any] = {"num_rows": routing.num_rows, "counts_on_host": self.counts_on_host}
-        if experts.group is not None:
-            told = self._tell(ids_TK, capacity)
-            longest, capacity = max(tokens for tokens, *_ in told), sum(capacity for _, capacity, *_ in told)
-            local = slice(2 + experts.first_expert, 2 + experts.first_expert + experts.local_experts)
-            known = {"counts": [sum(of_ranks) for of_ranks in zip(*(line[local] for line in told), strict=True)]}
-            ids_TK = self._gather_ids(ids_TK, longest)
+        experts, ids_TK = self.experts, routing.expert_ids_TK
+        told = self._tell(ids_TK, routing.capacity or 0)
+        longest = max(tokens for tokens, *_ in told)
+        local = slice(2 + experts.first_expert, 2 + experts.first_expert + experts.local_experts)
         arrival = arrange(
-            ids_TK - experts.first_expert,
+            self._gather_ids(ids_TK, longest) - experts.first_expert,
             experts.local_experts,
             alignment=self.row_alignment,
-            capacity=capacity,
-            **known,
+            capacity=sum(capacity for _, capacity, *_ in told),
+            counts=[sum(of_ranks) for of_ranks in zip(*(line[local] for line in told), strict=True)],
         )
-        return DispatchPlan(detail=_Gathered(num_tokens, longest, arrival))
+        return DispatchPlan(detail=_Gathered(len(ids_TK), longest, arrival))
 
     def _tell(self, ids_TK: Tensor, capacity: int) -> list[list[int]]:
         """Return each rank's number of tokens, its capacity, and its number of choices of each expert."""

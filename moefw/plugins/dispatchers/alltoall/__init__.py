@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import gt, optional
@@ -12,6 +12,9 @@ import moefw
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
 from moefw.plugins.dispatchers.budget_option import SetsBudget
+
+if TYPE_CHECKING:
+    from moefw.core.context import ExpertGroup
 
 
 @frozen(kw_only=True)
@@ -37,13 +40,18 @@ class AllToAll(SetsBudget):
             found.append(moefw.Problem(what, "Set rank_capacity, or leave max_tokens out.", "max_tokens"))
         return found
 
-    def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
+    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
+        """Return the dispatcher of a process that holds all experts, with its budget for ``max_tokens``."""
+        return super().alone(context, max_tokens=self.max_tokens, **more)
+
+    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process."""
         from moefw.plugins.dispatchers.alltoall.dispatcher import AllToAllDispatcher
         from moefw.plugins.dispatchers.alltoall.static import Limit
 
         limit = None if self.budget is None else Limit(self.budget, self.max_tokens)
-        return AllToAllDispatcher(context.expert_group(), limit=limit, **self.settled(context))
+        counts_on_host = context.facts["counts"] == "host"
+        return AllToAllDispatcher(experts, limit=limit, counts_on_host=counts_on_host, **self.settled(context))
 
 
 @moefw.hookimpl

@@ -20,7 +20,7 @@ from moefw.plugins.dispatchers.alltoall.static import Limit, within
 from moefw.runtime.communication.exchange import by_rank, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
 from moefw_kernels.devices import on_host
-from moefw_kernels.permute import Groups, Sorted, arrange, gather_sum, group_chunks, sort_choices, weights_of
+from moefw_kernels.permute import Sorted, gather_sum, group_chunks, sort_choices, weights_of
 
 Counts = Sequence[Sequence[int]]
 """Numbers of rows by rank and expert."""
@@ -49,8 +49,7 @@ class AllToAllDispatcher(Dispatcher):
     def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
         """Sort the choices and exchange the number of rows that each rank sends for each expert.
 
-        The host waits once. A rank that is alone waits only if another part or an alignment of groups asks for it.
-        Under a budget, see :func:`moefw.plugins.dispatchers.alltoall.static.within`.
+        The host waits once. Under a budget, see :func:`moefw.plugins.dispatchers.alltoall.static.within`.
         """
         if self.limit is not None and not dropless:
             return DispatchPlan(
@@ -65,8 +64,6 @@ class AllToAllDispatcher(Dispatcher):
         experts, capacity = self.experts, routing.capacity or 0
         if routing.counts_host is not None:
             counts = [routing.counts_host] * experts.size
-        if experts.group is None:
-            return DispatchPlan(detail=self._alone(routing, counts))
         found = sort_choices(routing.expert_ids_TK, experts.num_experts)
         if counts is None:
             offered_Pe, asked_Pe, capacity = self._exchange_counts(found.counts, capacity)
@@ -75,23 +72,6 @@ class AllToAllDispatcher(Dispatcher):
             offered_Pe = [self._share(counts[experts.rank], rank) for rank in range(experts.size)]
             capacity *= experts.size
         return DispatchPlan(detail=self._way(found, offered_Pe, asked_Pe, capacity))
-
-    def _alone(self, routing: Routing, counts: Counts | None) -> Metadata:
-        """Return the metadata of a rank that keeps its rows. Where none is padded or left out, they are in order."""
-        ids_TK, experts = routing.expert_ids_TK, self.experts
-        is_plain = self.row_alignment == 1 and not routing.capacity
-        if counts is None and is_plain and routing.num_rows is not None and not self.counts_on_host:
-            found = sort_choices(ids_TK, experts.num_experts)
-            return Metadata(found.slots(routing.num_rows), [0], [0], None, Groups.in_order(found.counts))
-        arrival = arrange(
-            ids_TK,
-            experts.num_experts,
-            alignment=self.row_alignment,
-            capacity=routing.capacity or 0,
-            counts=None if counts is None else counts[experts.rank],
-            counts_on_host=self.counts_on_host,
-        )
-        return Metadata(None, [0], [0], None, arrival)
 
     def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
         """Return the part of one rank's counts that concerns the experts of ``rank``."""
@@ -130,9 +110,8 @@ class AllToAllDispatcher(Dispatcher):
         """Send one row per (token, expert), and its weight."""
         metadata: Metadata = plan.detail
         sent, received, slots, group = metadata.sent, metadata.received, metadata.slots, self.experts.group
-        weights_N = weights_TK if slots is None else weights_of(weights_TK, slots.slot_R)
-        rows = None if slots is None else slots.rows
-        return exchange([x_TD, weights_N], sent, received, group, codec=self.codec, rows=rows, detail=plan)
+        tensors = [x_TD, weights_of(weights_TK, slots.slot_R)]
+        return exchange(tensors, sent, received, group, codec=self.codec, rows=slots.rows, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same plan."""
@@ -160,4 +139,4 @@ class AllToAllDispatcher(Dispatcher):
         """Add up each token's rows."""
         metadata: Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return rows_ND if metadata.slots is None else gather_sum(rows_ND, metadata.slots.rows)
+        return gather_sum(rows_ND, metadata.slots.rows)

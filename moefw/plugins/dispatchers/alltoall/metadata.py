@@ -54,11 +54,10 @@ class Parts:
 class Metadata:
     """Rows sent, in order (rank, expert, token), and how received rows are regrouped.
 
-    ``slots``: None where a rank is alone and its tokens are the rows. ``parts`` is the second hop, to the ranks that
-    hold other parts of the same experts; None where experts are whole.
+    ``parts`` is the second hop, to the ranks that hold other parts of the same experts; None where experts are whole.
     """
 
-    slots: Slots | None
+    slots: Slots
     sent: Splits
     received: Splits
     parts: Parts | None

@@ -41,10 +41,6 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
     if limit.max_tokens is not None:
         check_tokens(num_tokens, limit.max_tokens)
     about: dict[str, Any] = {"alignment": row_alignment, "counts_on_host": counts_on_host}
-    if experts.group is None:
-        choices = (limit.max_tokens or num_tokens) * k
-        found = arrange(ids_TK, experts.local_experts, budget=budget.rows(choices, row_alignment), **about)
-        return Metadata(None, [0], [0], None, found, {budget.stat: found.left_out.float()})
     ours, ones = sort_choices(ids_TK, experts.num_experts), [1] * experts.size
     told_P = F.pad(by_rank(ours.counts, experts), (0, 1), value=num_tokens)
     heard_P = exchange_now(told_P, ones, ones, experts.group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
@@ -12,6 +12,9 @@ from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
 from moefw.plugins.dispatchers.deepep.limits import INSTALL, PACKAGE, Shape, limits
 from moefw.plugins.dispatchers.library_option import CallsLibrary
+
+if TYPE_CHECKING:
+    from moefw.core.context import ExpertGroup
 
 
 @frozen(kw_only=True)
@@ -33,7 +36,7 @@ class DeepEP(CallsLibrary):
         sizes = site.layout.sizes
         return limits(Shape.of(site.dims, ep=sizes["ep"], etp=sizes["etp"]), max_tokens=self.max_tokens)
 
-    def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
+    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process.
 
         Raises PlanError where the library is missing or does not support the layer.
@@ -41,10 +44,10 @@ class DeepEP(CallsLibrary):
         if self.backend == "library":
             from moefw.plugins.dispatchers.deepep.library import build
 
-            return build(context, codec=self.codec(context), max_tokens=self.max_tokens)
+            return build(experts, context, codec=self.codec(context), max_tokens=self.max_tokens)
         from moefw.plugins.dispatchers.deepep.torch_backend import TorchDeepEP
 
-        return TorchDeepEP(context.expert_group(), **self.settled(context))
+        return TorchDeepEP(experts, **self.settled(context))
 
 
 @moefw.hookimpl

@@ -22,23 +22,20 @@ from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.packed import PaddedRows
 from moefw.plugins.dispatchers.deepep.probe import open_wire
-from moefw.plugins.dispatchers.deepep.torch_backend import TorchDeepEP
 from moefw.plugins.dispatchers.deepep.wire import Moved, Wire
 from moefw.runtime.communication.movement import finish, start
 from moefw_kernels.devices import on_host
 from moefw_kernels.permute import Arrival, arrange
 
 
-def build(context: moefw.BuildContext, *, codec: Codec | None = None, max_tokens: int | None = None) -> Dispatcher:
+def build(
+    experts: ExpertGroup, context: moefw.BuildContext, *, codec: Codec | None = None, max_tokens: int | None = None
+) -> Dispatcher:
     """Return the dispatcher of this process over the buffer that all its layers share.
 
-    A rank that is alone has nothing to send and does not load the library. Raises PlanError where the library is
-    missing or does not support the layer.
+    Raises PlanError where the library is missing or does not support the layer.
     """
-    experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
-    if experts.group is None:
-        asked = context.facts["counts"] == "host"
-        return TorchDeepEP(experts, row_alignment=row_alignment, counts_on_host=asked, codec=codec)
+    row_alignment = context.facts["row_alignment"]
     shape = Shape.of(context.site.dims, ep=experts.ep, etp=experts.etp)
     key = ("deep_ep", tuple(dist.get_process_group_ranks(experts.group)), shape, max_tokens)
     wire = context.shared(key, lambda: open_wire(experts, shape, max_tokens=max_tokens))

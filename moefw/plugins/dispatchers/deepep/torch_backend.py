@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -24,12 +24,9 @@ from moefw_kernels.permute import Arrival, RowMap, arrange, count_ids, distinct,
 
 @dataclass(slots=True, eq=False)
 class _Metadata:
-    """The metadata of one movement: rows sent in order (rank, token), and how rows that arrive are expanded.
+    """The metadata of one movement: rows sent in order (rank, token), and how rows that arrive are expanded."""
 
-    ``rows``: None for a rank that is alone, whose tokens are the rows.
-    """
-
-    rows: RowMap | None
+    rows: RowMap
     sent: Splits
     received: Splits
     arrival: Arrival
@@ -39,24 +36,17 @@ class _Metadata:
 class TorchDeepEP(Dispatcher):
     """Dispatch exchanges rows and weights, combine only rows; ``plan`` exchanges counts and each row's expert ids."""
 
-    def __init__(
-        self, experts: ExpertGroup, *, row_alignment: int, counts_on_host: bool = True, codec: Codec | None = None
-    ) -> None:
+    def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
         self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
-        self.counts_on_host = counts_on_host
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
         """Find the ranks that each token must reach, and send them its expert ids. ``counts`` is unused.
 
-        The host waits once. A rank that is alone waits only if another part or an alignment of groups asks for it.
+        The host waits once.
         """
         experts, ids_TK, capacity = self.experts, routing.expert_ids_TK, routing.capacity or 0
-        if experts.group is None:
-            about = {"num_rows": routing.num_rows, "counts_on_host": self.counts_on_host}
-            arrival = self._arrange(ids_TK, capacity=capacity, **about)
-            return DispatchPlan(detail=_Metadata(None, [0], [0], arrival))
         found = sort_choices(distinct(experts.owners(ids_TK)), experts.size)
         counts_Pe = by_rank(count_ids(ids_TK, experts.num_experts), experts)
         offered = F.pad(torch.cat([found.counts.unsqueeze(1), counts_Pe], 1), (0, 1), value=capacity)
@@ -66,19 +56,21 @@ class TorchDeepEP(Dispatcher):
         slots = found.slots(sum(sent))
         ids_NK = ids_TK.index_select(0, slots.rows.token_R).to(torch.int32)
         local_NK = exchange_now(ids_NK, sent, received, experts.group).long() - experts.first_expert
-        arrival = self._arrange(local_NK, capacity=sum(capacities), counts=[sum(of_ranks) for of_ranks in arriving_e])
+        arrival = arrange(
+            local_NK,
+            experts.local_experts,
+            alignment=self.row_alignment,
+            capacity=sum(capacities),
+            counts=[sum(of_ranks) for of_ranks in arriving_e],
+        )
         return DispatchPlan(detail=_Metadata(slots.rows, sent, received, arrival))
-
-    def _arrange(self, local_NK: Tensor, **about: Any) -> Arrival:
-        return arrange(local_NK, self.experts.local_experts, alignment=self.row_alignment, **about)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, rank), and the weights of all its choices."""
         metadata: _Metadata = plan.detail
-        group, rows = self.experts.group, metadata.rows
-        weights_NK = weights_TK if rows is None else weights_TK.index_select(0, rows.token_R)
-        sent, received = metadata.sent, metadata.received
-        return exchange([x_TD, weights_NK], sent, received, group, codec=self.codec, rows=rows, detail=plan)
+        tensors = [x_TD, weights_TK.index_select(0, metadata.rows.token_R)]
+        sent, received, group = metadata.sent, metadata.received, self.experts.group
+        return exchange(tensors, sent, received, group, codec=self.codec, rows=metadata.rows, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same plan."""
@@ -102,4 +94,4 @@ class TorchDeepEP(Dispatcher):
         """Add up each token over its ranks."""
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return rows_ND if metadata.rows is None else gather_sum(rows_ND, metadata.rows)
+        return gather_sum(rows_ND, metadata.rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
@@ -14,6 +14,9 @@ from moefw.core.site import Site
 from moefw.plugins.dispatchers.budget_option import SetsBudget
 from moefw.plugins.dispatchers.hybridep.limits import INSTALL, PACKAGE, Shape, limits, ranks_per_node, uneven_nodes
 from moefw.plugins.dispatchers.library_option import CallsLibrary
+
+if TYPE_CHECKING:
+    from moefw.core.context import ExpertGroup
 
 
 @frozen(kw_only=True)
@@ -63,18 +66,17 @@ class HybridEP(CallsLibrary, SetsBudget):
         )
         return limits(shape, max_tokens=self.max_tokens)
 
-    def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
+    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""
         from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 
-        experts = context.expert_group()
         problem = uneven_nodes(experts.nodes)
         if problem:
             raise moefw.PlanError(problem.what, problem.fix)
         if self.backend == "library":
             from moefw.plugins.dispatchers.hybridep.library import build
 
-            return build(context, budget=self.budget, max_tokens=self.max_tokens)
+            return build(experts, context, budget=self.budget, max_tokens=self.max_tokens)
         return TorchHybridEP(experts, budget=self.budget, **self.settled(context))
 
 

@@ -22,7 +22,6 @@ from moefw.core.contracts import Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.budget_option import Budget, check_tokens
 from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Shape, ranks_per_node
-from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 from moefw.plugins.dispatchers.hybridep.wire import COUNTS, OVERFLOW, HybridWire, Landed
 from moefw.runtime.communication.exchange import exchange_now
 from moefw.runtime.communication.movement import Work, finish, start
@@ -32,16 +31,14 @@ from moefw_kernels.permute import Groups, group_chunks
 Moved = tuple[list[Tensor], list[Work]]
 
 
-def build(context: moefw.BuildContext, *, budget: Budget | None = None, max_tokens: int | None = None) -> Dispatcher:
+def build(
+    experts: ExpertGroup, context: moefw.BuildContext, *, budget: Budget | None = None, max_tokens: int | None = None
+) -> Dispatcher:
     """Return the dispatcher of this process over the buffer that all its layers share.
 
-    A rank that is alone has nothing to send and does not load the library. Raises PlanError where the library is
-    missing or does not support the layer.
+    Raises PlanError where the library is missing or does not support the layer.
     """
-    experts, row_alignment = context.expert_group(), context.facts["row_alignment"]
-    if experts.group is None:
-        asked = context.facts["counts"] == "host"
-        return TorchHybridEP(experts, row_alignment=row_alignment, budget=budget, counts_on_host=asked)
+    row_alignment = context.facts["row_alignment"]
     shape = Shape(
         model_dim=context.site.dims.model_dim,
         local_experts=experts.local_experts,

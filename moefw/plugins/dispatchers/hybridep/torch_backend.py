@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.plugins.dispatchers.budget_option import Budget
+from moefw.plugins.dispatchers.budget_option import Budget, reported
 from moefw.plugins.dispatchers.hybridep.hops import Told, Way, find_way
 from moefw.plugins.dispatchers.hybridep.limits import ranks_per_node
 from moefw.runtime.communication.exchange import exchange
-from moefw.runtime.communication.movement import finish, stay
+from moefw.runtime.communication.movement import finish
 from moefw_kernels.permute import Arrival, arrange
 
 
 @dataclass(slots=True, eq=False)
 class _Metadata:
-    """The metadata of one movement: its hops, None for a rank that is alone, and how rows that arrive are expanded."""
+    """The metadata of one movement: its hops, and how rows that arrive are expanded."""
 
-    way: Way | None
+    way: Way
     arrival: Arrival
     stats: Mapping[str, Tensor]
 
@@ -40,43 +40,36 @@ class TorchHybridEP(Dispatcher):
         experts: ExpertGroup,
         *,
         row_alignment: int,
-        counts_on_host: bool = True,
         budget: Budget | None = None,
         codec: Codec | None = None,
     ) -> None:
         self.experts, self.row_alignment, self.budget, self.codec = experts, row_alignment, budget, codec
-        self.counts_on_host, self.node_size = counts_on_host, ranks_per_node(experts.nodes)
+        self.node_size = ranks_per_node(experts.nodes)
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
         """Find the nodes and ranks that each token must reach. ``counts`` is unused.
 
-        The host waits once. A rank that is alone waits only if another part or an alignment of groups asks for it.
+        The host waits once.
         """
         experts, ids_TK, budget = self.experts, routing.expert_ids_TK, None if dropless else self.budget
-        told, way = Told(capacity=routing.capacity or 0, longest=len(ids_TK)), None
-        about: dict[str, Any] = {"num_rows": routing.num_rows, "counts_on_host": self.counts_on_host}
-        if experts.group is not None:
-            way = find_way(experts, self.node_size, ids_TK, told)
-            told, ids_TK, about = way.told, way.arrived_NK, {"source_N": way.sources_N, "counts": way.counts}
-        choices = told.longest * ids_TK.shape[1] * experts.etp
+        way = find_way(experts, self.node_size, ids_TK, Told(capacity=routing.capacity or 0, longest=len(ids_TK)))
+        choices = way.told.longest * ids_TK.shape[1] * experts.etp
         arrival = arrange(
-            ids_TK - experts.first_expert,
+            way.arrived_NK - experts.first_expert,
             experts.local_experts,
             alignment=self.row_alignment,
-            capacity=told.capacity,
+            capacity=way.told.capacity,
             budget=None if budget is None else budget.rows(choices, self.row_alignment),
-            **about,
+            source_N=way.sources_N,
+            counts=way.counts,
         )
-        stats = {} if budget is None else {budget.stat: arrival.left_out.float()}
-        return DispatchPlan(detail=_Metadata(way, arrival, stats))
+        return DispatchPlan(detail=_Metadata(way, arrival, reported(budget, arrival.left_out)))
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, node), and the weights of all its choices."""
-        way: Way | None = plan.detail.way
-        if way is None:
-            return stay([x_TD, weights_TK], codec=self.codec, detail=plan)
+        way: Way = plan.detail.way
         return way.network.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
@@ -87,9 +80,7 @@ class TorchHybridEP(Dispatcher):
         """Forward the received rows to the ranks of this node, and expand the rows that they forward."""
         plan: DispatchPlan = pending.detail
         metadata: _Metadata = plan.detail
-        arrived, way = finish(pending), metadata.way
-        if way is not None:
-            arrived = finish(way.node.send(*arrived, group=self.experts.group, codec=self.codec))
+        arrived = finish(metadata.way.node.send(*finish(pending), group=self.experts.group, codec=self.codec))
         batch = ExpertBatch.of(metadata.arrival.expand(*arrived), metadata.arrival, metadata.stats)
         return batch, DispatchHandle(plan=plan)
 
@@ -97,8 +88,6 @@ class TorchHybridEP(Dispatcher):
         """Add up each row over its local experts and over its node's ranks, and send back one row per (token, node)."""
         metadata: _Metadata = handle.plan.detail
         sums_ND, way, group = metadata.arrival.reduce(rows_RD), metadata.way, self.experts.group
-        if way is None:
-            return stay([sums_ND], detail=metadata)
         node, network = way.node, way.network
         (partial_ND,) = finish(exchange([sums_ND], node.received, node.sent, group))
         return exchange([node.add_up(partial_ND)], network.received, network.sent, group, detail=metadata)
@@ -107,4 +96,4 @@ class TorchHybridEP(Dispatcher):
         """Add up each token over its nodes."""
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return rows_ND if metadata.way is None else metadata.way.network.add_up(rows_ND)
+        return metadata.way.network.add_up(rows_ND)

@@ -1,0 +1,88 @@
+"""The dispatcher of a rank that holds all experts. Nothing is sent, so it is the same under every plugin.
+
+Shapes: legend in :mod:`moefw.core.stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from attrs import frozen
+from torch import Tensor
+
+from moefw.core.contracts import Codec, Dispatcher
+from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.plugins.dispatchers.budget_option import Budget, check_tokens, reported
+from moefw.runtime.communication.movement import stay
+from moefw_kernels.permute import Arrival, arrange
+
+
+@frozen
+class _Metadata:
+    """How tokens are expanded to rows, and what a budget reports."""
+
+    arrival: Arrival
+    stats: Mapping[str, Tensor]
+
+
+@final
+class AloneDispatcher(Dispatcher):
+    """Groups a rank's own rows by expert, and adds up each token's rows. A codec still rounds tokens."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        row_alignment: int,
+        counts_on_host: bool,
+        codec: Codec | None = None,
+        budget: Budget | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.num_experts, self.row_alignment, self.counts_on_host = num_experts, row_alignment, counts_on_host
+        self.codec, self.budget, self.max_tokens = codec, budget, max_tokens
+
+    def plan(
+        self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
+    ) -> DispatchPlan:
+        """Sort the choices. The host waits only if another part or an alignment of groups asks for it."""
+        ids_TK, budget, rows = routing.expert_ids_TK, None if dropless else self.budget, None
+        if budget is not None:
+            if self.max_tokens is not None:
+                check_tokens(len(ids_TK), self.max_tokens)
+            rows = budget.rows((self.max_tokens or len(ids_TK)) * ids_TK.shape[1], self.row_alignment)
+        arrival = arrange(
+            ids_TK,
+            self.num_experts,
+            alignment=self.row_alignment,
+            capacity=routing.capacity or 0,
+            budget=rows,
+            counts=routing.counts_host if counts is None else counts[0],
+            num_rows=routing.num_rows,
+            counts_on_host=self.counts_on_host,
+        )
+        return DispatchPlan(detail=_Metadata(arrival, reported(budget, arrival.left_out)))
+
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+        """Return the tokens, rounded as if they were sent."""
+        return stay([x_TD, weights_TK], codec=self.codec, detail=plan)
+
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
+        """Return other tokens along the same plan."""
+        return self.start_dispatch(x_TD, weights_TK, handle.plan)
+
+    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
+        """Expand each token to a row for each of its experts."""
+        metadata: _Metadata = pending.detail.detail
+        batch = ExpertBatch.of(metadata.arrival.expand(*pending.buffers), metadata.arrival, metadata.stats)
+        return batch, DispatchHandle(plan=pending.detail)
+
+    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
+        """Add up each token's rows."""
+        arrival: Arrival = handle.plan.detail.arrival
+        return Pending(buffers=(arrival.reduce(rows_RD),))
+
+    def finish_combine(self, pending: Pending) -> Tensor:
+        """Return the sums."""
+        return pending.buffers[0]
