@@ -106,13 +106,12 @@ def kernels_as_the_reference(score: str, shape: str) -> None:
     logits_TE, choice = logits_of((tokens, experts)), Choice(k=k, score=score)
     mask_T = torch.rand(tokens, generator=torch.Generator().manual_seed(1)) < 0.7
     mask_T[:each] = False
-    for mask, coeffs in ((None, (None, 0.7)), (mask_T, (0.3, 0.7)), (mask_T, (0.3, 0.7, 0.1)), (mask_T, (None, 2.0))):
+    cases = (mask_T, (0.3, 0.7)), (None, (None, 0.7)), (mask_T, (0.3, 0.7, 0.1)), (mask_T, (None, 2.0))
+    for mask, coeffs in cases[:1] if shape == "most" else cases:
         ids_TK = ranked(logits_TE, choice, mask)
         right = of_reference(logits_TE.double(), choice, rows, coeffs, ids_TK=ids_TK, mask_T=mask)
         for chosen_TK in (ids_TK, None):
-            mine, again = (
-                of_kernels(logits_TE, choice, rows, coeffs, ids_TK=chosen_TK, mask_T=mask) for _ in range(2)
-            )
+            mine, again = (of_kernels(logits_TE, choice, rows, coeffs, ids_TK=chosen_TK, mask_T=mask) for _ in range(2))
             close(mine, right)
             assert all(torch.equal(mine[0][name], again[0][name]) for name in mine[0])
             assert torch.equal(mine[1], again[1])

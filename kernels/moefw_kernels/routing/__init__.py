@@ -43,7 +43,8 @@ def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None = None, mask_
     """
     if not kernels_take(logits_TE, choice):
         return reference.route(logits_TE, choice, bias_E, mask_T)
-    return Chosen(*_Route.apply(logits_TE, choice, bias_E, mask_T), None)  # type: ignore[no-untyped-call]
+    ids_TK, weights_TK, counts_E = _Route.apply(logits_TE, choice, bias_E, mask_T)  # type: ignore[no-untyped-call]
+    return Chosen(ids_TK, weights_TK, counts_E, None)
 
 
 class _Route(torch.autograd.Function):

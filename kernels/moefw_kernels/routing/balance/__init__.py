@@ -121,4 +121,5 @@ class _Switch(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         from moefw_kernels.routing.balance import triton
 
-        return triton.switch_loss_backward(*ctx.saved_tensors, grad, ctx.coeff), None, None
+        (seen_RX,) = ctx.saved_tensors
+        return triton.switch_loss_backward(seen_RX, grad, ctx.coeff), None, None

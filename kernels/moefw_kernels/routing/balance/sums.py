@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """``count`` rows of tokens. ``row_T`` int64: the row of each token; None: each has equally many, one after another."""
+    """``count`` rows of tokens. ``row_T`` int64: the row of each token; None: equally many each, one after another."""
 
     count: int
     row_T: Tensor | None = None

@@ -182,7 +182,7 @@ def token_sums(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Implement ``moefw_kernels.routing.token_sums`` for fp32 and ``rows`` of equally many tokens.
 
-    Return ``mass_RE``, ``seen_RX`` and the z-loss. Without ``rows`` the first two are None, without ``z_coeff`` the last.
+    Return ``mass_RE`` and ``seen_RX``, None without ``rows``, and the z-loss, None without ``z_coeff``.
     """
     (tokens, experts), logits_TE = logits_TE.shape, logits_TE.contiguous()
     shares, z, num_rows = rows is not None, z_coeff is not None, 1 if rows is None else rows
