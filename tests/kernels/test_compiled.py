@@ -155,6 +155,8 @@ def others() -> dict[str, Case]:
         cases[f"gather_sum {dtype} {choices}"] = Case(launch, (choices * dtype.itemsize, 0), deep=deep)
     order = none(131072, dtype=torch.int32)
     cases["tokens and rows"] = Case(partial(call, "permute", "tokens_and_rows", order, 131072, 8), (0, 8))
+    counts = none(128, dtype=torch.int64)
+    cases["counts and ends"] = Case(partial(call, "permute", "counts_and_ends", counts), (0, 2))
     cases["empty groups"] = Case(partial(call, "empty_groups", "clear_empty_groups", none(8, 2048, 768), ENDS), (2, 0))
     cases["take"] = Case(partial(call, "paged_copy", "take", pages, COUNT, 16384), (13, 3))
     cases["free"] = Case(partial(call, "paged_copy", "free", pages, INDEX[:256]), (2, 10))

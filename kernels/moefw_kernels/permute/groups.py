@@ -14,7 +14,7 @@ from torch import Tensor
 from moefw_kernels.counting_sort import counting_sort
 from moefw_kernels.counting_sort.reference import count, keys_of
 from moefw_kernels.devices import on_device, on_host, runs_ahead
-from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map, tokens_and_rows
+from moefw_kernels.permute.rows import RowMap, counts_and_ends, gather, gather_sum, row_map, tokens_and_rows
 
 N = TypeVar("N", int, NDArray[np.int64])
 
@@ -35,7 +35,7 @@ class Groups:
     @classmethod
     def in_order(cls, counts_e: Tensor) -> Groups:
         """Return the groups of rows that are in order, given their numbers on the device. The host does not wait."""
-        return cls(None, None, counts_e.int(), counts_e.cumsum(0, dtype=torch.int32))
+        return cls(None, None, *counts_and_ends(counts_e))
 
     def regroup(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return arrived rows and their weights in groups; padding is zero. Differentiable."""
