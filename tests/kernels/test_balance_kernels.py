@@ -61,8 +61,9 @@ def from_sums(
     found["switch"] = switch(*sums[0], choice.k, coeffs[1])
     loss = found["switch"]
     if z is not None:
-        found["z"] = z
-        loss = loss + z
+        found["z"] = z.clone()
+        z.detach().mul_(2)  # as an engine may add up losses in place
+        loss = loss + found["z"]
     if len(sums) > 1:
         loss = loss + coeffs[2] * sums[1].mass_RE.square().sum()
     loss.backward()

@@ -88,9 +88,10 @@ class _Sums(torch.autograd.Function):
 
         ctx.save_for_backward(logits_TE, mask_T)
         ctx.score, ctx.rows, ctx.z_coeff = choice.score, rows, z_coeff
-        mass_RE, seen_RX, z = triton.token_sums(logits_TE, choice, ids_TK, mask_T, rows, z_coeff)
+        sums = triton.token_sums(logits_TE, choice, ids_TK, mask_T, rows, z_coeff)
+        # Of one piece of memory, but no views of it for autograd: ranks add up what is seen in place.
+        mass_RE, seen_RX, z = (None if each is None else each.data for each in sums)
         if seen_RX is not None:
-            seen_RX = seen_RX.data  # no view of the memory of all sums: ranks add theirs in place
             ctx.mark_non_differentiable(seen_RX)
         ctx.set_materialize_grads(False)
         return mass_RE, seen_RX, z
