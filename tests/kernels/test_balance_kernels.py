@@ -146,9 +146,9 @@ def test_drawn_cases(interpreter: ProcessPoolExecutor, case: tuple[Any, ...]) ->
 
 
 def as_before_at_the_limits_of_fp32() -> None:
-    """Infinite and undefined logits, a row of scores that are all 0, and tokens that do not count among them."""
-    far, inf, nan = -200.0, float("inf"), float("nan")
-    rows = [[1.0, inf, 0.0], [far, far, far], [0.0, -inf, 2.0], [-inf, -inf, -inf], [nan, 1.0, 2.0]]
+    """Infinite and undefined logits, scores that add up to 0 or are subnormal, and tokens that do not count."""
+    far, low, inf, nan = -200.0, -88.0, float("inf"), float("nan")
+    rows = [[1.0, inf, 0.0], [far, far, far], [low, low - 0.5, far], [0.0, -inf, 2.0], [-inf, -inf, -inf], [nan, 1.0, 2.0]]
     for score in SCORES:
         for row in rows:
             logits_TE = torch.tensor([[0.5, 1.0, 2.0], row, [0.1, 0.3, 0.2]])
