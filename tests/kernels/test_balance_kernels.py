@@ -148,7 +148,14 @@ def test_drawn_cases(interpreter: ProcessPoolExecutor, case: tuple[Any, ...]) ->
 def as_before_at_the_limits_of_fp32() -> None:
     """Infinite and undefined logits, scores that add up to 0 or are subnormal, and tokens that do not count."""
     far, low, inf, nan = -200.0, -88.0, float("inf"), float("nan")
-    rows = [[1.0, inf, 0.0], [far, far, far], [low, low - 0.5, far], [0.0, -inf, 2.0], [-inf, -inf, -inf], [nan, 1.0, 2.0]]
+    rows = [
+        [1.0, inf, 0.0],
+        [far, far, far],
+        [low, low - 0.5, far],
+        [0.0, -inf, 2.0],
+        [-inf, -inf, -inf],
+        [nan, 1.0, 2.0],
+    ]
     for score in SCORES:
         for row in rows:
             logits_TE = torch.tensor([[0.5, 1.0, 2.0], row, [0.1, 0.3, 0.2]])
