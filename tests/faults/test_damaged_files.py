@@ -28,9 +28,10 @@ FILES = (
     *("run/tensorboard/*", "run/plots/loss.png", "run/plots/expert_load.png"),
     *(f"run/checkpoints/step-{step}/{name}" for step in (EVERY, STEPS) for name in CHECKPOINT),
     *(f"cache/*/{name}" for name in ("CACHEDIR.TAG", "hashes.bin", "heldout.bin", "heldout.raw", "meta.json")),
-    *("cache/*/tokenizer.json", "cache/*/train.bin"),
+    *("cache/*/tokenizer.json", "cache/*/train.bin", "cache/*/train.starts", "cache/*/heldout.starts"),
+    "cache/plans/*.json",
 )
-"""Every file of a run and of its prepared data."""
+"""Every file of a run, of its prepared data, and of its plan."""
 
 pytestmark = pytest.mark.deep
 

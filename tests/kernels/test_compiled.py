@@ -65,7 +65,7 @@ COUNT = none(dtype=torch.int32)
 BYTES = none(16384, 64, dtype=torch.uint8)
 CHOICES = (
     ("softmax", 128, Choice(k=8)),
-    ("sigmoid", 256, Choice(k=8, score="sigmoid", renormalise=True, scale=2.5, groups=(8, 4, 2), needs_scores=True)),
+    ("sigmoid", 256, Choice(k=8, score="sigmoid", renormalise=True, scale=2.5, groups=(8, 4, 2))),
     ("sqrtsoftplus", 1024, Choice(k=32, score="sqrtsoftplus", renormalise=True)),
     ("softmax of all", 160, Choice(k=6, pre_softmax=True, groups=(8, 3, 2))),
 )
@@ -135,12 +135,13 @@ def others() -> dict[str, Case]:
         cases[f"counting sort {experts}"] = Case(sort, (4, 1), counts=True, deep=experts > 128)
     for name, experts, choice in CHOICES:
         logits, bias, k = none(16384, experts, dtype=torch.float32), none(experts, dtype=torch.float32), choice.k
-        scores, weights = logits if choice.needs_scores else None, none(16384, k, dtype=torch.float32)
-        saved = logits if choice.through_scores else None, weights, scores
-        backward = partial(call, "routing", "route_backward", none(16384, k, dtype=torch.int64), weights, *saved)
+        ids, weights = none(16384, k, dtype=torch.int64), none(16384, k, dtype=torch.float32)
+        saved = logits if choice.pre_softmax else None, weights
+        backward = partial(call, "routing", "route_backward", ids, weights, *saved, choice, experts)
         forward = partial(call, "routing", "route", logits, choice, bias, none(16384, dtype=torch.bool))
         cases[f"route {name}"] = Case(forward, (3, 4))
-        cases[f"route {name} backward"] = Case(partial(backward, choice, experts), (12, 0))
+        cases[f"route {name} backward"] = Case(backward, (12, 0))
+    cases |= balance()
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
         near, rows, deep = none(1024, 64, 2048, dtype=dtype), none(16384, 2048, dtype=dtype), dtype.itemsize > 1
         pages = Pages(near, near, INDEX[:2048], none(2, 2, dtype=torch.int64))
@@ -154,9 +155,32 @@ def others() -> dict[str, Case]:
         cases[f"gather_sum {dtype} {choices}"] = Case(launch, (choices * dtype.itemsize, 0), deep=deep)
     order = none(131072, dtype=torch.int32)
     cases["tokens and rows"] = Case(partial(call, "permute", "tokens_and_rows", order, 131072, 8), (0, 8))
+    counts = none(128, dtype=torch.int64)
+    cases["counts and ends"] = Case(partial(call, "permute", "counts_and_ends", counts), (0, 2))
     cases["empty groups"] = Case(partial(call, "empty_groups", "clear_empty_groups", none(8, 2048, 768), ENDS), (2, 0))
     cases["take"] = Case(partial(call, "paged_copy", "take", pages, COUNT, 16384), (13, 3))
     cases["free"] = Case(partial(call, "paged_copy", "free", pages, INDEX[:256]), (2, 10))
+    return cases
+
+
+def balance() -> dict[str, Case]:
+    """Sums of shares by each score, of a choice that the router has made and of one that it has not, with a z-loss."""
+    cases, mask = {}, none(16384, dtype=torch.bool)
+    name = "routing.balance"
+    for of, experts, choice in CHOICES:
+        logits, mass = none(16384, experts, dtype=torch.float32), none(4, experts, dtype=torch.float32)
+        ids = none(16384, choice.k, dtype=torch.int64) if choice.groups is None else None
+        forward = partial(call, name, "token_sums", logits, choice, ids, mask, 4, 0.1)
+        backward = partial(call, name, "token_sums_backward", logits, choice.score, mask, 4, 0.1, mass, mass[0, 0])
+        deep = of == "softmax of all"
+        of_a_thread = 2 * -(-experts // 128)  # masses and counts, once a program
+        cases[f"sums {of}"] = Case(forward, (3 if ids is None else 11, of_a_thread + 2), deep=deep)
+        cases[f"sums {of} backward"] = Case(backward, (3, 0), deep=deep)
+    z_loss = partial(call, name, "token_sums", logits, choice, None, None, None, 0.1)
+    seen = none(4, 161, dtype=torch.float32)
+    cases["z-loss"] = Case(z_loss, (0, 1))
+    cases["switch loss"] = Case(partial(call, name, "switch_loss", mass, seen, 0.1), (16, 1))
+    cases["switch loss backward"] = Case(partial(call, name, "switch_loss_backward", seen, mass[0, 0], 0.1), (17, 0))
     return cases
 
 

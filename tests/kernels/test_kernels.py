@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moefw_kernels.permute import arrange, gather, gather_sum, group_chunks, sort_slots
+from moefw_kernels.permute import arrange, arrival, gather, gather_sum, group_chunks, sort_slots
 from moefw_kernels.swiglu import swiglu, weighted_swiglu, weighted_swiglu_backward
 
 
@@ -110,6 +112,27 @@ def _parts(rows: list[float], counts: list[int], capacity: int, alignment: int, 
         parts.append(rows[:budget][start : start + size])
         start += size
     return parts
+
+
+@given(st.integers(0, 6), st.integers(1, 3), st.integers(0, 1000))
+def test_where_the_host_would_wait_there_is_room_for_all_choices(tokens: int, k: int, seed: int) -> None:
+    """What is computed of the rows past the last end does not matter, not even if it is no number."""
+    ids_NK = torch.randint(-1, 3, (tokens, k), generator=torch.Generator().manual_seed(seed))
+    x_ND, weights_NK = torch.arange(1.0, tokens + 1).unsqueeze(1), torch.ones(tokens, k, requires_grad=True)
+    exact = arrange(ids_NK, 3)
+    with patch.object(arrival, "runs_ahead", return_value=True):
+        roomy = arrange(ids_NK, 3, counts_on_host=False)
+    assert roomy.sizes is None
+    assert torch.equal(roomy.counts_e, exact.counts_e)
+    assert torch.equal(roomy.offsets_e, exact.offsets_e)
+    wanted_RD, _ = exact.expand(x_ND, weights_NK)
+    rows_RD, weights_R = roomy.expand(x_ND, weights_NK)
+    used = torch.arange(tokens * k) < len(wanted_RD)
+    assert torch.equal(rows_RD[used], wanted_RD)
+    results_RD = torch.where(used.unsqueeze(1), rows_RD, torch.nan)
+    assert torch.equal(roomy.reduce(results_RD), exact.reduce(wanted_RD))
+    weights_R.backward(torch.where(used, 1.0, torch.nan))
+    assert torch.equal(weights_NK.grad, (ids_NK >= 0).float())
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -44,37 +43,33 @@ def logits_of(shape: tuple[int, int]) -> Tensor:
     return logits_TE
 
 
-def variants(tokens: int, experts: int) -> Iterator[tuple[Tensor | None, Tensor | None, bool]]:
-    """Yield biases, masks, and whether the scores are needed."""
+def variants(tokens: int, experts: int) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Yield biases and masks."""
     generator = torch.Generator().manual_seed(1)
     bias_E, mask_T = torch.randn(experts, generator=generator), torch.rand(tokens, generator=generator) < 0.7
-    yield None, None, False
-    yield bias_E, mask_T, True
-    yield bias_E, None, False
-    yield None, mask_T, True
+    yield None, None
+    yield bias_E, mask_T
+    yield bias_E, None
+    yield None, mask_T
 
 
 def kernels(
-    logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grads: tuple[Tensor, Tensor | None]
+    logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grad_TK: Tensor
 ) -> tuple[Chosen, Tensor]:
     from moefw_kernels.routing import triton
 
-    *routed, scores_TE, chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
-    saved_TE = logits_TE if choice.through_scores else None
-    grad_TE = triton.route_backward(routed[0], chosen_TK, saved_TE, *grads, choice, logits_TE.shape[1])
-    return Chosen(*routed, scores_TE), grad_TE
+    *routed, chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
+    saved_TE = logits_TE if choice.pre_softmax else None
+    grad_TE = triton.route_backward(routed[0], chosen_TK, saved_TE, grad_TK, choice, logits_TE.shape[1])
+    return Chosen(*routed, None), grad_TE
 
 
 def references(
-    logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grads: tuple[Tensor, Tensor | None]
+    logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grad_TK: Tensor
 ) -> tuple[Chosen, Tensor]:
     given = logits_TE.detach().requires_grad_()
     routed = reference.route(given, choice, bias_E, mask_T)
-    loss = (routed.weights_TK * grads[0]).sum()
-    if grads[1] is not None:
-        assert routed.scores_TE is not None
-        loss = loss + (routed.scores_TE * grads[1]).sum()
-    loss.backward()
+    (routed.weights_TK * grad_TK).sum().backward()
     assert given.grad is not None
     return routed, given.grad
 
@@ -83,29 +78,20 @@ def kernels_as_the_reference(score: str, shape: str) -> None:
     """In fp32, and in fp64 with the same choices: no further from it than a few last places."""
     tokens, experts, k, groups = SHAPES[shape]
     logits_TE = logits_of((tokens, experts))
-    for bias_E, mask_T, needs_scores in variants(tokens, experts):
-        choice = Choice(k=k, groups=groups, needs_scores=needs_scores, **SCORES[score])
-        generator = torch.Generator().manual_seed(2)
-        grad_TK, grad_TE = (
-            torch.randn(tokens, k, generator=generator),
-            torch.randn(tokens, experts, generator=generator),
-        )
-        grads = grad_TK, grad_TE if needs_scores else None
-        mine, my_grad = kernels(logits_TE, choice, bias_E, mask_T, grads)
-        right, right_grad = references(logits_TE, choice, bias_E, mask_T, grads)
+    for bias_E, mask_T in variants(tokens, experts):
+        choice = Choice(k=k, groups=groups, **SCORES[score])
+        grad_TK = torch.randn(tokens, k, generator=torch.Generator().manual_seed(2)).mT.contiguous().mT
+        mine, my_grad = kernels(logits_TE, choice, bias_E, mask_T, grad_TK)
+        right, right_grad = references(logits_TE, choice, bias_E, mask_T, grad_TK)
         assert torch.equal(mine.ids_TK, right.ids_TK)
         assert torch.equal(mine.counts_E, right.counts_E)
         assert mine.ids_TK.dtype == torch.int64
         assert mine.weights_TK.dtype == mine.counts_E.dtype == torch.float32
-        assert (mine.scores_TE is not None) == needs_scores
-        exact, exact_grad = references(logits_TE.double(), choice, bias_E, mask_T, grads)
+        exact, exact_grad = references(logits_TE.double(), choice, bias_E, mask_T, grad_TK)
         if torch.equal(exact.ids_TK, mine.ids_TK):
             right, right_grad = exact, exact_grad
         torch.testing.assert_close(mine.weights_TK, right.weights_TK.float(), rtol=3e-6, atol=1e-30)
         torch.testing.assert_close(my_grad, right_grad.float(), rtol=1e-5, atol=1e-6)
-        if needs_scores:
-            assert right.scores_TE is not None
-            torch.testing.assert_close(mine.scores_TE, right.scores_TE.float(), rtol=3e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize(
@@ -138,40 +124,21 @@ def test_equals_are_chosen_from_the_lowest_id_on(interpreter: ProcessPoolExecuto
     interpreter.submit(equals_by_the_lowest_id).result()
 
 
-def gradients_of_one_output() -> None:
-    from moefw_kernels.routing import triton
-
-    logits_TE, choice = logits_of((5, 6)), Choice(k=2, pre_softmax=True, needs_scores=True)
-    routed, _ = references(logits_TE, choice, None, None, (torch.ones(5, 2), None))
-    ones = torch.ones(5, 2), logits_of((5, 6)).mT.contiguous().mT
-    parts = [(ones[0], None), (None, ones[1])]
-    grads = [triton.route_backward(routed.ids_TK, None, logits_TE, *part, choice, 6) for part in parts]
-    together = triton.route_backward(routed.ids_TK, None, logits_TE, *ones, choice, 6)
-    torch.testing.assert_close(grads[0] + grads[1], together)
-
-
-def test_an_output_that_nobody_uses_has_no_gradient(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(gradients_of_one_output).result()
-
-
 def as_on_a_gpu(score: str) -> None:
     """The operator with its kernels under autograd."""
     Tensor.is_cuda = True  # type: ignore[assignment]
     try:
-        for bias_E, mask_T, needs_scores in variants(9, 12):
-            choice = Choice(k=3, groups=(4, 2, 1), needs_scores=needs_scores, **SCORES[score])
+        for bias_E, mask_T in variants(9, 12):
+            choice = Choice(k=3, groups=(4, 2, 1), needs_scores=True, **SCORES[score])
             mine, right = (logits_of((9, 12)).requires_grad_() for _ in range(2))
             for given, of in ((mine, route), (right, reference.route)):
                 found = of(given, choice, bias_E, mask_T)
-                loss = (found.weights_TK * torch.arange(27.0).view(9, 3)).sum()
-                if needs_scores:
-                    assert found.scores_TE is not None
-                    loss = loss + found.scores_TE.square().sum()
-                loss.backward()
+                assert (found.scores_TE is None) == (of is route)
+                (found.weights_TK * torch.arange(27.0).view(9, 3)).sum().backward()
             torch.testing.assert_close(mine.grad, right.grad, rtol=1e-5, atol=1e-5)
         held: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
-            route(mine, replace(choice, needs_scores=False), None, None)
+            route(mine, choice, None, None)
         assert (12 in {x.shape[-1] for x in held}) == choice.pre_softmax
         with pytest.MonkeyPatch.context() as patch:
             patch.delattr("moefw_kernels.routing.triton.route")

@@ -164,7 +164,7 @@ def test_all_losses_may_stand_side_by_side_under_their_names() -> None:
     assert not any(loss.requires_grad for loss in routing.aux_losses.values())
 
 
-def test_the_map_of_the_balance_loss_knows_no_bias_and_no_groups() -> None:
+def test_the_map_of_the_balance_loss_knows_no_bias_no_groups_and_no_replay() -> None:
     plain = router(4, score="sigmoid", balance=(Balance(kind="aux_loss"),))
     rules = (Balance(kind="aux_loss"), Balance(kind="expert_bias"))
     limited = router(4, score="sigmoid", balance=rules, groups=Groups(count=4, keep=2))
@@ -173,6 +173,11 @@ def test_the_map_of_the_balance_loss_knows_no_bias_and_no_groups() -> None:
     one, other = plain(x_TD, batch), limited(x_TD, batch)
     assert not torch.equal(one.expert_ids_TK, other.expert_ids_TK)
     assert torch.equal(one.aux_losses["aux_loss"], other.aux_losses["aux_loss"])
+    replayed = plain(x_TD, batch_of((3, 7), routes={0: other.expert_ids_TK}))
+    grouped = router(4, score="sigmoid", balance=(Balance(kind="aux_loss"),), groups=Groups(count=4, keep=2))
+    for routing in (replayed, grouped(x_TD, batch)):
+        assert not torch.equal(one.expert_ids_TK, routing.expert_ids_TK)
+        assert torch.equal(one.aux_losses["aux_loss"], routing.aux_losses["aux_loss"])
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -27,6 +27,7 @@ PACKAGES = (
     "quantize",
     "rope",
     "routing",
+    "routing.balance",
     "swiglu",
     "swiglu_quantize",
     "swizzle",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -16,23 +17,28 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moefw.runtime.compute import bf16_parts
 from moefw.testing.host_waits import NAME
-from moefw_kernels.routing import Choice, Chosen
+from moefw_kernels.permute import reference as permute
+from moefw_kernels.routing import Chosen
 
 KERNELS = {
     ("counting_sort", "counting_sort"): 3,
     ("empty_groups", "clear_empty_groups"): 1,
+    ("permute", "counts_and_ends"): 1,
     ("permute", "gather_sum"): 1,
     ("permute", "tokens_and_rows"): 1,
     ("routing", "route"): 2,
+    ("routing.balance", "switch_loss"): 1,
+    ("routing.balance", "token_sums"): 2,
     ("swiglu", "weighted_swiglu"): 1,
     ("swiglu", "weighted_swiglu_backward"): 1,
 }
-"""How many kernels a GPU launches for a package's function."""
-ROUTE_BACKWARD = 1
+"""How many kernels a GPU launches for a package's function; for the sums over tokens of one kind of rows."""
+BACKWARD = {("routing", "route"): 1, ("routing.balance", "switch_loss"): 1, ("routing.balance", "token_sums"): 1}
+"""How many for the gradient of its first argument, if it has one of its own."""
 OPERATORS = {"topk": 2, "sort": 4, "cumsum": 2, "_grouped_mm": 2}
 """Kernels of an operator that launches several: selection and sort, radix passes, cast and scan, addresses and GEMM."""
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -46,6 +52,12 @@ class Launch:
     name: str
     kernels: int
     nbytes: int
+
+
+def with_places_in_int32(counting_sort: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
+    """Return what the kernels of the counting sort do."""
+    order_N, counts = counting_sort(*args)
+    return order_N.int(), counts
 
 
 class Launches(TorchDispatchMode):
@@ -83,8 +95,16 @@ class Launches(TorchDispatchMode):
         self._patches = ExitStack()
         for (package, name), kernels in KERNELS.items():
             reference = import_module(f"moefw_kernels.{package}.reference")
-            counted = self._counted(name, getattr(reference, name), kernels)
+            function, backward = getattr(reference, name), BACKWARD.get((package, name))
+            if name == "counting_sort":
+                function = partial(with_places_in_int32, function)
+            if backward is None:
+                counted = self._counted(name, function, kernels)
+            else:
+                counted = self._differentiable(name, function, kernels, backward)
             self._patches.enter_context(mock.patch.object(reference, name, counted))
+        kept = self._counted("gather_sum", permute.sum_of_kept, KERNELS["permute", "gather_sum"])
+        self._patches.enter_context(mock.patch.object(permute, "sum_of_kept", kept))
         product = self._counted("mm", lambda a, b: a.float() @ b.float(), 1)
         self._patches.enter_context(mock.patch.object(bf16_parts, "fp32_mm", product))
         self._patches.enter_context(mock.patch.object(bf16_parts, "takes_kernels", return_value=True))
@@ -101,34 +121,40 @@ class Launches(TorchDispatchMode):
             self.note(name, kernels, args, result)
             return result
 
-        def route(*args: Any) -> Chosen:
-            return Chosen(*_Route.apply(self, function, *args))  # type: ignore[no-untyped-call]
+        return call
 
-        return route if name == "route" else call
+    def _differentiable(
+        self, name: str, function: Callable[..., Any], forward: int, backward: int
+    ) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            leaves = _Differentiable.apply(self, name, function, (forward, backward), *args)  # type: ignore[no-untyped-call]
+            result = tree_unflatten([*leaves[1:]], leaves[0])
+            return result._replace(scores_TE=None) if isinstance(result, Chosen) else result
+
+        return call
 
 
-class _Route(torch.autograd.Function):
-    """The router's choice, whose reference autograd would differentiate operator by operator."""
+class _Differentiable(torch.autograd.Function):
+    """A function with a kernel for its gradient, whose reference autograd would differentiate operator by operator."""
 
     @staticmethod
     def forward(
-        ctx: Any, launches: Launches, function: Callable[..., Chosen], logits_TE: Tensor, choice: Choice, *others: Any
-    ) -> tuple[Tensor | None, ...]:
+        ctx: Any, launches: Launches, name: str, function: Callable[..., Any], kernels: tuple[int, int], *args: Any
+    ) -> tuple[Any, ...]:
         with torch.enable_grad(), launches.paused():
-            ctx.given = logits_TE.detach().requires_grad_()
-            ids_TK, ctx.weights, counts_E, scores_TE = function(ctx.given, choice, *others)
-        ctx.scores, ctx.launches = scores_TE if choice.needs_scores else None, launches
-        launches.note(
-            "route", KERNELS["routing", "route"], logits_TE, others, ids_TK, ctx.weights, counts_E, ctx.scores
-        )
-        ctx.mark_non_differentiable(ids_TK, counts_E)
+            ctx.given = args[0].detach().requires_grad_()
+            ctx.made, spec = tree_flatten(function(ctx.given, *args[1:]))
+        ctx.launches, ctx.name, ctx.backward, ctx.num_args = launches, name, kernels[1], len(args)
+        launches.note(name, kernels[0], args, ctx.made)
+        tensors = [leaf for leaf in ctx.made if isinstance(leaf, Tensor)]
+        ctx.mark_non_differentiable(*(leaf for leaf in tensors if not leaf.requires_grad))
         ctx.set_materialize_grads(False)
-        return ids_TK, ctx.weights.detach(), counts_E, None if ctx.scores is None else ctx.scores.detach()
+        return spec, *(leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in ctx.made)
 
     @staticmethod
-    def backward(ctx: Any, _: None, grad_TK: Tensor, __: None, grad_TE: Tensor | None) -> tuple[Tensor | None, ...]:
-        grads = {made: grad for made, grad in ((ctx.weights, grad_TK), (ctx.scores, grad_TE)) if grad is not None}
+    def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        made = {leaf: grad for leaf, grad in zip(ctx.made, grads, strict=True) if grad is not None}
         with ctx.launches.paused():
-            (grad,) = torch.autograd.grad([*grads], [ctx.given], [*grads.values()])
-        ctx.launches.note("route_backward", ROUTE_BACKWARD, [*grads.items()], grad)
-        return None, None, grad, None, None, None
+            (grad,) = torch.autograd.grad([*made], [ctx.given], [*made.values()])
+        ctx.launches.note(f"{ctx.name}_backward", ctx.backward, [*made.items()], grad)
+        return None, None, None, None, grad, *[None] * (ctx.num_args - 1)

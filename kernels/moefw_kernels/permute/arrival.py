@@ -15,7 +15,7 @@ from moefw_kernels.counting_sort import counting_sort
 from moefw_kernels.counting_sort.reference import keys_of
 from moefw_kernels.devices import on_host, runs_ahead
 from moefw_kernels.permute.groups import Slots, Sorted, padded, put, shifts, spans
-from moefw_kernels.permute.rows import RowMap, clear, gather, gather_sum, row_map
+from moefw_kernels.permute.rows import RowMap, clear, counts_and_ends, gather, gather_sum, row_map
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +24,7 @@ class Arrival:
 
     ``rows`` maps arrived rows to grouped rows; ``slot_R = n * K + k`` is the choice of each grouped row. ``tail`` rows
     follow the last group; ``left_out``, int64 of shape (), exceeded the budget, if there is one. ``sizes``: None if the
-    host does not know them.
+    host does not know them; ``unused_R``, bool, are then rows past the last group, if they are no padding.
     """
 
     rows: RowMap
@@ -34,12 +34,13 @@ class Arrival:
     offsets_e: Tensor
     left_out: Tensor | None = None
     tail: int = 0
+    unused_R: Tensor | None = None
 
     def expand(self, rows_ND: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``rows_RD`` and ``weights_R``; padding is zero. Differentiable."""
         rows_RD, weights_R = gather(rows_ND, self.rows), weights_of(weights_NK, self.slot_R)
-        if self.rows.padding is not None:
-            weights_R = clear(weights_R, self.rows.padding)
+        if (unused := self.rows.padding if self.unused_R is None else self.unused_R) is not None:
+            weights_R = clear(weights_R, unused)
         if not self.tail:
             return rows_RD, weights_R
         return F.pad(rows_RD, (0, 0, 0, self.tail)), F.pad(weights_R, (0, self.tail))
@@ -94,18 +95,21 @@ def arrange(
     The host waits only if it has to read the counts: not with ``counts``, the number of rows of each expert. Without
     ``counts_on_host``, no part needs the sizes of groups there, and they are read only if shapes depend on them: not
     with a budget, nor with ``num_rows``, the sum of the counts, if there is no padding. Where the host would wait,
-    there is room for all choices instead, and a full group where there is a ``capacity``, which no expert exceeds:
-    only padding to an ``alignment`` alone is read, since room for all of it would be much more than it takes.
+    there is room for all choices instead, and a full group where there is a ``capacity``, which no expert exceeds.
+    They are still read for an ``alignment`` alone: room for all of its padding would be much more than it takes.
     """
     arrived: tuple[int, int] = (expert_NK.shape[0], expert_NK.shape[1])
     slots, found = _sorted(expert_NK, num_experts, source_N)
     is_plain, reads = alignment == 1 and not capacity and budget is None, counts is None
     if counts is None and not counts_on_host:
-        reads = not is_plain or num_rows is None
-        if budget is None and reads and runs_ahead(slots.device):
-            budget = _room_for_all(expert_NK.numel(), num_experts, alignment, capacity)
+        waits = runs_ahead(slots.device)
+        if budget is None and capacity and waits:
+            budget = num_experts * padded(capacity, alignment)
         if budget is not None:
             return _within_budget(slots, expert_NK, found, alignment, capacity, budget, arrived)
+        if is_plain and num_rows is None and waits:
+            return _with_room_for_all(slots, found, arrived)
+        reads = not is_plain or num_rows is None
     if reads:
         (counts,) = on_host(found)
     if not is_plain:
@@ -115,14 +119,17 @@ def arrange(
     num_rows = num_rows if sizes is None else sum(sizes)
     assert num_rows is not None
     of_rows = Sorted(slots, found, *arrived).slots(num_rows)
-    return Arrival(of_rows.rows, of_rows.slot_R, sizes, found.int(), found.cumsum(0, dtype=torch.int32))
+    return Arrival(of_rows.rows, of_rows.slot_R, sizes, *counts_and_ends(found))
 
 
-def _room_for_all(choices: int, num_experts: int, alignment: int, capacity: int) -> int | None:
-    """Return a number of rows that is enough, or None if it would be much more than is needed."""
-    if capacity:
-        return num_experts * padded(capacity, alignment)
-    return choices if alignment == 1 else None
+def _with_room_for_all(slots: Tensor, found: Tensor, arrived: tuple[int, int]) -> Arrival:
+    """Return the mapping of slots in order to a row for each of them: those without an expert are past the last end."""
+    counts_e, ends_e = counts_and_ends(found)
+    of_rows, end = Sorted(slots, found, *arrived).slots(len(slots)), ends_e[-1:]
+    row_NK = torch.where(of_rows.rows.row_TK < end, of_rows.rows.row_TK, -1)
+    unused_R = torch.arange(len(slots), device=slots.device) >= end
+    rows = row_map(of_rows.rows.token_R, row_NK, dropped=True)
+    return Arrival(rows, of_rows.slot_R, None, counts_e, ends_e, unused_R=unused_R)
 
 
 def _sorted(expert_NK: Tensor, num_experts: int, source_N: Tensor | None) -> tuple[Tensor, Tensor]:

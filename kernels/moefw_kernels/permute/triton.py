@@ -51,6 +51,18 @@ def _tokens_and_rows_kernel(order, tokens, rows, length, num_rows, k, ROWS: tl.c
     tl.store(rows + choice, tl.where(row < num_rows, row, -1), mask=row < length)
 
 
+@triton.jit
+def _counts_and_ends_kernel(counts, narrow, ends, length, ROWS: tl.constexpr):
+    """Store the counts of all groups, and their running sum."""
+    before = tl.zeros((), tl.int32)
+    for start in range(0, length, ROWS):
+        group = start + tl.arange(0, ROWS)
+        count = tl.load(counts + group, mask=group < length, other=0).to(tl.int32)
+        tl.store(narrow + group, count, mask=group < length)
+        tl.store(ends + group, before + tl.cumsum(count, 0), mask=group < length)
+        before += tl.sum(count, 0)
+
+
 def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     """Implement ``reference.gather_sum`` for bf16, fp16 and fp32; ``row_TK`` is -1 for a dropped choice."""
     (tokens, choices), columns = row_TK.shape, rows_RD.shape[1]
@@ -73,3 +85,10 @@ def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Ten
     if length:
         _tokens_and_rows_kernel[(triton.cdiv(length, _ROWS),)](order_N, token_R, row_N, length, num_rows, k, _ROWS)
     return token_R, row_N
+
+
+def counts_and_ends(counts_e: Tensor) -> tuple[Tensor, Tensor]:
+    """Implement ``reference.counts_and_ends``."""
+    narrow_e, ends_e = (torch.empty(len(counts_e), dtype=torch.int32, device=counts_e.device) for _ in range(2))
+    _counts_and_ends_kernel[(1,)](counts_e.contiguous(), narrow_e, ends_e, len(counts_e), _ROWS)
+    return narrow_e, ends_e

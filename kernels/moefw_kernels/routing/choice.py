@@ -15,7 +15,7 @@ class Choice:
     ``groups`` (count, keep, best): only to experts of its ``keep`` groups whose ``best`` best have the largest sum.
     Weights are the softmax over the chosen logits, or with ``pre_softmax`` the chosen scores of a softmax over all
     experts. With another ``score`` they are the chosen scores, divided by their sum if ``renormalise``. All are
-    multiplied by ``scale``. ``needs_scores``: the scores of all experts are wanted, too, and are differentiable.
+    multiplied by ``scale``. ``needs_scores``: the scores of all experts, if PyTorch makes them, are differentiable.
     """
 
     k: int
@@ -39,7 +39,7 @@ class Choice:
 
 class Chosen(NamedTuple):
     """``ids_TK`` int64 and ``weights_TK`` fp32, -1 and 0 where a choice is absent; ``counts_E`` fp32: how many tokens
-    chose each expert; ``scores_TE`` in the dtype of the logits, None where nobody needs them and a kernel makes none.
+    chose each expert; ``scores_TE`` in the dtype of the logits, None from a kernel, which keeps them to itself.
     """
 
     ids_TK: Tensor

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefw_kernels.routing.choice import Choice, Chosen
-from moefw_kernels.routing.losses import count_choices, count_ids
+from moefw_kernels.routing.counts import count_choices, count_ids
 from moefw_kernels.routing.scores import SCORES, in_best_groups, weigh
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of the router's choice. A program routes some tokens, a few at a time.
 
 Experts lie in groups, each padded to a power of two. What an expert is chosen by is a key, unique among a token's
-experts: a float's bits as an integer of the same order, then the lower number first. ``NONE`` is below all keys.
+experts: a float's bits as an integer of the same order, then the lower number first.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -14,93 +14,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from moefw_kernels.casts import is_compiled
 from moefw_kernels.routing.choice import Choice
-from moefw_kernels.routing.scores import LINEAR_ABOVE
+from moefw_kernels.routing.in_kernels import (
+    NONE,
+    contiguous,
+    keys_of,
+    ordered,
+    score_of,
+    slope_of,
+    softmax,
+    together,
+    value_of,
+)
 
 TOKENS: Final = 32
 """Tokens of a program: a row of counts."""
-ELEMENTS: Final = 1024
-"""Logits that a program looks at together, at least those of one token."""
-NONE: Final = tl.constexpr(-(2**63))
-_LINEAR_ABOVE: Final = tl.constexpr(LINEAR_ABOVE)
-_TINY: Final = tl.constexpr(torch.finfo(torch.float32).tiny)
-
-
-@triton.jit
-def _ordered(x):
-    """Return integers in the order of floats, NaN last, and 0 for -0."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(x == 0.0, 0, bits)
-    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _keys(x, place, PLACES: tl.constexpr):
-    return (_ordered(x) << 32) | (PLACES - 1 - place).to(tl.int64)
-
-
-@triton.jit
-def _value(key):
-    """Return the float of a key."""
-    bits = (key >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exp(x, COMPILED: tl.constexpr):
-    if COMPILED:  # noqa: SIM108
-        power = libdevice.exp(x)
-    else:
-        power = tl.exp(x)
-    return power
-
-
-@triton.jit
-def _sigmoid(x, COMPILED: tl.constexpr):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + _exp(-x, COMPILED))
-
-
-@triton.jit
-def _log1p(x, COMPILED: tl.constexpr):
-    """Return ``log(1 + x)``. The interpreter has no log1p: what rounding adds to 1 + x is taken out by a ratio."""
-    if COMPILED:
-        found = libdevice.log1p(x)
-    else:
-        more = 1.0 + x
-        found = tl.where(more == 1.0, x, tl.log(more) * (x / tl.where(more == 1.0, 1.0, more - 1.0)))
-    return found
-
-
-@triton.jit
-def _score(x, SCORE: tl.constexpr, COMPILED: tl.constexpr):
-    """Return scores that depend on their own logit alone."""
-    if SCORE == "sigmoid":
-        score = _sigmoid(x, COMPILED)
-    else:
-        soft = _log1p(_exp(tl.minimum(x, _LINEAR_ABOVE), COMPILED), COMPILED)
-        score = tl.sqrt_rn(tl.maximum(tl.where(x > _LINEAR_ABOVE, x, soft), _TINY))
-    return score
-
-
-@triton.jit
-def _slope(x, score, SCORE: tl.constexpr, COMPILED: tl.constexpr):
-    """Return the slope of such a score; 0 where it is clamped."""
-    if SCORE == "sigmoid":
-        slope = score * (1.0 - score)
-    else:
-        slope = tl.div_rn(_sigmoid(x, COMPILED), 2.0 * score)
-        slope = tl.where(score * score < _TINY, 0.0, slope)
-    return slope
-
-
-@triton.jit
-def _softmax(x, COMPILED: tl.constexpr):
-    """Return the softmax of rows. What is not there is -inf."""
-    power = _exp(x - tl.max(x, 1)[:, None], COMPILED)
-    return tl.div_rn(power, tl.broadcast_to(tl.sum(power, 1)[:, None], power.shape))
 
 
 @triton.jit
@@ -114,23 +44,23 @@ def _only_best_groups(
     worth = tl.zeros((N, G), tl.float32)
     for _ in range(BEST):
         best = tl.max(left, 2)
-        worth += _value(best)
+        worth += value_of(best)
         left = tl.where(left == best[:, :, None], NONE, left)
     group = tl.arange(0, G)[None, :]
-    of_group = tl.where(group < GROUPS, _keys(worth, group, G), NONE)
+    of_group = tl.where(group < GROUPS, keys_of(worth, group, G), NONE)
     kept = tl.zeros((N, G), tl.int1)
     for _ in range(KEEP):
         best = tl.max(of_group, 1)[:, None]
         kept = kept | (of_group == best)
         of_group = tl.where(of_group == best, NONE, of_group)
-    lost = (_ordered(tl.full((N, G, S), float("-inf"), tl.float32)) << 32) | (keys_NGS & 0xFFFFFFFF)
+    lost = (ordered(tl.full((N, G, S), float("-inf"), tl.float32)) << 32) | (keys_NGS & 0xFFFFFFFF)
     keys_NGS = tl.where(kept[:, :, None] | (keys_NGS == NONE), keys_NGS, lost)
     return tl.reshape(keys_NGS, (N, G * S))
 
 
 @triton.jit
 def _route_kernel(
-    logits, bias, present, ids, weights, counts, scores, chosen, tokens, num_experts, scale,
+    logits, bias, present, ids, weights, counts, chosen, tokens, num_experts, scale,
     SCORE: tl.constexpr, PRE: tl.constexpr, RENORMALISE: tl.constexpr,
     GROUPS: tl.constexpr, KEEP: tl.constexpr, BEST: tl.constexpr, SIZE: tl.constexpr,
     G: tl.constexpr, S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
@@ -150,16 +80,12 @@ def _route_kernel(
         inside = routed[:, None] & there[None, :]
         logit = tl.where(there[None, :], tl.load(logits + at, mask=inside, other=0.0), float("-inf"))
         by = logit
-        if PRE or SCORE != "softmax" or scores is not None:
-            score = _softmax(logit, COMPILED) if SCORE == "softmax" else _score(logit, SCORE, COMPILED)
-            if scores is not None:
-                tl.store(scores + at, score, mask=inside)
-            if PRE or SCORE != "softmax":
-                by = score
+        if PRE or SCORE != "softmax":
+            by = softmax(logit, COMPILED) if SCORE == "softmax" else score_of(logit, SCORE, COMPILED)
         value = by if PRE else logit
         if bias is not None:
             by += tl.load(bias + expert, mask=there, other=0.0)[None, :]
-        keys = tl.where(there[None, :], _keys(by, place[None, :], G * S), NONE)
+        keys = tl.where(there[None, :], keys_of(by, place[None, :], G * S), NONE)
         if GROUPS > 1:
             keys = _only_best_groups(keys, GROUPS, KEEP, BEST, N, G, S)
         id_NK = tl.zeros((N, KP), tl.int32)
@@ -177,9 +103,9 @@ def _route_kernel(
         if PRE:
             weight = value_NK
         elif SCORE == "softmax":
-            weight = _softmax(tl.where(k < K, value_NK, float("-inf")), COMPILED)
+            weight = softmax(tl.where(k < K, value_NK, float("-inf")), COMPILED)
         else:
-            weight = tl.where(k < K, _score(value_NK, SCORE, COMPILED), 0.0)
+            weight = tl.where(k < K, score_of(value_NK, SCORE, COMPILED), 0.0)
             if RENORMALISE:
                 weight = tl.div_rn(weight, tl.broadcast_to(tl.sum(weight, 1)[:, None] + 1e-20, weight.shape))
         to = t[:, None] * K + k
@@ -193,7 +119,7 @@ def _route_kernel(
 
 @triton.jit
 def _backward_kernel(
-    ids, chosen, logits, grad_weights, grad_scores, grad_logits, tokens, num_experts, scale,
+    ids, chosen, logits, grad_weights, grad_logits, tokens, num_experts, scale,
     SCORE: tl.constexpr, PRE: tl.constexpr, RENORMALISE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, N: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -203,48 +129,37 @@ def _backward_kernel(
     of_choice = t[:, None] * K + k
     there = (t < tokens)[:, None] & (k < K)
     id_NK = tl.load(ids + of_choice, mask=there, other=-1).to(tl.int32)
-    grad = tl.zeros((N, KP), tl.float32)
-    if grad_weights is not None:
-        grad = tl.where(id_NK >= 0, tl.load(grad_weights + of_choice, mask=there, other=0.0) * scale, 0.0)
+    grad = tl.where(id_NK >= 0, tl.load(grad_weights + of_choice, mask=there, other=0.0) * scale, 0.0)
     if not PRE:
         x = tl.load(chosen + of_choice, mask=there, other=0.0)
         if SCORE == "softmax":
-            share = _softmax(tl.where(k < K, x, float("-inf")), COMPILED)
+            share = softmax(tl.where(k < K, x, float("-inf")), COMPILED)
             grad = share * (grad - tl.sum(grad * share, 1)[:, None])
         else:
-            score = tl.where(k < K, _score(x, SCORE, COMPILED), 0.0)
+            score = tl.where(k < K, score_of(x, SCORE, COMPILED), 0.0)
             if RENORMALISE:
                 total = tl.broadcast_to(tl.sum(score, 1)[:, None] + 1e-20, score.shape)
                 grad = tl.div_rn(grad - tl.sum(grad * tl.div_rn(score, total), 1)[:, None], total)
-            grad *= tl.where(k < K, _slope(x, score, SCORE, COMPILED), 0.0)
+            grad *= tl.where(k < K, slope_of(x, score, SCORE, COMPILED), 0.0)
     spread = tl.zeros((N, E), tl.float32)
     for choice in range(K):
         hit = expert == tl.sum(tl.where(k == choice, id_NK, 0), 1)[:, None]
         spread += tl.where(hit, tl.sum(tl.where(k == choice, grad, 0.0), 1)[:, None], 0.0)
     at = t[:, None] * num_experts + expert
     inside = (t < tokens)[:, None] & (expert < num_experts)
-    if logits is not None:
-        through = tl.zeros((N, E), tl.float32)
-        if grad_scores is not None:
-            through = tl.load(grad_scores + at, mask=inside, other=0.0)
-        if PRE:
-            through += spread
+    if PRE:
         x = tl.where(expert < num_experts, tl.load(logits + at, mask=inside, other=0.0), float("-inf"))
-        if SCORE == "softmax":
-            share = _softmax(x, COMPILED)
-            through = share * (through - tl.sum(share * through, 1)[:, None])
-        else:
-            through *= _slope(x, _score(x, SCORE, COMPILED), SCORE, COMPILED)
-        spread = through if PRE else spread + through
+        share = softmax(x, COMPILED)
+        spread = share * (spread - tl.sum(share * spread, 1)[:, None])
     tl.store(grad_logits + at, spread, mask=inside)
 
 
 def route(
     logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Implement ``moefw_kernels.routing.route`` for fp32; return also what weights were computed from, fp32 (T, K).
 
-    The scores are None if they are not needed, and the last is None where the weights are the scores of a softmax.
+    The last is None where the weights are the scores of a softmax.
     """
     (tokens, experts), k, logits_TE = logits_TE.shape, choice.k, logits_TE.contiguous()
     count, keep, best = choice.groups or (1, 1, 1)
@@ -253,35 +168,33 @@ def route(
     ids_TK = logits_TE.new_empty(tokens, k, dtype=torch.int64)
     weights_TK = logits_TE.new_empty(tokens, k)
     chosen_TK = None if choice.pre_softmax else logits_TE.new_empty(tokens, k)
-    scores_TE = torch.empty_like(logits_TE) if choice.needs_scores else None
     counts_PE = logits_TE.new_empty(programs, experts)
     if tokens:
         _route_kernel[(programs,)](
-            logits_TE, _contiguous(bias_E), _contiguous(mask_T),
-            ids_TK, weights_TK, counts_PE, scores_TE, chosen_TK, tokens, experts, choice.scale,
+            logits_TE, contiguous(bias_E), contiguous(mask_T),
+            ids_TK, weights_TK, counts_PE, chosen_TK, tokens, experts, choice.scale,
             *_kind(choice), count, keep, best, experts // count, groups, group, k, triton.next_power_of_2(k),
-            TOKENS, min(TOKENS, _together(groups * group)), is_compiled(),
+            TOKENS, min(TOKENS, together(groups * group)), is_compiled(),
         )  # fmt: skip
-    return ids_TK, weights_TK, counts_PE.sum(0), scores_TE, chosen_TK
+    return ids_TK, weights_TK, counts_PE.sum(0), chosen_TK
 
 
 def route_backward(
     ids_TK: Tensor,
     chosen_TK: Tensor | None,
     logits_TE: Tensor | None,
-    grad_TK: Tensor | None,
-    grad_TE: Tensor | None,
+    grad_TK: Tensor,
     choice: Choice,
     num_experts: int,
 ) -> Tensor:
-    """Return the gradient of the logits, given those of weights and scores; ``logits_TE`` if a gradient reaches all."""
+    """Return the gradient of the logits, given that of weights; ``logits_TE`` if they are scores of a softmax."""
     tokens, k = ids_TK.shape
     grad_logits_TE = torch.empty(tokens, num_experts, dtype=torch.float32, device=ids_TK.device)
     width = triton.next_power_of_2(num_experts)
     if tokens:
-        each = _together(width)
+        each = together(width)
         _backward_kernel[(triton.cdiv(tokens, each),)](
-            ids_TK, chosen_TK, _contiguous(logits_TE), _contiguous(grad_TK), _contiguous(grad_TE), grad_logits_TE,
+            ids_TK, chosen_TK, contiguous(logits_TE), contiguous(grad_TK), grad_logits_TE,
             tokens, num_experts, choice.scale,
             *_kind(choice), width, k, triton.next_power_of_2(k), each, is_compiled(),
         )  # fmt: skip
@@ -290,12 +203,3 @@ def route_backward(
 
 def _kind(choice: Choice) -> tuple[Any, ...]:
     return choice.score, choice.pre_softmax, choice.renormalise
-
-
-def _together(width: int) -> int:
-    """Return how many tokens a program looks at together."""
-    return max(1, ELEMENTS // width)
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple, final
+from collections.abc import Mapping, Sequence
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moefw.core.errors import ContractError
-from moefw.core.site import Dims
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk.options import OVER_MODEL, Balance
 from moefw.plugins.routers.topk.token_groups import ALONE, TokenGroups
-from moefw_kernels.routing import count_choices, load_loss, switch_loss, z_loss
+from moefw_kernels.routing import Choice, Rows, switch_loss, token_sums
 
 LOAD = "global_load"
 """State (E): each expert's plain top-k choices in the last whole global batch, 1 = fair."""
@@ -32,47 +30,32 @@ Pooled = Mapping[str, Tensor]
 micro-batch choose each expert, and how many there are, (E + 1)."""
 
 
-class View(NamedTuple):
-    """Inputs of balance losses: probabilities over experts, their plain top-k, and the valid tokens."""
-
-    shares_TE: Tensor
-    ids_TK: Tensor
-    valid_T: Tensor
-    batch: Batch
-    load_E: Tensor | None
-    add_up: Callable[[Tensor], object] | None
+def rows_of(level: str, batch: Batch, num_tokens: int) -> Rows | None:
+    """Return the rows of tokens that a level balances."""
+    if level == "sequence":
+        return sequences(batch, num_tokens)
+    return Rows(1) if level == "micro_batch" else None
 
 
-def over_micro_batch(view: View) -> Tensor:
-    """Return the Switch loss over all tokens of the micro-batch."""
-    row_T = view.ids_TK.new_zeros(len(view.ids_TK))
-    return switch_loss(view.shares_TE, view.ids_TK, view.valid_T, row_T, 1, view.add_up)
-
-
-def over_sequences(view: View) -> Tensor:
-    """Return the Switch loss of each sequence, weighted by its valid tokens."""
-    row_T, sequences = view.batch.sequence_T, len(view.batch.lengths or view.batch.ids_BS)
-    if len(row_T) != len(view.shares_TE):
-        what = f"a balance over sequences got {len(view.shares_TE)} tokens; the batch has {len(row_T)} for this rank."
+def sequences(batch: Batch, num_tokens: int) -> Rows:
+    """Return a row for each sequence. Raises ContractError if the tokens are not those of the batch."""
+    count = len(batch.lengths or batch.ids_BS)
+    if batch.lengths is None and batch.part is None and num_tokens == batch.ids_BS.numel():
+        return Rows(count)
+    row_T = batch.sequence_T
+    if len(row_T) != num_tokens:
+        what = f"a balance over sequences got {num_tokens} tokens; the batch has {len(row_T)} for this rank."
         raise ContractError(what, "Hand the tokens of the batch to the router, or set its part.")
-    return switch_loss(view.shares_TE, view.ids_TK, view.valid_T, row_T, sequences, view.add_up)
+    return Rows(count, None if count == 1 else row_T)
 
 
-def over_global_batch(view: View) -> Tensor:
+def load_loss(mass_E: Tensor, load_E: Tensor) -> Tensor:
     """Return the loss against the load of the last whole global batch (uniform before the first).
 
-    One step late, on purpose: nothing is exchanged in forward, and no split of the batch changes it.
+    One step late, on purpose: nothing is exchanged in forward, and no split of the batch changes it. It is the Switch
+    loss with counts from elsewhere.
     """
-    assert view.load_E is not None
-    return load_loss(view.shares_TE, view.valid_T, view.load_E)
-
-
-def pooled(view: View) -> Pooled:
-    """Return what :func:`over_model` needs of a layer."""
-    seen_X = torch.cat([count_choices(view.ids_TK, view.shares_TE.shape[1]), view.valid_T.sum().float().view(1)])
-    if view.add_up is not None:
-        view.add_up(seen_X)
-    return {"mass_E": (view.shares_TE * view.valid_T.unsqueeze(1)).sum(0), "seen_X": seen_X}
+    return (mass_E * load_E).sum()
 
 
 def over_model(layers: Sequence[Pooled]) -> Tensor:
@@ -86,60 +69,60 @@ def over_model(layers: Sequence[Pooled]) -> Tensor:
     return (mass_E * seen_X[:-1]).sum() * (len(mass_E) / len(layers)) / seen_X[-1].clamp_min(1)
 
 
-LEVELS: dict[str, Callable[[View], Tensor]] = {
-    "micro_batch": over_micro_batch,
-    "sequence": over_sequences,
-    "global_batch": over_global_batch,
-}
-
-
 @final
 class Losses:
-    """All losses of one router. The functions are chosen once.
+    """All losses of one router, whose ``choice`` says how many experts a token chooses by which score.
 
     The counts of the ranks in ``groups`` are added up.
     """
 
-    def __init__(self, rules: Sequence[Balance], dims: Dims, *, normalise: bool, groups: TokenGroups = ALONE) -> None:
-        self.num_experts, self.top_k, self.normalise = dims.num_experts, dims.top_k, normalise
-        pooling = [rule.option("coeff") for rule in rules if rule.level == OVER_MODEL]
-        self.over_model = pooling[0] if pooling else None
-        aux = [rule for rule in rules if rule.kind == "aux_loss" and rule.level != OVER_MODEL]
-        self.levels = tuple((NAMES[r.option("over")], r.option("coeff"), LEVELS[r.option("over")]) for r in aux)
-        self.keeps_load = "global_batch" in {rule.option("over") for rule in aux}
-        self._groups = groups
-        self.z_coeffs = tuple(rule.option("coeff") for rule in rules if rule.kind == "z_loss")
+    def __init__(self, rules: Sequence[Balance], choice: Choice, groups: TokenGroups = ALONE) -> None:
+        aux = [rule for rule in rules if rule.kind == "aux_loss"]
+        self.levels: tuple[tuple[str, float], ...] = tuple((r.option("over"), r.option("coeff")) for r in aux)
+        self.keeps_load = "global_batch" in dict(self.levels)
+        self.over_model = next((rule.option("coeff") for rule in aux if rule.level == OVER_MODEL), None)
+        self.z_coeff = next((rule.option("coeff") for rule in rules if rule.kind == "z_loss"), None)
+        self._choice, self._groups = choice, groups
 
     def __call__(
-        self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor | None, batch: Batch, load_E: Tensor | None
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor | None,
+        ids_TK: Tensor | None,
+        mask_T: Tensor | None,
+        batch: Batch,
+        load_E: Tensor | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Pooled]:
-        """Return each loss by name (coefficient times mean times valid tokens), statistics, and what layers pool."""
-        valid_T = logits_TE.new_ones(len(logits_TE)) if mask_T is None else mask_T.to(logits_TE.dtype)
+        """Return each loss by name (coefficient times mean times valid tokens), statistics, and what layers pool.
+
+        ``ids_TK`` are the plain top-k of the valid tokens if the router has chosen those.
+        """
+        over = [rows_of(level, batch, len(logits_TE)) for level, _ in self.levels]
+        given = {"scores_TE": scores_TE, "ids_TK": ids_TK, "mask_T": mask_T}
+        found, z = token_sums(logits_TE, self._choice, over, **given, z_coeff=self.z_coeff)
         losses: dict[str, Tensor] = {}
         stats: dict[str, Tensor] = {}
         pool: Pooled = {}
-        if self.levels or self.over_model is not None:
-            shares_TE = _shares(scores_TE) if self.normalise else scores_TE
-            ids_TK = scores_TE.topk(self.top_k).indices
-            if mask_T is not None:
-                ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
-            group = self._groups[batch.cp]
-            add_up = None if group is None else partial(dist.all_reduce, group=group)
-            view = View(shares_TE, ids_TK, valid_T, batch, load_E, add_up)
-            losses = {name: coeff * level(view) for name, coeff, level in self.levels}
-            if self.keeps_load:
-                stats[CHOICES] = count_choices(ids_TK, self.num_experts)
-            if self.over_model is not None:
-                pool = pooled(view)
-        for coeff in self.z_coeffs:
-            losses["z_loss"] = coeff * z_loss(logits_TE, valid_T)
+        for (level, coeff), (mass_RE, seen_RX) in zip(self.levels, found, strict=True):
+            if level == "global_batch":
+                assert load_E is not None
+                stats[CHOICES] = seen_RX[0, :-1]
+                losses[NAMES[level]] = coeff * load_loss(mass_RE.squeeze(0), load_E)
+                continue
+            self._add_up(seen_RX, batch)
+            if level == "model":
+                pool = {"mass_E": mass_RE.squeeze(0), "seen_X": seen_RX.squeeze(0)}
+            else:
+                losses[NAMES[level]] = switch_loss(mass_RE, seen_RX, self._choice.k, coeff)
+        if z is not None:
+            losses["z_loss"] = z
         return losses, stats, pool
+
+    def _add_up(self, seen_RX: Tensor, batch: Batch) -> None:
+        group = self._groups[batch.cp]
+        if group is not None:
+            dist.all_reduce(seen_RX, group=group)
 
     def over_layers(self, layers: Sequence[Pooled]) -> dict[str, Tensor]:
         """Return the loss over all layers by name, if there is one."""
         return {} if self.over_model is None else {NAMES["model"]: self.over_model * over_model(layers)}
-
-
-def _shares(scores_TE: Tensor) -> Tensor:
-    """Return scores that sum to 1. The clamp avoids only 0 / 0: under a larger one, small scores evade the loss."""
-    return scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)

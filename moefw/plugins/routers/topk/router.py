@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import final
 
 import torch
@@ -64,7 +66,7 @@ class TopKRouter(nn.Module, Router):
         self._limit = None if options.capacity is None else Limit(options.capacity, dims, token_groups)
         self._losses = None
         if has_losses:
-            self._losses = Losses(options.balance, dims, normalise=options.score != "softmax", groups=token_groups)
+            self._losses = Losses(options.balance, self._choice, token_groups)
         self._keep_state()
 
     def _keep_state(self) -> None:
@@ -99,6 +101,8 @@ class TopKRouter(nn.Module, Router):
         else:
             (ids_TK, weights_TK, counts_E, scores_TE), stats = self._route_to(given_TK, logits_TE, bias_E, mask_T)
         stats["tokens_per_expert"] = counts_E
+        is_plain = bias_E is None and given_TK is None and self._choice.groups is None
+        plain_TK = ids_TK if is_plain else None
         choices_TK = capacity = None
         if self._limit is not None:
             choices_TK = ids_TK
@@ -108,12 +112,11 @@ class TopKRouter(nn.Module, Router):
         pooled: Pooled = {}
         if self._losses is not None:
             load_E = getattr(self, LOAD) if self._keeps_load else None
-            assert scores_TE is not None
-            losses, seen, pooled = self._losses(logits_TE, scores_TE, mask_T, batch, load_E)
+            losses, seen, pooled = self._losses(logits_TE, scores_TE, plain_TK, mask_T, batch, load_E)
             stats |= seen
             aux_losses = {name: loss.detach() for name, loss in losses.items()}
             if self.training and batch.loss_scale is not None and losses:
-                weights_TK = attach(weights_TK, torch.stack([*losses.values()]).sum() * batch.loss_scale)
+                weights_TK = attach(weights_TK, reduce(add, losses.values()) * batch.loss_scale)
         return Routing(
             expert_ids_TK=ids_TK,
             weights_TK=weights_TK,

@@ -1,0 +1,126 @@
+"""The sums over tokens of which balance losses are made, and the Switch loss. See README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefw_kernels.routing.balance import reference
+from moefw_kernels.routing.balance.sums import Rows, Sums
+from moefw_kernels.routing.choice import Choice
+from moefw_kernels.routing.limits import kernels_take
+
+__all__ = ["Rows", "Sums", "switch_loss", "token_sums", "z_loss"]
+
+
+def token_sums(
+    logits_TE: Tensor,
+    choice: Choice,
+    over: Sequence[Rows | None],
+    *,
+    scores_TE: Tensor | None = None,
+    ids_TK: Tensor | None = None,
+    mask_T: Tensor | None = None,
+    z_coeff: float | None = None,
+) -> tuple[tuple[Sums, ...], Tensor | None]:
+    """Return the sums over each of ``over``, and the z-loss of all tokens times ``z_coeff``, a scalar. T may be 0.
+
+    ``logits_TE`` fp32 or fp64. A token's shares are probabilities: its scores by ``choice.score`` divided by their sum.
+    It chooses the ``choice.k`` best of all experts by score, whatever bias or groups limited it, and ``ids_TK`` (int64,
+    -1 is none) are these choices if the caller has them. ``mask_T`` (bool, or 0 and 1): tokens that count; None: all.
+    ``None`` among ``over`` is one row of all tokens, whose mass need not be added up in order.
+
+    The z-loss is the sum of ``logsumexp(logits)^2`` (ST-MoE, arXiv 2202.08906 eq. 5).
+
+    On a GPU fp32 takes one kernel and a sum forward for each of ``over``, and one kernel backward, without atomics; it
+    saves the logits. PyTorch operations, which take ``scores_TE`` (with their graph) where a router has made them, are
+    used elsewhere, and for rows with a ``row_T``.
+    """
+    if not kernels_take(logits_TE, choice) or any(rows is not None and rows.row_T is not None for rows in over):
+        return reference.token_sums(logits_TE, choice, over, scores_TE, ids_TK, mask_T, z_coeff)
+    given = logits_TE, choice, ids_TK, mask_T
+    if not over:
+        return (), None if z_coeff is None else _Sums.apply(*given, None, z_coeff)[2]  # type: ignore[no-untyped-call]
+    counts = [1 if rows is None else rows.count for rows in over]
+    *first, z = _Sums.apply(*given, counts[0], z_coeff)  # type: ignore[no-untyped-call]
+    others = (_Sums.apply(*given, count, None)[:2] for count in counts[1:])  # type: ignore[no-untyped-call]
+    return tuple(Sums(*each) for each in (first, *others)), z
+
+
+def switch_loss(mass_RE: Tensor, seen_RX: Tensor, k: int, coeff: float) -> Tensor:
+    """Return the load-balancing loss of each row of tokens times its valid tokens, summed, times ``coeff``: a scalar.
+
+    A row of N valid tokens adds ``N * E / (K N^2) * sum_e mass_e n_e``, where ``seen`` is n and N: that of all ranks if
+    rows are spread over ranks, each of which returns its part of the loss. Switch, arXiv 2101.03961 eq. 4-6; 1 for each
+    token if experts are equally loaded. A row without valid tokens adds 0.
+    """
+    if not kernels_take(mass_RE, Choice(k=k)):
+        return reference.switch_loss(mass_RE, seen_RX, k, coeff)
+    loss: Tensor = _Switch.apply(mass_RE, seen_RX, coeff * mass_RE.shape[1] / k)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def z_loss(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
+    """Return the sum over valid tokens of ``logsumexp(logits)^2``; ``valid_T`` is 1 for these and 0 for others."""
+    z = token_sums(logits_TE, Choice(k=1), (), mask_T=valid_T, z_coeff=1.0)[1]
+    assert z is not None
+    return z
+
+
+class _Sums(torch.autograd.Function):
+    """Saves the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TE: Tensor,
+        choice: Choice,
+        ids_TK: Tensor | None,
+        mask_T: Tensor | None,
+        rows: int | None,
+        z_coeff: float | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        from moefw_kernels.routing.balance import triton
+
+        ctx.save_for_backward(logits_TE, mask_T)
+        ctx.score, ctx.rows, ctx.z_coeff = choice.score, rows, z_coeff
+        sums = triton.token_sums(logits_TE, choice, ids_TK, mask_T, rows, z_coeff)
+        # Of one piece of memory, but no views of it for autograd: ranks add up what is seen in place.
+        mass_RE, seen_RX, z = (None if each is None else each.data for each in sums)
+        if seen_RX is not None:
+            ctx.mark_non_differentiable(seen_RX)
+        ctx.set_materialize_grads(False)
+        return mass_RE, seen_RX, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RE: Tensor | None, _: None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
+        from moefw_kernels.routing.balance import triton
+
+        if grad_RE is None and grad_z is None:
+            return None, None, None, None, None, None
+        logits_TE, mask_T = ctx.saved_tensors
+        grad_TE = triton.token_sums_backward(logits_TE, ctx.score, mask_T, ctx.rows, ctx.z_coeff, grad_RE, grad_z)
+        return grad_TE, None, None, None, None, None
+
+
+class _Switch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mass_RE: Tensor, seen_RX: Tensor, coeff: float) -> Tensor:
+        from moefw_kernels.routing.balance import triton
+
+        ctx.save_for_backward(seen_RX)
+        ctx.coeff = coeff
+        return triton.switch_loss(mass_RE, seen_RX, coeff)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        from moefw_kernels.routing.balance import triton
+
+        (seen_RX,) = ctx.saved_tensors
+        return triton.switch_loss_backward(seen_RX, grad, ctx.coeff), None, None

@@ -1,0 +1,251 @@
+"""Triton kernels of the sums over tokens, and of the Switch loss.
+
+A program adds up some tokens of one row and stores its part, so that parts are added up in a fixed order. In memory the
+parts of a block of all rows lie side by side: masses (R, E), counts and valid tokens (R, E + 1), z-losses (R).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefw_kernels.casts import is_compiled
+from moefw_kernels.routing.choice import Choice
+from moefw_kernels.routing.in_kernels import (
+    NONE,
+    TINY,
+    contiguous,
+    exp,
+    keys_of,
+    log,
+    score_of,
+    slope_of,
+    softmax,
+    together,
+)
+
+TOKENS: Final = 32
+"""Tokens of a program: a part."""
+ROWS_TOGETHER: Final = 4
+"""How many times more experts a program of the Switch loss looks at together."""
+
+
+@triton.jit
+def _logits(logits, t, expert, inside, num_experts):
+    """Load the logits of tokens: -inf for experts that do not exist, 0 for tokens that do not."""
+    at = t[:, None] * num_experts + expert[None, :]
+    exists = expert[None, :] < num_experts
+    return tl.where(exists, tl.load(logits + at, mask=inside[:, None] & exists, other=0.0), float("-inf"))
+
+
+@triton.jit
+def _valid(present, t, inside):
+    """Return 1 for tokens that count, 0 for others."""
+    valid = inside.to(tl.float32)
+    if present is not None:
+        valid = tl.load(present + t, mask=inside, other=0).to(tl.float32)
+    return valid
+
+
+@triton.jit
+def _log_sum_exp(x, COMPILED: tl.constexpr):
+    """Return that of each row, which may be infinite."""
+    most = tl.max(x, 1)
+    most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
+    return log(tl.sum(exp(x - most[:, None], COMPILED), 1), COMPILED) + most
+
+
+@triton.jit
+def _sums_kernel(
+    logits, ids, present, parts, num_experts, each, rows, blocks, stride, z_coeff,
+    SCORE: tl.constexpr, SHARES: tl.constexpr, Z: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    E: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Add up ``TOKENS`` of the ``each`` tokens of a row: shares, choices, valid tokens, z-losses."""
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    expert, k = tl.arange(0, E), tl.arange(0, KP)[None, :]
+    exists = expert < num_experts
+    mass, count = tl.zeros((E,), tl.float32), tl.zeros((E,), tl.int32)
+    tokens, z = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
+    for start in range(0, TOKENS, N):
+        place = block * TOKENS + start + tl.arange(0, N)
+        inside, t = place < each, row.to(tl.int64) * each + place
+        x, valid = _logits(logits, t, expert, inside, num_experts), _valid(present, t, inside)
+        tokens += valid
+        if SHARES:
+            if SCORE == "softmax":
+                share, by = softmax(x, COMPILED), x
+            else:
+                by = score_of(x, SCORE, COMPILED)
+                score = tl.where(exists[None, :], by, 0.0)
+                share = tl.div_rn(score, tl.broadcast_to(tl.maximum(tl.sum(score, 1), TINY)[:, None], score.shape))
+            mass += tl.sum(share * valid[:, None], 0)
+            if ids is None:
+                keys = tl.where(exists[None, :], keys_of(by, expert[None, :], E), NONE)
+                for _ in range(K):
+                    keys = tl.where(keys == tl.max(keys, 1)[:, None], NONE, keys)
+                count += tl.sum(((keys == NONE) & (valid != 0.0)[:, None]).to(tl.int32), 0)
+            else:
+                given = inside[:, None] & (k < K)
+                id_NK = tl.load(ids + t[:, None] * K + k, mask=given, other=-1).to(tl.int32)
+                for choice in range(K):
+                    one = tl.sum(tl.where(k == choice, id_NK, 0), 1)[:, None]
+                    count += tl.sum((expert[None, :] == one).to(tl.int32), 0)
+        if Z:
+            lse = _log_sum_exp(x, COMPILED)
+            z += lse * lse * valid
+    part = parts + block.to(tl.int64) * stride
+    if SHARES:
+        tl.store(part + row * num_experts + expert, mass, mask=exists)
+        part += rows * num_experts
+        at = part + row * (num_experts + 1)
+        tl.store(at + expert, count.to(tl.float32), mask=exists)
+        tl.store(at + num_experts, tl.sum(tokens, 0))
+        part += rows * (num_experts + 1)
+    if Z:
+        tl.store(part + row, tl.sum(z, 0) * z_coeff)
+
+
+@triton.jit
+def _sums_backward_kernel(
+    logits, present, grad_mass, grad_z, grad_logits, tokens, num_experts, each, z_coeff,
+    SCORE: tl.constexpr, E: tl.constexpr, N: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of N tokens' logits."""
+    t, expert = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N), tl.arange(0, E)
+    inside, exists = t < tokens, expert < num_experts
+    x, valid = _logits(logits, t, expert, inside, num_experts), _valid(present, t, inside)
+    there = inside[:, None] & exists[None, :]
+    found = tl.zeros((N, E), tl.float32)
+    if grad_mass is not None:
+        of_row = grad_mass + (t // each)[:, None] * num_experts + expert[None, :]
+        grad = tl.load(of_row, mask=there, other=0.0) * valid[:, None]
+        if SCORE == "softmax":
+            share = softmax(x, COMPILED)
+            found = share * (grad - tl.sum(grad * share, 1)[:, None])
+        else:
+            score = tl.where(exists[None, :], score_of(x, SCORE, COMPILED), 0.0)
+            total = tl.sum(score, 1)[:, None]
+            by = tl.broadcast_to(tl.maximum(total, TINY), score.shape)
+            flow = tl.where(total >= TINY, tl.sum(grad * tl.div_rn(score, by), 1)[:, None], 0.0)
+            found = tl.div_rn(grad - flow, by) * slope_of(x, score, SCORE, COMPILED)
+    if grad_z is not None:
+        lse = _log_sum_exp(x, COMPILED)
+        of_lse = tl.load(grad_z) * z_coeff * valid * (2.0 * lse)
+        found += of_lse[:, None] * exp(x - lse[:, None], COMPILED)
+    tl.store(grad_logits + t[:, None] * num_experts + expert[None, :], found, mask=there)
+
+
+@triton.jit
+def _load(seen, row, expert, there, num_experts):
+    """Return each expert's share of the choices of a row, times the choices of a token."""
+    at = seen + row * (num_experts + 1)
+    tokens = tl.load(at + num_experts, mask=there, other=1.0)
+    return tl.div_rn(tl.load(at + expert, mask=there, other=0.0), tl.maximum(tokens, 1.0))
+
+
+@triton.jit
+def _switch_kernel(mass, seen, loss, rows, num_experts, coeff, E: tl.constexpr, N: tl.constexpr):
+    """Add up the loss of all rows, N at a time."""
+    expert = tl.arange(0, E)[None, :]
+    total = tl.zeros((N, E), tl.float32)
+    for start in range(0, rows, N):
+        row = (start + tl.arange(0, N).to(tl.int64))[:, None]
+        there = (row < rows) & (expert < num_experts)
+        load = _load(seen, row, expert, there, num_experts)
+        total += tl.load(mass + row * num_experts + expert, mask=there, other=0.0) * load
+    tl.store(loss, tl.sum(total) * coeff)
+
+
+@triton.jit
+def _switch_backward_kernel(seen, grad, grad_mass, rows, num_experts, coeff, E: tl.constexpr, N: tl.constexpr):
+    """Compute the gradients of N rows' masses."""
+    row, expert = (tl.program_id(0).to(tl.int64) * N + tl.arange(0, N))[:, None], tl.arange(0, E)[None, :]
+    there = (row < rows) & (expert < num_experts)
+    load = _load(seen, row, expert, there, num_experts)
+    tl.store(grad_mass + row * num_experts + expert, load * (tl.load(grad) * coeff), mask=there)
+
+
+def token_sums(
+    logits_TE: Tensor,
+    choice: Choice,
+    ids_TK: Tensor | None,
+    mask_T: Tensor | None,
+    rows: int | None,
+    z_coeff: float | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Implement ``moefw_kernels.routing.token_sums`` for fp32 and ``rows`` of equally many tokens.
+
+    Return ``mass_RE`` and ``seen_RX``, None without ``rows``, and the z-loss, None without ``z_coeff``.
+    """
+    (tokens, experts), logits_TE = logits_TE.shape, logits_TE.contiguous()
+    shares, z, num_rows = rows is not None, z_coeff is not None, 1 if rows is None else rows
+    each, width = tokens // max(1, num_rows), triton.next_power_of_2(experts)
+    sizes = shares * num_rows * experts, shares * num_rows * (experts + 1), z * num_rows
+    assert tokens == num_rows * each, "rows have equally many tokens"
+    blocks = triton.cdiv(each, TOKENS)
+    parts = logits_TE.new_empty(blocks, sum(sizes))
+    if tokens:
+        _sums_kernel[(num_rows * blocks,)](
+            logits_TE, contiguous(ids_TK), contiguous(mask_T), parts, experts, each, num_rows, blocks,
+            parts.shape[1], z_coeff or 0.0, choice.score, shares, z, choice.k, triton.next_power_of_2(choice.k),
+            width, TOKENS, min(TOKENS, together(width)), is_compiled(),
+        )  # fmt: skip
+    mass, seen, z_R = parts.sum(0).split(sizes)
+    loss = (z_R.view(()) if num_rows == 1 else z_R.sum()) if z else None
+    if not shares:
+        return None, None, loss
+    return mass.view(num_rows, experts), seen.view(num_rows, experts + 1), loss
+
+
+def token_sums_backward(
+    logits_TE: Tensor,
+    score: str,
+    mask_T: Tensor | None,
+    rows: int | None,
+    z_coeff: float | None,
+    grad_RE: Tensor | None,
+    grad_z: Tensor | None,
+) -> Tensor:
+    """Return the gradient of the logits, given those of ``mass_RE`` and of the z-loss."""
+    (tokens, experts), logits_TE = logits_TE.shape, logits_TE.contiguous()
+    grad_logits_TE = torch.empty_like(logits_TE)
+    width = triton.next_power_of_2(experts)
+    if tokens:
+        together_T = together(width)
+        _sums_backward_kernel[(triton.cdiv(tokens, together_T),)](
+            logits_TE, contiguous(mask_T), contiguous(grad_RE), grad_z, grad_logits_TE, tokens, experts,
+            tokens // (rows or 1), z_coeff or 0.0, score, width, together_T, is_compiled(),
+        )  # fmt: skip
+    return grad_logits_TE
+
+
+def switch_loss(mass_RE: Tensor, seen_RX: Tensor, coeff: float) -> Tensor:
+    """Implement ``moefw_kernels.routing.switch_loss`` for fp32; ``coeff`` is that of the loss times E / K."""
+    loss = mass_RE.new_empty(())
+    rows, experts, *tile = _tile(seen_RX)
+    _switch_kernel[(1,)](mass_RE.contiguous(), seen_RX.contiguous(), loss, rows, experts, coeff, *tile)
+    return loss
+
+
+def switch_loss_backward(seen_RX: Tensor, grad: Tensor, coeff: float) -> Tensor:
+    """Return the gradient of ``mass_RE``, given that of the loss."""
+    rows, experts, *tile = _tile(seen_RX)
+    grad_RE = seen_RX.new_empty(rows, experts)
+    if rows:
+        grid = (triton.cdiv(rows, tile[1]),)
+        _switch_backward_kernel[grid](seen_RX.contiguous(), grad, grad_RE, rows, experts, coeff, *tile)
+    return grad_RE
+
+
+def _tile(seen_RX: Tensor) -> tuple[int, int, int, int]:
+    """Return the number of rows and of experts, the width of a tile and the rows in it."""
+    rows, experts = len(seen_RX), seen_RX.shape[1] - 1
+    width = triton.next_power_of_2(experts)
+    return rows, experts, width, min(triton.next_power_of_2(max(1, rows)), ROWS_TOGETHER * together(width))

@@ -1,0 +1,40 @@
+"""Counts and capacity in plain PyTorch that never waits for the device. E experts, K choices, -1 is none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefw_kernels.counting_sort import counting_sort
+
+
+def count_choices(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert is chosen, (E) fp32; -1 is not counted."""
+    return count_ids(ids_TK + 1, num_experts + 1)[1:]
+
+
+def count_ids(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """Return the same where no id is -1."""
+    counts_E = torch.zeros(num_experts, dtype=torch.float32, device=ids_TK.device)
+    flat = ids_TK.flatten()
+    return counts_E.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
+
+
+def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tensor | None = None) -> Tensor:
+    """Return a mask of the choices that experts keep, bool like ``ids_TK``; False for -1.
+
+    An expert keeps its first ``capacity`` choices in order (token, k); with ``by`` (like ``ids_TK``), those with the
+    largest values, ties in that order.
+    """
+    flat = ids_TK.flatten()
+    if by is None:
+        order, counts = counting_sort(flat, num_experts)
+    else:
+        best = by.flatten().argsort(descending=True, stable=True)
+        order, counts = counting_sort(flat[best], num_experts)
+        order = best[order]
+    first = counts.cumsum(0) - counts
+    place = torch.arange(len(order), device=flat.device) - first[flat[order].clamp_min(0)]
+    kept = torch.empty_like(flat, dtype=torch.bool)
+    kept[order] = place < capacity
+    return (kept & (flat >= 0)).view_as(ids_TK)

@@ -1,0 +1,231 @@
+"""The kernels of balance losses have the sums, losses and gradients of the reference, the same bits every time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Choice, Rows, switch_loss, token_sums, z_loss
+from moefw_kernels.routing.balance import reference
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+SHAPES = {
+    #                             rows, tokens each, experts, k
+    "few": (3, 13, 7, 3),
+    "one row": (1, 70, 12, 2),
+    "all of a row of one": (5, 1, 8, 8),
+    "one of one": (1, 3, 1, 1),
+    "empty rows": (2, 0, 4, 2),
+    "no rows": (0, 0, 4, 2),
+    "most": (1, 2, MOST_EXPERTS, MOST_CHOICES),
+}
+Found = tuple[dict[str, Tensor], Tensor]
+
+
+def logits_of(shape: tuple[int, int], seed: int = 0) -> Tensor:
+    """Logits some of which saturate each score, and some of which are equal."""
+    logits_TE = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3.0
+    logits_TE[1::7, ::3] -= 60.0
+    logits_TE[2::7] = logits_TE[2::7].round()
+    return logits_TE
+
+
+@contextmanager
+def on_a_gpu() -> Iterator[None]:
+    """Let tensors take the kernels."""
+    Tensor.is_cuda = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del Tensor.is_cuda
+
+
+def from_sums(
+    of: Any, switch: Any, logits_TE: Tensor, choice: Choice, rows: int, coeffs: tuple[float, ...], **more: Any
+) -> Found:
+    """Return the sums and losses of a function, and the gradient of all that have one."""
+    given = logits_TE.detach().clone().requires_grad_()
+    over = [Rows(rows)] if len(coeffs) == 2 else [Rows(rows), None]
+    sums, z = of(given, choice, over, **more, z_coeff=coeffs[0])
+    found = {f"{name} {number}": x for number, each in enumerate(sums) for name, x in each._asdict().items()}
+    for each in sums:
+        each.seen_RX.mul_(2)  # as ranks add theirs in place
+    found["switch"] = switch(*sums[0], choice.k, coeffs[1])
+    loss = found["switch"]
+    if z is not None:
+        found["z"] = z.clone()
+        z.detach().mul_(2)  # as an engine may add up losses in place
+        loss = loss + found["z"]
+    if len(sums) > 1:
+        loss = loss + coeffs[2] * sums[1].mass_RE.square().sum()
+    loss.backward()
+    assert given.grad is not None
+    return found, given.grad
+
+
+def of_kernels(*args: Any, **more: Any) -> Found:
+    with on_a_gpu():
+        return from_sums(token_sums, switch_loss, *args, **more)
+
+
+def of_reference(*args: Any, **more: Any) -> Found:
+    def sums(logits_TE: Tensor, choice: Choice, over: Any, *, z_coeff: float | None, **more: Any) -> Any:
+        given = (more.get("scores_TE"), more.get("ids_TK"), more.get("mask_T"), z_coeff)
+        return reference.token_sums(logits_TE, choice, over, *given)
+
+    return from_sums(sums, reference.switch_loss, *args, **more)
+
+
+def ranked(logits_TE: Tensor, choice: Choice, mask_T: Tensor | None) -> Tensor:
+    """The top-k as kernels choose: of equals those with the lowest ids."""
+    by_TE = logits_TE if choice.score == "softmax" else reference.SCORES[choice.score](logits_TE)
+    ids_TK = by_TE.sort(dim=-1, descending=True, stable=True).indices[:, : choice.k]
+    return ids_TK if mask_T is None else ids_TK.masked_fill(~mask_T.unsqueeze(1), -1)
+
+
+def close(mine: Found, right: Found, scale: float = 1.0) -> None:
+    for name, found in mine[0].items():
+        if name.startswith("seen"):
+            assert torch.equal(found, right[0][name])
+        else:
+            torch.testing.assert_close(found, right[0][name].float(), rtol=1e-5, atol=1e-6 * scale)
+    torch.testing.assert_close(mine[1], right[1].float(), rtol=1e-5, atol=1e-6 * scale)
+
+
+def kernels_as_the_reference(score: str, shape: str) -> None:
+    """In fp64 with the choices of the kernels; twice, with the same bits."""
+    rows, each, experts, k = SHAPES[shape]
+    tokens = rows * each
+    logits_TE, choice = logits_of((tokens, experts)), Choice(k=k, score=score)
+    mask_T = torch.rand(tokens, generator=torch.Generator().manual_seed(1)) < 0.7
+    mask_T[:each] = False
+    cases = (mask_T, (0.3, 0.7)), (None, (None, 0.7)), (mask_T, (0.3, 0.7, 0.1)), (mask_T, (None, 2.0))
+    for mask, coeffs in cases[:1] if shape == "most" else cases:
+        ids_TK = ranked(logits_TE, choice, mask)
+        right = of_reference(logits_TE.double(), choice, rows, coeffs, ids_TK=ids_TK, mask_T=mask)
+        for chosen_TK in (ids_TK, None):
+            mine, again = (of_kernels(logits_TE, choice, rows, coeffs, ids_TK=chosen_TK, mask_T=mask) for _ in range(2))
+            close(mine, right)
+            assert all(torch.equal(mine[0][name], again[0][name]) for name in mine[0])
+            assert torch.equal(mine[1], again[1])
+            assert mine[0]["mass_RE 0"].dtype == mine[0]["seen_RX 0"].dtype == mine[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("score", SCORES)
+def test_the_kernels(interpreter: ProcessPoolExecutor, score: str, shape: str) -> None:
+    interpreter.submit(kernels_as_the_reference, score, shape).result()
+
+
+def drawn_case(seed: int, rows: int, each: int, experts: int, k: int, score: str, masked: bool, z: bool) -> None:
+    logits_TE, choice = logits_of((rows * each, experts), seed), Choice(k=min(k, experts), score=score)
+    mask_T = torch.rand(rows * each, generator=torch.Generator().manual_seed(seed)) < 0.5 if masked else None
+    coeffs, ids_TK = (0.5 if z else None, 1.5), ranked(logits_TE, choice, mask_T)
+    mine = of_kernels(logits_TE, choice, rows, coeffs, mask_T=mask_T)
+    right = of_reference(logits_TE.double(), choice, rows, coeffs, ids_TK=ids_TK, mask_T=mask_T)
+    close(mine, right, scale=10.0)
+
+
+@given(
+    st.tuples(
+        *(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 70), st.integers(1, 40), st.integers(1, 9)),
+        *(st.sampled_from(SCORES), st.booleans(), st.booleans()),
+    )
+)
+@settings(max_examples=25, deadline=None)
+def test_drawn_cases(interpreter: ProcessPoolExecutor, case: tuple[Any, ...]) -> None:
+    interpreter.submit(drawn_case, *case).result()
+
+
+def as_before_at_the_limits_of_fp32() -> None:
+    """Infinite and undefined logits, scores that add up to 0 or are subnormal, and tokens that do not count."""
+    far, low, inf, nan = -200.0, -88.0, float("inf"), float("nan")
+    rows = [
+        [1.0, inf, 0.0],
+        [far, far, far],
+        [low, low - 0.5, far],
+        [0.0, -inf, 2.0],
+        [-inf, -inf, -inf],
+        [nan, 1.0, 2.0],
+    ]
+    for score in SCORES:
+        for row in rows:
+            logits_TE = torch.tensor([[0.5, 1.0, 2.0], row, [0.1, 0.3, 0.2]])
+            for mask_T in (None, torch.tensor([True, False, True])):
+                choice = Choice(k=1, score=score)
+                given = (logits_TE, choice, 1, (0.3, 0.7))
+                ids_TK = ranked(logits_TE, choice, mask_T)
+                mine, right = (of(*given, ids_TK=ids_TK, mask_T=mask_T) for of in (of_kernels, of_reference))
+                for name, found in mine[0].items():
+                    torch.testing.assert_close(found, right[0][name], equal_nan=True)
+                torch.testing.assert_close(mine[1], right[1], equal_nan=True)
+
+
+def test_infinite_and_undefined_logits_have_the_losses_of_the_reference(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(as_before_at_the_limits_of_fp32).result()
+
+
+def as_on_a_gpu() -> None:
+    """What a GPU takes kernels for, and what is saved for backward."""
+    logits_TE, choice = logits_of((12, 8)), Choice(k=2)
+    valid_T = (torch.arange(12) % 3 > 0).float()
+    for valid in (valid_T, valid_T.bool()):
+        mine, right = (logits_TE.clone().requires_grad_() for _ in range(2))
+        with on_a_gpu():
+            z_loss(mine, valid).backward()
+        reference.token_sums(right, choice, (), None, None, valid, 1.0)[1].backward()
+        torch.testing.assert_close(mine.grad, right.grad)
+    held: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x)
+    with on_a_gpu(), hooks:
+        (sums,), _ = token_sums(mine, choice, [Rows(3)], mask_T=valid_T, z_coeff=0.1)
+    assert [x.data_ptr() for x in held] == [mine.data_ptr(), valid_T.data_ptr()]
+    with on_a_gpu():
+        mine.grad = None
+        sums.mass_RE[1].sum().backward()
+        assert mine.grad[4:8].any()
+        assert not mine.grad[:4].any()
+        assert not mine.grad[8:].any()
+        assert token_sums(mine, choice, ()) == ((), None)
+    with on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.delattr("moefw_kernels.routing.balance.triton.token_sums")
+        scattered = Rows(2, torch.arange(12) % 2)
+        assert token_sums(logits_TE, choice, [scattered])[0][0].seen_RX[:, -1].tolist() == [6.0, 6.0]
+        for dtype, experts, k in ((torch.float64, 8, 2), (torch.float32, MOST_EXPERTS + 1, 2), (torch.float32, 64, 33)):
+            (sums,), _ = token_sums(torch.randn(2, experts, dtype=dtype), Choice(k=k), [Rows(1)])
+            assert sums.seen_RX.shape == (1, experts + 1)
+
+
+def test_on_a_gpu_the_kernels_add_up_rows_that_are_equally_long(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(as_on_a_gpu).result()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_the_reference_in_fp64_has_the_slopes_of_its_losses(score: str) -> None:
+    logits_TE = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    row_T, mask_T = torch.tensor([1, 0, 0, 1, 1, 0]), torch.tensor([True, True, False, True, True, True])
+
+    def losses(given: Tensor) -> tuple[Tensor, Tensor]:
+        (sums,), z = token_sums(given, Choice(k=2, score=score), [Rows(2, row_T)], mask_T=mask_T, z_coeff=0.1)
+        assert z is not None
+        return switch_loss(*sums, 2, 0.7), z
+
+    assert torch.autograd.gradcheck(losses, (logits_TE,))
+
+
+def test_rows_of_equal_length_are_those_whose_tokens_are_named() -> None:
+    logits_TE, row_T = logits_of((12, 6)), torch.arange(3).repeat_interleave(4)
+    for choice in (Choice(k=2, score=score) for score in SCORES):
+        ((mass_RE, seen_RX), named), _ = token_sums(logits_TE, choice, [Rows(3), Rows(3, row_T)])
+        assert torch.equal(mass_RE, named.mass_RE)
+        assert torch.equal(seen_RX, named.seen_RX)
+        assert seen_RX[:, -1].tolist() == [4.0, 4.0, 4.0]
+        torch.testing.assert_close(mass_RE.sum(), torch.tensor(12.0))
