@@ -30,17 +30,16 @@ def main() -> None:
     """Run, print and write."""
     steps = YAML(typ="safe").load(SPEC)["train"]["steps"]
     with tempfile.TemporaryDirectory() as folder:
-        whole = train(Path(folder) / "quickstart")
-        for picture in (Path(folder) / "quickstart" / "plots").glob("*.png"):
-            shutil.copy(picture, IMAGES / f"quickstart-{picture.name}")
         measured = {
-            "quickstart": whole,
+            "quickstart": train(Path(folder) / "quickstart"),
             "fp32": train(Path(folder) / "fp32", *WITHOUT_BF16),
             "without balance": train(Path(folder) / "without", f"train.steps={steps // 4}", "routing.balance=[]"),
         }
-    for name, result in measured.items():
-        print(name, result)
-    print(record.write("quickstart", measured))
+        for name, result in measured.items():
+            print(name, result)
+        print(record.write("quickstart", measured))
+        for picture in (Path(folder) / "quickstart" / "plots").glob("*.png"):
+            shutil.copy(picture, IMAGES / f"quickstart-{picture.name}")
 
 
 def train(run: Path, *overrides: str) -> dict[str, Any]:
