@@ -39,7 +39,8 @@ echo "A package of moefw new installs and is certified, too:"
 
 echo "They train on two ranks as alltoall does:"
 for use in ring two_hop alltoall; do
-  "$bin/moefw" train "$spec" "dispatch={use: $use}" train.steps=4 train.eval_tokens=8192 "run.dir=$work/$use"
+  "$bin/moefw" train "$spec" "dispatch={use: $use}" precision.use=fp32 train.steps=4 train.eval_tokens=8192 \
+    "run.dir=$work/$use"
 done
 "$bin/python" - "$work" <<'PYTHON'
 import json, math, sys
