@@ -10,7 +10,7 @@ import torch.distributed as dist
 import broken_dispatchers
 import moefw
 from broken_dispatchers import Arriving, Returning, ScaledGradient, Wrapper, WrongOrder, breaks, changed
-from moefw.plugins.dispatchers.budget_option import Budget
+from moefw.plugins.dispatchers.budget import Budget
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 
 # Gradients.

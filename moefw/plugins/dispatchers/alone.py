@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.plugins.dispatchers.budget_option import Budget, check_tokens, reported
+from moefw.plugins.dispatchers.budget import Budget, check_tokens, reported
 from moefw.runtime.communication.movement import stay
 from moefw_kernels.permute import Arrival, arrange
 

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import gt, optional
 
 import moefw
 from moefw.core.site import Site
+from moefw.plugins.dispatchers.budget import Budget
 from moefw.plugins.dispatchers.wire_option import SendsRows
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@frozen
-class Budget:
-    """``rank_capacity`` times the rows of a rank under balanced load.
-
-    Rows beyond it are dropped. ``on_overflow`` rerun reports that some were dropped, drop reports how many.
-    """
-
-    rank_capacity: float
-    on_overflow: Literal["rerun", "drop"]
-
-    @property
-    def stat(self) -> str:
-        """The statistic that reports dropped rows."""
-        return "dropped_rows" if self.on_overflow == "drop" else "overflow"
-
-    def rows(self, choices: int, alignment: int) -> int:
-        """Return the number of rows, given the choices of the rank with the most tokens, rounded up to alignment."""
-        return -(-math.ceil(self.rank_capacity * choices) // alignment) * alignment
 
 
 @frozen(kw_only=True, slots=False)  # with slots it could not be a base beside another class of options
@@ -76,15 +53,3 @@ class SetsBudget(SendsRows):
             fix = "Set rank_capacity, for example 1.5, or leave on_overflow out."
             found.append(moefw.Problem(what, fix, "on_overflow"))
         return found
-
-
-def reported(budget: Budget | None, left_out: Tensor | None) -> Mapping[str, Tensor]:
-    """Return the statistics of a budget, given how many rows exceeded it; without one, none."""
-    return {} if budget is None or left_out is None else {budget.stat: left_out.float()}
-
-
-def check_tokens(num_tokens: int, max_tokens: int) -> None:
-    """Raise ContractError where a rank has more tokens than the option ``max_tokens`` says."""
-    if num_tokens > max_tokens:
-        what = f"a rank sends {num_tokens} tokens; max_tokens is {max_tokens}."
-        raise moefw.ContractError(what, "Set max_tokens to the most tokens of any rank and micro-batch.")

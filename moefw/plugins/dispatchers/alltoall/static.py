@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.alltoall.metadata import Metadata, Parts
-from moefw.plugins.dispatchers.budget_option import Budget, check_tokens
+from moefw.plugins.dispatchers.budget import Budget, check_tokens
 from moefw.runtime.communication.exchange import by_rank, exchange_now
 from moefw_kernels.devices import on_host
 from moefw_kernels.permute import arrange, in_blocks, sort_choices

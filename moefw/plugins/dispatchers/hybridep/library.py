@@ -20,7 +20,7 @@ import moefw
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.plugins.dispatchers.budget_option import Budget, check_tokens
+from moefw.plugins.dispatchers.budget import Budget, check_tokens
 from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Shape, ranks_per_node
 from moefw.plugins.dispatchers.hybridep.wire import COUNTS, OVERFLOW, HybridWire, Landed
 from moefw.runtime.communication.exchange import exchange_now

@@ -14,7 +14,7 @@ from torch import Tensor
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
-from moefw.plugins.dispatchers.budget_option import Budget, reported
+from moefw.plugins.dispatchers.budget import Budget, reported
 from moefw.plugins.dispatchers.hybridep.hops import Told, Way, find_way
 from moefw.plugins.dispatchers.hybridep.limits import ranks_per_node
 from moefw.runtime.communication.exchange import exchange
