@@ -4,9 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 QUICKSTART := examples/quickstart.yaml
 SPEC   ?= $(QUICKSTART)
-# The quickstart multiplies in bf16. Where neither the CPU has instructions for it nor a GPU is, it trains in fp32, as long.
+# The quickstart multiplies in bf16. Without a GPU, and instructions for it in the CPU, it trains in fp32 for about as long.
 ifeq ($(SPEC),$(QUICKSTART))
-HERE := $(shell grep -qsEw 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo || command -v nvidia-smi > /dev/null \
+WITHOUT_BF16 := $(shell grep -qsEw 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo || command -v nvidia-smi > /dev/null \
   || echo precision.use=fp32 train.steps=700)
 endif
 CONSTRAINTS ?= constraints.txt
@@ -42,7 +42,7 @@ $(BIN)/.ready: pyproject.toml $(CONSTRAINTS)
 setup: $(BIN)/.ready
 
 train: setup
-	$(BIN)/moefw train $(SPEC) $(HERE) $(ARGS)
+	$(BIN)/moefw train $(SPEC) $(WITHOUT_BF16) $(ARGS)
 
 # Tests start Python hundreds of times, also where PYTHONDONTWRITEBYTECODE keeps it from storing what it compiles.
 test: setup

@@ -1,7 +1,7 @@
 """Products of groups of rows in 16 bits on a CPU, in few shapes.
 
-oneDNN compiles a kernel for each shape that it has not met, which takes longer than the product of one expert. The
-number of an expert's rows changes with every micro-batch. Rounded up to a multiple of ``ROWS`` it recurs.
+oneDNN compiles a kernel for each shape that it has not met, in 0.3 to 0.4 ms: several times the product of a small
+expert. The number of an expert's rows changes with every micro-batch. Rounded up to a multiple of ``ROWS`` it recurs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def compiles_by_shape(tensor: Tensor) -> bool:
 def grouped_mm(x_RI: Tensor, w_eIO: Tensor, ends_e: Tensor) -> Tensor:
     """Return the product of each group of rows with its matrix, ``(R, O)``. Rows past the last end are undefined.
 
-    A product also covers rows behind its group, which the next group's product overwrites. ``ends_e``, int32.
+    ``x_RI`` and ``w_eIO`` of one dtype of 16 bits, on a CPU; ``ends_e`` int32, where each group ends. A product also
+    covers rows behind its group, which the next group's product overwrites.
     """
     out_RO, begin = x_RI.new_empty(len(x_RI), w_eIO.shape[-1]), 0
     for w_IO, end in zip(w_eIO, ends_e.tolist(), strict=True):

@@ -79,7 +79,7 @@ def test_rows_of_other_groups_and_behind_the_last_one_do_not_matter(bad: int) ->
 
 
 def test_products_take_few_shapes_whatever_the_numbers_of_rows() -> None:
-    """Each shape that is met for the first time costs more than the product of an expert."""
+    """Each shape that is met for the first time costs more than the product of a small expert."""
     most = 96
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         for seed in range(40):

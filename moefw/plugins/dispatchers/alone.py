@@ -6,9 +6,9 @@ Shapes: legend in :mod:`moefw.core.stages`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
-from attrs import frozen
 from torch import Tensor
 
 from moefw.core.contracts import Codec, Dispatcher
@@ -18,7 +18,7 @@ from moefw.runtime.communication.movement import stay
 from moefw_kernels.permute import Arrival, arrange
 
 
-@frozen
+@dataclass(slots=True, eq=False)
 class _Metadata:
     """How tokens are expanded to rows, and what a budget reports."""
 
