@@ -13,7 +13,7 @@ from moefw_kernels.swiglu import reference
 from moefw_kernels.swiglu.reference import Clamp
 
 aten = torch.ops.aten
-ELEMENTS: Final = 131072
+ELEMENTS: Final = 262144
 """Elements of a block of the activation."""
 
 
