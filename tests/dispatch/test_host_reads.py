@@ -93,6 +93,20 @@ def test_the_host_reads_what_it_must_once_and_uploads_nothing(ranks: RankPool, d
             assert uploads == backward == [], layer
 
 
+def reads_of(tokens: int, row_alignment: int) -> int:
+    """Return the reads of a layer of four experts, two for each token, on one rank."""
+    parts = {"gemm": {"use": "grouped"}, "precision": {"use": "bf16"}}
+    case = LayerCase(tokens=(tokens,), dim=16, parts=parts, row_alignment=row_alignment)
+    waits = layer_waits(case)
+    torch.testing.assert_close(waits.out_TD, solve(case).out_TD, rtol=0.02, atol=0.02)
+    return len(waits.reads)
+
+
+def test_groups_are_padded_without_a_read_where_padding_is_at_most_a_sixteenth(ranks: RankPool) -> None:
+    """Four groups aligned to 8 have at most 28 rows of padding: a sixteenth of the choices of 224 tokens."""
+    assert [ranks.run(reads_of, 1, tokens, 8)[0] for tokens in (223, 224)] == [1, 0]
+
+
 ROUTERS: dict[str, dict[str, Any]] = {
     "forced": {"use": "forced"},
     "bias": {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias", "rate": 0.01}]},

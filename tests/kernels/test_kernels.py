@@ -135,6 +135,25 @@ def test_where_the_host_would_wait_there_is_room_for_all_choices(tokens: int, k:
     assert torch.equal(weights_NK.grad, (ids_NK >= 0).float())
 
 
+@given(st.integers(0, 8), st.integers(0, 1000))
+def test_where_the_host_would_wait_there_is_room_for_padding_that_is_a_small_share(aligned: int, seed: int) -> None:
+    ids_NK = torch.randint(-1, 3, (48 * aligned, 1), generator=torch.Generator().manual_seed(seed))
+    alignment = max(1, aligned)
+    with patch.object(arrival, "runs_ahead", return_value=True):
+        roomy = arrange(ids_NK, 3, alignment=alignment, counts_on_host=False)
+    exact = arrange(ids_NK, 3, alignment=alignment)
+    assert roomy.sizes is None
+    assert torch.equal(roomy.counts_e, exact.counts_e)
+    assert torch.equal(roomy.offsets_e, exact.offsets_e)
+    assert len(exact.slot_R) <= len(roomy.slot_R) <= 48 * aligned + 3 * (alignment - 1)
+    x_ND, weights_NK = torch.arange(1.0, len(ids_NK) + 1).unsqueeze(1), torch.ones(len(ids_NK), 1)
+    (wanted_RD, wanted_R), (rows_RD, weights_R) = (each.expand(x_ND, weights_NK) for each in (exact, roomy))
+    assert torch.equal(rows_RD[: len(wanted_RD)], wanted_RD)
+    assert torch.equal(weights_R[: len(wanted_R)], wanted_R)
+    assert not weights_R[len(wanted_R) :].any()
+    assert torch.equal(roomy.reduce(rows_RD), exact.reduce(wanted_RD))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_gather_and_gather_sum_are_each_others_gradient(tokens: int) -> None:
     ids_TK = torch.arange(tokens * 2).view(tokens, 2) % 3 - (torch.arange(tokens) % 2).unsqueeze(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from moefw_kernels.counting_sort.reference import keys_of
 from moefw_kernels.devices import on_host, runs_ahead
 from moefw_kernels.permute.groups import Slots, Sorted, padded, put, shifts, spans
 from moefw_kernels.permute.rows import RowMap, clear, counts_and_ends, gather, gather_sum, row_map
+
+MOST_PADDING: Final = 1 / 16
+"""The most rows of padding for which there is room without a look at the groups, as a share of the choices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,16 +99,16 @@ def arrange(
     The host waits only if it has to read the counts: not with ``counts``, the number of rows of each expert. Without
     ``counts_on_host``, no part needs the sizes of groups there, and they are read only if shapes depend on them: not
     with a budget, nor with ``num_rows``, the sum of the counts, if there is no padding. Where the host would wait,
-    there is room for all choices instead, and a full group where there is a ``capacity``, which no expert exceeds.
-    They are still read for an ``alignment`` alone: room for all of its padding would be much more than it takes.
+    there is room for all choices instead, for a full group where there is a ``capacity``, which no expert exceeds, and
+    for all padding of an ``alignment`` alone, unless that is more than ``MOST_PADDING`` of the choices: they are read.
     """
     arrived: tuple[int, int] = (expert_NK.shape[0], expert_NK.shape[1])
     slots, found = _sorted(expert_NK, num_experts, source_N)
     is_plain, reads = alignment == 1 and not capacity and budget is None, counts is None
     if counts is None and not counts_on_host:
         waits = runs_ahead(slots.device)
-        if budget is None and capacity and waits:
-            budget = num_experts * padded(capacity, alignment)
+        if budget is None and waits:
+            budget = _room(len(slots), num_experts, alignment, capacity)
         if budget is not None:
             return _within_budget(slots, expert_NK, found, alignment, capacity, budget, arrived)
         if is_plain and num_rows is None and waits:
@@ -120,6 +124,16 @@ def arrange(
     assert num_rows is not None
     of_rows = Sorted(slots, found, *arrived).slots(num_rows)
     return Arrival(of_rows.rows, of_rows.slot_R, sizes, *counts_and_ends(found))
+
+
+def _room(choices: int, num_experts: int, alignment: int, capacity: int) -> int | None:
+    """Return rows that hold the padded groups of all choices. None: nothing is padded, or most of it would be lost."""
+    if capacity:
+        return num_experts * padded(capacity, alignment)
+    padding = min(num_experts, choices) * (alignment - 1)
+    if not padding or padding > MOST_PADDING * choices:
+        return None
+    return (choices + padding) // alignment * alignment
 
 
 def _with_room_for_all(slots: Tensor, found: Tensor, arrived: tuple[int, int]) -> Arrival:
