@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from moefw.core.errors import ContractError
 from moefw.runtime.attention import kernels
 from moefw.runtime.attention.mask import Mask
-from moefw.runtime.attention.sinks import add_sinks, sink_gradient
+from moefw.runtime.attention.sinks import sink_gradient, with_sinks
 
 
 def attend(
@@ -101,7 +101,7 @@ class _Attend(torch.autograd.Function):
             made.append(kernels.forward(q_S, k_S, v_S, _scores(q_S, k_S, documents_BS, window, scale)))
         out, lse_BHS = (_joined(parts) for parts in zip(*made, strict=True))
         if sinks_H is not None:
-            lse_BHS = add_sinks(out, lse_BHS, sinks_H)
+            out, lse_BHS = with_sinks(out, lse_BHS, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
         ctx.mark_non_differentiable(lse_BHS)
         ctx.set_materialize_grads(False)

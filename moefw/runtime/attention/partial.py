@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from moefw.core.contracts import ContextAttention, Layout
 from moefw.runtime.attention import kernels
 from moefw.runtime.attention.mask import Mask
-from moefw.runtime.attention.sinks import add_sinks, sink_gradient
+from moefw.runtime.attention.sinks import sink_gradient, with_sinks
 from moefw.runtime.attention.visible import Visible
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 
@@ -79,7 +79,7 @@ class _Partial(torch.autograd.Function):
         ranks.visit(torch.cat([k, v], -1), merged.add)
         out, lse_BHS = merged.out.to(q.dtype), merged.lse_BHS
         if sinks_H is not None:
-            lse_BHS = add_sinks(out, lse_BHS, sinks_H)
+            out, lse_BHS = with_sinks(out, lse_BHS, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
         ctx.mask, ctx.scale, ctx.ranks = replace(mask, documents_BS=None), scale, ranks
         return out

@@ -6,11 +6,18 @@ import torch
 from torch import Tensor
 
 
-def add_sinks(out_BHSe: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
-    """Scale ``out_BHSe``, the attention without sinks, in place. Return the log-sum-exp with them."""
+def with_sinks(out_BHSe: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of an attention with sinks, given those without.
+
+    The output is scaled in place, but not for a compiler: in that of torch 2.11, the gradient of a Function's output is
+    zero if two operations in its forward return that tensor.
+    """
     whole_BHS = torch.logaddexp(lse_BHS, sinks_H.to(lse_BHS.dtype).unsqueeze(-1))
-    out_BHSe.mul_((lse_BHS - whole_BHS).exp_().unsqueeze(-1))
-    return whole_BHS
+    share_BHSe = (lse_BHS - whole_BHS).exp_().unsqueeze(-1)
+    if not torch.compiler.is_compiling():
+        return out_BHSe.mul_(share_BHSe), whole_BHS
+    scaled_BHSe = out_BHSe * share_BHSe
+    return scaled_BHSe if scaled_BHSe.dtype is out_BHSe.dtype else scaled_BHSe.to(out_BHSe.dtype), whole_BHS
 
 
 def sink_gradient(grad_BHSe: Tensor, out_BHSe: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
