@@ -70,7 +70,10 @@ class Layer:
         context = model_context(precision, device, shape, memory=memory)
         recipe = context.at(0).recipe("moe.experts")
         self.module = context.moe_layer(0)
-        self._run = straight(context.at(0).layer((lambda given: self.module.route(*given), *self.module.phases)))
+        mine = self.module
+        self._run = straight(
+            context.at(0).layer((lambda given: mine.send(*given), mine.receive, mine.compute, mine.collect))
+        )
         draw(self.module)
         generator = torch.Generator(device).manual_seed(seed)
         size = (2, shape.tokens, shape.dim)
@@ -82,7 +85,7 @@ class Layer:
 
     def forward(self) -> Tensor:
         """Return the output, ``(T, D)``."""
-        out_TD: Tensor = self._run((self.x_TD, self.batch)).out_TD
+        out_TD: Tensor = self._run((self.x_TD, self.batch))
         return out_TD
 
     def run(self) -> Tensor:

@@ -12,7 +12,7 @@ from moefw.core.context import BuildContext
 from moefw.core.stages import Batch, LayerStats, stage
 from moefw.models.mlp import SwiGLU
 from moefw.models.sizes import Sizes
-from moefw.runtime.layer import Collected, MoELayer, Routed
+from moefw.runtime.layer import MoELayer, Returning, Sent
 from moefw.runtime.modules import RMSNorm
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import Phase
@@ -103,23 +103,25 @@ class MoEBlock(Block):
 
     def __init__(self, options: Sizes, context: BuildContext, attention: nn.Module, moe: MoELayer) -> None:
         super().__init__(options, context, attention=attention, moe=moe)
-        self.phases = context.layer((*self.before(), self.attend_and_route, *moe.phases, self.add))
+        self.phases = context.layer(
+            (*self.before(), self.attend_and_send, moe.receive, moe.compute, self.collect_and_add)
+        )
 
     def before(self) -> tuple[Phase, ...]:
         """Return the phases before attention."""
         return ()
 
-    def attend_and_route(self, stream: Stream) -> Routed:
-        """Add attention to the residual stream, and choose experts."""
+    def attend_and_send(self, stream: Stream) -> Sent:
+        """Add attention to the residual stream, choose experts, and start the dispatch."""
         stream = self.attend(stream)
-        routed = self.moe.route(self._mlp_norm(stream.x_TD), stream.batch, beside=stream)
-        if not routed.routing.pooled:
-            return routed
-        pooled = (*stream.pooled, routed.routing.pooled)
-        return replace(routed, routing=replace(routed.routing, pooled={}), beside=replace(stream, pooled=pooled))
+        sent = self.moe.send(self._mlp_norm(stream.x_TD), stream.batch, beside=stream)
+        if not sent.routing.pooled:
+            return sent
+        pooled = (*stream.pooled, sent.routing.pooled)
+        return replace(sent, routing=replace(sent.routing, pooled={}), beside=replace(stream, pooled=pooled))
 
-    def add(self, collected: Collected) -> Stream:
-        """Add the output of the experts to the residual stream."""
-        stream: Stream = collected.beside
-        layers = {**stream.layers, self.moe.number: collected.stats}
-        return replace(stream, x_TD=stream.x_TD + collected.out_TD, layers=layers)
+    def collect_and_add(self, returning: Returning) -> Stream:
+        """Finish the combine, and add the output of the experts to the residual stream."""
+        stream: Stream = returning.beside
+        layers = {**stream.layers, self.moe.number: returning.stats}
+        return replace(stream, x_TD=stream.x_TD + self.moe.collect(returning), layers=layers)

@@ -13,7 +13,7 @@ from moefw.core.stages import Batch
 from moefw.models.blocks import MoEBlock, Stream
 from moefw.models.embedding import IGNORED
 from moefw.models.sizes import Sizes
-from moefw.runtime.layer import Collected, MoELayer
+from moefw.runtime.layer import MoELayer, Returning
 from moefw.runtime.modules import RMSNorm
 from moefw.runtime.phases import Phase
 
@@ -50,9 +50,9 @@ class MTPBlock(MoEBlock):
         both = torch.cat([self.enorm(stream.ahead[self.depth]), self.hnorm(stream.hidden[-1])], dim=-1)
         return replace(stream, x_TD=self.eh_proj(both, stream.batch.own_rows))
 
-    def add(self, collected: Collected) -> Stream:
+    def collect_and_add(self, returning: Returning) -> Stream:
         """Add the output of the experts, and make what the head reads to predict the token behind."""
-        stream = super().add(collected)
+        stream = super().collect_and_add(returning)
         return replace(stream, hidden=(*stream.hidden, self.post_norm(stream.x_TD)))
 
 

@@ -27,7 +27,7 @@ from moefw.core.site import Activation, Machine
 from moefw.core.stages import Batch, ExpertBatch, LayerStats, Routing
 from moefw.models.mlp import SwiGLU
 from moefw.runtime.compute.row_keys import SALT
-from moefw.runtime.layer import Collected, MoELayer
+from moefw.runtime.layer import MoELayer, Returning
 from moefw.runtime.naming import by_parameter, canonical_parameters, expert_parameters, initialise
 from moefw.runtime.parallel.pieces import is_shared_out, whole
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
@@ -207,11 +207,15 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
     if layer_case.shared:
         expert = SwiGLU(*sizes, precision, _not_split(layout), layer_case.activation)
     layer = context.moe_layer(0, shared_expert=expert)
-    run = straight(context.at(0).layer((lambda given: layer.route(*given), *layer.phases)))
+
+    def collect(returning: Returning) -> tuple[Tensor, LayerStats]:
+        return layer.collect(returning), returning.stats
+
+    run = straight(context.at(0).layer((lambda given: layer.send(*given), layer.receive, layer.compute, collect)))
 
     def forward(x_TD: Tensor, batch: Batch) -> tuple[Tensor, LayerStats]:
-        collected: Collected = run((x_TD, batch))
-        return collected.out_TD, collected.stats
+        outputs: tuple[Tensor, LayerStats] = run((x_TD, batch))
+        return outputs
 
     layer.forward = forward  # type: ignore[method-assign]
     std = min(0.3, 4.8 / math.sqrt(layer_case.dim))  # scores of wide rows must not saturate, which would make ties

@@ -156,11 +156,13 @@ def test_a_phase_whose_backward_never_runs_leaves_nothing() -> None:
     batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
     gc.disable()
     try:
-        with Allocations() as made:
-            flow = MicroBatch(model, batch)
-            for _ in model.phases[:9]:
-                flow.forward()
-        del flow
+        for _ in range(2):  # what torch imports at first use keeps frames alive
+            gc.collect()
+            with Allocations() as made:
+                flow = MicroBatch(model, batch)
+                for _ in model.phases[:-2]:
+                    flow.forward()
+            del flow
         assert made.live_bytes() == 0
     finally:
         gc.enable()
