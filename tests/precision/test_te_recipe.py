@@ -128,6 +128,59 @@ def test_groups_of_rows_are_those_of_emulation(te: Any, name: str, role: Role, d
     assert [call for call, _ in te.CALLS].count("split_quantize") == 1
 
 
+@pytest.fixture
+def quantized(te: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return a list to which each call of a quantizer adds the shape that it reads."""
+    shapes: list[tuple[int, ...]] = []
+    quantizer = importlib.import_module("fake_te.quantizers").Quantizer
+    run = quantizer.__call__
+
+    def counted(self: Any, x: Tensor) -> Any:
+        shapes.append(tuple(x.shape))
+        return run(self, x)
+
+    monkeypatch.setattr(quantizer, "__call__", counted)
+    return shapes
+
+
+def assert_same_codes(operand: Any, wanted: Any) -> None:
+    """Both hold the same tensors, and no others."""
+    for name in ("shape", "multiple", "sizes", "dtype", "splits_sums", "turned"):
+        assert getattr(operand.form, name) == getattr(wanted.form, name), name
+    for one, other in zip(operand.matrices, wanted.matrices, strict=True):
+        found, right = one.get_metadata(), other.get_metadata()
+        assert found.keys() == right.keys()
+        for name, value in right.items():
+            same = torch.equal(found[name], value) if isinstance(value, Tensor) else type(found[name]) is type(value)
+            assert same, name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("role", ["input", "grad"])
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "blackwell"])
+def test_rows_are_quantized_both_ways_in_one_call(
+    te: Any, quantized: list[tuple[int, ...]], name: str, role: Role, hopper: bool
+) -> None:
+    te.HOPPER[0] = hopper
+    x, rows, made = drawn(ENDS[-1], 256, seed=1), in_groups(), at_a_gemm(name, "te", 4)
+    first, kept = made.both_ways(x, role, rows)  # type: ignore[attr-defined]
+    assert quantized == [(size, 256) for size in SIZES]
+    passes: tuple[Pass, Pass] = ("fprop" if role == "input" else "dgrad", "wgrad")
+    for operand, during in zip((first, kept.operand(kept.tensors)), passes, strict=True):
+        assert_same_codes(operand, at_a_gemm(name, "te", 4).quantize(x, role=role, during=during, rows=rows))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_weight_is_quantized_for_both_passes_in_one_call(quantized: list[tuple[int, ...]], name: str) -> None:
+    weight, passes = torch.stack([drawn(128, 256, seed=seed) for seed in range(2)]), ("fprop", "dgrad")
+    operands = at_a_gemm(name, "te", 2).weight_operands(weight, passes)
+    assert quantized == [(128, 256)] * 2
+    for during in passes:
+        wanted = at_a_gemm(name, "te", 2).quantize(weight, role="weight", during=during)
+        assert_same_codes(operands[during](), wanted)
+        assert operands[during]() is operands[during]()
+
+
 def products(precision: Precision, sizes: tuple[int, int, int]) -> list[Tensor]:
     """Return the results of a linear layer: y, dx, dW."""
     t, i, o = sizes

@@ -73,8 +73,9 @@ class Float8TensorStorage(Storage):
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drop the data, on a GPU that needs both data and transpose."""
         if HOPPER[0]:
-            self.fields["data"] = self.fields["data"] if rowwise_usage else None
-            assert not columnwise_usage or self.fields["data_transpose"] is not None
+            for usage, name in ((rowwise_usage, "data"), (columnwise_usage, "data_transpose")):
+                self.fields[name] = self.fields[name] if usage else None
+                assert not usage or self.fields[name] is not None
 
     def matrix(self, usage: str) -> Tensor:
         """Return the numbers; from the data if the GPU needs no transpose."""

@@ -120,6 +120,13 @@ class TEOperand:
         return SavedOperand(tuple(tensor for *_, tensors in taken for tensor in tensors), operand)
 
 
+def only(matrix: Any, *, columnwise: bool) -> Any:
+    """Return the storage without the codes that are scaled along rows, or without those along columns."""
+    own = type(matrix)(**matrix.get_metadata())
+    own.update_usage(rowwise_usage=not columnwise, columnwise_usage=columnwise)
+    return own
+
+
 def _taken_apart(matrix: Any) -> tuple[type, list[str], dict[str, Any], list[Tensor]]:
     """Return the class of a storage, the names of its tensor fields, the other fields, and the tensors."""
     fields: dict[str, Any] = matrix.get_metadata()

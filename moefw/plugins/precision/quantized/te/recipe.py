@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -14,7 +15,7 @@ from moefw.core.records import Pass, Role, RowGroups, SavedOperand
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw.plugins.precision.quantized.recipe import Activations, LowPrecisionRecipe
 from moefw.plugins.precision.quantized.te.library import Library
-from moefw.plugins.precision.quantized.te.operand import Form, TEOperand
+from moefw.plugins.precision.quantized.te.operand import Form, TEOperand, only
 from moefw.plugins.precision.quantized.te.quantizers import Quantizers, Usage
 
 
@@ -36,27 +37,44 @@ class TERecipe(LowPrecisionRecipe):
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> TEOperand:
         """Return the operand. Raises ContractError where rows are in groups whose sizes the host does not know."""
-        sizes = _sizes(rows)
-        usage = Usage.of(role, during, alone=self._quantizers.columns_alone)
-        x, quantizers = x.detach(), self._quantizers
-        form = Form(
-            self._te,
-            tuple(x.shape),
-            quantizers.multiple,
-            sizes,
-            torch.float32 if during == "wgrad" else torch.bfloat16,
-            quantizers.splits_sums or during != "fprop",
-        )
-        more_rows = 0 if sizes is not None else form.filled[0] - x.shape[-2]
-        more_columns = form.filled[1] - x.shape[-1]
-        x = quantizers.takes(x, role)
+        return self._operands(x, role, (during,), rows)[0]
+
+    def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[TEOperand, SavedOperand]:
+        """Return the operand of the first pass, and the codes for wgrad. The quantizers make both in one call."""
+        first, second = self._operands(x, role, ("fprop" if role == "input" else "dgrad", "wgrad"), rows)
+        return first, second.kept()
+
+    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], TEOperand]]:
+        """Return functions that hold codes and scales, made in one call."""
+        made = zip(passes, self._operands(weight, "weight", passes, None), strict=True)
+        return {during: _returns(operand) for during, operand in made}
+
+    def _operands(self, x: Tensor, role: Role, passes: Sequence[Pass], rows: RowGroups | None) -> list[TEOperand]:
+        """Return the operand of each pass, with only the codes that it multiplies."""
+        sizes, quantizers = _sizes(rows), self._quantizers
+        usages = [Usage.of(role, during, alone=quantizers.columns_alone) for during in passes]
+        made = Usage(any(usage.rowwise for usage in usages), any(usage.columnwise for usage in usages))
+        forms = [
+            Form(
+                self._te,
+                tuple(x.shape),
+                quantizers.multiple,
+                sizes,
+                torch.float32 if during == "wgrad" else torch.bfloat16,
+                quantizers.splits_sums or during != "fprop",
+            )
+            for during in passes
+        ]
+        more_rows = 0 if sizes is not None else forms[0].filled[0] - x.shape[-2]
+        more_columns = forms[0].filled[1] - x.shape[-1]
+        x = quantizers.takes(x.detach(), role)
         if more_rows or more_columns:
             x = F.pad(x, (0, more_columns, 0, more_rows))
-        matrices = self._matrices(x.contiguous(), role, usage, sizes)
-        if usage.rowwise and usage.columnwise:
-            for matrix in matrices:
-                matrix.update_usage(rowwise_usage=False, columnwise_usage=True)
-        return TEOperand(matrices, form)
+        matrices = self._matrices(x.contiguous(), role, made, sizes)
+        if not (made.rowwise and made.columnwise):
+            return [TEOperand(matrices, form) for form in forms]
+        wanted = [[only(matrix, columnwise=usage.columnwise) for matrix in matrices] for usage in usages]
+        return [TEOperand(own, form) for own, form in zip(wanted, forms, strict=True)]
 
     def _matrices(self, x: Tensor, role: Role, usage: Usage, sizes: tuple[int, ...] | None) -> list[Any]:
         if sizes is not None and not any(sizes):
@@ -73,6 +91,10 @@ class TERecipe(LowPrecisionRecipe):
         if role == "weight":
             return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
         return self.quantize(x, role=role, during=during, rows=rows).kept()
+
+
+def _returns(operand: TEOperand) -> Callable[[], TEOperand]:
+    return lambda: operand
 
 
 def _sizes(rows: RowGroups | None) -> tuple[int, ...] | None:
