@@ -6,6 +6,7 @@ Shapes follow the legend of :mod:`moefw.core.stages`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
@@ -105,7 +106,7 @@ class Canonical:
         return like[self.index] if self.index else like
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowGroups:
     """Data about the rows of an input or a gradient that a recipe may use in addition to their values."""
 
@@ -117,7 +118,7 @@ class RowGroups:
     """Number of rows in each group: the differences of ``ends_e``. None: unknown to the host."""
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class SavedOperand:
     """Saved form of a tensor between forward and backward: tensors to save, and a function that makes its operand.
 

@@ -12,8 +12,11 @@ from moefw_kernels.devices import takes_kernels
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return ``x`` (..., D) normalised over its last dimension and scaled, in its own dtype. Differentiable."""
-    if takes_kernels(x):
+    """Return ``x`` (..., D) normalised over its last dimension and scaled, in its own dtype. Differentiable.
+
+    A compiler fuses the passes itself, and that of torch 2.11 loses gradients of what a Function writes in place.
+    """
+    if takes_kernels(x) or torch.compiler.is_compiling():
         return F.rms_norm(x, weight_D.shape, weight_D.to(x.dtype), eps)
     out: Tensor = _RMSNorm.apply(x, weight_D, eps)  # type: ignore[no-untyped-call]
     return out

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
 import torch
-from attrs import evolve
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -80,7 +79,7 @@ class ScaledRecipe(QuantizedRecipe):
         more_rows, more_columns = self._missing(x, axis, rows)
         x = _filled(x, more_rows, more_columns)
         if more_rows and rows.keys_R is not None:
-            rows = evolve(rows, keys_R=F.pad(rows.keys_R, (0, more_rows)))
+            rows = replace(rows, keys_R=F.pad(rows.keys_R, (0, more_rows)))
         return _along(self.encoder.encode(x, role, during, rows), axis)
 
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
