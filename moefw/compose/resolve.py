@@ -253,7 +253,8 @@ class _Resolution:
         if sections is not None:
             without = {key: value for key, value in model.items() if key != "preset"}
             return over(dict(sections), {**tree, "model": without})
-        attention, routing = tree.get("attention") or UNREAD, tree.get("routing") or UNREAD
+        given = (tree.get("attention"), tree.get("routing"))
+        attention, routing = (section if section is UNREAD or section else UNREAD for section in given)
         return tree | {
             "model": {**model, "preset": UNREAD},
             "attention": {**attention, "preset": UNREAD} if isinstance(attention, dict) else attention,

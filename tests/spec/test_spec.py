@@ -170,6 +170,11 @@ class TestNoFollowOnNoise:
         assert "needs a size of axis ep that divides 15" in messages[-1]
         assert len(messages) == 2 + ("!x" in text)
 
+    def test_an_unknown_preset_is_told_beside_an_override_that_is_no_yaml(self) -> None:
+        override, preset = complaints("model: {preset: qwen}", "routing='")
+        assert override.startswith("command line")
+        assert preset.startswith("spec.yaml:1:9 model.preset: ")
+
 
 class TestPlaces:
     @pytest.mark.parametrize(
