@@ -127,7 +127,7 @@ def arrange(
 
 
 def _room(choices: int, num_experts: int, alignment: int, capacity: int) -> int | None:
-    """Return rows that hold the padded groups of all choices. None: nothing is padded, or most of it would be lost."""
+    """Return rows that hold the padded groups of all choices. None: nothing is padded, or padding may be much."""
     if capacity:
         return num_experts * padded(capacity, alignment)
     padding = min(num_experts, choices) * (alignment - 1)
