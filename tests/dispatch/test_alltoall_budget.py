@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moefw.core.errors import MoefwError
 from moefw.testing.given_routing import RowBudget, over_budget
@@ -19,6 +17,7 @@ from moefw.testing.host_waits import HostWaits, available
 from moefw.testing.layer_case import LayerCase, assert_matches, build_layer, received, solve, this_rank, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
+from operators_seen import Operators
 
 WORLDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "one rank": ((9,), {}),
@@ -118,21 +117,6 @@ def test_options_that_make_no_budget_are_refused(options: dict[str, object], wor
 def test_more_tokens_than_max_tokens_are_refused() -> None:
     with pytest.raises(MoefwError, match="a rank sends 9 tokens; max_tokens is 8"):
         solve(case_of("one rank", 2.0, max_tokens=8))
-
-
-@final
-class Operators(TorchDispatchMode):
-    """Notes every operator with the shapes of its results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.seen.append(f"{func.name()} {shapes}")
-        return result
 
 
 def operators(layer_case: LayerCase) -> tuple[list[str], float, Tensor]:

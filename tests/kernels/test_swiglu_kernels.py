@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefw_kernels.swiglu import Clamp, blocks, reference, weighted_swiglu, weighted_swiglu_backward
+from operators_seen import Operators
 from pairwise import deep, each_value
 
 CLAMPS = {"plain": None, "clamped": (1.3, 1.702)}
@@ -280,6 +281,19 @@ def test_a_tensor_on_the_cpu_takes_operations_of_pytorch(calls: Calls, monkeypat
     weighted_swiglu(h_RH, weights_R)
     weighted_swiglu_backward(grad_RF, h_RH, weights_R)
     assert calls == []
+
+
+@pytest.mark.parametrize("clamp", CLAMPS)
+def test_a_device_that_the_host_runs_ahead_of_takes_all_rows_at_once(clamp: str) -> None:
+    def operators(rows: int) -> list[str]:
+        """Those that a device without memory sees, in fp32."""
+        grad_RF, h_RH, weights_R = (torch.empty(rows, *size, device="meta") for size in ((512,), (1024,), ()))
+        with Operators() as seen:
+            blocks.weighted_swiglu(h_RH, weights_R, CLAMPS[clamp])
+            blocks.weighted_swiglu_backward(grad_RF, h_RH, weights_R, CLAMPS[clamp])
+        return seen.names
+
+    assert operators(2 * blocks.ELEMENTS) == operators(1)
 
 
 @pytest.mark.parametrize(("clamp", "dtype"), each_value(CLAMPS, [torch.float32, torch.bfloat16]), ids=str)

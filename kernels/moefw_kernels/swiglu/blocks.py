@@ -1,4 +1,4 @@
-"""The reference, one block of rows after the other, so that what it allocates stays in the caches of a CPU."""
+"""The reference; on a CPU one block of rows after the other, so that what it allocates stays in the caches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from moefw_kernels.devices import runs_ahead
 from moefw_kernels.swiglu import reference
 from moefw_kernels.swiglu.reference import Clamp
 
@@ -45,12 +46,14 @@ def weighted_swiglu_backward(
 def _backward(grad: Tensor, h: Tensor, weights: Tensor, grad_h: Tensor, grad_weights: Tensor, a: Tensor) -> None:
     """Write the results of a block. ``a`` is at first the activated gate, then the activation without weights."""
     (gate, up), (grad_gate, grad_up), weights = h.chunk(2, -1), grad_h.chunk(2, -1), weights.unsqueeze(-1)
+    wide = torch.promote_types(a.dtype, weights.dtype)
+    grad = grad.to(wide)
     weighted = grad * weights
     aten.silu.out(gate, out=a)
     torch.mul(weighted, a, out=grad_up)
-    a.mul_(up)
-    torch.linalg.vecdot(grad.float(), a.float(), out=grad_weights)
-    torch.mul(a, weights, out=a)
+    unweighted = a.mul_(up).to(wide)
+    torch.linalg.vecdot(grad.float(), unweighted.float(), out=grad_weights)
+    torch.mul(unweighted, weights, out=a)
     aten.silu_backward.grad_input(weighted.mul_(up), gate.to(weighted.dtype), grad_input=grad_gate)
 
 
@@ -64,5 +67,5 @@ def _clamped_backward(
 
 def _blocks(a_RF: Tensor) -> Iterator[slice]:
     rows, columns = a_RF.shape
-    each = max(1, ELEMENTS // max(1, columns))
+    each = max(1, rows if runs_ahead(a_RF.device) else ELEMENTS // max(1, columns))
     return (slice(first, first + each) for first in range(0, rows, each))
