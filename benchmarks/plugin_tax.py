@@ -32,7 +32,8 @@ TINY, USUAL = (16, 16), (512, 256)
 RECIPE = FP32Recipe()
 LAYERS, WARM_UP = 8, 5
 """Passes in a row, as in a model with that number of layers, and rounds that are not counted."""
-ALLOWED_US, ALLOWED_SHARE = 15.0, 0.02
+ALLOWED_US, ALLOWED_SHARE = 16.0, 0.002
+"""Half of what it was on a quiet machine when first measured, and a share of a layer of the usual size."""
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
     }
     print(f"plugin tax {tax_us:+.1f} us (control {control_us:+.1f} us; allowed {ALLOWED_US:.0f} us)")
     share = f"{tax_us / layer_us:+.2%} of the {layer_us:,.0f} us"
-    print(f"{share} of a layer with D, F = {USUAL} (allowed {ALLOWED_SHARE:.0%})")
+    print(f"{share} of a layer with D, F = {USUAL} (allowed {ALLOWED_SHARE:.1%})")
     print(record.write("plugin_tax", measured))
 
 
