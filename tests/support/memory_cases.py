@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fake_steps import fake_assembly
 from moefw.compose.assembly import Assembly
+from moefw.plugins.memory.paged_stash.stash import Stash
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.memory_case import Observed, observed
@@ -92,3 +93,12 @@ def qwen3_235b(num_layers: int) -> Assembly:
         "run": {"device": "cpu"},
     }
     return fake_assembly(tree, world)
+
+
+def num_taken(held: Stash) -> int:
+    """Return the number of pages taken, after dead tensors have returned theirs."""
+    held.settle()
+    pools = [pool for pools in held.pools.values() for pool in pools]
+    return sum(
+        len(pool.pages.ring) - int((pool.pages.counters[:, 1] - pool.pages.counters[:, 0]).sum()) for pool in pools
+    )
