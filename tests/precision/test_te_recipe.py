@@ -4,75 +4,28 @@ from __future__ import annotations
 
 import gc
 import importlib
-import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
 from torch import Tensor
 
 import moefw
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
 from moefw.core.records import Pass, Role, RowGroups
-from moefw.core.site import Site
-from moefw.plugins.precision.quantized import MXFP8
-from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
-from moefw.plugins.precision.quantized.fp8_tensor import FP8Tensor
-from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.nvfp4 import NVFP4
-from moefw.plugins.precision.quantized.te import library
 from moefw.runtime.compute.grouped_mm import grouped_mm
-from moefw.testing.layer_case import LayerCase, Outcome, solve
-from outcomes import assert_near
+from te_recipes import RECIPES, recipe
 
-FAKES = str(Path(__file__).parents[1] / "fakes")
-PLUGINS = {"fp8-blockwise": FP8Blockwise, "mxfp8": MXFP8, "fp8-tensor": FP8Tensor, "nvfp4": NVFP4}
-EXACT = {"stochastic_rounding": False, "keep_bf16": ()}
-RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "blockwise": ("fp8-blockwise", {}),
-    "blockwise, exact scales": ("fp8-blockwise", {"scales": "fp32"}),
-    "mxfp8": ("mxfp8", {}),
-    "current": ("fp8-tensor", {}),
-    "delayed": ("fp8-tensor", {"scaling": "delayed", "history": 3}),
-    "nvfp4": ("nvfp4", EXACT),
-    "nvfp4, plain": ("nvfp4", {**EXACT, "hadamard": False, "square_weights": False}),
-}
-"""Recipes without stochastic rounding, so that everything is deterministic."""
 OPERANDS: list[tuple[Role, Pass]] = [
     ("input", "fprop"), ("weight", "fprop"), ("grad", "dgrad"), ("weight", "dgrad"), ("grad", "wgrad"), ("input", "wgrad"),
 ]  # fmt: skip
 LAYOUTS = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 ENDS = (128, 128, 512, 640)
 SIZES = (128, 0, 384, 128)
-
-
-@pytest.fixture
-def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A fake Transformer Engine and GPU."""
-    monkeypatch.syspath_prepend(FAKES)
-    fake = importlib.import_module("fake_te")
-    for name, module in fake.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(library, "version", lambda name: "2.20.2")
-    monkeypatch.setattr(Gpus, "require", lambda gpus, device: None)
-    fake.CALLS.clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield fake
-    torch.set_num_threads(threads)
-    fake.HOPPER[0] = True
-
-
-def recipe(name: str, backend: str) -> Precision:
-    use, options = RECIPES[name]
-    context: Any = SimpleNamespace(device=torch.device("cpu"), site=SimpleNamespace(layer=3))
-    return PLUGINS[use](backend=backend, **options).build(context)
 
 
 def at_a_gemm(name: str, backend: str, groups: int) -> Precision:
@@ -363,119 +316,6 @@ def test_nvfp4_is_set_up_as_the_recipe_of_the_library(te: Any, draws: bool, hada
         assert given["with_2d_quantization"] == (role == "weight")
 
 
-def run(recipe: str, backend: str, parts: Mapping[str, Any] | None = None, **given: Any) -> Outcome:
-    """Run one MoE layer forward and backward in bf16."""
-    use, options = RECIPES[recipe]
-    declared = PLUGINS[use]
-    if backend == "te":
-        declared = HERE[use]
-    precision = {"use": declared.name, "backend": backend, **options}
-    alignment = 128 if use in ("fp8-blockwise", "nvfp4") else declared.rows
-    plugins = (declared,) if backend == "te" else ()
-    return solve(
-        LayerCase(
-            parts={"precision": precision, **(parts or {})}, plugins=plugins, row_alignment=alignment, top_k=3, **given
-        )
-    )
-
-
-def here(plugin: type[Any]) -> type[Any]:
-    """Return the plugin without its needs of the machine."""
-
-    @frozen(kw_only=True)
-    class Here(plugin):
-        name: ClassVar[str] = f"{plugin.name}-here"
-
-        def needs(self, site: Site) -> Sequence[moefw.Need]:
-            machine = ("device", "capability", "package")
-            return [need for need in super().needs(site) if need.fact not in machine]
-
-    return Here
-
-
-HERE = {use: here(plugin) for use, plugin in PLUGINS.items()}
-LAYERS: dict[str, dict[str, Any]] = {
-    "whole blocks": {"tokens": (40,), "dim": 128, "expert_dim": 128, "shared": True},
-    "experts without rows, tokens masked": {"tokens": (6,), "dim": 128, "expert_dim": 128, "num_experts": 8, "masked": True},
-    "sizes that are no blocks": {"tokens": (40,), "dim": 96, "expert_dim": 72, "shared": True, "skew": "one"},
-    "a budget of rows": {
-        "tokens": (40,), "dim": 128, "expert_dim": 128,
-        "parts": {"dispatch": {"use": "hybridep", "backend": "torch", "rank_capacity": 2.0, "on_overflow": "drop"}},
-    },
-    "no token": {"tokens": (0,), "dim": 128, "expert_dim": 128},
-    "recomputed": {
-        "tokens": (20,), "dim": 128, "expert_dim": 128,
-        "parts": {"memory": [{"use": "recompute", "regions": ["experts"]}]},
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "layer", "gemm"),
-    [
-        *((name, "whole blocks", "grouped") for name in RECIPES),
-        *(("mxfp8", layer, "grouped") for layer in LAYERS if layer != "whole blocks"),
-        *((name, "sizes that are no blocks", "loop") for name in ("mxfp8", "delayed")),
-    ],
-)
-def test_a_layer_computes_what_emulation_computes(te: Any, name: str, layer: str, gemm: str) -> None:
-    """Both round rows to bf16 in the same places; sums in another order round a few of them to the neighbour."""
-    case = {**LAYERS[layer], "parts": {"gemm": {"use": gemm}, **LAYERS[layer].get("parts", {})}}
-    wanted, got = run(name, "emulate", **case), run(name, "te", **case)
-    grouped = {call for call, _ in te.CALLS} >= {"general_grouped_gemm"}
-    assert grouped == (gemm == "grouped" and layer != "no token")
-    assert torch.equal(got.tokens_per_expert, wanted.tokens_per_expert)
-    assert_near(got, wanted, rtol=5e-3)
-
-
 def test_a_recipe_is_built_only_after_the_gpu_was_asked() -> None:
     with pytest.raises(moefw.PlanError, match=r"backend: te needs compute capability 10.0 or 10.3; this device is cpu"):
         recipe("mxfp8", "te")
-
-
-@pytest.mark.parametrize(("found", "allowed"), [("2.17.1", False), ("2.18.0", True), ("2.20.2+cu13", True), ("3.0.0", False)])  # fmt: skip
-@pytest.mark.usefixtures("te")
-def test_another_version_is_refused_with_the_one_that_is_wanted(
-    found: str, allowed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "version", lambda name: found)
-    if allowed:
-        library.load()
-        return
-    wanted = rf"from 2.18 to below 3; {found} is installed. Run: pip install .*transformer-engine\[pytorch\]>=2.18,<3"
-    with pytest.raises(moefw.PlanError, match=wanted):
-        library.load()
-
-
-def test_a_library_that_does_not_load_is_refused_with_its_own_words(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)
-    with pytest.raises(moefw.PlanError, match=r"backend: te cannot use transformer_engine: .*transformer_engine_torch"):
-        library.load()
-    monkeypatch.undo()
-    with pytest.raises(moefw.PlanError, match=r"moefw\[te\]"):
-        library.load()
-    assert te
-
-
-def test_a_call_that_does_not_bind_to_a_release_fails(te: Any) -> None:
-    loaded = library.load()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'layouts'"):
-        loaded.gemm(None, None, layouts="TN")
-    with pytest.raises(TypeError, match="missing a required argument: 'quantization_params'"):
-        loaded.grouped_gemm([], [], [])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'with_2d_quantization'"):
-        loaded.quantizers["MXFP8Quantizer"](0, with_2d_quantization=True)
-    with pytest.raises(TypeError, match="the library itself calls it with"):
-        loaded.split_quantize(torch.zeros(0), [], quantizer_list=[])
-    assert te
-
-
-def test_every_release_has_what_is_imported_and_saved(te: Any) -> None:
-    assert [one["source"]["version"] for one in te.SNAPSHOTS] == ["2.18.0", "2.20.2"]
-    for one in te.SNAPSHOTS:
-        assert {"DType", *library.QUANTIZERS} <= {*one["exports"]}
-        assert {"kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1"} <= {*one["dtypes"]}
-        assert {"internal", "optimize_for_gemm"} <= {*one["quantizer"]["fields"]}
-        for storage in one["storages"].values():
-            taken = {parameter["name"] for parameter in storage["__new__"]}
-            assert {*storage["metadata"]} <= taken
