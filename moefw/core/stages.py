@@ -23,8 +23,11 @@ T_ = TypeVar("T_")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,))
 def stage(cls: type[T_]) -> type[T_]:
-    """Make ``cls`` a frozen dataclass, registered so that FSDP2 and ``torch.compile`` find its tensors."""
-    made = dataclass(frozen=True, slots=True, kw_only=True, eq=False)(cls)
+    """Make ``cls`` a dataclass, registered so that FSDP2 and ``torch.compile`` find its tensors.
+
+    It is frozen to type checkers alone: a check at run time takes most of the time of making it.
+    """
+    made = dataclass(slots=True, kw_only=True, eq=False)(cls)
     register_dataclass(made)
     return made
 

@@ -57,7 +57,7 @@ class Arrival:
 def weights_of(weights_NK: Tensor, slot_R: Tensor) -> Tensor:
     """Return the weight of each row's choice, zero where there are no choices at all. Differentiable."""
     weights = weights_NK.flatten()
-    return weights.index_select(0, slot_R) if len(weights) else F.pad(weights, (0, len(slot_R)))
+    return weights.index_select(0, slot_R) if weights.numel() else F.pad(weights, (0, len(slot_R)))
 
 
 def in_blocks(found: Sorted, expert_TK: Tensor, *, num_blocks: int, room: int) -> Slots:
@@ -102,18 +102,19 @@ def arrange(
     there is room for all choices instead, for a full group where there is a ``capacity``, which no expert exceeds, and
     for all padding of an ``alignment`` alone, unless that is more than ``MOST_PADDING`` of the choices: they are read.
     """
-    arrived: tuple[int, int] = (expert_NK.shape[0], expert_NK.shape[1])
+    num_arrived, k = expert_NK.shape
+    arrived = num_arrived, k
     slots, found = _sorted(expert_NK, num_experts, source_N)
-    is_plain, reads = alignment == 1 and not capacity and budget is None, counts is None
-    if counts is None and not counts_on_host:
+    is_plain = alignment == 1 and not capacity and budget is None
+    reads = counts is None and (counts_on_host or not is_plain or num_rows is None)
+    if reads and not counts_on_host:
         waits = runs_ahead(slots.device)
         if budget is None and waits:
             budget = _room(len(slots), num_experts, alignment, capacity)
         if budget is not None:
             return _within_budget(slots, expert_NK, found, alignment, capacity, budget, arrived)
-        if is_plain and num_rows is None and waits:
+        if is_plain and waits:
             return _with_room_for_all(slots, found, arrived)
-        reads = not is_plain or num_rows is None
     if reads:
         (counts,) = on_host(found)
     if not is_plain:

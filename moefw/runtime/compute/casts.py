@@ -11,12 +11,17 @@ from moefw.core.contracts import Precision
 from moefw.core.records import Pass, Role, RowGroups
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x.to(dtype)``, without the call where ``x`` has the dtype: it takes PyTorch microseconds to see that."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 class _Cast(Precision):
     operand_dtype: ClassVar[torch.dtype]
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
         """Return ``x`` in the operand dtype."""
-        return x if x.dtype is self.operand_dtype else x.to(self.operand_dtype)
+        return in_dtype(x, self.operand_dtype)
 
 
 @final

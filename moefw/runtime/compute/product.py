@@ -15,6 +15,7 @@ from moefw.core.errors import ContractError
 from moefw.core.records import RowGroups, SavedOperand
 from moefw.runtime.compute import bf16_parts
 from moefw.runtime.compute.bf16_parts import BF16Sum
+from moefw.runtime.compute.casts import in_dtype
 from moefw.runtime.compute.row_operands import grad_operands, input_operands
 from moefw.runtime.compute.weights import WeightUse, has_plain_gradient
 from moefw.runtime.memory.dropped import output_of
@@ -77,7 +78,7 @@ def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     On a GPU, fp32 products with bf16 rows are sums of bf16 products that are as exact: see ``bf16_parts``.
     """
     if x.dtype == dtype and has_plain_gradient(weight):
-        return F.linear(x, weight.to(dtype))
+        return F.linear(x, in_dtype(weight, dtype))
     if bf16_parts.takes_parts(x, weight, dtype):
         product: Tensor = _LinearByParts.apply(x, weight)  # type: ignore[no-untyped-call]
         return product
@@ -111,7 +112,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(ends_e, keys_R, *kept.tensors, *kept_weight.tensors)
         ctx.operand, ctx.made, ctx.inputs = kept.operand, kept_weight.operand, len(kept.tensors)
         ctx.precision, ctx.dtype, ctx.sizes = precision, x.dtype, sizes
-        return out.to(x.dtype)
+        return in_dtype(out, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -124,7 +125,7 @@ class _Linear(torch.autograd.Function):
         needs_x, trains = ctx.needs_input_grad[:2]
         if needs_x:
             operand, of_wgrad = grad_operands(grad, precision, rows, trains=trains)
-            grad_x = (operand @ ctx.made(weights)).to(ctx.dtype)
+            grad_x = in_dtype(operand @ ctx.made(weights), ctx.dtype)
         else:
             of_wgrad = partial(precision.quantize, grad, role="grad", during="wgrad", rows=rows)
         if trains:

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from moefw.core.contracts import Precision
 from moefw.core.records import Pass, SavedOperand
 from moefw.runtime.compute import wgrads
+from moefw.runtime.compute.casts import in_dtype
 from moefw.runtime.compute.for_step import made_for_step
 from moefw.runtime.compute.grouped_mm import grouped_mm
 from moefw.runtime.parallel.primary_weights import Master
@@ -113,7 +114,7 @@ class WeightUse:
             return None
 
         def product() -> Tensor:
-            return _product(*operands(), ends_e).to(self._dtype)
+            return in_dtype(_product(*operands(), ends_e), self._dtype)
 
         if step is not None:
             self._now_or_later(lambda: step.add(*operands(), ends_e))

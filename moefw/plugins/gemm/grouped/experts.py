@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from moefw.core.contracts import ExpertGemm, Precision
 from moefw.core.records import Canonical, RowGroups, SavedOperand
 from moefw.core.stages import ExpertBatch
+from moefw.runtime.compute.casts import in_dtype
 from moefw.runtime.compute.group_bias import add_group_bias, widened
 from moefw.runtime.compute.grouped_mm import grouped_mm
 from moefw.runtime.compute.product import keep_activation
@@ -94,7 +95,7 @@ class _In(torch.autograd.Function):
         ctx.weight = WeightUse(gate_up)
         w13, kept_w13 = ctx.weight.operands(gate_up, recipe)
         _save(ctx, recipe, (ends_e, keys_R), sizes, (kept_x, kept_w13), x_RD.dtype)
-        return grouped_mm(x, w13.mT, ends_e).to(x_RD.dtype)
+        return in_dtype(grouped_mm(x, w13.mT, ends_e), x_RD.dtype)
 
     @staticmethod
     @once_differentiable
@@ -102,7 +103,7 @@ class _In(torch.autograd.Function):
         (ends_e, keys_R), (x, w13) = _saved(ctx, 2)
         recipe, rows = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes)
         grad, grad_of_wgrad = grad_operands(grad_RH, recipe, rows, trains=ctx.needs_input_grad[-1])
-        grad_x = grouped_mm(grad, w13, ends_e).to(ctx.dtype)
+        grad_x = in_dtype(grouped_mm(grad, w13, ends_e), ctx.dtype)
         grad_w13 = ctx.weight.gradient(ctx, -1, lambda: (grad_of_wgrad(), x), ends_e)
         return None, grad_x, None, None, None, grad_w13
 
@@ -131,7 +132,7 @@ class _Out(torch.autograd.Function):
         _save(
             ctx, recipe, (weights_R, ends_e, keys_R), sizes, (keep_activation(h_RH, recipe, rows), kept_w2), h_RH.dtype
         )
-        return grouped_mm(a, w2.mT, ends_e).to(h_RH.dtype)
+        return in_dtype(grouped_mm(a, w2.mT, ends_e), h_RH.dtype)
 
     @staticmethod
     @once_differentiable
@@ -139,7 +140,7 @@ class _Out(torch.autograd.Function):
         (weights_R, ends_e, keys_R), (h_RH, w2) = _saved(ctx, 3)
         recipe, rows, grad_RD = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), grad_RD.contiguous()
         grad, grad_of_wgrad = grad_operands(grad_RD, recipe, rows, trains=ctx.needs_input_grad[-1])
-        grad_a = grouped_mm(grad, w2, ends_e).to(ctx.dtype)
+        grad_a = in_dtype(grouped_mm(grad, w2, ends_e), ctx.dtype)
         grad_h, grad_weights, a_RF = weighted_swiglu_backward(grad_a, h_RH, weights_R, ctx.clamp)
 
         def wgrad() -> tuple[Any, Any]:
