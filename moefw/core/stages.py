@@ -25,7 +25,7 @@ T_ = TypeVar("T_")
 def stage(cls: type[T_]) -> type[T_]:
     """Make ``cls`` a dataclass, registered so that FSDP2 and ``torch.compile`` find its tensors.
 
-    It is frozen to type checkers alone: a check at run time takes most of the time of making it.
+    It is frozen to type checkers, and in contract suites: the check takes most of the time of making it.
     """
     made = dataclass(slots=True, kw_only=True, eq=False)(cls)
     register_dataclass(made)

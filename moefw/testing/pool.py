@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moefw.core.errors import ContractError
+from moefw.testing.frozen_stages import freeze_stages
 
 COLLECTIVE_TIMEOUT_S = 60.0
 CONNECTS = 3
@@ -122,6 +123,7 @@ class RankPool:
 
 def _serve(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
+    freeze_stages()
     _freeze()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     while True:

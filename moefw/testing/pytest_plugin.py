@@ -62,8 +62,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported objects from garbage collection, because suites often collect to count live tensors."""
+    """Freeze stages. Exclude imported objects from garbage collection, as suites often collect to count tensors."""
     if "moefw.testing.suites.base" in sys.modules:
+        from moefw.testing.frozen_stages import freeze_stages
+
+        freeze_stages()
         gc.collect()
         gc.freeze()
 
