@@ -36,9 +36,9 @@ def token_sums(
 
     The z-loss is the sum of ``logsumexp(logits)^2`` (ST-MoE, arXiv 2202.08906 eq. 5).
 
-    On a GPU fp32 takes two kernels forward for each of ``over``, of which one stores sums of a block's tokens in a
-    row, at most T / 32 + R parts, and the other adds them up in order. Backward is one kernel; it saves the logits. PyTorch operations, which take ``scores_TE`` (with
-    their graph) where a router has made them, are used elsewhere.
+    On a GPU fp32 takes two kernels forward for each of ``over`` and one backward, without atomics. The first stores at
+    most T / 32 + R parts of rows, of (2E + 2) fp32 each, and the second adds them up in order. Saved are the logits.
+    PyTorch operations, which take ``scores_TE`` (with their graph) where a router has made them, are used elsewhere.
     """
     if not kernels_take(logits_TE, choice):
         return reference.token_sums(logits_TE, choice, over, scores_TE, ids_TK, mask_T, z_coeff)

@@ -12,8 +12,8 @@ from torch import Tensor
 class Rows:
     """``count`` rows of tokens, one after another.
 
-    ``row_T`` int64: the row of each token, 0 to ``count`` - 1, ascending; a row may have none. On a GPU nobody checks it.
-    None: each row has equally many.
+    ``row_T`` int64: the row of each token, 0 to ``count`` - 1, ascending, which kernels do not check. A row may have
+    none. None: each row has equally many.
     """
 
     count: int

@@ -1,9 +1,9 @@
 """Triton kernels of the sums over tokens, and of the Switch loss.
 
-Rows lie one after another. A program adds up the tokens of a block, row by row, and stores a part for each row. Block b
-and row r have part b + r: from one part to the next, the block, the row, or both go up, so no two parts share a place.
-The parts of a row lie side by side, and a program adds them up in their order. A part holds masses (E), counts (E) and
-valid tokens, and the z-loss.
+Rows lie one after another. A program adds up the tokens of a block, row by row, and stores a part for each row of which
+it has some. That of block b and row r is at place b + r: from one to the next the block or the row goes up, or both, so
+no two share a place. The parts of a row lie side by side, and are added up in their order. A part holds masses (E),
+counts (E), valid tokens, and the z-loss.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -35,6 +35,8 @@ from moefw_kernels.routing.in_kernels import (
 
 TOKENS: Final = 32
 """Tokens of a block."""
+_STARTS: Final = tl.constexpr(4)
+"""Starts of rows that are stored at once for a token."""
 PARTS, COLUMNS = 128, 16
 """Parts of a row, and numbers of each, that a program adds up at once."""
 ROWS_TOGETHER: Final = 4
@@ -68,7 +70,7 @@ def _log_sum_exp(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _piece(row_of, block, start, end, each, TOKENS: tl.constexpr):
-    """Return the row of the token at ``start`` of a block, and where its tokens before ``end`` stop."""
+    """Return the row of the token at ``start`` of a block, and where its tokens stop, at ``end`` if not before."""
     if row_of is None:
         row = (block * TOKENS + start) // each
         stop = tl.minimum(end, (row + 1) * each - block * TOKENS)
@@ -79,17 +81,17 @@ def _piece(row_of, block, start, end, each, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _store_starts(starts, row_of, block, tokens, rows, TOKENS: tl.constexpr, N: tl.constexpr):
-    """Store where rows start whose first token is in a block; those without tokens start where the next one does.
+def _store_starts(starts, row_of, block, tokens, rows, TOKENS: tl.constexpr):
+    """Store where rows start that begin in a block. A row without tokens starts where the next one does.
 
     Behind the last token is one of a row behind the last, so that the starts of all rows, and their end, are stored.
     """
-    place, more = tl.arange(0, TOKENS), 1 + tl.arange(0, N)
+    place, more = tl.arange(0, TOKENS), 1 + tl.arange(0, _STARTS)
     t = block * TOKENS + place
     row = tl.load(row_of + place, mask=t < tokens, other=rows).to(tl.int32)
     before = tl.load(row_of + place - 1, mask=(t > 0) & (t <= tokens), other=rows).to(tl.int32)
     before = tl.where(t == 0, -1, before)
-    for first in range(0, tl.max(row - before, 0), N):
+    for first in range(0, tl.max(row - before, 0), _STARTS):
         at = before[:, None] + first + more[None, :]
         tl.store(starts + at, tl.broadcast_to(t[:, None], at.shape), mask=at <= row[:, None])
 
@@ -155,7 +157,7 @@ def _sums_kernel(
             tl.store(part, tl.sum(z, 0) * z_coeff)
         start = stop
     if row_of is not None:
-        _store_starts(starts, row_of, block, tokens, rows, TOKENS, 4)
+        _store_starts(starts, row_of, block, tokens, rows, TOKENS)
 
 
 @triton.jit
@@ -163,7 +165,7 @@ def _add_up_kernel(
     parts, starts, sums, each, rows, masses, seen, numbers, width,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add up some of the ``numbers`` of a row's parts: ``masses`` of them are masses, ``seen`` counts and valid tokens."""
+    """Add up some ``numbers`` of a row's parts: ``masses`` of them are masses, ``seen`` are counts and valid tokens."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if starts is None:
         start, end = row * each, (row + 1) * each

@@ -38,7 +38,7 @@ def rows_of(level: str, batch: Batch, num_tokens: int) -> Rows | None:
 
 
 def sequences(batch: Batch, num_tokens: int) -> Rows:
-    """Return a row for each sequence, one after another. Raises ContractError if the tokens are not those of the batch."""
+    """Return a row for each sequence. Raises ContractError if the tokens are not those of the batch."""
     count = len(batch.lengths or batch.ids_BS)
     if batch.lengths is None and batch.part is None and num_tokens == batch.ids_BS.numel():
         return Rows(count)
