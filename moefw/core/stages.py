@@ -98,7 +98,8 @@ class Batch:
     @property
     def _documents_S(self) -> Tensor:
         """The number of each token's sequence in a pack."""
-        return cast("Tensor", self.documents_BS)[0, self.row_places]
+        documents_S = cast("Tensor", self.documents_BS)[0]
+        return documents_S if self.places_S is None else documents_S[self.places_S]
 
     @property
     def rows(self) -> RowGroups | None:
@@ -117,7 +118,7 @@ class Batch:
 
     @property
     def sequence_T(self) -> Tensor:
-        """int64: for each of this rank's tokens, the number of its sequence in this micro-batch."""
+        """int64, ascending: for each of this rank's tokens, the number of its sequence in this micro-batch."""
         if self.lengths is not None:
             return self.own(self._documents_S)
         sequences, positions = self.ids_BS.shape

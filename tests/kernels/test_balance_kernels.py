@@ -17,17 +17,29 @@ from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Choice, Rows, swit
 from moefw_kernels.routing.balance import reference
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-SHAPES = {
-    #                             rows, tokens each, experts, k
-    "few": (3, 13, 7, 3),
-    "one row": (1, 70, 12, 2),
-    "all of a row of one": (5, 1, 8, 8),
-    "one of one": (1, 3, 1, 1),
-    "empty rows": (2, 0, 4, 2),
-    "no rows": (0, 0, 4, 2),
-    "most": (1, 2, MOST_EXPERTS, MOST_CHOICES),
+SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
+    #                             tokens of each row, experts, k
+    "few": ((13,) * 3, 7, 3),
+    "one row": ((70,), 12, 2),
+    "all of a row of one": ((1,) * 5, 8, 8),
+    "one of one": ((3,), 1, 1),
+    "empty rows": ((0,) * 2, 4, 2),
+    "no rows": ((), 4, 2),
+    "most": ((2,), MOST_EXPERTS, MOST_CHOICES),
+    "blocks": ((64,) * 2, 5, 2),
+    "documents": ((40, 1, 0, 0, 33, 2), 7, 3),
+    "one among empty ones": ((0,) * 40 + (5,) + (0,) * 40, 6, 5),
+    "ends of blocks": ((0, 32, 64, 0, 31, 1), 3, 1),
+    "short ones": ((1, 2, 0, 3) * 2, 40, 3),
 }
 Found = tuple[dict[str, Tensor], Tensor]
+
+
+def rows_of(lengths: tuple[int, ...], *, named: bool) -> Rows:
+    """Return rows of these lengths, by the row of each token or as rows of equally many."""
+    assert named or len({*lengths}) <= 1
+    row_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    return Rows(len(lengths), row_T if named else None)
 
 
 def logits_of(shape: tuple[int, int], seed: int = 0) -> Tensor:
@@ -49,11 +61,11 @@ def on_a_gpu() -> Iterator[None]:
 
 
 def from_sums(
-    of: Any, switch: Any, logits_TE: Tensor, choice: Choice, rows: int, coeffs: tuple[float, ...], **more: Any
+    of: Any, switch: Any, logits_TE: Tensor, choice: Choice, rows: Rows, coeffs: tuple[float, ...], **more: Any
 ) -> Found:
     """Return the sums and losses of a function, and the gradient of all that have one."""
     given = logits_TE.detach().clone().requires_grad_()
-    over = [Rows(rows)] if len(coeffs) == 2 else [Rows(rows), None]
+    over = [rows] if len(coeffs) == 2 else [rows, None]
     sums, z = of(given, choice, over, **more, z_coeff=coeffs[0])
     found = {f"{name} {number}": x for number, each in enumerate(sums) for name, x in each._asdict().items()}
     for each in sums:
@@ -100,22 +112,28 @@ def close(mine: Found, right: Found, scale: float = 1.0) -> None:
     torch.testing.assert_close(mine[1], right[1].float(), rtol=1e-5, atol=1e-6 * scale)
 
 
+def same_bits(one: Found, other: Found) -> bool:
+    return all(torch.equal(one[0][name], other[0][name]) for name in one[0]) and torch.equal(one[1], other[1])
+
+
 def kernels_as_the_reference(score: str, shape: str) -> None:
-    """In fp64 with the choices of the kernels; twice, with the same bits."""
-    rows, each, experts, k = SHAPES[shape]
-    tokens = rows * each
+    """In fp64 with the choices of the kernels; twice, with the same bits, by name too."""
+    lengths, experts, k = SHAPES[shape]
+    tokens, equal = sum(lengths), len({*lengths}) <= 1
     logits_TE, choice = logits_of((tokens, experts)), Choice(k=k, score=score)
     mask_T = torch.rand(tokens, generator=torch.Generator().manual_seed(1)) < 0.7
-    mask_T[:each] = False
+    mask_T[: max(lengths, default=0)] = False
     cases = (mask_T, (0.3, 0.7)), (None, (None, 0.7)), (mask_T, (0.3, 0.7, 0.1)), (mask_T, (None, 2.0))
-    for mask, coeffs in cases[:1] if shape == "most" else cases:
+    rows, again_by = rows_of(lengths, named=not equal), rows_of(lengths, named=True)
+    for mask, coeffs in cases[:1] if experts == MOST_EXPERTS else cases:
         ids_TK = ranked(logits_TE, choice, mask)
         right = of_reference(logits_TE.double(), choice, rows, coeffs, ids_TK=ids_TK, mask_T=mask)
         for chosen_TK in (ids_TK, None):
-            mine, again = (of_kernels(logits_TE, choice, rows, coeffs, ids_TK=chosen_TK, mask_T=mask) for _ in range(2))
-            close(mine, right)
-            assert all(torch.equal(mine[0][name], again[0][name]) for name in mine[0])
-            assert torch.equal(mine[1], again[1])
+            mine, again = (
+                of_kernels(logits_TE, choice, by, coeffs, ids_TK=chosen_TK, mask_T=mask) for by in (rows, again_by)
+            )
+            close(mine, right, scale=1.0 if equal else 10.0)
+            assert same_bits(mine, again)
             assert mine[0]["mass_RE 0"].dtype == mine[0]["seen_RX 0"].dtype == mine[1].dtype == torch.float32
 
 
@@ -125,10 +143,14 @@ def test_the_kernels(interpreter: ProcessPoolExecutor, score: str, shape: str) -
     interpreter.submit(kernels_as_the_reference, score, shape).result()
 
 
-def drawn_case(seed: int, rows: int, each: int, experts: int, k: int, score: str, masked: bool, z: bool) -> None:
-    logits_TE, choice = logits_of((rows * each, experts), seed), Choice(k=min(k, experts), score=score)
-    mask_T = torch.rand(rows * each, generator=torch.Generator().manual_seed(seed)) < 0.5 if masked else None
-    coeffs, ids_TK = (0.5 if z else None, 1.5), ranked(logits_TE, choice, mask_T)
+def drawn_case(
+    seed: int, lengths: tuple[int, ...], experts: int, k: int, score: str, named: bool, masked: bool, z: bool
+) -> None:
+    if not named:
+        lengths = lengths[:1] * len(lengths)
+    logits_TE, choice = logits_of((sum(lengths), experts), seed), Choice(k=min(k, experts), score=score)
+    mask_T = torch.rand(len(logits_TE), generator=torch.Generator().manual_seed(seed)) < 0.5 if masked else None
+    coeffs, ids_TK, rows = (0.5 if z else None, 1.5), ranked(logits_TE, choice, mask_T), rows_of(lengths, named=named)
     mine = of_kernels(logits_TE, choice, rows, coeffs, mask_T=mask_T)
     right = of_reference(logits_TE.double(), choice, rows, coeffs, ids_TK=ids_TK, mask_T=mask_T)
     close(mine, right, scale=10.0)
@@ -136,13 +158,28 @@ def drawn_case(seed: int, rows: int, each: int, experts: int, k: int, score: str
 
 @given(
     st.tuples(
-        *(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 70), st.integers(1, 40), st.integers(1, 9)),
-        *(st.sampled_from(SCORES), st.booleans(), st.booleans()),
+        *(st.integers(0, 1000), st.lists(st.integers(0, 70), min_size=1, max_size=6).map(tuple)),
+        *(st.integers(1, 40), st.integers(1, 9), st.sampled_from(SCORES), st.booleans(), st.booleans(), st.booleans()),
     )
 )
 @settings(max_examples=25, deadline=None)
 def test_drawn_cases(interpreter: ProcessPoolExecutor, case: tuple[Any, ...]) -> None:
     interpreter.submit(drawn_case, *case).result()
+
+
+def more_parts_than_are_added_up_at_once() -> None:
+    from moefw_kernels.routing.balance.triton import PARTS, TOKENS
+
+    lengths = 3, PARTS * TOKENS + 40, 7
+    logits_TE, choice, coeffs = logits_of((sum(lengths), 2)), Choice(k=1), (0.3, 0.7)
+    for rows in (rows_of(lengths, named=True), Rows(1)):
+        mine = of_kernels(logits_TE, choice, rows, coeffs)
+        ids_TK = ranked(logits_TE, choice, None)
+        close(mine, of_reference(logits_TE.double(), choice, rows, coeffs, ids_TK=ids_TK), scale=100.0)
+
+
+def test_a_row_of_many_parts(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(more_parts_than_are_added_up_at_once).result()
 
 
 def as_before_at_the_limits_of_fp32() -> None:
@@ -161,7 +198,7 @@ def as_before_at_the_limits_of_fp32() -> None:
             logits_TE = torch.tensor([[0.5, 1.0, 2.0], row, [0.1, 0.3, 0.2]])
             for mask_T in (None, torch.tensor([True, False, True])):
                 choice = Choice(k=1, score=score)
-                given = (logits_TE, choice, 1, (0.3, 0.7))
+                given = (logits_TE, choice, Rows(1), (0.3, 0.7))
                 ids_TK = ranked(logits_TE, choice, mask_T)
                 mine, right = (of(*given, ids_TK=ids_TK, mask_T=mask_T) for of in (of_kernels, of_reference))
                 for name, found in mine[0].items():
@@ -195,26 +232,34 @@ def as_on_a_gpu() -> None:
         assert not mine.grad[:4].any()
         assert not mine.grad[8:].any()
         assert token_sums(mine, choice, ()) == ((), None)
+    rows = rows_of((5, 0, 7), named=True)
+    with on_a_gpu(), hooks:
+        held.clear()
+        mine.grad = None
+        (sums,), _ = token_sums(mine, choice, [rows])
+    assert [x.data_ptr() for x in held] == [mine.data_ptr(), rows.row_T.data_ptr()]
+    with on_a_gpu():
+        sums.mass_RE[2].sum().backward()
+        assert not mine.grad[:5].any()
+        assert mine.grad[5:].any()
     with on_a_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.delattr("moefw_kernels.routing.balance.triton.token_sums")
-        scattered = Rows(2, torch.arange(12) % 2)
-        assert token_sums(logits_TE, choice, [scattered])[0][0].seen_RX[:, -1].tolist() == [6.0, 6.0]
         for dtype, experts, k in ((torch.float64, 8, 2), (torch.float32, MOST_EXPERTS + 1, 2), (torch.float32, 64, 33)):
             (sums,), _ = token_sums(torch.randn(2, experts, dtype=dtype), Choice(k=k), [Rows(1)])
             assert sums.seen_RX.shape == (1, experts + 1)
 
 
-def test_on_a_gpu_the_kernels_add_up_rows_that_are_equally_long(interpreter: ProcessPoolExecutor) -> None:
+def test_on_a_gpu_the_kernels_add_up_rows(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(as_on_a_gpu).result()
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_the_reference_in_fp64_has_the_slopes_of_its_losses(score: str) -> None:
     logits_TE = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    row_T, mask_T = torch.tensor([1, 0, 0, 1, 1, 0]), torch.tensor([True, True, False, True, True, True])
+    rows, mask_T = rows_of((2, 0, 4), named=True), torch.tensor([True, True, False, True, True, True])
 
     def losses(given: Tensor) -> tuple[Tensor, Tensor]:
-        (sums,), z = token_sums(given, Choice(k=2, score=score), [Rows(2, row_T)], mask_T=mask_T, z_coeff=0.1)
+        (sums,), z = token_sums(given, Choice(k=2, score=score), [rows], mask_T=mask_T, z_coeff=0.1)
         assert z is not None
         return switch_loss(*sums, 2, 0.7), z
 
@@ -222,9 +267,9 @@ def test_the_reference_in_fp64_has_the_slopes_of_its_losses(score: str) -> None:
 
 
 def test_rows_of_equal_length_are_those_whose_tokens_are_named() -> None:
-    logits_TE, row_T = logits_of((12, 6)), torch.arange(3).repeat_interleave(4)
+    logits_TE, over = logits_of((12, 6)), [rows_of((4, 4, 4), named=named) for named in (False, True)]
     for choice in (Choice(k=2, score=score) for score in SCORES):
-        ((mass_RE, seen_RX), named), _ = token_sums(logits_TE, choice, [Rows(3), Rows(3, row_T)])
+        ((mass_RE, seen_RX), named), _ = token_sums(logits_TE, choice, over)
         assert torch.equal(mass_RE, named.mass_RE)
         assert torch.equal(seen_RX, named.seen_RX)
         assert seen_RX[:, -1].tolist() == [4.0, 4.0, 4.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from launch_counts import BACKWARD, KERNELS, PRODUCTS, Launch, Launches
+from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.testing.host_waits import HostWaits, available
 from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.pool import RankPool
-from moefw_kernels.routing import Choice
+from moefw_kernels.routing import Choice, Rows
 from triton_compiled import count_launches
 
 TOKENS, DIM, EXPERT_DIM, TOP_K = 256, 512, 192, 8
@@ -32,6 +34,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "losses": {"balance": [AUX, Z]},
     "losses of tokens under a mask": {"pre_softmax": True, "balance": [AUX, Z]},
     "a loss over sequences": {"balance": [{**AUX, "over": "sequence"}]},
+    "a loss over documents": {"balance": [{**AUX, "over": "sequence"}]},
     "DeepSeek-V3": {
         "score": "sigmoid",
         "groups": {"count": 4, "keep": 2},
@@ -46,6 +49,7 @@ MOST = {
     "losses":                        (23, 36),
     "losses of tokens under a mask": (29, 37),
     "a loss over sequences":         (22, 36),
+    "a loss over documents":         (22, 36),
     "DeepSeek-V3":                   (22, 36),
     "a loss over global batches":    (25, 37),
 }  # fmt: skip
@@ -60,6 +64,15 @@ def rank() -> Iterator[RankPool]:
     pool.close()
 
 
+def documents(batch: Batch) -> Batch:
+    """Return the batch as a pack of documents."""
+    lengths = 100, TOKENS - 100
+    documents_BS = torch.arange(2).repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
+    positions_BS = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    seeds_B = torch.arange(2)
+    return replace(batch, lengths=lengths, documents_BS=documents_BS, positions_BS=positions_BS, seeds_B=seeds_B)
+
+
 def seen(router: str) -> tuple[list[Launch], list[Launch]]:
     """Return the launches of forward and of backward in the second micro-batch of a step."""
     parts = {**PARTS, "routing": {"use": "topk", **ROUTERS[router]}}
@@ -72,7 +85,7 @@ def seen(router: str) -> tuple[list[Launch], list[Launch]]:
         x_TD.requires_grad_()
         with shared_by_micro_batches(layer.parameters()):
             for _ in range(2):
-                batch = waits.on_device(case.batch(0))
+                batch = waits.on_device(documents(case.batch(0)) if "documents" in router else case.batch(0))
                 with Launches() as launches:
                     out_TD, _ = layer(x_TD, batch)
                     forward = len(launches.seen)
@@ -118,8 +131,9 @@ def none(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launched() -> dict[tuple[str, str], int]:
+def launched(documents: bool) -> dict[tuple[str, str], int]:
     """Return what the functions of ``KERNELS`` and ``BACKWARD`` launch, on tensors without memory."""
+    rows = Rows(1, none(8, dtype=torch.int64) if documents else None)
     h, weights, order = none(64, 32), none(64, dtype=torch.float32), none(64, dtype=torch.int32)
     logits, choice = none(8, 16, dtype=torch.float32), Choice(k=8)
     chosen = order.view(8, 8), weights.view(8, 8), None, weights.view(8, 8), choice, 16
@@ -134,8 +148,8 @@ def launched() -> dict[tuple[str, str], int]:
         ("routing", "route_backward"): chosen,
         ("routing.balance", "switch_loss"): (seen[:, 1:], seen, 2.0),
         ("routing.balance", "switch_loss_backward"): (seen, scalar, 2.0),
-        ("routing.balance", "token_sums"): (logits, choice, None, None, 1, 0.1),
-        ("routing.balance", "token_sums_backward"): (logits, "softmax", None, 1, 0.1, seen[:, 1:], scalar),
+        ("routing.balance", "token_sums"): (logits, choice, None, None, rows, 0.1),
+        ("routing.balance", "token_sums_backward"): (logits, "softmax", None, rows, 0.1, seen[:, 1:], scalar),
         ("swiglu", "weighted_swiglu"): (h, weights),
         ("swiglu", "weighted_swiglu_backward"): (none(64, 16), h, weights),
     }
@@ -146,10 +160,10 @@ def launched() -> dict[tuple[str, str], int]:
     return found
 
 
-def test_the_kernels_of_a_function_are_those_that_it_launches(compiler: ProcessPoolExecutor) -> None:
-    """A sum of PyTorch behind some is one more."""
-    found = compiler.submit(launched).result()
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_kernels_of_a_function_are_those_that_it_launches(compiler: ProcessPoolExecutor, documents: bool) -> None:
+    """A sum of PyTorch behind that of the router is one more."""
+    found = compiler.submit(launched, documents).result()
     assert {key: found.pop((key[0], f"{key[1]}_backward")) for key in BACKWARD} == BACKWARD
-    for summed in (("routing", "route"), ("routing.balance", "token_sums")):
-        found[summed] += 1
+    found["routing", "route"] += 1
     assert found == KERNELS

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_router_topk import EXPERTS, batch_of, router, tokens
 from torch import Tensor
 
 from moefw.core.contracts import Router
+from moefw.core.records import Shard
 from moefw.core.stages import Routing
+from moefw.plugins.routers.topk.losses import sequences
 from moefw.plugins.routers.topk.options import Balance
+from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.testing.choices import Rule, fair_beta, route
 
 
@@ -144,6 +153,40 @@ class TestQuantile:
             made.update(summed([routing]))
         assert loads[0] > 2.5
         assert max(loads[-5:]) < 1.4, loads
+
+
+@given(
+    counts=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    cp=st.sampled_from([1, 2, 3]),
+    tp=st.sampled_from([1, 2, 3]),
+    packed=st.booleans(),
+)
+def test_rows_of_sequences_ascend_on_each_rank_and_have_all_tokens(
+    counts: list[int], cp: int, tp: int, packed: bool
+) -> None:
+    """The kernels of balance losses rely on it."""
+    counts = counts if packed else [3] * len(counts)
+    lengths = [count * 2 * cp * tp for count in counts]
+    shape = (1, sum(lengths)) if packed else (len(lengths), lengths[0])
+    seen = torch.zeros(len(lengths), dtype=torch.int64)
+    for index, part in itertools.product(range(cp), range(tp)):
+        batch = batch_of(shape)
+        if packed:
+            documents_S = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+            batch = replace(batch, lengths=tuple(lengths), documents_BS=documents_S.unsqueeze(0))
+        layout: Any = SimpleNamespace(size=lambda _: cp, index=lambda _, index=index: index, group=lambda _: None)
+        batch = SequenceCut(layout).part(batch)
+        own = replace(batch, part=Shard(0, part, tp, "tp") if tp > 1 else None)
+        num_tokens = batch.ids_BS.numel() // tp
+        rows = sequences(own, num_tokens)
+        assert rows.count == len(lengths)
+        if rows.row_T is None:
+            seen += num_tokens // rows.count
+            continue
+        assert len(rows.row_T) == num_tokens
+        assert (rows.row_T.diff() >= 0).all()
+        seen += rows.row_T.bincount(minlength=rows.count)
+    assert seen.tolist() == lengths
 
 
 def all_masked(count: int):

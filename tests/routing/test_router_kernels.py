@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -33,8 +34,10 @@ def batch_under(limit: str, masked: bool) -> Batch:
         more["routes"] = {0: torch.arange(42).view(21, 2) % (EXPERTS + 1) - 1}
     if limit == "pack":
         documents_BS = (torch.arange(21) >= 8).long().unsqueeze(0)
-        more = {"documents_BS": documents_BS, "lengths": (8, 13), "positions_BS": torch.arange(21).unsqueeze(0)}
-    return batch_of((1, 21) if limit == "pack" else (3, 7), masked=masked and limit != "pack", scale=0.1, **more)
+        mask_BS = (torch.arange(21) % 3 > 0).unsqueeze(0) if masked else None
+        batch = batch_of((1, 21), scale=0.1, lengths=(8, 13), documents_BS=documents_BS)
+        return replace(batch, mask_BS=mask_BS, positions_BS=torch.arange(21).unsqueeze(0))
+    return batch_of((3, 7), masked=masked, scale=0.1, **more)
 
 
 def routed(score: str, limit: str, masked: bool) -> tuple[Routing, Tensor]:

@@ -36,18 +36,17 @@ def token_sums(
 
     The z-loss is the sum of ``logsumexp(logits)^2`` (ST-MoE, arXiv 2202.08906 eq. 5).
 
-    On a GPU fp32 takes one kernel and a sum forward for each of ``over``, and one kernel backward, without atomics; it
-    saves the logits. PyTorch operations, which take ``scores_TE`` (with their graph) where a router has made them, are
-    used elsewhere, and for rows with a ``row_T``.
+    On a GPU fp32 takes two kernels forward for each of ``over`` and one backward, without atomics. The first stores at
+    most T / 32 + R parts of rows, of (2E + 2) fp32 each, and the second adds them up in order. Saved are the logits.
+    PyTorch operations, which take ``scores_TE`` (with their graph) where a router has made them, are used elsewhere.
     """
-    if not kernels_take(logits_TE, choice) or any(rows is not None and rows.row_T is not None for rows in over):
+    if not kernels_take(logits_TE, choice):
         return reference.token_sums(logits_TE, choice, over, scores_TE, ids_TK, mask_T, z_coeff)
     given = logits_TE, choice, ids_TK, mask_T
     if not over:
         return (), None if z_coeff is None else _Sums.apply(*given, None, z_coeff)[2]  # type: ignore[no-untyped-call]
-    counts = [1 if rows is None else rows.count for rows in over]
-    *first, z = _Sums.apply(*given, counts[0], z_coeff)  # type: ignore[no-untyped-call]
-    others = (_Sums.apply(*given, count, None)[:2] for count in counts[1:])  # type: ignore[no-untyped-call]
+    *first, z = _Sums.apply(*given, over[0] or Rows(1), z_coeff)  # type: ignore[no-untyped-call]
+    others = (_Sums.apply(*given, rows or Rows(1), None)[:2] for rows in over[1:])  # type: ignore[no-untyped-call]
     return tuple(Sums(*each) for each in (first, *others)), z
 
 
@@ -72,7 +71,7 @@ def z_loss(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
 
 
 class _Sums(torch.autograd.Function):
-    """Saves the logits."""
+    """Saves the logits, and the row of each token where it is given."""
 
     @staticmethod
     def forward(
@@ -81,13 +80,13 @@ class _Sums(torch.autograd.Function):
         choice: Choice,
         ids_TK: Tensor | None,
         mask_T: Tensor | None,
-        rows: int | None,
+        rows: Rows | None,
         z_coeff: float | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         from moefw_kernels.routing.balance import triton
 
-        ctx.save_for_backward(logits_TE, mask_T)
-        ctx.score, ctx.rows, ctx.z_coeff = choice.score, rows, z_coeff
+        ctx.save_for_backward(logits_TE, mask_T, None if rows is None else rows.row_T)
+        ctx.score, ctx.count, ctx.z_coeff = choice.score, None if rows is None else rows.count, z_coeff
         sums = triton.token_sums(logits_TE, choice, ids_TK, mask_T, rows, z_coeff)
         # Of one piece of memory, but no views of it for autograd: ranks add up what is seen in place.
         mass_RE, seen_RX, z = (None if each is None else each.data for each in sums)
@@ -103,8 +102,9 @@ class _Sums(torch.autograd.Function):
 
         if grad_RE is None and grad_z is None:
             return None, None, None, None, None, None
-        logits_TE, mask_T = ctx.saved_tensors
-        grad_TE = triton.token_sums_backward(logits_TE, ctx.score, mask_T, ctx.rows, ctx.z_coeff, grad_RE, grad_z)
+        logits_TE, mask_T, row_T = ctx.saved_tensors
+        rows = None if ctx.count is None else Rows(ctx.count, row_T)
+        grad_TE = triton.token_sums_backward(logits_TE, ctx.score, mask_T, rows, ctx.z_coeff, grad_RE, grad_z)
         return grad_TE, None, None, None, None, None
 
 

@@ -10,7 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """``count`` rows of tokens. ``row_T`` int64: the row of each token; None: equally many each, one after another."""
+    """``count`` rows of tokens, one after another.
+
+    ``row_T`` int64: the row of each token, 0 to ``count`` - 1, ascending, which kernels do not check. A row may have
+    none. None: each row has equally many.
+    """
 
     count: int
     row_T: Tensor | None = None
