@@ -23,7 +23,7 @@ T_ = TypeVar("T_")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,))
 def stage(cls: type[T_]) -> type[T_]:
-    """Make ``cls`` a dataclass whose tensors FSDP2 and ``torch.compile`` find, frozen to type checkers and in suites."""
+    """Make ``cls`` a dataclass whose tensors FSDP2 and ``torch.compile`` find, frozen to type checkers and suites."""
     made = dataclass(slots=True, kw_only=True, eq=False)(cls)
     register_dataclass(made)
     return made
