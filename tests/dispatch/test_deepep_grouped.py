@@ -60,6 +60,31 @@ def test_outputs_and_gradients_equal_the_oracle(pool: RankPool, world: str) -> N
         assert_matches(outcomes, truth(layer_case, Rule(top_k=2)), rtol=BF16)
 
 
+PRECISIONS: dict[str, tuple[dict[str, Any], float, float]] = {
+    "bf16": ({"use": "bf16"}, BF16, 1e-2),
+    **{name: (recipe, 0.4, 0.5) for name, recipe in FP8.items()},
+    "nvfp4": ({"use": "nvfp4", "backend": "emulate", "keep_bf16": []}, 0.8, 0.5),
+}
+"""Recipes, with their part in the tolerance and the floor as for combinations."""
+
+
+@pytest.mark.parametrize(("precision", "gemm"), each_value(PRECISIONS, ["loop", "grouped"]))
+def test_every_recipe_and_gemm_computes_on_rows_in_any_order(pool: RankPool, precision: str, gemm: str) -> None:
+    layer_case = grouped_case("experts in two parts", shared=True)
+    recipe, rtol, floor = PRECISIONS[precision]
+    layer_case = with_parts(layer_case, precision=recipe, gemm={"use": gemm})
+    outcomes = pool.run(solved_in_any_order, layer_case.world, layer_case, GROUPED)
+    assert_matches(outcomes, truth(layer_case, Rule(top_k=2)), rtol=rtol, floor=floor)
+
+
+@pytest.mark.parametrize("region", ["dispatch", "experts", "router", "moe_act"])
+def test_what_is_recomputed_meets_rows_in_their_places(pool: RankPool, region: str) -> None:
+    layer_case = grouped_case("four ranks, one empty", skew="one", row_alignment=4)
+    layer_case = with_parts(layer_case, memory=[{"use": "recompute", "regions": [region]}], gemm={"use": "grouped"})
+    outcomes = pool.run(solved_in_any_order, 4, layer_case, GROUPED)
+    assert_matches(outcomes, truth(layer_case, Rule(top_k=2)), rtol=BF16)
+
+
 @pytest.mark.parametrize(("world", "alignment"), each_value(WORLDS, (1, 4, 6)))
 def test_each_expert_gets_the_rows_that_it_gets_ungrouped(pool: RankPool, world: str, alignment: int) -> None:
     layer_case = grouped_case(world, num_experts=8, top_k=3, row_alignment=alignment)
@@ -201,16 +226,19 @@ def test_a_spec_is_refused_with_all_that_is_wrong_with_grouped() -> None:
     assert "not 16" in refused(case("two ranks, unequal", dim=16), machine, **GROUPED)
 
 
-def test_a_capacity_that_pads_is_refused(pool: RankPool) -> None:
-    layer_case = grouped_case("two ranks, unequal")
+@pytest.mark.parametrize("world", WORLDS)
+def test_groups_are_padded_to_the_capacity_of_the_router(pool: RankPool, world: str) -> None:
+    layer_case = grouped_case(world, row_alignment=4)
     routing = {**layer_case.parts["routing"], "capacity": {"factor": 1.0, "pad": True}}
     layer_case = with_parts(layer_case, routing=routing)
-    said = refused(layer_case, Cluster(device="cuda"), **GROUPED)
-    assert "topk needs padded rows" in said
-    assert "deepep offers ragged" in said
-    for said in pool.run(refusal, 2, layer_case, GROUPED):
-        assert said.startswith("ContractError")
-        assert "leave grouped out" in said
+    assert refused(layer_case, Cluster(device="cuda"), **GROUPED) == ""
+    ours, theirs = (pool.run(received, layer_case.world, layer_case, options) for options in (GROUPED, UNGROUPED))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert [sorted(one) for one in groups(mine)] == [sorted(one) for one in groups(wanted)]
+        assert mine["sizes"] == wanted["sizes"]
+        assert len(set(mine["sizes"])) == 1
+    outcomes = pool.run(solved_in_any_order, layer_case.world, layer_case, GROUPED)
+    assert_matches(outcomes, truth(layer_case, Rule(top_k=2, capacity=(1.0, "probs"))), rtol=BF16)
 
 
 def test_a_capacity_that_only_drops_is_accepted(pool: RankPool) -> None:

@@ -34,11 +34,6 @@ class DeepEP(CallsLibrary):
 
     grouped: bool = False
 
-    def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers: the library does not pad groups to a capacity."""
-        offers = super().offers(site)
-        return {**offers, "rows": ("ragged",)} if self.grouped else offers
-
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
         """Return also the problem of ``grouped`` without the library."""
         found = [*super().check(site)]

@@ -137,7 +137,7 @@ class LibraryDeepEP(Dispatcher):
         assert trip.expansion is not None
         expansion = trip.expansion()
         handle = DispatchHandle(plan=trip.plan, detail=_Metadata(trip.handle, expansion))
-        return ExpertBatch.of(expansion.expand(rows, weights), expansion), handle
+        return ExpertBatch.of(expansion.expand(rows, weights), expansion.groups), handle
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each token over its local experts, and send back one row per (token, rank)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefw.core.stages import Grouping
 from moefw.runtime.communication.movement import Work
-from moefw_kernels.permute import Arrival, arrange
+from moefw_kernels.permute import arrange
 
 Moved = tuple[list[Tensor], list[Work]]
 """Buffers that are being filled, and the works to wait for."""
@@ -50,22 +50,24 @@ class Choices:
     capacity: int
 
 
-class Expansion(Grouping, Protocol):
-    """How rows that arrived become the rows of experts, and back."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Expansion:
+    """How rows that arrived become the rows of ``groups``, and back. Both functions are differentiable.
 
-    def expand(self, rows_ND: Tensor, weights_NK: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Return ``rows_RD``, grouped by expert, and their weights ``(R)``. Differentiable."""
+    ``expand`` returns ``rows_RD`` and their weights ``(R)``, given rows and weights as they arrived. ``reduce`` returns
+    the rows that combine takes, given ``rows_RD``.
+    """
 
-    def reduce(self, rows_RD: Tensor, /) -> Tensor:
-        """Return the rows that combine takes. Differentiable."""
+    groups: Grouping
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    reduce: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Arrived:
     """Result of one dispatch. ``handle`` is the library's own.
 
-    ``rows`` and ``weights`` arrive as :meth:`Expansion.expand` takes them. Once ``work`` is done, and no earlier, they
-    may be read and ``expansion`` may be called.
+    Once ``work`` is done, and no earlier, ``rows`` and ``weights`` may be read, and ``expansion`` may be called.
     """
 
     rows: Tensor
@@ -75,15 +77,16 @@ class Arrived:
     work: Work
 
 
-def in_order(ids_NK: Tensor, counts: Sequence[int], choices: Choices) -> Arrival:
+def in_order(ids_NK: Tensor, counts: Sequence[int], choices: Choices) -> Expansion:
     """Return the expansion of one row for each token that reached this rank, in order (source rank, token).
 
     ``ids_NK`` are numbers of this rank's experts, -1 for choices of other ranks, whose weights are undefined.
     ``counts`` are the rows of each of them, for which the library has waited.
     """
-    return arrange(
+    arrival = arrange(
         ids_NK.long(), choices.local_experts, alignment=choices.alignment, capacity=choices.capacity, counts=counts
     )
+    return Expansion(arrival, arrival.expand, arrival.reduce)
 
 
 class Wire(ABC):
