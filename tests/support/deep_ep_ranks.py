@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -62,7 +62,7 @@ def solved_in_any_order(case: LayerCase, options: dict[str, Any]) -> Outcome:
 
 @dataclass
 class OfArrival:
-    """What the host does with rows that arrived.
+    """What the host does with rows that arrived. It reads no value of a tensor.
 
     The operators of the finish, but for those of the wait; whether the experts get the rows that arrived, and combine
     those that the experts return, uncopied.
@@ -73,6 +73,15 @@ class OfArrival:
     combined_as_given: bool
 
 
+@contextmanager
+def unread() -> Iterator[None]:
+    """Raise AssertionError where Python reads a value of a tensor."""
+    with ExitStack() as patches:
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__"):
+            patches.enter_context(mock.patch.object(Tensor, name, side_effect=AssertionError("a value is read")))
+        yield
+
+
 def of_arrival(case: LayerCase, options: dict[str, Any]) -> OfArrival:
     """Return what a dispatch and a combine do here."""
     with library(**options) as calls:
@@ -80,7 +89,7 @@ def of_arrival(case: LayerCase, options: dict[str, Any]) -> OfArrival:
         moves = layer.dispatcher
         x_TD, _, routing = routed(case, layer)
         pending = moves.start_dispatch(x_TD, routing.weights_TK.detach(), moves.plan(routing))
-        with Operators() as seen:
+        with Operators() as seen, unread():
             batch, handle = moves.finish_dispatch(pending)
         rows_RD = torch.zeros_like(batch.rows_RD)
         moves.finish_combine(moves.start_combine(rows_RD, handle))

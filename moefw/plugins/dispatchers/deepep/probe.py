@@ -69,7 +69,7 @@ def open_wire(experts: ExpertGroup, shape: Shape, *, max_tokens: int | None = No
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     if grouped and is_deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
         raise moefw.PlanError(
-            "torch's deterministic mode promises the same bits each time; rows that DeepEP groups come in another order.",
+            "torch's deterministic mode promises the same bits each time; DeepEP groups rows in another order.",
             "Leave grouped out, or torch.use_deterministic_algorithms.",
         )
     fills: bool = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009
