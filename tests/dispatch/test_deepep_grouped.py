@@ -23,12 +23,14 @@ from deep_ep_ranks import (
     rows_outlive_the_layer,
     solved_in_any_order,
     torch_is_deterministic,
+    trained,
 )
 from moefw.plugins.dispatchers.deepep.limits import Shape, grouped_limits
 from moefw.plugins.dispatchers.deepep.probe import choose
 from moefw.testing.layer_case import LayerCase, assert_matches, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
+from moefw.testing.training import SMALL
 from pairwise import each_value
 
 pytestmark = pytest.mark.usefixtures("fake_deep_ep")
@@ -83,6 +85,22 @@ def test_what_is_recomputed_meets_rows_in_their_places(pool: RankPool, region: s
     layer_case = with_parts(layer_case, memory=[{"use": "recompute", "regions": [region]}], gemm={"use": "grouped"})
     outcomes = pool.run(solved_in_any_order, 4, layer_case, GROUPED)
     assert_matches(outcomes, truth(layer_case, Rule(top_k=2)), rtol=BF16)
+
+
+@pytest.mark.parametrize(
+    ("memory", "parallel"),
+    [
+        ([{"use": "recompute", "regions": ["layer"]}], {"experts": {"ep": 2}}),
+        ([{"use": "recompute", "regions": ["dispatch", "router"]}], {"pp": 2, "experts": {"ep": 2}}),
+    ],
+)
+def test_a_model_trains_as_with_rows_in_order(pool: RankPool, memory: Any, parallel: dict[str, Any]) -> None:
+    tree = {**SMALL, "model": {**SMALL["model"], "dim": DIM}, "parallel": parallel, "memory": memory}
+    tree |= {"dispatch": {"use": "deepep", "backend": "torch"}, "precision": {"use": "bf16"}}
+    world = 2 * parallel.get("pp", 1)
+    ours, theirs = (pool.run(trained, world, tree, {**options, "max_tokens": 32}) for options in (GROUPED, UNGROUPED))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(wanted, rel=1e-2)
 
 
 @pytest.mark.parametrize(("world", "alignment"), each_value(WORLDS, (1, 4, 6)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
-from moefw.compose.spec.source import Marks
+from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Dispatcher
 from moefw.core.errors import MoefwError
 from moefw.core.site import Machine
@@ -25,6 +25,7 @@ from moefw.plugins.dispatchers.hybridep import HybridEP
 from moefw.runtime.compute.row_keys import with_keys
 from moefw.testing.announce import with_plugins
 from moefw.testing.layer_case import LayerCase, Outcome, build_layer, routed, solve
+from moefw.testing.training import short_run
 from operators_seen import Operators
 
 
@@ -58,6 +59,12 @@ def solved_in_any_order(case: LayerCase, options: dict[str, Any]) -> Outcome:
     """Return what :func:`solved` does, without torch's deterministic mode."""
     with library(**options):
         return solve.__wrapped__(case)
+
+
+def trained(tree: Tree, options: dict[str, Any]) -> list[float]:
+    """Return the loss and the norm of the gradient of each of a few steps over the fake."""
+    with library(**options):
+        return [number for result in short_run(tree, 3).results for number in (result.loss, result.grad_norm)]
 
 
 @dataclass
