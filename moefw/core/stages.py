@@ -179,7 +179,7 @@ class Grouping(Protocol):
 class ExpertBatch:
     """The rows of this rank's experts, grouped by expert, in order (expert, source rank, token).
 
-    The order decides how sums over an expert's rows round: only if an option of a dispatcher says so, they are in any.
+    The order decides how sums over an expert's rows are rounded. Only an option of a dispatcher may leave it open.
     Rows that pad a group are zero with weight 0. Rows past ``offsets_e[-1]`` are undefined and must not be read.
     """
 
