@@ -177,9 +177,8 @@ class Grouping(Protocol):
 
 @stage
 class ExpertBatch:
-    """The rows of this rank's experts, grouped by expert, in order (expert, source rank, token).
+    """The rows of this rank's experts by expert, in order (expert, source rank, token): see the fact ``repeats``.
 
-    The order decides how sums over an expert's rows are rounded. Only an option of a dispatcher may leave it open.
     Rows that pad a group are zero with weight 0. Rows past ``offsets_e[-1]`` are undefined and must not be read.
     """
 

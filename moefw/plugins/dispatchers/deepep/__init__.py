@@ -34,6 +34,10 @@ class DeepEP(CallsLibrary):
 
     grouped: bool = False
 
+    def offers(self, site: Site) -> moefw.Offers:
+        """Return the offers: rows that the library groups come in another order each time."""
+        return {**super().offers(site), "repeats": not self.grouped}
+
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
         """Return also the problem of ``grouped`` without the library."""
         found = [*super().check(site)]
