@@ -20,6 +20,7 @@ the parts of a layer agree.
 MEANINGS: Final[Mapping[str, str]] = {
     "row_alignment": "a number: the rows of each expert's group are a multiple of it",
     "rows": "`ragged`: groups of any size; `padded`: of a capacity at least; `static`: their sum is known beforehand",
+    "repeats": "equal calls bring an expert's rows in the same order, (source rank, token)",
     "budget": "a number: static rows over those of a balanced rank; a step with more runs again without a budget",
     "operand": "formats of the operands of GEMMs: `fp32`, `bf16`, or codes that multiply themselves, such as `fp8`",
     "wire": "formats of rows on their way to experts: `fp32`, `bf16`, `fp8`",

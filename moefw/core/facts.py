@@ -71,6 +71,7 @@ FACTS: Final[Mapping[str, Fact]] = {
     for fact in (
         Fact("row_alignment", "rows aligned to {}", "multiple", ("dispatch",)),
         Fact("rows", "{} rows", "one of", ("dispatch",)),
+        Fact("repeats", "rows in the same order each time", "all", ("dispatch",), silence=True),
         Fact("budget", "a budget of rows that a second run lifts", "given", ("dispatch",), silence=(NONE,)),
         Fact("operand", "{} operands", "one of", ("precision",)),
         Fact("wire", "{} rows on the wire", "one of", ("precision",)),

@@ -157,9 +157,12 @@ class MemoryPlugin(Plugin):
     regions: tuple[str, ...]
 
     def needs(self, site: Site) -> Sequence[Need]:
-        """Return the need for each named region to allow this policy's mechanism."""
+        """Return the need for each named region to allow this policy's mechanism, and that of a layer run again."""
         reason = "a policy can only treat a region that is there and allows it"
-        return [Need("region", (region, self.mechanism), reason, option="regions") for region in self.regions]
+        needs = [Need("region", (region, self.mechanism), reason, option="regions") for region in self.regions]
+        again = "a layer that runs again dispatches again, and goes backward along its first dispatch"
+        fix = "Name regions inside the layer: attention, router, dispatch, experts."
+        return needs + [Need("repeats", True, again, fix, "regions")] * (self.runs_again and "layer" in self.regions)
 
     def build(self, context: BuildContext) -> MemoryPolicy:
         """Return the policy."""

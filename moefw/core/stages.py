@@ -178,7 +178,7 @@ class Grouping(Protocol):
 
 @stage
 class ExpertBatch:
-    """The rows of this rank's experts, grouped by expert, in order (expert, source rank, token).
+    """The rows of this rank's experts by expert, in order (expert, source rank, token): see the fact ``repeats``.
 
     Rows that pad a group are zero with weight 0. Rows past ``offsets_e[-1]`` are undefined and must not be read.
     """

@@ -143,6 +143,11 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
         "deepep": (
             ("torch", {"use": "deepep", "backend": "torch"}, {}),
             ("library", {"use": "deepep", "backend": "library"}, {}),
+            (
+                "library, grouped",
+                {"use": "deepep", "backend": "library", "max_tokens": 64, "grouped": True},
+                {},
+            ),
         ),
         "hybridep": (
             ("torch", {"use": "hybridep", "backend": "torch"}, {}),

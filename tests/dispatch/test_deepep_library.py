@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import moefw
+from deep_ep_cases import BF16, FP8, INTERFACES, WORLDS, Cluster, case, packed, with_parts
 from deep_ep_ranks import (
     in_flight,
     left_on_the_dispatcher,
@@ -25,49 +23,17 @@ from deep_ep_ranks import (
     solved,
     torch_fills_memory,
 )
+from fake_deep_ep import FAKES
 from moefw.plugins.dispatchers.deepep.limits import BUFFER_RANKS, Shape, buffer_limits, elastic_limits, limits
 from moefw.plugins.dispatchers.deepep.probe import choose, library
-from moefw.testing.layer_case import LayerCase, assert_matches, truth
+from moefw.testing.layer_case import assert_matches, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
 from pairwise import each_value
 
-FAKES = str(Path(__file__).parents[1] / "fakes")
-BF16 = 4e-2
-INTERFACES: dict[str, tuple[int, dict[str, Any]]] = {
-    "Buffer": (16, {}),
-    "ElasticBuffer": (8192 + 256, {"max_tokens": 16}),
-}
-"""A model dim that only this interface supports, and its options. V1 takes no rows wider than 8176."""
 EVENTS = ("EventOverlap.__init__", "EventOverlap.current_stream_wait")
-WORLDS = {
-    "two ranks, unequal": ((5, 3), 2, 1),
-    "four ranks, one empty": ((4, 0, 7, 2), 4, 1),
-    "two groups": ((4, 1, 0, 3), 2, 1),
-    "experts in two parts": ((3, 5, 0, 2), 2, 2),
-    "experts whole": ((5, 3), 1, 1),
-    "one rank": ((7,), 1, 1),
-}
 
-
-@pytest.fixture(autouse=True)
-def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(FAKES)
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "deep_ep"]:
-        del sys.modules[name]
-
-
-def case(world: str, interface: str = "Buffer", **more: Any) -> LayerCase:
-    tokens, ep, etp = WORLDS[world]
-    parts = {
-        "dispatch": {"use": "deepep", "backend": "torch"},
-        "precision": {"use": "bf16"},
-        "gemm": {"use": "loop"},
-        "routing": {"use": "topk", "score": "sigmoid"},
-        "parallel": {"experts": {"ep": ep, "etp": etp}},
-    }
-    return LayerCase(**{"tokens": tokens, "dim": INTERFACES[interface][0], "parts": parts, **more})
+pytestmark = pytest.mark.usefixtures("fake_deep_ep")
 
 
 def test_the_fake_has_the_signatures_of_the_real_library() -> None:
@@ -125,20 +91,6 @@ def test_counts_for_which_the_library_has_waited_are_not_read_back(pool: RankPoo
     assert [of_rank["sizes"] for of_rank in found] == [of_rank["sizes"] for of_rank in wanted]
 
 
-FP8: dict[str, dict[str, Any]] = {
-    "fp8-blockwise": {"use": "fp8-blockwise", "backend": "emulate"},
-    "mxfp8": {"use": "mxfp8", "backend": "emulate"},
-}
-
-
-def packed(world: str, interface: str, precision: str, **more: Any) -> LayerCase:
-    layer_case = case(world, interface, num_experts=8, top_k=3, **more)
-    wire = {**layer_case.parts["dispatch"], "wire": "fp8"}
-    return LayerCase(
-        **{**layer_case.__dict__, "parts": {**layer_case.parts, "dispatch": wire, "precision": FP8[precision]}}
-    )
-
-
 @pytest.mark.parametrize("precision", FP8)
 @pytest.mark.parametrize(("world", "interface"), each_value(WORLDS, INTERFACES))
 def test_packed_rows_arrive_as_over_the_torch_backend(
@@ -169,7 +121,7 @@ def test_packed_rows_are_half_as_wide_and_sums_and_gradients_are_not_packed(pool
 def test_groups_are_padded_to_the_capacity_of_the_router(pool: RankPool, world: str) -> None:
     layer_case = case(world, row_alignment=4)
     routing = {**layer_case.parts["routing"], "capacity": {"factor": 1.0, "pad": True}}
-    layer_case = LayerCase(**{**layer_case.__dict__, "parts": {**layer_case.parts, "routing": routing}})
+    layer_case = with_parts(layer_case, routing=routing)
     ours, theirs = (pool.run(received, layer_case.world, layer_case, options) for options in ({}, None))
     for mine, wanted in zip(ours, theirs):
         assert torch.equal(mine["rows"], wanted["rows"])
@@ -296,13 +248,6 @@ def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.Mon
         library()
 
 
-class Cluster(moefw.Machine):
-    """A GPU machine with every package."""
-
-    def has_package(self, name: str) -> bool:
-        return True
-
-
 def test_the_spec_is_refused_where_library_or_gpu_are_missing() -> None:
     sys.path.remove(FAKES)
     layer_case = case("two ranks, unequal")
@@ -325,7 +270,7 @@ def test_the_spec_is_refused_with_the_limit_of_the_library() -> None:
     assert "at most 8176, not 8192" in said
     assert "set max_tokens" in said
     assert refused(layer_case, cluster, max_tokens=64) == ""
-    fp32 = LayerCase(**{**layer_case.__dict__, "dim": 16, "parts": {**layer_case.parts, "precision": {"use": "fp32"}}})
+    fp32 = with_parts(case("two ranks, unequal"), precision={"use": "fp32"})
     assert "bf16 rows on the wire" in refused(fp32, cluster)
     assert "backend: torch has none" in refused(layer_case, cluster, backend="torch", max_tokens=64)
     assert refused(packed("two ranks, unequal", "Buffer", "mxfp8"), cluster, wire="fp8") == ""
@@ -333,8 +278,7 @@ def test_the_spec_is_refused_with_the_limit_of_the_library() -> None:
 
 
 def test_a_row_dtype_that_the_library_cannot_add_up_is_refused(pool: RankPool) -> None:
-    layer_case = case("two ranks, unequal")
-    layer_case = LayerCase(**{**layer_case.__dict__, "parts": {**layer_case.parts, "precision": {"use": "fp32"}}})
+    layer_case = with_parts(case("two ranks, unequal"), precision={"use": "fp32"})
     for said in pool.run(refusal, 2, layer_case, {}):
         assert "bf16 rows; these are torch.float32" in said
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +26,6 @@ from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
 from pairwise import each_value
 
-FAKES = str(Path(__file__).parents[1] / "fakes")
 BF16 = 4e-2
 WORLDS = {
     "two ranks, unequal": ((5, 3), 2, 1, 2),
@@ -41,13 +38,7 @@ WORLDS = {
 }
 TOKENS = {"most tokens asked for": {}, "most tokens given": {"max_tokens": 9}}
 
-
-@pytest.fixture(autouse=True)
-def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(FAKES)
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "deep_ep"]:
-        del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("fake_deep_ep")
 
 
 def case(world: str, *, capacity: float | None = None, on_overflow: str = "rerun", **more: Any) -> LayerCase:

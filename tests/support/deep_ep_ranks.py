@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -16,14 +16,17 @@ from torch import Tensor
 
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
-from moefw.compose.spec.source import Marks
+from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Dispatcher
 from moefw.core.errors import MoefwError
 from moefw.core.site import Machine
 from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
+from moefw.runtime.compute.row_keys import with_keys
 from moefw.testing.announce import with_plugins
 from moefw.testing.layer_case import LayerCase, Outcome, build_layer, routed, solve
+from moefw.testing.training import short_run
+from operators_seen import Operators
 
 
 @contextmanager
@@ -52,10 +55,79 @@ def solved(case: LayerCase, options: dict[str, Any]) -> Outcome:
         return solve(case)
 
 
+def solved_in_any_order(case: LayerCase, options: dict[str, Any]) -> Outcome:
+    """Return what :func:`solved` does, without torch's deterministic mode."""
+    with library(**options):
+        return solve.__wrapped__(case)
+
+
+def trained(tree: Tree, options: dict[str, Any]) -> list[float]:
+    """Return the loss and the norm of the gradient of a step over the fake."""
+    with library(**options):
+        (result,) = short_run(tree, 1).results
+    return [result.loss, result.grad_norm]
+
+
+@dataclass
+class OfArrival:
+    """What the host does with rows that arrived. It reads no value of a tensor.
+
+    The operators of the finish, but for those of the wait; whether the experts get the rows that arrived, and combine
+    those that the experts return, uncopied.
+    """
+
+    operators: list[str]
+    same_rows: bool
+    combined_as_given: bool
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Raise AssertionError where Python reads a value of a tensor."""
+    with ExitStack() as patches:
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__"):
+            patches.enter_context(mock.patch.object(Tensor, name, side_effect=AssertionError("a value is read")))
+        yield
+
+
+def of_arrival(case: LayerCase, options: dict[str, Any]) -> OfArrival:
+    """Return what a dispatch and a combine do here."""
+    with library(**options) as calls:
+        layer, shared = build_layer(case)
+        moves = layer.dispatcher
+        x_TD, _, routing = routed(case, layer)
+        pending = moves.start_dispatch(x_TD, routing.weights_TK.detach(), moves.plan(routing))
+        with Operators() as seen, unread():
+            batch, handle = moves.finish_dispatch(pending)
+        rows_RD = torch.zeros_like(batch.rows_RD)
+        moves.finish_combine(moves.start_combine(rows_RD, handle))
+        (given,) = [given["x"] for name, given in calls if name.endswith(".combine")]
+        found = OfArrival(
+            operators=[name for name in seen.names if name not in ("aten::copy_", "aten::detach")],
+            same_rows=batch.rows_RD.data_ptr() == pending.buffers[0].data_ptr(),
+            combined_as_given=given.data_ptr() == rows_RD.data_ptr(),
+        )
+        shared.close()
+    return found
+
+
+def keyed(case: LayerCase, options: dict[str, Any]) -> list[tuple[list[float], int]]:
+    """Return each row that arrives, with its key."""
+    with library(**options):
+        layer, shared = build_layer(case)
+        moves = layer.dispatcher
+        x_TD, _, routing = routed(case, layer)
+        batch, handle = moves.dispatch(x_TD, routing.weights_TK, moves.plan(routing))
+        keys_T = case.keys(dist.get_rank())
+        found = with_keys(batch, handle, keys_T, routing.weights_TK, moves, first_expert=0)
+        shared.close()
+    return list(zip(found.rows_RD.float().tolist(), found.keys_R.tolist(), strict=True))
+
+
 def row_bytes(case: LayerCase, options: dict[str, Any]) -> list[tuple[str, int]]:
     """Return the movements of a layer, forward and backward, with the bytes of a row."""
     with library(**options) as calls:
-        solve(case)
+        solve.__wrapped__(case)
     moves = [(name.rpartition(".")[2], given) for name, given in calls]
     return [(name, given["x"].shape[1] * 2) for name, given in moves if name in ("dispatch", "combine")]
 
@@ -128,13 +200,16 @@ def redispatched(case: LayerCase, options: dict[str, Any]) -> Again:
     )
 
 
-def in_flight(case: LayerCase, options: dict[str, Any]) -> bool:
-    """Return whether two micro-batches in a row and interleaved give the same bits, outputs and gradients."""
+def in_flight(case: LayerCase, options: dict[str, Any], rtol: float = 0.0) -> bool:
+    """Return whether two micro-batches in a row and interleaved give the same outputs and gradients.
+
+    To the bit, or to a share of the largest value where rows come in any order.
+    """
     with library(**options):
         layer, shared = build_layer(case)
         results = [_two(case, layer, interleaved) for interleaved in (False, True)]
         shared.close()
-    return all(torch.equal(a, b) for a, b in zip(*results))
+    return all(bool(((a - b).abs() <= rtol * b.abs().max()).all()) for a, b in zip(*results) if len(b))
 
 
 def _two(case: LayerCase, layer: Any, interleaved: bool) -> list[Tensor]:
@@ -239,3 +314,8 @@ def torch_fills_memory() -> None:
     """Torch's deterministic mode with its default."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def torch_is_deterministic() -> None:
+    """Torch's deterministic mode, without what DeepEP refuses anyway."""
+    torch.use_deterministic_algorithms(True)

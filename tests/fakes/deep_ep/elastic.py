@@ -1,4 +1,7 @@
-"""``ElasticBuffer`` (V2) over gloo: deduplicated or expanded rows, cached handles, and the assertions of ``csrc/elastic``."""
+"""``ElasticBuffer`` (V2) over gloo: deduplicated or expanded rows, cached handles, and the assertions of ``csrc/elastic``.
+
+Without ``deterministic``, rows of a source and rows of an expert arrive in another order in each dispatch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class EPHandle:
     """State that a dispatch leaves for a combine: the real handle's fields, and the fake's own bookkeeping."""
 
     def __init__(self, **fields) -> None:
-        unknown = fields.keys() - {*SNAPSHOT["fields"]["EPHandle"], "source", "num_tokens"}
+        unknown = fields.keys() - {*SNAPSHOT["fields"]["EPHandle"], "source", "slots", "num_tokens"}
         demand(not unknown, f"a handle has no {unknown}")
         self.__dict__.update(dict.fromkeys(SNAPSHOT["fields"]["EPHandle"]) | fields)
 
@@ -57,6 +60,7 @@ class ElasticBuffer:
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
         self.num_max_tokens_per_rank, self.sized_for = num_max_tokens_per_rank, (hidden, num_topk)
         self.deterministic, self.explicitly_destroy, self.runtime = deterministic, explicitly_destroy, object()
+        self.draws = torch.Generator().manual_seed(self.rank_idx)
 
     @like("ElasticBuffer")
     def destroy(self):
@@ -121,13 +125,13 @@ class ElasticBuffer:
         ids = ids - self.rank_idx * local
         ids = ids.masked_fill((ids < 0) | (ids >= local), -1)
         if not cached:
-            order = source.argsort() if self.deterministic else source.argsort(descending=True)
+            order = source.argsort() if self.deterministic else self._as_they_come(source, most)
             handle = self._handle(event, topk_idx, source[order], ids[order], num_experts, alignment, most, do_expand)
         place = {int(one): position for position, one in enumerate(source)}
         order = torch.tensor([place[int(one)] for one in handle.source], dtype=torch.int64)
         rows, ids, weights = rows[order], ids[order], [one[order] for one in weights]
         if do_expand:
-            rows, *weights = self._expand(handle, rows, ids, weights, zero=do_zero_padding)
+            rows, *weights = self._expand(handle, rows, weights, zero=do_zero_padding)
         given = [event.later(one) for one in (rows, *weights)]
         ids = None if do_expand else event.later(ids)
         weights = given[1] if len(given) > 1 else None
@@ -152,7 +156,7 @@ class ElasticBuffer:
         check_rows(x)
         demand(x.shape[1] % 256 == 0, f"kHidden % 256 == 0 (static assertion of the combine kernel): {x.shape[1]}")
         self._check_size(x, handle.topk_idx)
-        slots, k = handle.recv_src_metadata[:, 2:], handle.topk_idx.shape[1]
+        slots, k = handle.slots, handle.topk_idx.shape[1]
         expected = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
         demand(len(x) == expected, f"combine takes the {expected} rows that were received, not {len(x)}")
         rows, weights = x.detach().float(), None
@@ -162,9 +166,8 @@ class ElasticBuffer:
             demand(topk_weights.is_contiguous(), "topk_weights is contiguous")
             weights = topk_weights.detach().clone()
         if handle.do_expand:
-            kept = slots >= 0
-            rows = (rows[slots.clamp_min(0)] * kept.unsqueeze(-1)).nan_to_num(0).sum(1) if len(x) else rows[:0]
-            weights = None if weights is None else weights[slots.clamp_min(0)] * kept
+            rows = _of_slots(rows, slots).sum(1)
+            weights = None if weights is None else _of_slots(weights, slots)
         event = EventHandle()
         out, gathered = self._return(handle, rows.to(x.dtype).float(), weights)
         given = None if gathered is None else event.later(gathered)
@@ -200,13 +203,14 @@ class ElasticBuffer:
         aligned = -(-counts // alignment) * alignment
         starts = aligned.cumsum(0) - aligned
         slots = torch.full_like(ids, -1)
-        if do_expand:
-            for expert in range(local):
-                here = ids == expert
-                slots[here] = starts[expert] + torch.arange(int(here.sum()))
+        for expert in range(local if do_expand else 0):
+            here = ids == expert
+            slots[here] = starts[expert] + self._drawn(int(here.sum()))
         owner = source // most if len(source) else source
         per_rank = torch.bincount(owner, minlength=self.num_ranks).cumsum(0)
-        metadata = torch.cat([source.unsqueeze(1), owner.unsqueeze(1), slots], 1)
+        master = (ids >= 0).int().argmax(1) if len(ids) else source
+        of_slots = slots if do_expand else poisoned(slots)
+        metadata = torch.cat([source.unsqueeze(1), (owner * ids.shape[1] + master).unsqueeze(1), of_slots], 1)
         return EPHandle(
             do_expand=do_expand,
             num_experts=num_experts,
@@ -222,25 +226,29 @@ class ElasticBuffer:
             num_unaligned_recv_tokens_per_expert=event.later(counts.int()),
             recv_src_metadata=event.later(metadata),
             source=source.clone(),
+            slots=slots,
             num_tokens=len(topk_idx),
         )
 
-    def _expand(
-        self, handle: EPHandle, rows: Tensor, ids: Tensor, weights: list[Tensor], *, zero: bool
-    ) -> list[Tensor]:
+    def _as_they_come(self, source: Tensor, most: int) -> Tensor:
+        """Return an order of rows by source rank, and within it by atomics: any."""
+        drawn = self._drawn(len(source))
+        return drawn[(source[drawn] // most).argsort(stable=True)]
+
+    def _drawn(self, count: int) -> Tensor:
+        """Return 0 to ``count`` in order, or without ``deterministic`` in any."""
+        return torch.arange(count) if self.deterministic else torch.randperm(count, generator=self.draws)
+
+    def _expand(self, handle: EPHandle, rows: Tensor, weights: list[Tensor], *, zero: bool) -> list[Tensor]:
         """Return one row for each (token, local expert), grouped by expert. Padding is poisoned unless ``zero``."""
         filled = [poisoned(rows.new_empty(handle.num_expanded_tokens, rows.shape[1]))]
         filled += [poisoned(one.new_empty(handle.num_expanded_tokens)) for one in weights]
         if zero:
-            filled[0].zero_()
-        counts = torch.bincount(ids[ids >= 0], minlength=len(handle.num_recv_tokens_per_expert_list))
-        start = 0
-        for expert, size in enumerate(handle.num_recv_tokens_per_expert_list):
-            taken, k = (ids == expert).nonzero(as_tuple=True)
-            filled[0][start : start + int(counts[expert])] = rows[taken]
-            for target, one in zip(filled[1:], weights):
-                target[start : start + int(counts[expert])] = one[taken, k]
-            start += size
+            filled = [torch.zeros_like(one) for one in filled]
+        taken, k = (handle.slots >= 0).nonzero(as_tuple=True)
+        filled[0][handle.slots[taken, k]] = rows[taken]
+        for target, one in zip(filled[1:], weights):
+            target[handle.slots[taken, k]] = one[taken, k]
         return filled
 
     def _return(self, handle: EPHandle, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -259,3 +267,10 @@ class ElasticBuffer:
                 theirs = handle.topk_idx[tokens] // local == peer
                 gathered[tokens] = torch.where(theirs, of_weights, gathered[tokens])
         return out, gathered
+
+
+def _of_slots(values: Tensor, slots: Tensor) -> Tensor:
+    """Return the value at each slot, zero where there is none."""
+    found = values.new_zeros(*slots.shape, *values.shape[1:])
+    found[slots >= 0] = values[slots[slots >= 0]]
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
@@ -10,7 +10,7 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import DispatcherPlugin
 from moefw.core.site import Site
-from moefw.plugins.dispatchers.deepep.limits import INSTALL, PACKAGE, Shape, limits
+from moefw.plugins.dispatchers.deepep.limits import INSTALL, PACKAGE, Shape, grouped_limits, limits
 from moefw.plugins.dispatchers.library_option import CallsLibrary
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ class DeepEP(CallsLibrary):
 
     ``backend`` torch: the algorithm over any process group; library: the ``deep_ep`` package, on GPUs.
     ``max_tokens``: the most tokens that a rank ever sends at once. It sizes the library's ``ElasticBuffer``, which
-    is used where ``Buffer`` does not support the layer.
+    is used where ``Buffer`` does not support the layer, and for ``grouped``.
+    ``grouped``: the library groups rows by expert as they arrive, in its own order, which differs from run to run.
     """
 
     name: ClassVar[str] = "deepep"
@@ -31,10 +32,25 @@ class DeepEP(CallsLibrary):
     install: ClassVar[str] = INSTALL
     packs: ClassVar[bool] = True
 
+    grouped: bool = False
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """Return the offers: rows that the library groups come in another order each time."""
+        return {**super().offers(site), "repeats": not self.grouped}
+
+    def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
+        """Return also the problem of ``grouped`` without the library."""
+        found = [*super().check(site)]
+        if self.grouped and self.backend == "torch":
+            what = "grouped lets the library group rows, in any order; backend: torch groups them itself, in order."
+            found.append(moefw.Problem(what, "Leave grouped out, or use backend: library.", "grouped"))
+        return found
+
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return a problem if neither buffer supports the layer."""
+        """Return a problem if no buffer supports the layer, or not the one that groups rows."""
         sizes = site.layout.sizes
-        return limits(Shape.of(site.dims, ep=sizes["ep"], etp=sizes["etp"]), max_tokens=self.max_tokens)
+        shape = Shape.of(site.dims, ep=sizes["ep"], etp=sizes["etp"])
+        return (grouped_limits if self.grouped else limits)(shape, max_tokens=self.max_tokens)
 
     def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process.
@@ -44,7 +60,7 @@ class DeepEP(CallsLibrary):
         if self.backend == "library":
             from moefw.plugins.dispatchers.deepep.library import build
 
-            return build(experts, context, codec=self.codec(context), max_tokens=self.max_tokens)
+            return build(experts, context, codec=self.codec(context), max_tokens=self.max_tokens, grouped=self.grouped)
         from moefw.plugins.dispatchers.deepep.torch_backend import TorchDeepEP
 
         return TorchDeepEP(experts, **self.settled(context))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.deepep.limits import Shape
-from moefw.plugins.dispatchers.deepep.wire import Arrived, EventWork, Moved, Wire
+from moefw.plugins.dispatchers.deepep.wire import Arrived, Choices, EventWork, Moved, Wire, in_order
 from moefw.runtime.communication.movement import Work
 
 BF16_BYTES = 2
@@ -34,8 +35,9 @@ class BufferWire(Wire):
             explicitly_destroy=True,
         )
 
-    def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
+    def send(self, x_TD: Tensor, weights_TK: Tensor, choices: Choices) -> Arrived:
         """Compute the layout on the device and dispatch. The host waits once, inside ``dispatch``."""
+        ids_TK = choices.ids_TK
         per_rank, per_node, per_expert, to_rank, _ = self.buffer.get_dispatch_layout(ids_TK, self.num_experts)
         rows_ND, ids_NK, weights_NK, counts, handle, event = self.buffer.dispatch(
             x_TD,
@@ -47,7 +49,8 @@ class BufferWire(Wire):
             topk_weights=weights_TK,
             async_finish=True,
         )
-        return Arrived(rows_ND, ids_NK, weights_NK, counts, handle, EventWork(event))
+        expansion = partial(in_order, ids_NK, counts, choices)
+        return Arrived(rows=rows_ND, weights=weights_NK, expansion=expansion, handle=handle, work=EventWork(event))
 
     def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
         """Dispatch along a handle. A cached dispatch carries no weights: a second one carries their bits as rows."""

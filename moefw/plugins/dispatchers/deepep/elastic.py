@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -11,17 +12,19 @@ from torch import Tensor
 import moefw
 from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.deepep.limits import Shape
-from moefw.plugins.dispatchers.deepep.wire import Arrived, EventWork, Moved, Wire
+from moefw.plugins.dispatchers.deepep.wire import Arrived, Choices, EventWork, Moved, Wire, in_order
 
 
-@final
-class ElasticWire(Wire):
+class Elastic(Wire):
     """One ``ElasticBuffer`` for ``max_tokens`` per rank, the same number on every rank.
 
-    ``deterministic``: without it rows arrive in any order. The library does not group them by expert (``do_expand``):
-    to put grouped rows in order it selects by masks, for which the host waits until they have arrived. Every dispatch
-    gets ``num_experts``: the library computes its number of SMs from it before it reads the handle.
+    Every dispatch gets ``num_experts``: the library computes its number of SMs from it before it reads the handle.
     """
+
+    deterministic: ClassVar[bool]
+    """Whether the library puts rows in order once they have arrived. Without, they are in any order."""
+    layout: ClassVar[Mapping[str, Any]] = {}
+    """How each dispatch lays out the rows that arrive, with and without a handle."""
 
     def __init__(self, module: Any, experts: ExpertGroup, shape: Shape, *, max_tokens: int) -> None:
         self.num_experts, self.max_tokens = shape.num_experts, max_tokens
@@ -31,47 +34,55 @@ class ElasticWire(Wire):
             num_max_tokens_per_rank=max_tokens,
             hidden=shape.model_dim,
             num_topk=shape.top_k,
-            deterministic=True,
+            deterministic=self.deterministic,
             explicitly_destroy=True,
         )
 
-    def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
-        """Dispatch. Raises ContractError where this rank has more tokens than the buffer was created for."""
+    def dispatched(self, x_TD: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor, Any, EventWork]:
+        """Return rows, ids, weights, handle and work of a dispatch.
+
+        Raises ContractError where this rank has more tokens than the buffer was created for.
+        """
         if len(x_TD) > self.max_tokens:
             what = f"a rank sends {len(x_TD)} tokens; DeepEP's buffer was made for max_tokens: {self.max_tokens}."
             raise moefw.ContractError(what, "Set max_tokens to the most tokens of any rank and micro-batch.")
-        rows_ND, ids_NK, weights_NK, handle, event = self.buffer.dispatch(
-            x_TD,
-            topk_idx=ids_TK,
-            topk_weights=weights_TK,
-            num_experts=self.num_experts,
-            async_with_compute_stream=True,
+        *received, event = self.buffer.dispatch(
+            x_TD, num_experts=self.num_experts, async_with_compute_stream=True, **self.layout, **given
         )
-        counts = handle.num_recv_tokens_per_expert_list
-        return Arrived(rows_ND, ids_NK, weights_NK, counts, handle, EventWork(event))
+        rows, ids, weights, handle = received
+        return rows, ids, weights, handle, EventWork(event)
 
     def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
         """Dispatch along a handle, with the weights if there are any."""
         weights_TK = sent[1] if len(sent) > 1 else None
-        rows_ND, _, weights_NK, _, event = self.buffer.dispatch(
-            sent[0],
-            topk_weights=weights_TK,
-            handle=handle,
-            num_experts=self.num_experts,
-            async_with_compute_stream=True,
-        )
-        return [rows_ND] if weights_TK is None else [rows_ND, weights_NK], [EventWork(event)]
+        rows, _, weights, _, work = self.dispatched(sent[0], topk_weights=weights_TK, handle=handle)
+        return [rows] if weights_TK is None else [rows, weights], [work]
 
     def send_back(self, sent: Sequence[Tensor], handle: Any) -> Moved:
         """Combine rows, and with them gradients of the weights if given."""
-        weights_NK = sent[1] if len(sent) > 1 else None
+        weights = sent[1] if len(sent) > 1 else None
         out_TD, out_TK, event = self.buffer.combine(
-            sent[0], handle, topk_weights=weights_NK, async_with_compute_stream=True
+            sent[0], handle, topk_weights=weights, async_with_compute_stream=True
         )
-        return [out_TD] if weights_NK is None else [out_TD, out_TK], [EventWork(event)]
+        return [out_TD] if weights is None else [out_TD, out_TK], [EventWork(event)]
 
     def close(self) -> None:
         """Destroy the buffer."""
         if self.buffer is not None:
             self.buffer.destroy()
             self.buffer = None
+
+
+@final
+class ElasticWire(Elastic):
+    """One row for each token that reaches a rank, in order (source rank, token)."""
+
+    deterministic: ClassVar[bool] = True
+
+    def send(self, x_TD: Tensor, weights_TK: Tensor, choices: Choices) -> Arrived:
+        """Dispatch. Raises ContractError where this rank has more tokens than the buffer was created for."""
+        rows_ND, ids_NK, weights_NK, handle, work = self.dispatched(
+            x_TD, topk_idx=choices.ids_TK, topk_weights=weights_TK
+        )
+        expansion = partial(in_order, ids_NK, handle.num_recv_tokens_per_expert_list, choices)
+        return Arrived(rows=rows_ND, weights=weights_NK, expansion=expansion, handle=handle, work=work)

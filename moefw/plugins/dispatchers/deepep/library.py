@@ -1,12 +1,12 @@
-"""Rank-deduplicated dispatch through the DeepEP library. Received rows are expanded as in the torch backend.
+"""Rank-deduplicated dispatch through the DeepEP library. A wire says how received rows become rows of experts.
 
-Data known only after the dispatch (the library's handle, the ids of received rows) is kept in the movement and its
-handle. Shapes: legend in :mod:`moefw.core.stages`; ``N`` rows on the wire.
+Data known only after the dispatch (the library's handle, that expansion) is kept in the movement and its handle.
+Shapes: legend in :mod:`moefw.core.stages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -22,33 +22,31 @@ from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.packed import PaddedRows
 from moefw.plugins.dispatchers.deepep.probe import open_wire
-from moefw.plugins.dispatchers.deepep.wire import Moved, Wire
+from moefw.plugins.dispatchers.deepep.wire import Choices, Expansion, Moved, Wire
 from moefw.runtime.communication.movement import finish, start
 from moefw_kernels.devices import on_host
-from moefw_kernels.permute import Arrival, arrange
 
 
 def build(
-    experts: ExpertGroup, context: moefw.BuildContext, *, codec: Codec | None = None, max_tokens: int | None = None
+    experts: ExpertGroup,
+    context: moefw.BuildContext,
+    *,
+    codec: Codec | None = None,
+    max_tokens: int | None = None,
+    grouped: bool = False,
 ) -> Dispatcher:
     """Return the dispatcher of this process over the buffer that all its layers share.
+
+    ``grouped``: the library groups rows by expert, in its own order.
 
     Raises PlanError where the library is missing or does not support the layer.
     """
     row_alignment = context.facts["row_alignment"]
     shape = Shape.of(context.site.dims, ep=experts.ep, etp=experts.etp)
-    key = ("deep_ep", tuple(dist.get_process_group_ranks(experts.group)), shape, max_tokens)
-    wire = context.shared(key, lambda: open_wire(experts, shape, max_tokens=max_tokens))
+    key = ("deep_ep", tuple(dist.get_process_group_ranks(experts.group)), shape, max_tokens, grouped)
+    wire = context.shared(key, lambda: open_wire(experts, shape, max_tokens=max_tokens, grouped=grouped))
     padded = None if codec is None else PaddedRows(codec)
     return LibraryDeepEP(experts, wire, row_alignment=row_alignment, key_columns=shape.model_dim, codec=padded)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Choices:
-    """The choices of a movement. Each part of a tensor-parallel expert counts as an expert: ``ids_TK`` has K * etp."""
-
-    ids_TK: Tensor
-    capacity: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +54,7 @@ class _Metadata:
     """Result of a dispatch: the library's handle, and how received rows are expanded."""
 
     handle: Any
-    arrival: Arrival
+    expansion: Expansion
 
 
 @dataclass(slots=True, eq=False)
@@ -65,9 +63,7 @@ class _Trip:
 
     plan: DispatchPlan
     handle: Any = None
-    ids_NK: Tensor | None = None
-    counts: Sequence[int] | None = None
-    arrival: Arrival | None = None
+    expansion: Callable[[], Expansion] | None = None
 
 
 @final
@@ -89,8 +85,13 @@ class LibraryDeepEP(Dispatcher):
         """Number the experts as the library does. Its dispatch exchanges the counts: ``counts`` is unused."""
         experts, ids_TK = self.experts, routing.expert_ids_TK
         theirs_TK = experts.parts(ids_TK).to(self.wire.ids_dtype).contiguous()
-        capacity = 0 if routing.capacity is None else self._sum(routing.capacity, ids_TK.device)
-        return DispatchPlan(detail=_Choices(theirs_TK, capacity))
+        choices = Choices(
+            ids_TK=theirs_TK,
+            local_experts=experts.local_experts,
+            alignment=self.row_alignment,
+            capacity=0 if routing.capacity is None else self._sum(routing.capacity, ids_TK.device),
+        )
+        return DispatchPlan(detail=choices)
 
     def _sum(self, capacity: int, device: torch.device) -> int:
         total = torch.full((), capacity, device=device)
@@ -103,9 +104,9 @@ class LibraryDeepEP(Dispatcher):
         trip = _Trip(plan)
 
         def send(sent: Sequence[Tensor]) -> Moved:
-            arrived = self.wire.send(sent[0], plan.detail.ids_TK, sent[1])
-            trip.handle, trip.ids_NK, trip.counts = arrived.handle, arrived.ids_NK, arrived.counts
-            return [arrived.rows_ND, arrived.weights_NK], [arrived.work]
+            arrived = self.wire.send(sent[0], sent[1], plan.detail)
+            trip.handle, trip.expansion = arrived.handle, arrived.expansion
+            return [arrived.rows, arrived.weights], [arrived.work]
 
         def send_back(grads: Sequence[Tensor]) -> Moved:
             return self.wire.send_back(grads, trip.handle)
@@ -120,7 +121,7 @@ class LibraryDeepEP(Dispatcher):
             partial(self.wire.send_again, handle=metadata.handle),
             partial(self.wire.send_back, handle=metadata.handle),
         )
-        trip = _Trip(handle.plan, metadata.handle, arrival=metadata.arrival)
+        trip = _Trip(handle.plan, metadata.handle, expansion=lambda: metadata.expansion)
         return start(self._sent(x_TD, weights_TK), forward=there, dual=back, codec=self.codec, detail=trip)
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor) -> list[Tensor]:
@@ -130,31 +131,23 @@ class LibraryDeepEP(Dispatcher):
         return [x_TD, weights_TK if etp == 1 else weights_TK.repeat_interleave(etp, 1)]
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
-        """Expand the received rows to one row per (row, local expert)."""
+        """Expand the received rows to one row per (row, local expert), unless the library has done so."""
         trip: _Trip = pending.detail
-        rows_ND, weights_NK = finish(pending)
-        arrival = trip.arrival
-        if arrival is None:
-            assert trip.ids_NK is not None
-            arrival = arrange(
-                trip.ids_NK.long(),
-                self.experts.local_experts,
-                alignment=self.row_alignment,
-                capacity=trip.plan.detail.capacity,
-                counts=trip.counts,
-            )
-        handle = DispatchHandle(plan=trip.plan, detail=_Metadata(trip.handle, arrival))
-        return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), handle
+        rows, weights = finish(pending)
+        assert trip.expansion is not None
+        expansion = trip.expansion()
+        handle = DispatchHandle(plan=trip.plan, detail=_Metadata(trip.handle, expansion))
+        return ExpertBatch.of(expansion.expand(rows, weights), expansion.groups), handle
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
-        """Add up each received row over its local experts, and send back one row per (token, rank)."""
+        """Add up each token over its local experts, and send back one row per (token, rank)."""
         metadata: _Metadata = handle.detail
 
         there, back = (
             partial(self.wire.send_back, handle=metadata.handle),
             partial(self.wire.send_again, handle=metadata.handle),
         )
-        return start([metadata.arrival.reduce(rows_RD)], forward=there, dual=back)
+        return start([metadata.expansion.reduce(rows_RD)], forward=there, dual=back)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Wait. The library has added up each token over its ranks."""

@@ -112,6 +112,15 @@ def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem
     return [moefw.Problem(what, "Use sizes within these limits, or backend: torch.", "backend")]
 
 
+def grouped_limits(shape: Shape, *, max_tokens: int | None) -> list[moefw.Problem]:
+    """Return a problem if ``ElasticBuffer``, which alone groups rows by expert, does not support a layer."""
+    found = [] if shape.ranks == 1 else elastic_limits(shape, max_tokens=max_tokens)
+    if not found:
+        return []
+    what = f"DeepEP's ElasticBuffer, which alone groups rows by expert, cannot carry this layer: {'; '.join(found)}."
+    return [moefw.Problem(what, "Use sizes within these limits, or leave grouped out.", "grouped")]
+
+
 def _top_k(shape: Shape) -> list[str]:
     if shape.top_k <= MAX_TOP_K:
         return []

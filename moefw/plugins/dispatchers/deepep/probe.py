@@ -3,12 +3,13 @@
 ``Buffer`` is preferred where it supports the layer. It runs on every GPU that the library supports, needs no maximum
 of tokens that all ranks agree on, delivers rows in our order, and loads without NCCL 2.30.4 and a compiler at run time.
 ``ElasticBuffer`` sorts received rows to be deterministic. It supports layers that ``Buffer`` does not: more than 160
-ranks, odd numbers of ranks, wider rows.
+ranks, odd numbers of ranks, wider rows. It alone groups rows by expert.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ NEEDED = {
     "Buffer": ("get_dispatch_config", "get_combine_config", "get_dispatch_layout", "dispatch", "combine", "destroy"),
     "ElasticBuffer": ("dispatch", "combine", "destroy"),
 }
+GROUPING = ("do_expand", "do_zero_padding", "expert_alignment")
+"""Arguments of a ``dispatch`` that groups rows."""
 
 
 def library() -> Any:
@@ -33,36 +36,50 @@ def library() -> Any:
         raise moefw.PlanError(f"deepep's backend: library cannot import {PACKAGE}: {said}.", INSTALL) from error
 
 
-def choose(module: Any, shape: Shape, *, max_tokens: int | None) -> str:
+def choose(module: Any, shape: Shape, *, max_tokens: int | None, grouped: bool = False) -> str:
     """Return the name of the class to use. Raises PlanError where no class of the module supports the layer."""
-    why = {
-        "Buffer": buffer_limits(shape),
-        "ElasticBuffer": elastic_limits(shape, max_tokens=max_tokens),
-    }
-    for name, methods in NEEDED.items():
-        kind = getattr(module, name, None)
-        missing = [method for method in methods if not hasattr(kind, method)]
-        if kind is None or missing:
-            why[name] = [f"the installed {PACKAGE} lacks {name if kind is None else ', '.join(missing)}"]
+    why = {} if grouped else {"Buffer": buffer_limits(shape)}
+    why["ElasticBuffer"] = elastic_limits(shape, max_tokens=max_tokens)
+    for name in why:
+        if missing := _missing(getattr(module, name, None), name, grouped=grouped):
+            why[name] = [f"the installed {PACKAGE} lacks {', '.join(missing)}"]
         if not why[name]:
             return name
     what = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in why.items())
     raise moefw.PlanError(f"the installed {PACKAGE} cannot carry this layer. {what}.", INSTALL)
 
 
-def open_wire(experts: ExpertGroup, shape: Shape, *, max_tokens: int | None = None) -> Wire:
+def _missing(kind: Any, name: str, *, grouped: bool) -> list[str]:
+    """Return what of a class the installed module lacks: the class, methods of it, or arguments."""
+    if kind is None:
+        return [name]
+    missing = [method for method in NEEDED[name] if not hasattr(kind, method)]
+    if missing or not grouped:
+        return missing
+    given = inspect.signature(kind.dispatch).parameters
+    return [f"{name}.dispatch({word}=)" for word in GROUPING if word not in given]
+
+
+def open_wire(experts: ExpertGroup, shape: Shape, *, max_tokens: int | None = None, grouped: bool = False) -> Wire:
     """Return an open buffer over a group. Collective over its ranks. Raises PlanError where none can be opened."""
     from moefw.plugins.dispatchers.deepep.buffer import BufferWire
     from moefw.plugins.dispatchers.deepep.elastic import ElasticWire
+    from moefw.plugins.dispatchers.deepep.grouped import GroupedWire
 
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if grouped and is_deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise moefw.PlanError(
+            "torch's deterministic mode promises the same bits each time; DeepEP groups rows in another order.",
+            "Leave grouped out, or torch.use_deterministic_algorithms.",
+        )
     fills: bool = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009
-    if torch.are_deterministic_algorithms_enabled() and fills:
+    if is_deterministic and fills:
         raise moefw.PlanError(
             "torch's deterministic mode fills new memory, which DeepEP refuses: its other stream writes there.",
             "Set torch.utils.deterministic.fill_uninitialized_memory = False.",
         )
     module = library()
-    if choose(module, shape, max_tokens=max_tokens) == "Buffer":
+    if choose(module, shape, max_tokens=max_tokens, grouped=grouped) == "Buffer":
         return BufferWire(module, experts, shape)
     assert max_tokens is not None
-    return ElasticWire(module, experts, shape, max_tokens=max_tokens)
+    return (GroupedWire if grouped else ElasticWire)(module, experts, shape, max_tokens=max_tokens)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from moefw.core.stages import Grouping
 from moefw.runtime.communication.movement import Work
+from moefw_kernels.permute import arrange
 
 Moved = tuple[list[Tensor], list[Work]]
 """Buffers that are being filled, and the works to wait for."""
@@ -34,21 +36,57 @@ class EventWork:
         self.event.current_stream_wait()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrived:
-    """Result of one dispatch: one row per token that reaches this rank, in order (source rank, token).
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Choices:
+    """The choices of a movement, and how the groups of this rank's ``local_experts`` are padded.
 
-    ``ids_NK`` are numbers of this rank's experts, -1 for choices of other ranks, whose weights are undefined.
-    ``counts`` are the rows of each of them, for which the library has waited. ``handle`` is the library's own. No
-    tensor may be read before ``work`` is done.
+    Each part of a tensor-parallel expert counts as an expert: ``ids_TK`` has K * etp columns. ``capacity``: the sum of
+    the ranks' ``Routing.capacity``, 0 without.
     """
 
-    rows_ND: Tensor
-    ids_NK: Tensor
-    weights_NK: Tensor
-    counts: Sequence[int]
+    ids_TK: Tensor
+    local_experts: int
+    alignment: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expansion:
+    """How rows that arrived become the rows of ``groups``, and back. Both functions are differentiable.
+
+    ``expand`` returns ``rows_RD`` and their weights ``(R)``, given rows and weights as they arrived. ``reduce`` returns
+    the rows that combine takes, given ``rows_RD``.
+    """
+
+    groups: Grouping
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    reduce: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Arrived:
+    """Result of one dispatch. ``handle`` is the library's own.
+
+    Once ``work`` is done, and no earlier, ``rows`` and ``weights`` may be read, and ``expansion`` may be called.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    expansion: Callable[[], Expansion]
     handle: Any
     work: Work
+
+
+def in_order(ids_NK: Tensor, counts: Sequence[int], choices: Choices) -> Expansion:
+    """Return the expansion of one row for each token that reached this rank, in order (source rank, token).
+
+    ``ids_NK`` are numbers of this rank's experts, -1 for choices of other ranks, whose weights are undefined.
+    ``counts`` are the rows of each of them, for which the library has waited.
+    """
+    arrival = arrange(
+        ids_NK.long(), choices.local_experts, alignment=choices.alignment, capacity=choices.capacity, counts=counts
+    )
+    return Expansion(arrival, arrival.expand, arrival.reduce)
 
 
 class Wire(ABC):
@@ -59,7 +97,7 @@ class Wire(ABC):
     """Destroying a buffer waits for all ranks. A rank that fails drops its buffer without ``close``."""
 
     @abstractmethod
-    def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
+    def send(self, x_TD: Tensor, weights_TK: Tensor, choices: Choices) -> Arrived:
         """Start a dispatch. The host waits until it knows how many rows arrive."""
 
     @abstractmethod
