@@ -65,8 +65,7 @@ class Batch:
     routes: Mapping[int, Tensor] | None = None
     """``expert_ids_TK`` by layer, from an earlier forward of the same tokens, for routers to replay."""
     dropless: bool = False
-    """Whether the step runs again because rows overflowed a static budget, or a memory policy had no room. Row budgets
-    do not apply then."""
+    """Whether the step runs again, without budgets of rows: rows overflowed one, or a memory policy had no room."""
     part: Shard | None = None
     """The part of the flattened tokens that this rank holds between attention modules (sequence parallelism), and that
     its MoE layers see. None: all tokens."""
