@@ -1,7 +1,7 @@
 """The MoE layer on a CPU, forward and backward, beside its matrix products alone and beside Hugging Face.
 
 The ceiling is the six products of the experts by ``torch.mm``, one expert after the other, with equal rows, on the same
-operands, which stay in the cache. Beside it stand the same products on operands and results of each expert's own, which
+operands, which caches may hold. Beside it stand the same products on operands and results of each expert's own, which
 is what a layer cannot avoid. Shares are of the ceiling, in three figures: fp32; bf16 with weights and gradients in
 bf16; and bf16 with fp32 masters, a step of four micro-batches whose copies of weights and fp32 sums of gradients are
 timed, too. Hugging Face's layer is that of Qwen3-MoE with ``grouped_mm``; with masters it casts in each micro-batch, as

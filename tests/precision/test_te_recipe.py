@@ -1,4 +1,4 @@
-"""``backend: te``: over a fake of Transformer Engine's interface, operands and layers are those of ``emulate``."""
+"""``backend: te``: over a fake of Transformer Engine's interface, operands and products are those of ``emulate``."""
 
 from __future__ import annotations
 
