@@ -50,7 +50,8 @@ DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
 class LayerCase:
     """One MoE layer and its tokens. ``tokens`` holds each rank's number of tokens; ``skew`` shapes the routing.
 
-    ``skew`` "one": every token prefers expert 0; "starved": no token prefers the last expert; "even": random.
+    ``skew`` "one": every token prefers expert 0; "starved": no token prefers the last expert; "even": random; "exact":
+    random, but a logit is one feature of its token, and so has the same bits with any number of tokens on a rank.
     ``clamped``: the activation is that of gpt-oss.
     """
 
@@ -240,6 +241,8 @@ def _skew(router: nn.Module, layer_case: LayerCase) -> None:
         weight[0, 0] += 5.0
     elif layer_case.skew == "starved":
         weight[-1, 0] -= 5.0
+    elif layer_case.skew == "exact":
+        weight.copy_(torch.eye(*weight.shape).roll(1, 1))
 
 
 def routed(layer_case: LayerCase, layer: MoELayer) -> tuple[Tensor, Tensor, Routing]:
