@@ -105,7 +105,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Start repeating the dispatch of ``handle`` with other values. No metadata is exchanged."""
+        """Start repeating the dispatch of ``handle`` with other values, to the same places, without metadata."""
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> tuple[ExpertBatch, DispatchHandle]:
         """Start and finish a dispatch."""

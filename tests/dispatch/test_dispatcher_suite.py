@@ -13,6 +13,7 @@ from hypothesis.errors import FlakyFailure
 import copies
 from broken_dispatchers import BROKEN, Broken
 from broken_movements import ON_REAL_RANKS
+from in_any_order import InAnyOrder
 from moefw.compose.registry import Registry
 from moefw.plugins.dispatchers.allgather import AllGather
 from moefw.plugins.dispatchers.alltoall import AllToAll
@@ -135,6 +136,10 @@ class TestAllToAll(DispatcherSuite):
 class TestStaticAllToAll(DispatcherSuite):
     plugin = StaticAllToAll
     options = ROOM
+
+
+class TestInAnyOrder(DispatcherSuite):
+    plugin = InAnyOrder
 
 
 class TestAllGather(DispatcherSuite):

@@ -5,18 +5,21 @@ Expected values are brute force over the routing of all ranks. Shapes: legend in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from moefw.testing.suites.dispatch_case import DispatchCase
+from moefw.testing.suites.dispatch_case import DispatchCase, Row
+from moefw.testing.suites.dispatch_order import as_they_came, equal_in_some_order, in_one_order
 from moefw.testing.suites.dispatch_ranks import Moved
-from moefw.testing.suites.watch import bits, same_bits
+from moefw.testing.suites.watch import same_bits
 
 Assertion = Callable[[DispatchCase, Sequence[Moved]], str | None]
+Pairs = Mapping[str, tuple[Moved, Moved]] | Sequence[tuple[Moved, Moved]]
+"""Movements that must be equal, by name or by rank."""
 
 FP32_EPS: Final = torch.finfo(torch.float32).eps
 OWN: Final = "the rows that stay on the rank"
@@ -64,14 +67,24 @@ def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
+def _due(case: DispatchCase, rank: int, moved: Moved) -> Iterator[tuple[int, Sequence[Row], int, int]]:
+    """Yield each expert, its rows in the order in which they are due, and where its group begins and ends.
+
+    Where the order is not promised, they are due as they came.
+    """
+    begin = 0
+    for expert, rows, size in zip(case.experts(rank), case.arrivals(rank), case.sizes(rank), strict=True):
+        due = rows if case.ordered else as_they_came(case, rows, moved, begin)
+        yield expert, due, begin, begin + size
+        begin += size
+
+
 def order(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Return which rows are not in order (expert, source rank, token), or are not bit for bit the tokens."""
     sent = [case.x(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
-        start = 0
-        for expert, rows, size in zip(case.experts(rank), case.arrivals(rank), case.sizes(rank), strict=True):
-            got_RD = moved.rows_RD[start : start + len(rows)]
-            start += size
+        for expert, rows, begin, _ in _due(case, rank, moved):
+            got_RD = moved.rows_RD[begin : begin + len(rows)]
             wanted_RD = _stack([sent[source][token] for source, token, _ in rows], got_RD)
             if same_bits(got_RD, wanted_RD):
                 continue
@@ -104,10 +117,8 @@ def weights(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Return which row does not carry the routing weight of its choice, bit for bit."""
     sent = [case.weights(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
-        start = 0
-        for expert, rows, size in zip(case.experts(rank), case.arrivals(rank), case.sizes(rank), strict=True):
-            got_R = moved.row_weights_R[start : start + len(rows)]
-            start += size
+        for expert, rows, begin, _ in _due(case, rank, moved):
+            got_R = moved.row_weights_R[begin : begin + len(rows)]
             wanted_R = _stack([sent[source][token, choice] for source, token, choice in rows], got_R)
             if not same_bits(got_R, wanted_R):
                 wrong = next(i for i in range(len(rows)) if not same_bits(got_R[i : i + 1], wanted_R[i : i + 1]))
@@ -120,10 +131,8 @@ def weights(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 def padding(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Return where rows that pad a group are not zero with weight zero."""
     for rank, moved in enumerate(ranks):
-        start = 0
-        for expert, rows, size in zip(case.experts(rank), case.arrivals(rank), case.sizes(rank), strict=True):
-            pad = slice(start + len(rows), start + size)
-            start += size
+        for expert, rows, begin, end in _due(case, rank, moved):
+            pad = slice(begin + len(rows), end)
             for what, tensor in (("rows", moved.rows_RD[pad]), ("weights", moved.row_weights_R[pad])):
                 if not (tensor == 0).all():
                     return f"rank {rank}: {what} that pad the group of expert {expert} are not zero{_nan(tensor)}"
@@ -178,10 +187,8 @@ def row_gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     for rank, moved in enumerate(ranks):
         if moved.grad_rows_RD is None:
             return f"rank {rank}: no gradient comes back to the rows that combine took"
-        start = 0
-        for expert, rows, size in zip(case.experts(rank), case.arrivals(rank), case.sizes(rank), strict=True):
-            got_RD = moved.grad_rows_RD[start : start + len(rows)]
-            start += size
+        for expert, rows, begin, _ in _due(case, rank, moved):
+            got_RD = moved.grad_rows_RD[begin : begin + len(rows)]
             if not same_bits(got_RD, _stack([probes[source][token] for source, token, _ in rows], got_RD)):
                 what = f"rows of expert {expert} get another gradient than the outputs of their tokens"
                 return f"rank {rank}: combine is a plain sum, but {what}{_nan(got_RD)}"
@@ -228,13 +235,14 @@ def _nan(tensor: Tensor) -> str:
     return " (NaN: memory that nobody wrote, or that was read too early)" if tensor.isnan().any() else ""
 
 
-def different(
-    named: Mapping[str, tuple[Moved, Moved]] | Sequence[tuple[Moved, Moved]], *, exact: bool = True
-) -> str | None:
-    """Return the first tensor that differs between two movements: in a bit, or beyond rounding if not ``exact``."""
+def different(named: Pairs, *, exact: bool = True, ordered: bool = True) -> str | None:
+    """Return the first tensor that differs between two movements: in a bit, or beyond rounding if not ``exact``.
+
+    Not ``ordered``: the rows of an expert may come in different orders.
+    """
     pairs = named if isinstance(named, Mapping) else {f"rank {rank}": pair for rank, pair in enumerate(named)}
     for who, (first, second) in pairs.items():
-        a, b = first.tensors(), second.tensors()
+        a, b = (one.tensors() if ordered else in_one_order(one).tensors() for one in (first, second))
         lost = (a.keys() ^ b.keys()) - {"the gradient of the rows"}
         if lost and first.wants == second.wants:
             return f"{who}: {min(lost)} is lost"
@@ -244,14 +252,10 @@ def different(
                 return f"{who}: {name} of two equal calls: {forms}"
             if not (same_bits(a[name], b[name]) if exact else _close(a[name], b[name])):
                 how = f"differs{_nan(b[name])}"
-                how = "of two equal calls: the order differs" if _reordered(a[name], b[name]) else how
+                reordered = len(a[name]) > 1 and equal_in_some_order(a[name], b[name])
+                how = "of two equal calls: the order differs" if reordered else how
                 return f"{who}: {name} {how}"
     return None
-
-
-def _reordered(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same rows, bit for bit, in another order."""
-    return len(a) > 1 and sorted(map(bits, a)) == sorted(map(bits, b))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -17,6 +17,8 @@ from moefw.core.stages import Routing
 
 SKEWS: Final = ("even", "one", "starved", "near", "far")
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Row = tuple[int, int, int]
+"""The source rank, the token and the choice of a row."""
 
 
 @frozen(kw_only=True)
@@ -26,7 +28,7 @@ class DispatchCase:
     ``skew`` "even": random; "one": every token chooses expert 0; "starved": none chooses the last expert; "near" and
     "far": tokens prefer the experts of their own rank, or of others. ``dropped`` is the share of choices that are -1.
     ``equal``: all ranks choose the same experts. ``padded``: each rank states a capacity. ``whole``: values are
-    integers, whose sums are exact.
+    integers, whose sums are exact. ``ordered``: the dispatcher promises the order of an expert's rows.
     """
 
     tokens: tuple[int, ...]
@@ -42,6 +44,7 @@ class DispatchCase:
     padded: bool = False
     equal: bool = False
     whole: bool = False
+    ordered: bool = True
     seed: int = 0
 
     def __str__(self) -> str:
@@ -129,8 +132,8 @@ class DispatchCase:
             num_rows=int(self.counts(rank).sum()) if num_rows else None,
         )
 
-    def arrivals(self, rank: int) -> list[list[tuple[int, int, int]]]:
-        """Return for each of a rank's experts the (source rank, token, choice) of its rows, in order."""
+    def arrivals(self, rank: int) -> list[list[Row]]:
+        """Return the rows of each of a rank's experts, in order (source rank, token)."""
         return _arrivals(self, rank)
 
     def sizes(self, rank: int) -> tuple[int, ...]:
@@ -162,12 +165,12 @@ def _ids(case: DispatchCase, rank: int) -> Tensor:
 
 
 @lru_cache(1024)
-def _arrivals(case: DispatchCase, rank: int) -> list[list[tuple[int, int, int]]]:
+def _arrivals(case: DispatchCase, rank: int) -> list[list[Row]]:
     chosen = [_ids(case, source) for source in range(case.world)]
     return [list(_rows_of(expert, chosen)) for expert in case.experts(rank)]
 
 
-def _rows_of(expert: int, chosen: list[Tensor]) -> Iterator[tuple[int, int, int]]:
+def _rows_of(expert: int, chosen: list[Tensor]) -> Iterator[Row]:
     for source, ids_TK in enumerate(chosen):
         for token, choice in (ids_TK == expert).nonzero().tolist():
             yield source, token, choice

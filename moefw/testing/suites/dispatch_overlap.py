@@ -111,6 +111,16 @@ def handles(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> di
         return found
 
 
+def same_places(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
+    """Return a dispatch, and the redispatch of the same along its handle."""
+    with opened(group, case, assembly) as moves:
+        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
+        batch, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        again, _ = moves.redispatch(case.x(rank), case.weights(rank), handle)
+        out_TD = moves.combine(experts(batch, case, rank), handle)
+        return seen(batch, out_TD), seen(again, out_TD)
+
+
 def redispatched(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
     """Return a dispatch of twice the tokens and weights, and a redispatch of the same."""
     dropless = settled_case(assembly)

@@ -224,14 +224,25 @@ def any_bits(case: DispatchCase, rank: int, columns: int) -> Tensor:
     return bits_TD.view(torch.bfloat16)
 
 
-def key_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Tensor, int]:
-    """Return redispatched rows of :func:`any_bits` up to the last group's end, and their number of columns."""
+def key_rows(
+    group: Any, rank: int, case: DispatchCase, assembly: Assembly
+) -> tuple[Tensor, list[tuple[int, int] | None], int]:
+    """Return redispatched rows of :func:`any_bits` up to the last group's end, and their number of columns.
+
+    Between them: the (source rank, token) of each dispatched row, None for padding. Weights are token numbers.
+    """
+    most = max(case.tokens)
     with opened(group, case, assembly) as moves:
         plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
-        _, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        number_T = torch.arange(case.tokens[rank], dtype=torch.float32) + rank * most + 1
+        numbers_TK = number_T.unsqueeze(1).expand(-1, case.top_k).contiguous()
+        numbered, handle = moves.dispatch(case.x(rank), numbers_TK, plan)
         bits_TD = any_bits(case, rank, moves.key_columns)
-        batch, _ = moves.redispatch(bits_TD, case.weights(rank), handle)
-        return batch.rows_RD[: int(batch.offsets_e[-1])].detach(), moves.key_columns
+        batch, _ = moves.redispatch(bits_TD, numbers_TK, handle)
+        end = int(batch.offsets_e[-1])
+        numbers = numbered.row_weights_R[:end].int().tolist()
+        tokens = [divmod(number - 1, most) if 0 < number <= most * case.world else None for number in numbers]
+        return batch.rows_RD[:end].detach(), tokens, moves.key_columns
 
 
 def odd_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 
 import pytest
 import torch.distributed as dist
+from attrs import evolve
 
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import ContractError, MoefwError, PlanError
@@ -155,6 +156,20 @@ class DispatcherRunner(Suite):
             pytest.skip(f"{self.plugin.name} refuses: {refusal}")
         return found
 
+    @property
+    def ordered(self) -> bool:
+        """Whether the plugin promises the order of an expert's rows."""
+        return bool(self.offers().get("repeats", True))
+
+    @property
+    def exact(self) -> bool:
+        """Whether equal movements give the same bits."""
+        return self.repeats and self.ordered
+
+    def different(self, pairs: assertions.Pairs) -> str | None:
+        """Return the first tensor that differs between movements that must be equal."""
+        return assertions.different(pairs, exact=self.exact, ordered=self.ordered)
+
     def ranks(self, function: Callable[..., Any], case: DispatchCase, **how: Any) -> list[Any]:
         """Return ``function(group, rank, case, assembly, **how)`` of every rank. Raises RefusedError, FaultError."""
         assembly = self.assembly_of(case)
@@ -220,6 +235,7 @@ class DispatcherRunner(Suite):
 
     def fault(self, case: DispatchCase, look: Callable[[DispatchCase], str | None]) -> str | None:
         """Return the sentence of a fault that ``look`` finds or ranks raise, with its case."""
+        case = evolve(case, ordered=self.ordered)
         try:
             fault = look(case)
         except FaultError as crashed:
