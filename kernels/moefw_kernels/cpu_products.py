@@ -10,7 +10,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moefw_kernels.devices import runs_ahead
 
@@ -52,7 +51,7 @@ def _multiply(x_RI: Tensor, w_IO: Tensor, out_RO: Tensor, begin: int, end: int) 
 def whole_blocks(rows_RI: Tensor) -> Tensor:
     """Return the rows, followed by zeros up to a multiple of ``ROWS`` if their product is compiled by its shape."""
     missing = _rounded(len(rows_RI)) - len(rows_RI) if compiles_by_shape(rows_RI) else 0
-    return F.pad(rows_RI, (0, 0, 0, missing)) if missing else rows_RI
+    return torch.cat((rows_RI, rows_RI.new_zeros(missing, rows_RI.shape[1]))) if missing else rows_RI
 
 
 def _rounded(rows: int) -> int:
