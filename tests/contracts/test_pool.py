@@ -74,6 +74,6 @@ def test_a_world_that_does_not_come_about_is_tried_again_in_new_processes(monkey
 def test_ranks_that_never_connect_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = RankPool(2)
     unconnected_once(pool, pools.CONNECTS, monkeypatch)
-    with pytest.raises(ContractError, match=r"2 ranks do not connect, tried 3 times.\nrank 0: closed by peer"):
+    with pytest.raises(ContractError, match=r"2 ranks do not connect, tried 3 times.\n(.*\n)*.*closed by peer"):
         pool.run(where, 2)
     pool.close()
