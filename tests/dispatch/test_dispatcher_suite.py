@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from hypothesis.errors import FlakyFailure
 
 import copies
+import unordered_dispatchers
 from broken_dispatchers import BROKEN, Broken
 from broken_movements import ON_REAL_RANKS
 from in_any_order import InAnyOrder
@@ -45,6 +46,13 @@ def said(check) -> str:
     except pytest.fail.Exception as failure:
         return str(failure)
     return ""
+
+
+def test_the_broken_dispatchers_of_every_module_are_tried() -> None:
+    """They are recorded when their module is imported."""
+    support = Path(unordered_dispatchers.__file__).parent
+    declaring = {file.stem for file in support.glob("*.py") if "\n@breaks(" in file.read_text()}
+    assert {each.plugin.__module__ for each in BROKEN.values()} == declaring
 
 
 @pytest.mark.parametrize("name", ON_THREADS)
