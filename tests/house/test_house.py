@@ -1,4 +1,4 @@
-"""Files stay small, and nothing heavy is imported before it is needed."""
+"""Nothing heavy is imported before it is needed, and nothing knows a plugin by name."""
 
 from __future__ import annotations
 
@@ -39,12 +39,6 @@ def test_what_plugins_stand_on_knows_none_by_name(room: str) -> None:
     for path in sources(f"moefw/{room}"):
         strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not strings & names, f"{path} names {strings & names}"
-
-
-def test_files_stay_small() -> None:
-    for folder in ("moefw", "kernels"):
-        for path in sources(folder):
-            assert len(path.read_text().splitlines()) <= 420, f"{path} holds more than one idea"
 
 
 def python(code: str) -> str:
