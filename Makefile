@@ -16,12 +16,13 @@ export OMP_NUM_THREADS ?= 1
 # The longest files are in tests/training and tests/faults: whoever begins with them ends with short ones.
 FAULTS  = $(shell grep -rl --include='test_*.py' 'mark.fault' tests | sort -r)
 
-.PHONY: help setup train test test-deep test-faults soak test-oldest test-gpu test-layouts test-third-party lint format clean
+.PHONY: help setup train test test-deep deep-table test-faults soak test-oldest test-gpu test-layouts test-third-party lint format clean
 
 help:
 	@echo "make train   set up and train $(SPEC) (ARGS='train.steps=20' overrides)"
 	@echo "make test    set up and run all tests but the deep ones, JOBS=$(JOBS) files at a time"
 	@echo "make test-deep  the tests that take long: all combinations where make test tries every two values, and kills"
+	@echo "make deep-table  which tests those are, by file"
 	@echo "make test-faults  every fault that a run must survive or name, and what came of it, as a table"
 	@echo "make soak    train 2,000 steps through faults drawn from a seed, and count what they cost"
 	@echo "make test-oldest  the same with the oldest PyTorch that is supported"
@@ -51,6 +52,9 @@ test: setup
 
 test-deep: setup
 	CI=true $(BIN)/python -m pytest -m deep -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+deep-table: setup
+	$(BIN)/python -m pytest -m deep --collect-only --quiet --quiet --deep-table $(ARGS)
 
 test-faults: setup
 	CI=true $(BIN)/python -m pytest $(FAULTS) -m fault --fault-table -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

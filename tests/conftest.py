@@ -18,7 +18,7 @@ from triton_process import begin
 PRELOADED += ["matplotlib.figure", "moefw.testing.suites.dispatcher", "moefw.testing.suites.memory"]
 """What runs of tests and ranks of suites import too."""
 
-pytest_plugins = ("cpu_seconds", "fake_deep_ep", "fault_table")
+pytest_plugins = ("cpu_seconds", "deep_table", "fake_deep_ep", "fault_table")
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
