@@ -70,10 +70,8 @@ class Layer:
         context = model_context(precision, device, shape, memory=memory)
         recipe = context.at(0).recipe("moe.experts")
         self.module = context.moe_layer(0)
-        mine = self.module
-        self._run = straight(
-            context.at(0).layer((lambda given: mine.send(*given), mine.receive, mine.compute, mine.collect))
-        )
+        layer = self.module
+        self._run = straight(context.at(0).layer(layer.phases(lambda inputs: layer.send(*inputs), layer.collect)))
         draw(self.module)
         generator = torch.Generator(device).manual_seed(seed)
         size = (2, shape.tokens, shape.dim)

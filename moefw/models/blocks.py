@@ -15,7 +15,7 @@ from moefw.models.sizes import Sizes
 from moefw.runtime.layer import MoELayer, Returning, Sent
 from moefw.runtime.modules import RMSNorm
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
-from moefw.runtime.phases import Phase
+from moefw.runtime.phases import Phase, straight
 
 
 @stage
@@ -53,9 +53,13 @@ class Elsewhere(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and the part behind it, each with a norm before it and a residual connection."""
+    """Attention and the part behind it, each with a norm before it and a residual connection.
+
+    Its forward runs ``phases`` in order. A scheduler may run them one by one: see :mod:`moefw.runtime.phases`.
+    """
 
     attention: nn.Module
+    phases: tuple[Phase, ...]
 
     def __init__(self, options: Sizes, context: BuildContext, **parts: nn.Module) -> None:
         super().__init__()
@@ -68,14 +72,19 @@ class Block(nn.Module):
         self._attention_norm = context.region("attn_norm", self.attention_norm.__call__)
         self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
 
+    def forward(self, stream: Stream) -> Stream:
+        """Return the residual stream behind the block."""
+        behind: Stream = straight(self.phases)(stream)
+        return behind
+
     def attend(self, stream: Stream) -> Stream:
         """Add attention to the residual stream."""
         if stream.past is None:
             x_TD = stream.x_TD + self._attention(self._attention_norm(stream.x_TD), stream.tables, stream.batch)
             return replace(stream, x_TD=x_TD)
         attention: Any = self.attention
-        given = self._attention_norm(stream.x_TD), stream.tables, stream.batch, stream.past.get(self.number)
-        out_TD, past = attention.extend(*given)
+        x_TD = self._attention_norm(stream.x_TD)
+        out_TD, past = attention.extend(x_TD, stream.tables, stream.batch, stream.past.get(self.number))
         return replace(stream, x_TD=stream.x_TD + out_TD, past={**stream.past, self.number: past})
 
 
@@ -103,9 +112,7 @@ class MoEBlock(Block):
 
     def __init__(self, options: Sizes, context: BuildContext, attention: nn.Module, moe: MoELayer) -> None:
         super().__init__(options, context, attention=attention, moe=moe)
-        self.phases = context.layer(
-            (*self.before(), self.attend_and_send, moe.receive, moe.compute, self.collect_and_add)
-        )
+        self.phases = context.layer((*self.before(), *moe.phases(self.attend_and_send, self.collect_and_add)))
 
     def before(self) -> tuple[Phase, ...]:
         """Return the phases before attention."""

@@ -1,17 +1,19 @@
-"""The transformer: embedding, blocks of phases, head, losses; all of it, or this rank's stages of a pipeline."""
+"""The transformer as one forward: embed the tokens, run the blocks, normalise, and compute the losses.
+
+A rank of a pipeline builds only the layers of its own stages, which ``models/staged.py`` runs. ``models/reading.py``
+computes logits, of whole texts and token by token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moefw.core.context import ModelContext
-from moefw.core.contracts import CachedAttention
 from moefw.core.errors import ContractError, PlanError
 from moefw.core.records import Stage
 from moefw.core.stages import Batch, LayerStats, Output
@@ -21,192 +23,137 @@ from moefw.models.head import Head, losses
 from moefw.models.mlp import GatedSharedExpert, SwiGLU
 from moefw.models.mtp import MTPBlock, ids_ahead, labels_ahead, labels_of_next
 from moefw.models.past import Past
+from moefw.models.reading import Reading
 from moefw.models.sizes import Sizes
+from moefw.models.staged import StagedForward
 from moefw.runtime.compute.product import linear
 from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.modules import Linear, RMSNorm
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
-from moefw.runtime.phases import Phase, straight
+from moefw.runtime.phases import Phase
 from moefw.runtime.pipeline.link import Link
 from moefw.runtime.pipeline.placement import holders
-from moefw.runtime.pipeline.stage import Arrived, ModelStage, Passed
-
-T = TypeVar("T")
-Tensors = tuple[Tensor, ...]
+from moefw.runtime.pipeline.stage import ModelStage, Passed
 
 
 @final
 class Transformer(nn.Module):
     """A decoder-only language model. Between attention modules, each rank of tp has its own part of the tokens.
 
-    A rank of pp has the layers of the stages that it holds (``held``). The embedding is in the first stage, in those
-    that predict further tokens, and in the last one if the head is tied to it. Raises PlanError if ``loss_chunk`` is
-    set and the recipe of the head is ``by_pass``.
+    A rank of pp has the layers of the stages that it holds. The embedding is in the first stage, in those that predict
+    further tokens, and in the last one if the head is tied to it. Raises PlanError if ``loss_chunk`` is set and the
+    recipe of the head is ``by_pass``.
     """
 
     def __init__(self, options: Sizes, context: ModelContext) -> None:
         super().__init__()
-        self.options, self.tp = options, TensorParallel(context.layout)
-        self.cuts = {cp: SequenceCut(layout) for cp, layout in context.at(0).layouts.items()}
-        self.held = context.stages[context.layout.index("pp")]
+        self.options = options
+        self.tp = TensorParallel(context.layout)
+        self.cuts: Mapping[int | None, SequenceCut] = {
+            cp: SequenceCut(layout) for cp, layout in context.at(0).layouts.items()
+        }
         self.link = Link(context.layout, context.stages, context.order)
-        self.precision = precision = context.fallback
-        if options.loss_chunk is not None and precision.by_pass:
+        self.precision = context.fallback
+        if options.loss_chunk is not None and self.precision.by_pass:
             what = "model.loss_chunk: the recipe of the head has operands of its own for each product of backward."
             raise PlanError(what, "Leave out loss_chunk, or use a recipe whose fallback casts, such as bf16.")
-        self.residual_dtype, self.draws = precision.residual_dtype, context.precision.draws
-        self.embed = self._embedding(context)
-        self.layers = nn.ModuleList(self._block(layer, context) for layer in range(options.num_layers))
+        self.residual_dtype = self.precision.residual_dtype
+        self.draws = context.precision.draws
+
+        self._held = context.stages[context.layout.index("pp")]
+        self.embed = self._build_embedding(context)
+        self.layers = nn.ModuleList(self._build_block(layer, context) for layer in range(options.num_layers))
         if self._holds(options.num_layers - 1):
             self.norm = RMSNorm(options.dim, options.norm_eps)
         for depth in range(1, options.mtp_layers + 1):
-            self.layers.append(self._mtp_block(depth, context))
-        self.phases: tuple[Phase, ...] = (self.begin, *self._phases(self.held[0]), self.end)
-        self.stages = [self._stage(stage) for stage in self.held]
-        self.head = None
+            self.layers.append(self._build_mtp_block(depth, context))
+        # A tied embedding is no unit of its own: it is gathered with the rest of the model, as two ends of it use it.
         if not options.tie_embeddings and self.embed is not None:
             context.unit(self.embed)
-        if not options.tie_embeddings and self.held[-1].is_last:
-            head = Head(options.vocab_size, options.dim, precision, self.tp)
-            self.head = context.unit(head, precision.weight_dtype)
+        self.head = None
+        if not options.tie_embeddings and self._held[-1].is_last:
+            head = Head(options.vocab_size, options.dim, self.precision, self.tp)
+            self.head = context.unit(head, self.precision.weight_dtype)
 
-    def _embedding(self, context: ModelContext) -> Embedding | None:
-        """Return the embedding, if a stage of this rank needs it."""
-        options = self.options
-        needs = [
-            one.is_first or bool(self._depths(one)) or (one.is_last and options.tie_embeddings)
-            for one in self.link.stages
-        ]
-        if not any(needs[stage.index] for stage in self.held):
-            return None
-        copies = holders(context.stages, needs)
-        return Embedding(options.vocab_size, options.dim, self.tp, options.pad_id, holders=copies)
+        self._staged = StagedForward(self, self._held, self.link)
+        self._reading = Reading(self, self._staged, self.cuts, self.tp)
 
-    def _holds(self, layer: int) -> bool:
-        return any(layer in stage.layers for stage in self.held)
-
-    def _depths(self, stage: Stage) -> list[int]:
-        """Return how far ahead the layers of a stage predict that predict further tokens."""
-        return [layer - self.options.num_layers + 1 for layer in stage.layers if layer >= self.options.num_layers]
-
-    def _phases(self, stage: Stage, *, further: bool = True) -> tuple[Phase, ...]:
-        """Return the phases of a stage's layers. ``further``: also of those that predict further tokens."""
-        layers = [layer for layer in stage.layers if further or layer < self.options.num_layers]
-        return tuple(phase for layer in layers for phase in self.phases_of(layer))
-
-    def phases_of(self, layer: int) -> tuple[Phase, ...]:
-        """Return the phases of one layer on this rank, with the norm behind the last that predicts the next token."""
-        block: Any = self.layers[layer]
-        return (*block.phases, self.normalise) if layer == self.options.num_layers - 1 else block.phases
-
-    def _stage(self, stage: Stage) -> ModelStage:
-        layers = straight(self._phases(stage))
-
-        def run(arrived: Arrived) -> Passed | Output:
-            return self.leave(stage, layers(self.enter(stage, arrived.batch, arrived.tensors)))
-
-        return ModelStage(stage, run, lambda batch: self._awaited(stage, batch))
-
-    def leave(self, stage: Stage, stream: Stream) -> Passed | Output:
-        """End a stage, given the end of its stream."""
-        return self.end(stream) if stage.is_last else Passed(tensors=stream.passed, layers=stream.layers)
-
-    def _block(self, layer: int, context: ModelContext) -> nn.Module:
-        if not self._holds(layer):
-            return Elsewhere()
-        here, options, attention = context.at(layer), self.options, context.attention(layer)
-        if layer not in options.moe_layers():
-            return DenseBlock(options, here, self.tp, attention)
-        return MoEBlock(options, here, attention, self._moe(layer, context))
-
-    def _mtp_block(self, depth: int, context: ModelContext) -> nn.Module:
-        options, layer, precision = self.options, self.options.num_layers + depth - 1, context.fallback
-        if not self._holds(layer):
-            return Elsewhere()
-        return MTPBlock(
-            options,
-            context.at(layer),
-            context.attention(layer),
-            self._moe(layer, context),
-            depth=depth,
-            project=context.unit(Linear(2 * options.dim, options.dim, precision), precision.weight_dtype),
-        )
-
-    def _moe(self, layer: int, context: ModelContext) -> MoELayer:
-        here, options, shared = context.at(layer), self.options, None
-        if options.shared_expert_dim:
-            precision = here.recipe("moe.shared_expert")
-            mlp = SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp, options.activation)
-            shared = here.unit(GatedSharedExpert(mlp, options.dim) if options.shared_expert_gate else mlp, precision)
-        moe: MoELayer = context.moe_layer(layer, shared_expert=shared)
-        return moe
+    # The forward.
 
     def forward(self, batch: Batch) -> Output:
         """Return the summed losses of a micro-batch, and statistics of its MoE layers. Only in training: all losses.
 
         A pipeline only evaluates like this: the last stage has the losses, the others zero. Collective over pp.
         """
-        if self.training:
-            if not self.link.is_whole:
+        if not self.link.is_whole:
+            if self.training:
                 raise ContractError("a pipeline trains stage by stage.", "Play its stages, or call eval() first.")
-            output: Output = straight(self.phases)(batch)
-            return output
-        found, stream = self._relay(batch, self.end)
-        if found is None:
-            zero = torch.zeros((), device=batch.ids_BS.device)
-            found = Output(loss_sum=zero, num_tokens=zero.long(), layers={})
-        return replace(found, layers=stream.layers)
+            return self._staged.evaluate(batch)
+        stream = self.enter(self._held[0], batch, with_mtp=self.training)
+        for layer in range(self.options.num_layers):
+            stream = self.layers[layer](stream)
+        stream = self.normalise(stream)
+        if self.training:
+            for layer in range(self.options.num_layers, len(self.layers)):
+                stream = self.layers[layer](stream)
+        return self.end(stream)
 
-    def begin(self, batch: Batch) -> Stream:
-        """Begin the first of this rank's stages, which embeds the tokens."""
-        return self.enter(self.held[0], batch)
+    def enter(self, stage: Stage, batch: Batch, arrived: Sequence[Tensor] = (), *, with_mtp: bool = True) -> Stream:
+        """Return the stream with which a stage begins: embedded tokens, or what ``arrived`` from the stage before.
 
-    def enter(self, stage: Stage, batch: Batch, arrived: Sequence[Tensor] = (), *, further: bool = True) -> Stream:
-        """Begin a stage with what ``arrived`` from the one before, ``(t, D)`` each, or with the embedded tokens.
-
-        ``further``: embed the tokens ahead, too, for layers that predict further tokens. Each rank of cp gets its
-        positions, of tp its part of them. One lookup embeds all, so that the gradient of the embedding is one sum.
+        ``arrived``: ``(t, D)`` each. Each rank of cp gets its positions of the tokens, of tp its part of these.
+        ``with_mtp``: also embed the tokens ahead, for layers of the stage that predict further tokens.
         """
-        depths = self._depths(stage) if further else []
-        cut, lengths = self.cuts[batch.cp], batch.lengths
-        ids = [*([batch.ids_BS] if stage.is_first else []), *(ids_ahead(batch, depth) for depth in depths)]
-        labels = self._labels(batch, further) if stage.is_last else []
-        embedded = self._embedded([cut.own(each, 1, lengths).flatten() for each in ids])
-        labels_NT = [cut.own(each, 1, lengths).flatten() for each in labels]
+        cut = self.cuts[batch.cp]
+
+        def own_positions(values_BS: Tensor) -> Tensor:
+            return cut.own(values_BS, 1, batch.lengths).flatten()
+
+        depths = self._mtp_depths(stage) if with_mtp else []
+        ids = [batch.ids_BS] if stage.is_first else []
+        ids += [ids_ahead(batch, depth) for depth in depths]
+        labels = self._labels(batch, with_mtp=with_mtp) if stage.is_last else []
+        labels_NT = torch.stack([own_positions(each) for each in labels]) if labels else None
+        embedded = self._embedded([own_positions(each) for each in ids])
+        if stage.is_first:
+            x_TD, *ahead = embedded
+        else:
+            x_TD = arrived[-1]
+            ahead = [*embedded]
+
         batch = replace(cut.part(batch), part=self.tp.shard(0), cp=cut.size)
-        batch = keyed(batch) if self.draws else batch
-        x_TD, *ahead = (*arrived[-1:], *embedded)
+        if self.draws:
+            batch = keyed(batch)
         attention = next((block.attention for block in self.layers if isinstance(block, Block)), None)
+        # A stage of layers that predict further tokens gets what the head reads to predict the tokens before.
+        is_behind_norm = stage.layers.start >= self.options.num_layers
         return Stream(
             x_TD=x_TD,
             tables=None if attention is None else cast("Any", attention).tables(batch),
             batch=batch,
-            labels_NT=torch.stack(labels_NT) if labels_NT else None,
+            labels_NT=labels_NT,
             ahead=dict(zip(depths, ahead, strict=True)),
-            hidden=tuple(arrived) if stage.layers.start >= self.options.num_layers else (),
+            hidden=tuple(arrived) if is_behind_norm else (),
         )
 
-    def _labels(self, batch: Batch, further: bool) -> list[Tensor]:
-        depths = range(1, self.options.mtp_layers + 1 if further else 1)
-        return [labels_of_next(batch), *(labels_ahead(batch, depth) for depth in depths)]
+    def _labels(self, batch: Batch, *, with_mtp: bool) -> list[Tensor]:
+        """Labels ``(B, S)`` of the next token, then of the tokens ahead that are predicted."""
+        labels = [labels_of_next(batch)]
+        if with_mtp:
+            labels += [labels_ahead(batch, depth) for depth in range(1, self.options.mtp_layers + 1)]
+        return labels
 
     def _embedded(self, ids: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return ``(t, D)`` of each of several ``(T)``."""
+        """Embeddings ``(t, D)`` of each of several ``(T)``: one lookup, so that the embedding's gradient is one sum."""
         if not ids:
             return ()
         assert self.embed is not None, "a stage that embeds holds the embedding"
+        # The embedding gives each rank of tp its part of the rows, so rows are put rank by rank.
         by_rank = torch.stack([*ids]).unflatten(1, (self.tp.size, -1)).transpose(0, 1)
         embedded_TD: Tensor = self.embed(by_rank.flatten())
         return _parts(embedded_TD.to(self.residual_dtype), len(ids))
-
-    def _awaited(self, stage: Stage, batch: Batch, *, further: bool = True) -> tuple[Tensor, ...]:
-        """Return empty tensors like those that a stage begins with: ``(t, D)``."""
-        tokens = batch.ids_BS.numel() // (self.cuts[batch.cp].size * self.tp.size)
-        count = 1 + (max(0, stage.layers.start - self.options.num_layers) if further else 0)
-        shape, device = (tokens, self.options.dim), batch.ids_BS.device
-        return tuple(torch.empty(shape, dtype=self.residual_dtype, device=device) for _ in range(count))
 
     def normalise(self, stream: Stream) -> Stream:
         """Make what the head reads to predict the next token."""
@@ -226,7 +173,7 @@ class Transformer(nn.Module):
         return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=named)
 
     def _losses(self, stream: Stream) -> Sequence[Tensor]:
-        """Return the loss of this rank's part of the tokens, summed in fp32: of the next token, and of further ones."""
+        """Loss of this rank's part of the tokens, summed in fp32: of the next token, and of further ones."""
         assert stream.labels_NT is not None
         chunk = self.options.loss_chunk
         if chunk is not None:
@@ -239,98 +186,118 @@ class Transformer(nn.Module):
         return _parts(self._of_head(stream), len(stream.hidden))
 
     def _of_head(self, stream: Stream, labels_NT: Tensor | None = None, chunk: int = 0) -> Tensor:
-        """Return the logits of all tokens, or the losses of this rank's: see :class:`moefw.models.head.Head`."""
-        hidden = [self.tp.gather(one) for one in stream.hidden]
+        """Logits of all tokens, or the losses of this rank's: see :class:`moefw.models.head.Head`."""
+        hidden = [self.tp.gather(hidden_tD) for hidden_tD in stream.hidden]
         x_MD = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
         if self.head is not None:
-            found: Tensor = self.head(x_MD, labels_NT, chunk)
-            return found
+            result: Tensor = self.head(x_MD, labels_NT, chunk)
+            return result
         assert self.embed is not None, "the head is tied to the embedding"
-        weight_vD, precision = self.embed.weight, self.precision
         if labels_NT is None:
-            return linear(x_MD, weight_vD, precision)
-        return losses(x_MD, weight_vD, labels_NT, precision, self.tp, chunk)
+            return linear(x_MD, self.embed.weight, self.precision)
+        return losses(x_MD, self.embed.weight, labels_NT, self.precision, self.tp, chunk)
+
+    # The same, for whoever runs it in pieces: phase by phase, stage by stage, or without losses.
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of this rank's first stage, from a batch to its losses: those of :meth:`forward` in training."""
+        stage = self._held[0]
+        layers = (phase for layer in stage.layers for phase in self.phases_of(layer))
+        return (lambda batch: self.enter(stage, batch), *layers, self.end)
+
+    def phases_of(self, layer: int) -> tuple[Phase, ...]:
+        """Return the phases of one layer on this rank, with the norm behind the last that predicts the next token."""
+        block: Any = self.layers[layer]
+        return (*block.phases, self.normalise) if layer == self.options.num_layers - 1 else block.phases
+
+    def leave(self, stage: Stage, stream: Stream) -> Passed | Output:
+        """Return the output of a stage, given the end of its stream."""
+        return self.end(stream) if stage.is_last else Passed(tensors=stream.passed, layers=stream.layers)
+
+    @property
+    def stages(self) -> Sequence[ModelStage]:
+        """The stages of this rank, for a pipeline's schedule."""
+        return self._staged.stages
+
+    @property
+    def keeps_past(self) -> bool:
+        """Whether :meth:`extend` can be called: all attentions can go on, and each rank has whole sequences."""
+        return self._reading.keeps_past
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """Return ``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.
 
         S need not be a multiple of tp or cp.
         """
-        logits_BSV, stream = self._read(batch, None)
-        return logits_BSV, stream.layers
-
-    @property
-    def keeps_past(self) -> bool:
-        """Whether :meth:`extend` can be called: all attentions can go on, and each rank has whole sequences."""
-        attentions = [block.attention for block in self.layers if isinstance(block, Block)]
-        return self.cuts[None].size == 1 and all(isinstance(one, CachedAttention) for one in attentions)
+        return self._reading.logits(batch)
 
     def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
         """Return ``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. None: they are first.
 
         Only if ``keeps_past``. Raises ContractError if the batch has padding or documents. Collective over pp.
         """
-        if batch.mask_BS is not None or batch.documents_BS is not None:
-            raise ContractError("tokens behind others have neither padding nor documents.", "Read them all at once.")
-        before, kept = (past.tokens, past.layers) if past else (0, {})
-        tokens = before + batch.ids_BS.shape[1]
-        positions_S = torch.arange(before, tokens, device=batch.ids_BS.device)
-        logits_BSV, stream = self._read(replace(batch, positions_BS=positions_S.expand_as(batch.ids_BS)), kept)
-        assert stream.past is not None
-        return logits_BSV, Past.of(tokens, stream.past, self.layers, padding=-batch.ids_BS.shape[1] % self.tp.size)
+        return self._reading.extend(batch, past)
 
-    def _read(self, batch: Batch, past: Mapping[int, Any] | None) -> tuple[Tensor, Stream]:
-        """Return ``(B, S, vocabulary)`` logits, and the end of this rank's stream, with padding up to whole parts."""
-        length = batch.ids_BS.shape[1]
-        cut = self.cuts[batch.cp]
-        padding = -length % (cut.unit * self.tp.size)
-        if padding:
-            mask_BS = torch.ones_like(batch.ids_BS, dtype=torch.bool) if batch.mask_BS is None else batch.mask_BS
-            batch = replace(
-                batch,
-                ids_BS=F.pad(batch.ids_BS, (0, padding)),
-                labels_BS=F.pad(batch.labels_BS, (0, padding), value=IGNORED),
-                mask_BS=F.pad(mask_BS, (0, padding)),
-                positions_BS=None if batch.positions_BS is None else F.pad(batch.positions_BS, (0, padding)),
-                documents_BS=None if batch.documents_BS is None else F.pad(batch.documents_BS, (0, padding)),
-            )
+    # The modules, and their initial values.
 
-        def predict(stream: Stream) -> Tensor:
-            (logits_Tv,) = self.predictions(stream)
-            logits_VT = self.tp.gather(logits_Tv.t())
-            return cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape), batch.lengths)
+    def _holds(self, layer: int) -> bool:
+        return any(layer in stage.layers for stage in self._held)
 
-        logits_BSV, stream = self._relay(batch, predict, past)
-        if not self.link.is_whole:
-            logits_BSV = self.link.from_last(logits_BSV, (*batch.ids_BS.shape, self.options.vocab_size), stream.x_TD)
-        assert logits_BSV is not None
-        return logits_BSV[:, :length], stream
+    def _mtp_depths(self, stage: Stage) -> list[int]:
+        """How far ahead each layer of a stage predicts that predicts further tokens: 1, 2, ..."""
+        return [layer - self.options.num_layers + 1 for layer in stage.layers if layer >= self.options.num_layers]
 
-    def _relay(
-        self, batch: Batch, end: Callable[[Stream], T], past: Mapping[int, Any] | None = None
-    ) -> tuple[T | None, Stream]:
-        """Run a batch through this rank's stages, without the layers that predict further tokens, and wait for others.
+    def _build_embedding(self, context: ModelContext) -> Embedding | None:
+        """The embedding, if a stage of this rank needs it."""
+        options = self.options
+        needs_embedding = [
+            stage.is_first or bool(self._mtp_depths(stage)) or (stage.is_last and options.tie_embeddings)
+            for stage in self.link.stages
+        ]
+        if not any(needs_embedding[stage.index] for stage in self._held):
+            return None
+        copies = holders(context.stages, needs_embedding)
+        return Embedding(options.vocab_size, options.dim, self.tp, options.pad_id, holders=copies)
 
-        Return the ``end`` of the last stage, None elsewhere, and the stream with what all stages of this rank add.
-        """
-        found: T | None = None
-        tensors, layers = Tensors(), dict[int, LayerStats]()
-        for stage in self.held:
-            if not stage.is_first and self.link.leaves(stage.index - 1):
-                tensors = self.link.receive(stage.index, "forward", self._awaited(stage, batch, further=False))()
-            given = replace(self.enter(stage, batch, tensors, further=False), layers=layers, past=past)
-            stream: Stream = straight(self._phases(stage, further=False))(given)
-            layers, past, tensors = {**stream.layers}, stream.past, stream.passed
-            if stage.is_last:
-                found = end(stream)
-            elif self.link.leaves(stage.index):
-                self.link.send(stage.index, "forward", tensors)
-        self.link.flush()
-        return found, stream
+    def _build_block(self, layer: int, context: ModelContext) -> nn.Module:
+        if not self._holds(layer):
+            return Elsewhere()
+        attention = context.attention(layer)
+        if layer not in self.options.moe_layers():
+            return DenseBlock(self.options, context.at(layer), self.tp, attention)
+        return MoEBlock(self.options, context.at(layer), attention, self._build_moe(layer, context))
+
+    def _build_mtp_block(self, depth: int, context: ModelContext) -> nn.Module:
+        options = self.options
+        precision = context.fallback
+        layer = options.num_layers + depth - 1
+        if not self._holds(layer):
+            return Elsewhere()
+        return MTPBlock(
+            options,
+            context.at(layer),
+            context.attention(layer),
+            self._build_moe(layer, context),
+            depth=depth,
+            project=context.unit(Linear(2 * options.dim, options.dim, precision), precision.weight_dtype),
+        )
+
+    def _build_moe(self, layer: int, context: ModelContext) -> MoELayer:
+        options = self.options
+        shared_expert = None
+        if options.shared_expert_dim:
+            precision = context.at(layer).recipe("moe.shared_expert")
+            mlp = SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp, options.activation)
+            module = GatedSharedExpert(mlp, options.dim) if options.shared_expert_gate else mlp
+            shared_expert = context.at(layer).unit(module, precision)
+        moe: MoELayer = context.moe_layer(layer, shared_expert=shared_expert)
+        return moe
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of initial values by canonical name; None means ones (norms)."""
-        options, (*_, kind, leaf) = self.options, name.split(".")
+        options = self.options
+        *_, kind, leaf = name.split(".")
         if leaf == "bias":
             return 0.0
         if kind.endswith("norm"):
@@ -343,5 +310,5 @@ class Transformer(nn.Module):
 
 
 def _parts(x_MC: Tensor, count: int) -> Sequence[Tensor]:
-    """Return equal parts of rows; one part as it is, because the backward of ``chunk`` copies the gradient."""
+    """Equal parts of rows; one part as it is, because the backward of ``chunk`` copies the gradient."""
     return x_MC.chunk(count) if count > 1 else (x_MC,)

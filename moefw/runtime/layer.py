@@ -20,6 +20,7 @@ from moefw.core.contracts import Dispatcher
 from moefw.core.stages import Batch, DispatchHandle, ExpertBatch, LayerStats, Pending, Routing, stage
 from moefw.runtime.compute.row_keys import with_keys
 from moefw.runtime.memory.static_rows import StaticRows, computing_on
+from moefw.runtime.phases import Phase
 
 
 @stage
@@ -58,10 +59,11 @@ class Returning:
 class MoELayer(nn.Module):
     """Routed experts of layer ``number``, and a shared expert that runs while rows travel.
 
-    :meth:`forward` runs the phases in order: :meth:`send`, :meth:`receive`, :meth:`compute` and :meth:`collect`; a
-    scheduler may run them one by one. ``first_expert`` is the number of this rank's first expert if the experts' recipe
-    draws, so that rows need keys; None: it does not draw. ``budgeted``: the number of rows is static, except in
-    dropless steps.
+    :meth:`forward` runs the phases in order: :meth:`send`, :meth:`receive`, :meth:`compute` and :meth:`collect`. The
+    block of a model runs the same ones (:meth:`phases`), and a scheduler may run them one by one.
+
+    ``first_expert`` is the number of this rank's first expert if the experts' recipe draws, so that rows need keys;
+    None: it does not draw. ``budgeted``: the number of rows is static, except in dropless steps.
     """
 
     def __init__(
@@ -87,8 +89,18 @@ class MoELayer(nn.Module):
 
     def forward(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, LayerStats]:
         """Return ``out_TD`` and the layer's statistics. T may be 0."""
-        returning = self.compute(self.receive(self.send(x_TD, batch)))
+        sent = self.send(x_TD, batch)
+        received = self.receive(sent)
+        returning = self.compute(received)
         return self.collect(returning), returning.stats
+
+    def phases(self, send: Phase, collect: Phase) -> tuple[Phase, ...]:
+        """Return the phases of :meth:`forward`, for a caller that does more at both ends.
+
+        ``send`` returns what :meth:`send` returns, and ``collect`` gets what :meth:`collect` gets: a block begins with
+        attention and ends with the residual connection.
+        """
+        return (send, self.receive, self.compute, collect)
 
     def send(self, x_TD: Tensor, batch: Batch, beside: Any = None) -> Sent:
         """Choose the experts of each token, exchange metadata, and start the dispatch."""

@@ -212,7 +212,7 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
     def collect(returning: Returning) -> tuple[Tensor, LayerStats]:
         return layer.collect(returning), returning.stats
 
-    run = straight(context.at(0).layer((lambda given: layer.send(*given), layer.receive, layer.compute, collect)))
+    run = straight(context.at(0).layer(layer.phases(lambda inputs: layer.send(*inputs), collect)))
 
     def forward(x_TD: Tensor, batch: Batch) -> tuple[Tensor, LayerStats]:
         outputs: tuple[Tensor, LayerStats] = run((x_TD, batch))

@@ -1,0 +1,118 @@
+"""Reading a text with a model: logits of whole texts, and of tokens behind others that were read before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefw.core.contracts import CachedAttention
+from moefw.core.errors import ContractError
+from moefw.core.stages import Batch, LayerStats
+from moefw.models.blocks import Block, Stream
+from moefw.models.embedding import IGNORED
+from moefw.models.past import Past
+from moefw.models.sizes import Sizes
+from moefw.models.staged import StagedForward
+from moefw.runtime.parallel.sequence_cut import SequenceCut
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+
+
+class Readable(Protocol):
+    """What reading needs of its model."""
+
+    options: Sizes
+    layers: nn.ModuleList
+
+    def predictions(self, stream: Stream) -> Sequence[Tensor]:
+        """Return logits ``(T, v)`` of all tokens, for this rank's part of the vocabulary."""
+
+
+@final
+class Reading:
+    """Forwards that return logits in place of losses, of sequences of any length."""
+
+    def __init__(
+        self,
+        model: Readable,
+        staged: StagedForward,
+        cuts: Mapping[int | None, SequenceCut],
+        tp: TensorParallel,
+    ) -> None:
+        self._model = model
+        self._staged = staged
+        self._cuts = cuts
+        self._tp = tp
+
+    @property
+    def keeps_past(self) -> bool:
+        """Whether all attentions of this rank can go on behind earlier tokens, and each rank has whole sequences."""
+        attentions = [block.attention for block in self._model.layers if isinstance(block, Block)]
+        is_cut = self._cuts[None].size > 1
+        return not is_cut and all(isinstance(attention, CachedAttention) for attention in attentions)
+
+    def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
+        """Return ``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp."""
+        logits_BSV, stream = self._read(batch, past=None)
+        return logits_BSV, stream.layers
+
+    def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
+        """Return ``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. Collective over pp.
+
+        Raises ContractError if the batch has padding or documents.
+        """
+        if batch.mask_BS is not None or batch.documents_BS is not None:
+            raise ContractError("tokens behind others have neither padding nor documents.", "Read them all at once.")
+        if past is None:
+            past = Past(tokens=0, layers={})
+        num_tokens = past.tokens + batch.ids_BS.shape[1]
+        positions_S = torch.arange(past.tokens, num_tokens, device=batch.ids_BS.device)
+        batch = replace(batch, positions_BS=positions_S.expand_as(batch.ids_BS))
+        logits_BSV, stream = self._read(batch, past.layers)
+        assert stream.past is not None
+        padding = -batch.ids_BS.shape[1] % self._tp.size
+        return logits_BSV, Past.of(num_tokens, stream.past, self._model.layers, padding=padding)
+
+    def _read(self, batch: Batch, past: Mapping[int, Any] | None) -> tuple[Tensor, Stream]:
+        """``(B, S, vocabulary)`` logits, and the end of this rank's stream, which still has the padding."""
+        length = batch.ids_BS.shape[1]
+        cut = self._cuts[batch.cp]
+        batch = padded(batch, -length % (cut.unit * self._tp.size))
+
+        def predict(stream: Stream) -> Tensor:
+            (logits_Tv,) = self._model.predictions(stream)
+            logits_VT = self._tp.gather(logits_Tv.t())  # tp gathers along the first dimension
+            return cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape), batch.lengths)
+
+        logits_BSV, stream = self._staged.relay(batch, predict, past)
+        link = self._staged.link
+        if not link.is_whole:
+            shape = (*batch.ids_BS.shape, self._model.options.vocab_size)
+            logits_BSV = link.from_last(logits_BSV, shape, stream.x_TD)
+        assert logits_BSV is not None
+        return logits_BSV[:, :length], stream
+
+
+def padded(batch: Batch, padding: int) -> Batch:
+    """Return a batch with ``padding`` masked positions behind each sequence; the batch itself for 0."""
+    if not padding:
+        return batch
+    mask_BS = batch.mask_BS
+    if mask_BS is None:
+        mask_BS = torch.ones_like(batch.ids_BS, dtype=torch.bool)
+
+    def with_zeros(values_BS: Tensor | None) -> Tensor | None:
+        return None if values_BS is None else F.pad(values_BS, (0, padding))
+
+    return replace(
+        batch,
+        ids_BS=F.pad(batch.ids_BS, (0, padding)),
+        labels_BS=F.pad(batch.labels_BS, (0, padding), value=IGNORED),
+        mask_BS=F.pad(mask_BS, (0, padding)),
+        positions_BS=with_zeros(batch.positions_BS),
+        documents_BS=with_zeros(batch.documents_BS),
+    )
