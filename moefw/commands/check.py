@@ -32,16 +32,19 @@ def check(spec: str, overrides: tuple[str, ...], world: int | None, deep: bool, 
             raise
         click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
         return 2
-    layout, resolved, warnings = assembly.layout, assembly.resolved(), assembly.registry.warnings
+    layout = assembly.layout
+    resolved = assembly.resolved()
+    warnings = assembly.registry.warnings
     if as_json:
-        found = {"ok": True, "problems": [], "notes": assembly.notes, "world": layout.world, "resolved": resolved}
-        click.echo(json.dumps({**found, "warnings": warnings, "unbuilt": unbuilt}))
+        report = {"ok": True, "problems": [], "notes": assembly.notes, "world": layout.world, "resolved": resolved}
+        click.echo(json.dumps({**report, "warnings": warnings, "unbuilt": unbuilt}))
         return 0
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
     name = click.format_filename(spec)
     sizes = " ".join(f"{axis}={size}" for axis, size in layout.sizes.items())
-    ranks, layers = counted(layout.world, "rank"), counted(len(assembly.layers), "MoE layer")
+    ranks = counted(layout.world, "rank")
+    layers = counted(len(assembly.layers), "MoE layer")
     click.echo(f"{name} is sound: {ranks} ({sizes}), {layers}")
     click.echo("  ".join(f"{key}: {resolved[key]['use']}" for key in ("routing", "dispatch", "gemm", "precision")))
     for note in assembly.notes:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import click
 from attrs import frozen
 from rich.console import Console
-from rich.table import Table
 
+from moefw.commands.tables import print_table
 from moefw.compose.registry import Registry
 from moefw.compose.spec.source import counted
 from moefw.compose.spec.structure import plain
@@ -45,136 +45,128 @@ def matrix(as_json: bool, markdown: bool, everybody: bool) -> None:
 
     Nothing is started, and this machine is not inspected: the needs of plugins on a machine are listed separately.
     """
-    found = survey(Registry(), ours_only=not everybody)
+    surveyed = survey(Registry(), ours_only=not everybody)
     if as_json:
-        click.echo(json.dumps(data(found), indent=2))
+        click.echo(json.dumps(data(surveyed), indent=2))
     elif markdown:
-        click.echo("\n".join(_page(found)), nl=False)
+        click.echo("\n".join(_page(surveyed)), nl=False)
     else:
-        _show(found)
+        _show(surveyed)
 
 
-def data(found: Matrix) -> dict[str, object]:
+def data(matrix: Matrix) -> dict[str, object]:
     """Return a matrix as plain data."""
     return {
-        "pairs": found.pairs,
-        "refused": len(found.refusals),
-        "share_refused": found.share_refused,
+        "pairs": matrix.pairs,
+        "refused": len(matrix.refusals),
+        "share_refused": matrix.share_refused,
         "sections": {
             section: [
                 {
                     "variant": way.label,
                     "spec": way.choice,
                     "distribution": way.distribution,
-                    "needs": list(found.needs.get(way, ())),
+                    "needs": list(matrix.needs.get(way, ())),
                 }
                 for way in ways
             ]
-            for section, ways in found.sections.items()
+            for section, ways in matrix.sections.items()
         },
         "refusals": [
-            {"variants": {one.section: one.label for one in (refusal.one, refusal.other)}, "reason": refusal.reason}
-            for refusal in found.refusals
+            {
+                "variants": {variant.section: variant.label for variant in (refusal.one, refusal.other)},
+                "reason": refusal.reason,
+            }
+            for refusal in matrix.refusals
         ],
         "refused_alone": [
-            {"section": way.section, "variant": way.label, "reason": reason} for way, reason in found.alone.items()
+            {"section": way.section, "variant": way.label, "reason": reason} for way, reason in matrix.alone.items()
         ],
-        "problems": plain(found.problems),
+        "problems": plain(matrix.problems),
     }
 
 
-def grids(found: Matrix) -> Iterator[Grid]:
+def grids(matrix: Matrix) -> Iterator[Grid]:
     """Yield a table for each pair of sections with refusals. Rows and columns without refusals are merged into one."""
-    for (one, here), (other, there) in itertools.combinations(found.sections.items(), 2):
+    for (section, variants), (other, others) in itertools.combinations(matrix.sections.items(), 2):
         refused = {
             (refusal.one, refusal.other): refusal
-            for refusal in found.refusals
-            if (refusal.one.section, refusal.other.section) == (one, other)
+            for refusal in matrix.refusals
+            if (refusal.one.section, refusal.other.section) == (section, other)
         }
         if refused:
-            yield _grid(f"{one} x {other}", here, there, refused)
+            yield _grid(f"{section} x {other}", variants, others, refused)
 
 
 def _grid(
-    title: str, here: Sequence[Variant], there: Sequence[Variant], refused: dict[tuple[Variant, Variant], Refusal]
+    title: str,
+    variants: Sequence[Variant],
+    others: Sequence[Variant],
+    refused: dict[tuple[Variant, Variant], Refusal],
 ) -> Grid:
-    rows = [way for way in here if any(way == one for one, _ in refused)]
-    columns = [way for way in there if any(way == other for _, other in refused)]
-    notes = list(dict.fromkeys(refusal.reason for refusal in refused.values()))
+    """Table of the variants of one section by those of another. Those that go with everything share a row, a column."""
+    rows = [variant for variant in variants if any(variant == refused_row for refused_row, _ in refused)]
+    columns = [variant for variant in others if any(variant == refused_column for _, refused_column in refused)]
+    reasons = list(dict.fromkeys(refusal.reason for refusal in refused.values()))
 
-    def cell(one: Variant, other: Variant) -> str:
-        refusal = refused.get((one, other))
-        return "yes" if refusal is None else f"no [{notes.index(refusal.reason) + 1}]"
+    def cell(row: Variant, column: Variant) -> str:
+        refusal = refused.get((row, column))
+        return "yes" if refusal is None else f"no [{reasons.index(refusal.reason) + 1}]"
 
-    more, beside = len(here) - len(rows), len(there) - len(columns)
-    ending = ["yes"] if beside else []
-    body = [[way.label, *(cell(way, column) for column in columns), *ending] for way in rows]
-    if more:
-        body.append([counted(more, "other"), *("yes" for _ in columns), *ending])
-    head = [title, *(column.label for column in columns), *([counted(beside, "other")] if beside else [])]
-    return Grid(title, head, body, [f"[{number + 1}] {note}" for number, note in enumerate(notes)])
-
-
-def _together(found: Matrix) -> str:
-    with_refusals = {(refusal.one.section, refusal.other.section) for refusal in found.refusals}
-    pairs = [pair for pair in itertools.combinations(found.sections, 2) if pair not in with_refusals]
-    return f"everything goes with everything: {', '.join(f'{one} x {other}' for one, other in pairs)}"
+    head = [title, *(column.label for column in columns)]
+    body = [[row.label, *(cell(row, column) for column in columns)] for row in rows]
+    num_other_rows = len(variants) - len(rows)
+    if num_other_rows:
+        body.append([counted(num_other_rows, "other"), *("yes" for _ in columns)])
+    num_other_columns = len(others) - len(columns)
+    if num_other_columns:
+        head.append(counted(num_other_columns, "other"))
+        for line in body:
+            line.append("yes")
+    return Grid(title, head, body, [f"[{number + 1}] {reason}" for number, reason in enumerate(reasons)])
 
 
-def _needs(found: Matrix) -> Grid | None:
-    rows = [[f"{way.section}: {way.label}", ", ".join(needs)] for way, needs in found.needs.items()]
+def _together(matrix: Matrix) -> str:
+    with_refusals = {(refusal.one.section, refusal.other.section) for refusal in matrix.refusals}
+    pairs = [pair for pair in itertools.combinations(matrix.sections, 2) if pair not in with_refusals]
+    return f"everything goes with everything: {', '.join(f'{section} x {other}' for section, other in pairs)}"
+
+
+def _needs(matrix: Matrix) -> Grid | None:
+    rows = [[f"{way.section}: {way.label}", ", ".join(needs)] for way, needs in matrix.needs.items()]
     return Grid("needs of the machine", ("variant", "needs"), rows) if rows else None
 
 
-def _alone(found: Matrix) -> Grid | None:
-    rows = [[f"{way.section}: {way.label}", reason] for way, reason in found.alone.items()]
+def _alone(matrix: Matrix) -> Grid | None:
+    rows = [[f"{way.section}: {way.label}", reason] for way, reason in matrix.alone.items()]
     return Grid("refused with everything", ("variant", "why"), rows) if rows else None
 
 
-def _show(found: Matrix) -> None:
+def _show(matrix: Matrix) -> None:
     console = Console(markup=False, highlight=False)
-    click.echo(found.summary())
-    click.echo(_together(found))
-    for grid in (*grids(found), _needs(found), _alone(found)):
+    click.echo(matrix.summary())
+    click.echo(_together(matrix))
+    for grid in (*grids(matrix), _needs(matrix), _alone(matrix)):
         if grid is not None:
             click.echo()
-            if console.is_terminal:
-                _print_table(console, grid)
-            else:
-                _print_lines(grid)
-    for problem in found.problems:
+            print_table(console, grid.head, grid.rows)
+            for note in grid.notes:
+                console.print(note, soft_wrap=not console.is_terminal)
+    for problem in matrix.problems:
         click.echo(f"broken: {problem}")
 
 
-def _print_table(console: Console, grid: Grid) -> None:
-    table = Table(*grid.head)
-    for row in grid.rows:
-        table.add_row(*row)
-    console.print(table)
-    for note in grid.notes:
-        console.print(note)
-
-
-def _print_lines(grid: Grid) -> None:
-    rows = [grid.head, *grid.rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    for note in grid.notes:
-        click.echo(note)
-
-
-def _page(found: Matrix) -> Iterator[str]:
+def _page(matrix: Matrix) -> Iterator[str]:
     yield HEAD
-    yield f"**{found.summary()}**; {_together(found)}.\n"
-    for grid in grids(found):
+    yield f"**{matrix.summary()}**; {_together(matrix)}.\n"
+    for grid in grids(matrix):
         yield from _markdown(grid)
-    for title, own in (("Needs of the machine", _needs(found)), ("Refused with everything", _alone(found))):
+    for title, own in (("Needs of the machine", _needs(matrix)), ("Refused with everything", _alone(matrix))):
         if own is not None:
             yield f"## {title}\n"
             yield from _markdown(own)
     yield "## The variants\n"
-    for section, ways in found.sections.items():
+    for section, ways in matrix.sections.items():
         rows = [[way.label, f"`{json.dumps(way.choice)}`"] for way in ways]
         yield from _markdown(Grid(section, (section, "in a spec"), rows))
 

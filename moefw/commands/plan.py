@@ -9,15 +9,17 @@ from collections.abc import Sequence
 import click
 from attrs import frozen
 from rich.console import Console
-from rich.table import Table
 
 from moefw.commands import specs
+from moefw.commands.tables import print_table
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError
 from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
 from moefw.training.folder import cache_dir
 
-GIB, MIB, TERA = 2**30, 2**20, 10**12
+GIB = 2**30
+MIB = 2**20
+TERA = 10**12
 PHASES = {"forward": "forward", "recompute": "recompute", "backward": "backward", "once": "once a step"}
 PLANS = "plans"
 """The folder of ledgers in the cache."""
@@ -45,29 +47,29 @@ def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool
     Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
     try:
-        found = ledger(specs.read(spec, overrides, world), cache=cache_dir() / PLANS)
+        planned = ledger(specs.read(spec, overrides, world), cache=cache_dir() / PLANS)
     except MoefwError as error:
         if not as_json:
             raise
         click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
         return 2
     if as_json:
-        click.echo(json.dumps({"ok": True, "problems": [], **found.to_data()}))
+        click.echo(json.dumps({"ok": True, "problems": [], **planned.to_data()}))
         return 0
-    show(found)
+    show(planned)
     return 0
 
 
-def show(found: Ledger) -> None:
+def show(plan: Ledger) -> None:
     """Print the tables, as plain lines if not on a terminal."""
     console = Console(markup=False, highlight=False)
-    tokens = f"{found.tokens} tokens a micro-batch, {found.micro_batches} a step"
-    click.echo(f"memory of {found.ranks}; {tokens}")
-    for sheet in sheets(found):
+    tokens = f"{plan.tokens} tokens a micro-batch, {plan.micro_batches} a step"
+    click.echo(f"memory of {plan.ranks}; {tokens}")
+    for sheet in sheets(plan):
         click.echo()
-        _print(console, sheet)
-    if found.unknown:
-        click.echo(f"\nunknown here is what waits for backward, the peak, and the work: {found.unknown}")
+        print_table(console, sheet.head, sheet.rows)
+    if plan.unknown:
+        click.echo(f"\nunknown here is what waits for backward, the peak, and the work: {plan.unknown}")
 
 
 def unit_for(peak_bytes: int) -> tuple[int, str]:
@@ -75,39 +77,41 @@ def unit_for(peak_bytes: int) -> tuple[int, str]:
     return (GIB, "GiB") if peak_bytes >= GIB else (MIB, "MiB")
 
 
-def sheets(found: Ledger) -> list[Sheet]:
+def sheets(plan: Ledger) -> list[Sheet]:
     """Return the tables of a ledger: memory by category, at the peak and by region, work by pass, bytes by group."""
-    held, peak, totals = found.held, found.peak, found.totals
-    unit, name = unit_for(found.peak_bytes or held.device)
+    held = plan.held
+    peak = plan.peak
+    totals = plan.totals
+    unit, name = unit_for(plan.peak_bytes or held.device)
     rows = {
         "parameters": held.parameters,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
         "optimizer, on the host": held.host,
         "buffers and tokens": held.buffers + held.batch,
-        "kept from step to step by policies": found.pools,
+        "kept from step to step by policies": plan.pools,
         "saved between forward and backward": totals["saved"],
-        "peak": found.peak_bytes or 0,
+        "peak": plan.peak_bytes or 0,
     }
     category = Sheet("category", ("category", name), [(row, _size(n, unit)) for row, n in rows.items() if n])
     if peak is None:
         return [category]
     parts = {
-        "held": held.device + found.pools,
+        "held": held.device + plan.pools,
         "operands of weights, for all micro-batches": peak.operands,
         "saved": peak.saved,
         "gathered parameters": peak.gathered,
         "passing": peak.passing,
         "gradients not there yet": peak.gradients,
     }
-    regions = [_region(row, unit) for row in found.regions]
+    regions = [_region(row, unit) for row in plan.regions]
     total = ("", "total", "", *(_size(totals[column], unit) for column in COLUMNS))
     head = ("layers", "region", "number", *(column.replace("_", " ") for column in COLUMNS))
     return [
         category,
         Sheet("peak", (f"the peak is in {peak.place}", name), [(row, _size(n, unit)) for row, n in parts.items() if n]),
         Sheet("region", head, [*regions, total]),
-        *(sheet for sheet in (_work(found), _sent(found)) if sheet.rows),
+        *(sheet for sheet in (_work(plan), _sent(plan)) if sheet.rows),
     ]
 
 
@@ -115,28 +119,31 @@ def _region(row: RegionTotals, unit: int) -> tuple[str, ...]:
     return (row.kind, row.region, str(row.layers), *(_size(getattr(row, column), unit) for column in COLUMNS))
 
 
-def _work(found: Ledger) -> Sheet:
+def _work(plan: Ledger) -> Sheet:
     rows = []
     for phase, title in PHASES.items():
-        work = [one for one in found.work if one.phase == phase]
-        tera = sum(one.layers * product.flops for one in work for product in one.products) / TERA
-        operators, nbytes = (sum(one.layers * getattr(one, name) for one in work) for name in ("operators", "nbytes"))
-        if work:
-            rows.append((title, f"{tera:.3g}", str(operators), f"{nbytes / GIB:.3g}"))
+        of_phase = [work for work in plan.work if work.phase == phase]
+        if not of_phase:
+            continue
+        flops = sum(work.layers * product.flops for work in of_phase for product in work.products)
+        operators = sum(work.layers * work.operators for work in of_phase)
+        nbytes = sum(work.layers * work.nbytes for work in of_phase)
+        rows.append((title, f"{flops / TERA:.3g}", str(operators), f"{nbytes / GIB:.3g}"))
     head = ("work of a micro-batch", "products, TFLOP", "other operators", "they read and write, GiB")
     return Sheet("work", head, rows)
 
 
-def _sent(found: Ledger) -> Sheet:
+def _sent(plan: Ledger) -> Sheet:
     links: dict[tuple[str, str, str], Counter[str]] = {}
-    for work in found.work:
-        for one in work.transfers:
-            times = work.layers * one.times
-            counts = {"times": times, "node": times * one.node, "network": times * one.network}
-            kind = one.kind if work.phase != "once" else f"{one.kind}, {PHASES[work.phase]}"
-            links.setdefault((one.group, str(one.ranks), kind), Counter()).update(counts)
+    for work in plan.work:
+        for transfer in work.transfers:
+            times = work.layers * transfer.times
+            counts = {"times": times, "node": times * transfer.node, "network": times * transfer.network}
+            kind = transfer.kind if work.phase != "once" else f"{transfer.kind}, {PHASES[work.phase]}"
+            links.setdefault((transfer.group, str(transfer.ranks), kind), Counter()).update(counts)
     rows = [
-        (*key, str(n["times"]), *(f"{n[link] / MIB:.2f}" for link in ("node", "network"))) for key, n in links.items()
+        (*key, str(sums["times"]), f"{sums['node'] / MIB:.2f}", f"{sums['network'] / MIB:.2f}")
+        for key, sums in links.items()
     ]
     head = ("sent in a micro-batch over", "ranks", "as", "number", "inside the node, MiB", "between nodes, MiB")
     return Sheet("sent", head, rows)
@@ -144,16 +151,3 @@ def _sent(found: Ledger) -> Sheet:
 
 def _size(nbytes: int, unit: int) -> str:
     return f"{nbytes / unit:.3f}" if nbytes else "0"
-
-
-def _print(console: Console, sheet: Sheet) -> None:
-    if console.is_terminal:
-        table = Table(*sheet.head)
-        for row in sheet.rows:
-            table.add_row(*row)
-        console.print(table)
-        return
-    rows = [sheet.head, *sheet.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

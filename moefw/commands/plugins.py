@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moefw.commands.facts import page
+from moefw.commands.tables import print_lines
 from moefw.compose.machine import lone_site, this_machine
 from moefw.compose.registry import Offer, RegisteredPlugin, Registry
 from moefw.compose.spec.structure import plain
@@ -45,7 +46,7 @@ def plugins(as_json: bool, facts: bool) -> None:
     if console.is_terminal:
         _print_table(console, listed)
     else:
-        _print_lines(listed)
+        print_lines(HEADINGS, [_row(entry) for entry in listed])
     for kind, offers in (("observer", registry.observers), ("not allowed", registry.barred)):
         for offer in offers:
             console.print(f"{kind}: {' '.join(_origin(offer).values())}", soft_wrap=True)
@@ -119,8 +120,8 @@ def _lack(part: Plugin, site: Site) -> str:
     lacks = []
     for need in part.needs(site):
         if need.fact == "device" and machine.device not in need.value:
-            wanted = need.value if isinstance(need.value, str) else " or ".join(need.value)
-            lacks.append(f"needs {wanted}, this machine has {machine.device}: {need.reason}. {need.fix}".strip())
+            devices = need.value if isinstance(need.value, str) else " or ".join(need.value)
+            lacks.append(f"needs {devices}, this machine has {machine.device}: {need.reason}. {need.fix}".strip())
         if need.fact == "capability" and machine.capability not in (None, *need.value):
             what = f"needs compute capability {' or '.join(need.value)}, this machine has {machine.capability}"
             lacks.append(f"{what}: {need.reason}. {need.fix}".strip())
@@ -133,13 +134,6 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     usable = {True: "in part" if entry["reason"] else "yes", False: "no", None: "depends"}[entry["usable"]]
     what = f"{entry['summary']} ({entry['reason']})" if entry["reason"] else entry["summary"]
     return entry["hook"], entry["name"], f"{entry['distribution']} {entry['version']}", usable, what.strip()
-
-
-def _print_lines(listed: Sequence[dict[str, Any]]) -> None:
-    rows = [HEADINGS, *map(_row, listed)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 def _print_table(console: Console, listed: Sequence[dict[str, Any]]) -> None:

@@ -61,21 +61,21 @@ class _Writer:
     inside: bool = False
     """Whether options of a plugin are described: those that name plugins name none that name plugins in turn."""
 
-    def of_class(self, cls: type[Any], given: Mapping[str, Any]) -> Schema:
-        """Return the schema of a mapping that ``structure`` reads as ``cls``; ``given`` holds the defaults."""
+    def of_class(self, cls: type[Any], defaults: Mapping[str, Any]) -> Schema:
+        """Return the schema of a mapping that ``structure`` reads as ``cls``; ``defaults``: of its fields."""
         fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
-        required = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in given]
+        required = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in defaults]
         return {
             "description": _summary(cls),
             "type": "object" if required else ["object", "null"],
-            "properties": {field.name: self.of_field(field, given) for field in fields},
+            "properties": {field.name: self.of_field(field, defaults) for field in fields},
             "required": required,
             "additionalProperties": False,
         }
 
-    def of_field(self, field: attrs.Attribute[Any], given: Mapping[str, Any]) -> Schema:
+    def of_field(self, field: attrs.Attribute[Any], defaults: Mapping[str, Any]) -> Schema:
         """Return the schema of a field: a choice among plugins, a section with its own defaults, or an option."""
-        default = given.get(field.name)
+        default = defaults.get(field.name)
         hook = field.metadata.get("hook")
         if hook and get_origin(field.type) is tuple:
             array = {"type": "array" if default is None else ["array", "null"], "items": self.of_choice(hook, None)}
@@ -84,27 +84,27 @@ class _Writer:
             return self.of_choice(hook, default)
         if isinstance(default, Mapping) and isinstance(field.type, type):
             return self.of_class(field.type, default) | {"type": ["object", "null"]}
-        return self.of_type(field.type) | _bounds(field.validator) | _default(field, given)
+        return self.of_type(field.type) | _bounds(field.validator) | _default(field, defaults)
 
-    def of_choice(self, hook: str, given: Mapping[str, Any] | None) -> Schema:
-        """Return the schema of one of the plugins of ``hook``; ``given`` holds the default if ``use`` is left out."""
+    def of_choice(self, hook: str, default: Mapping[str, Any] | None) -> Schema:
+        """Return the schema of one of the plugins of ``hook``; ``default``: the choice of a spec that leaves it out."""
         branches = []
         for part in self.parts:
             if part.hook == hook and not (self.inside and _names_plugins(part.declaration)):
                 try:
-                    branches.append(self.of_part(part, given or {}))
+                    branches.append(self.of_part(part, default or {}))
                 except Exception as error:
                     where = f"{part.name!r} of {part.distribution} {part.version}"
                     self.warn(f"the options of {where} raise {type(error).__name__}: {error}")
-        if given is not None:
+        if default is not None:
             branches.append(NULL)
         family = next(family for family in FAMILIES if family.hook == hook)
         return {"description": _summary(family), "oneOf": branches or [False]}
 
-    def of_part(self, part: RegisteredPlugin, given: Mapping[str, Any]) -> Schema:
+    def of_part(self, part: RegisteredPlugin, default: Mapping[str, Any]) -> Schema:
         """Return the schema of one plugin: ``use``, ``preset`` and its options. A preset may set required options."""
-        is_default = given.get("use") == part.name
-        body = evolve(self, inside=True).of_class(part.declaration, given if is_default else {})
+        is_default = default.get("use") == part.name
+        body = evolve(self, inside=True).of_class(part.declaration, default if is_default else {})
         presets = sorted(part.declaration.presets())
         chosen: Schema = {"use": {"const": part.name}}
         if presets:
@@ -119,7 +119,8 @@ class _Writer:
 
     def of_type(self, kind: Any) -> Schema:
         """Return the schema of values of type ``kind``; empty, which allows anything, for unknown types."""
-        origin, args = get_origin(kind), get_args(kind)
+        origin = get_origin(kind)
+        args = get_args(kind)
         if kind in SCALARS:
             return {"type": SCALARS[kind]}
         if origin is Literal:
@@ -165,9 +166,9 @@ def _bounds(validator: Any) -> Schema:
     return {}
 
 
-def _default(field: attrs.Attribute[Any], given: Mapping[str, Any]) -> Schema:
-    if field.name in given:
-        return {"default": given[field.name]}
+def _default(field: attrs.Attribute[Any], defaults: Mapping[str, Any]) -> Schema:
+    if field.name in defaults:
+        return {"default": defaults[field.name]}
     default: Any = field.default
     if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
         return {} if default.takes_self else {"default": plain(default.factory())}

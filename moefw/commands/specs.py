@@ -32,7 +32,8 @@ def read_run(run: str, overrides: Sequence[str]) -> Assembly:
         raise SpecError(f"{run} is not the folder of a run: it holds no spec.yaml.", "Give the run.dir of a training.")
     alone = ["parallel={}", f"run.dir={json.dumps(run, ensure_ascii=False)}"]
     assembly = read(str(spec), [*alone, *overrides], 1)
-    kept, options = spec.with_name(TOKENIZER), words(assembly.spec.data.options)
+    kept = spec.with_name(TOKENIZER)
+    options = words(assembly.spec.data.options)
     named = [(option, Path(value)) for option, value in options if option.rpartition(".")[2] == "tokenizer"]
     moved = [option for option, path in named if path.name == TOKENIZER and not path.exists()]
     if not moved or not kept.exists():

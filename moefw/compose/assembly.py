@@ -110,8 +110,11 @@ class Assembly:
     def versions(self) -> list[list[str]]:
         """Return ``[hook, name, distribution, version]`` of each part that the spec names."""
         parts = (getattr(self.parts, field.name) for field in fields(ChosenPlugins) if field.name != "memory")
-        named = {type(one) for part in (*parts, *self.parts.memory) for one in (part, *inner_plugins(part))}
-        loaded = (part for part in self.registry.parts() if part.declaration in named)
+        named: set[type] = set()
+        for part in (*parts, *self.parts.memory):
+            named.add(type(part))
+            named.update(type(inner) for inner in inner_plugins(part))
+        loaded = (registered for registered in self.registry.parts() if registered.declaration in named)
         return [[part.hook, part.name, part.distribution, part.version] for part in loaded]
 
     def digest(self) -> str:

@@ -52,7 +52,8 @@ class Shared:
 
         ``together``: all ranks close. If not, objects with ``closes_together`` are dropped without calling ``close``.
         """
-        held, self._held = self._held, {}
+        held = self._held
+        self._held = {}  # first, so that a second call has nothing to close, even if this one fails
         with ExitStack() as stack:
             for each in held.values():
                 if hasattr(each, "close") and (together or not getattr(each, "closes_together", False)):
@@ -100,7 +101,8 @@ class LayerContext(BuildContext):
 
     def expert_group(self) -> ExpertGroup:
         """Return the ranks that split the experts."""
-        layout, axes = self.layout, ("ep", "etp")
+        layout = self.layout
+        axes = ("ep", "etp")
         ranks = layout.plan.group(layout.rank, axes)
         return ExpertGroup(
             group=layout.group(*axes),
@@ -163,8 +165,11 @@ class LayerContext(BuildContext):
         function: Callable[..., Any],
         wrap: Callable[[MemoryPolicy, Callable[..., Any]], Callable[..., Any]],
     ) -> Callable[..., Any]:
-        watch, layer, policy = self.watch, self.site.layer, self.policies.get(name)
-        function = function if watch is None else watch.inside(name, layer, function)
+        watch = self.watch
+        layer = self.site.layer
+        policy = self.policies.get(name)
+        if watch is not None:
+            function = watch.inside(name, layer, function)
         if policy is None:
             return function
         treated = wrap(policy, function)
@@ -210,8 +215,12 @@ class ModelParts(ModelContext):
         shard_by: Callable[[Layout], Sharding] | None = None,
         watch: Watch | None = None,
     ) -> None:
-        self.assembly, self._layout, self.device = assembly, layout, device
-        self._shared, self._sharding, self._watch = shared, _sharding(layout, shard_by), watch
+        self.assembly = assembly
+        self.device = device
+        self._layout = layout
+        self._shared = shared
+        self._sharding = _sharding(layout, shard_by)
+        self._watch = watch
         self._contexts: dict[int, LayerContext] = {}
         self._layouts = layouts_by_cp(layout, dynamic=assembly.spec.train.packing == "dynamic")
 
@@ -281,20 +290,24 @@ class ModelParts(ModelContext):
         )
 
     def _context_attentions(self, bare: LayerContext) -> Mapping[int | None, ContextAttention]:
-        plugin, made = self.assembly.parts.context_parallel, dict[Layout, ContextAttention]()
-        shared = {cp: layout for cp, layout in self._layouts.items() if layout.size("cp") > 1}
-        for layout in shared.values():
-            if layout not in made:
+        plugin = self.assembly.parts.context_parallel
+        sharing = {cp: layout for cp, layout in self._layouts.items() if layout.size("cp") > 1}
+        # Several keys may stand for one layout: packs may be shared by as many ranks as batches are.
+        attentions: dict[Layout, ContextAttention] = {}
+        for layout in sharing.values():
+            if layout not in attentions:
+                context = evolve(bare, layout=layout, site=evolve(bare.site, layout=layout.plan))
                 with self._calling(plugin):
-                    made[layout] = plugin.build(evolve(bare, layout=layout, site=evolve(bare.site, layout=layout.plan)))
-        return {cp: made[layout] for cp, layout in shared.items()}
+                    attentions[layout] = plugin.build(context)
+        return {cp: attentions[layout] for cp, layout in sharing.items()}
 
     def _calling(self, part: Plugin) -> AbstractContextManager[None]:
         return self.assembly.registry.calling(part, "build()")
 
     def attention(self, layer: int) -> nn.Module:
         """Return the attention of layer ``layer``."""
-        context, plugin = self.at(layer), self.assembly.parts.attention
+        context = self.at(layer)
+        plugin = self.assembly.parts.attention
         with self._calling(plugin):
             attention = plugin.build(context)
         assert isinstance(attention, nn.Module)
@@ -302,7 +315,8 @@ class ModelParts(ModelContext):
 
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
         """Return the MoE layer of layer ``layer``. Equal layers share one dispatcher."""
-        context, parts = self.at(layer), self.assembly.parts
+        context = self.at(layer)
+        parts = self.assembly.parts
         recipe = context.recipe("moe.experts")
         key = (
             parts.dispatch,

@@ -29,7 +29,8 @@ class Misfit(Generic[Asker]):
 
     def problem(self) -> Problem:
         """Return the problem, which names the parts, the reason and a fix."""
-        need, fact = self.need, FACTS[self.need.fact]
+        need = self.need
+        fact = FACTS[need.fact]
         relevant = [(part, _about(fact, offer, need.value)) for part, offer in self.offers]
         relevant = [(part, offer) for part, offer in relevant if offer != ()]
         heard = [f"{part} offers {_words(offer)}" for part, offer in relevant]
@@ -80,15 +81,15 @@ def match(
             continue
         offered = tuple(offered_of.get(name, ()))
         asked = asked_of.get(name, [])
+        values = [value for _, value in offered]
+        unmet = list(range(len(asked)))
         if offered:
-            values = [value for _, value in offered]
             settled[name], unmet = RULES[fact.rule](values, [demand.value for _, demand in asked])
-        else:
-            values, unmet = [], list(range(len(asked)))
+        met = tuple(pair for index, pair in enumerate(asked) if index not in unmet)
         for part, demand in (asked[index] for index in unmet):
-            could = offered and not RULES[fact.rule](values, [demand.value])[1]
-            met = tuple(pair for index, pair in enumerate(asked) if index not in unmet)
-            misfits.append(Misfit(part, demand, offered, met if could else ()))
+            # A need that the offers could meet alone is unmet because of the others, which are its rivals.
+            is_met_alone = offered and not RULES[fact.rule](values, [demand.value])[1]
+            misfits.append(Misfit(part, demand, offered, met if is_met_alone else ()))
     return settled, misfits
 
 
@@ -96,8 +97,13 @@ def _choose(
     candidates: Iterable[Any], needed: Sequence[Any], meets: Callable[[Any, Any], bool], cost: Callable[[Any], Any]
 ) -> Settled:
     """Return the candidate that meets the most needs; among equals, the cheapest."""
-    best = min(candidates, key=lambda one: (sum(not meets(one, wanted) for wanted in needed), cost(one)), default=None)
-    unmet = [index for index, wanted in enumerate(needed) if best is None or not meets(best, wanted)]
+
+    def rank(candidate: Any) -> tuple[int, Any]:
+        num_unmet = sum(not meets(candidate, need) for need in needed)
+        return num_unmet, cost(candidate)
+
+    best = min(candidates, key=rank, default=None)
+    unmet = [index for index, need in enumerate(needed) if best is None or not meets(best, need)]
     return None if unmet else best, unmet
 
 
@@ -111,21 +117,22 @@ def _multiple(offered: Sequence[Any], needed: Sequence[int]) -> Settled:
     """Return the smallest number in every offer that is a multiple of every need."""
     common = _in_common(offered)
     candidates = [math.lcm(1, *needed)] if common is None else common
-    return _choose(candidates, needed, lambda number, wanted: number % wanted == 0, lambda number: number)
+    return _choose(candidates, needed, lambda number, divisor: number % divisor == 0, lambda number: number)
 
 
 def _one_of(offered: Sequence[Any], needed: Sequence[Sequence[Any]]) -> Settled:
     """Return the alternative in every offer and every need that ranks first in the needs, then in the offers."""
     common = _in_common(offered)
-    candidates = [item for wanted in needed for item in wanted] if common is None else common
+    candidates = [item for alternatives in needed for item in alternatives] if common is None else common
 
-    def places(one: Any, lists: Sequence[Any]) -> int:
-        return sum(list(each).index(one) for each in lists if each != ANY and one in each)
+    def places(item: Any, lists: Sequence[Any]) -> int:
+        """Sum of the positions of an alternative in lists that rank it."""
+        return sum(list(ranked).index(item) for ranked in lists if ranked != ANY and item in ranked)
 
-    def cost(one: Any) -> tuple[int, int, str]:
-        return places(one, needed), places(one, offered), str(one)
+    def cost(item: Any) -> tuple[int, int, str]:
+        return places(item, needed), places(item, offered), str(item)
 
-    return _choose(candidates, needed, lambda one, wanted: one in wanted, cost)
+    return _choose(candidates, needed, lambda item, alternatives: item in alternatives, cost)
 
 
 def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequence[Any]], Settled]:
@@ -133,8 +140,9 @@ def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequenc
 
     def settle(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
         items = tuple(item for offer in offered if offer != ANY for item in offer)
-        unmet = (i for i, wanted in enumerate(needed) if not any(meets(item, wanted) for item in items))
-        return items, [] if ANY in offered else list(unmet)
+        if ANY in offered:
+            return items, []
+        return items, [index for index, need in enumerate(needed) if not any(meets(item, need) for item in items)]
 
     return settle
 
@@ -142,23 +150,28 @@ def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequenc
 def _given(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
     """Return the number that every offer names. A need requires that there is one."""
     numbers = [item for item in _in_common(offered) or () if item != NONE]
-    return numbers[0] if numbers else None, [] if numbers else list(range(len(needed)))
+    if not numbers:
+        return None, list(range(len(needed)))
+    return numbers[0], []
 
 
-def _divides(axis: tuple[str, int], wanted: tuple[str, int]) -> bool:
-    return axis[0] == wanted[0] and wanted[1] % axis[1] == 0
+def _divides(offered: tuple[str, int], needed: tuple[str, int]) -> bool:
+    """Whether an axis ``(name, ranks)`` is the one needed, and its ranks divide the size ``(name, size)``."""
+    axis, ranks = offered
+    needed_axis, size = needed
+    return axis == needed_axis and size % ranks == 0
 
 
 def _all_true(offered: Sequence[bool], needed: Sequence[bool]) -> Settled:
     """Return True only if every offer is true."""
     value = all(offered)
-    return value, [index for index, wanted in enumerate(needed) if wanted and not value]
+    return value, [index for index, is_needed in enumerate(needed) if is_needed and not value]
 
 
 def _sum(offered: Sequence[float], needed: Sequence[float]) -> Settled:
     """Return the sum of the offers. A need is the most that it may be."""
     value = sum(offered)
-    return value, [index for index, wanted in enumerate(needed) if value > wanted]
+    return value, [index for index, limit in enumerate(needed) if value > limit]
 
 
 RULES: Final[Mapping[Rule, Callable[[Sequence[Any], Sequence[Any]], Settled]]] = {

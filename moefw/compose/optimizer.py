@@ -27,16 +27,21 @@ def build_optimizer(
     assembly: Assembly, model: nn.Module, layout: Layout, device: torch.device, shared: Shared
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model on this rank. Raises RunError if there is no memory for its states."""
-    plugin, lr = assembly.parts.optimizer, assembly.spec.train.lr
-    optimizer: torch.optim.Optimizer = plugin.build(dict(model.named_parameters()), lr)
+    plugin = assembly.parts.optimizer
+    optimizer: torch.optim.Optimizer = plugin.build(dict(model.named_parameters()), assembly.spec.train.lr)
     policies = [policy for policy in assembly.parts.memory if OPTIMIZER in policy.regions]
     if not policies:
         return optimizer
     context = bare_context(assembly, layout, device, shared)
     offered = plugin.offers(assembly.site)["region"]
     order = [] if offered == ANY else [mechanism for region, mechanism in offered if region == OPTIMIZER]
+
+    def place(policy: MemoryPlugin) -> int:
+        """Position of a policy among those of the optimizer, from the update outwards."""
+        return order.index(policy.mechanism) if policy.mechanism in order else 0
+
     states: OptimizerStates = TorchStates(optimizer)
-    for policy in sorted(policies, key=lambda one: order.index(one.mechanism) if one.mechanism in order else 0):
+    for policy in sorted(policies, key=place):
         states = _built(policy, context).treat(states)
     return OptimizerUnderPolicies(optimizer, states, plugin.states(), dict(by_parameter(model)), assembly.spec.run.seed)
 
@@ -98,7 +103,10 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
         seed: int,
     ) -> None:
         super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
-        self._inner, self._states, self._keys, self._seed = inner, states, tuple(keys), seed
+        self._inner = inner
+        self._states = states
+        self._keys = tuple(keys)
+        self._seed = seed
         self._origins = {parameter: origins(own) for parameter, own in pieces.items()}
         for parameter in (each for group in self.param_groups for each in group["params"]):
             rooms = {key: states.room(local(parameter.detach())) for key in self._keys}
@@ -111,19 +119,20 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
         assert closure is None, "gradients are computed before the step"
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update((key, value) for key, value in group.items() if key != "params")
-        given = [
+        with_gradient = [
             (number, parameter)
             for number, group in enumerate(self.param_groups)
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        parts = (self._part(number, parameter) for number, parameter in given)
+        parts = (self._part(number, parameter) for number, parameter in with_gradient)
         self._states.update([part for part in parts if part.parameter.numel()])
-        for _, parameter in given:
+        for _, parameter in with_gradient:
             self.state[parameter][STEP] += 1
 
     def _part(self, group: int, parameter: nn.Parameter) -> StatePart:
-        state, grad = self.state[parameter], parameter.grad
+        state = self.state[parameter]
+        grad = parameter.grad
         assert grad is not None
         return StatePart(
             group=group,

@@ -114,8 +114,8 @@ class Registry:
         """Import and register the plugin called ``name``. Raises PluginError, which leaves other plugins intact."""
         if name in self._loaded:
             return
-        found = self._offers.get(name, [])
-        if not found:
+        offers = self._offers.get(name, [])
+        if not offers:
             if any(known == name for _, known in self._parts):
                 return
             if name in self._barred:
@@ -123,15 +123,16 @@ class Registry:
                 what = f"plugin {name!r} is of distribution {offer.distribution} {offer.version}, which is not allowed."
                 raise PluginError(what, f"Name it in {ALLOWED} if you trust its code.")
             raise PluginError(f"no plugin is called {name!r}.", self._likely(name))
-        if len(found) > 1:
-            rivals = " and ".join(f"{offer.distribution} {offer.version}" for offer in found)
+        if len(offers) > 1:
+            rivals = " and ".join(f"{offer.distribution} {offer.version}" for offer in offers)
             what = f"two distributions bring a plugin called {name!r}: {rivals}."
-            raise PluginError(what, _way_out(name, [offer.distribution for offer in found]))
-        (offer,) = found
+            raise PluginError(what, _way_out(name, [offer.distribution for offer in offers]))
+        (offer,) = offers
         who = f"plugin {name!r} (distribution {offer.distribution} {offer.version})"
         what = f"{who} fails to import"
         fix = f"Mend or uninstall {offer.distribution}."
-        began, torch_was_there = time.perf_counter(), "torch" in sys.modules
+        torch_was_there = "torch" in sys.modules
+        began = time.perf_counter()
         try:
             with _as_it_was(offer.distribution, what):
                 module = offer.entry.load()
@@ -245,8 +246,8 @@ class Registry:
 
     def accountable(self, plugin: Plugin) -> RegisteredPlugin:
         """Return the origin of a plugin; of one of ours that calls others, that of the first which is not ours."""
-        origins = [self.origin(one) for one in (plugin, *inner_plugins(plugin))]
-        return next((one for one in origins if one.distribution != OURS), origins[0])
+        origins = [self.origin(caller_or_called) for caller_or_called in (plugin, *inner_plugins(plugin))]
+        return next((origin for origin in origins if origin.distribution != OURS), origins[0])
 
     @contextmanager
     def calling(self, plugin: Plugin, method: str) -> Iterator[None]:
@@ -279,7 +280,7 @@ class Registry:
 
     def problems(self, assembly: Any) -> list[Problem]:
         """Return what ``moefw_check`` of every loaded plugin finds. Raises PluginError if one raises anything else."""
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for implementation in reversed(self._manager.hook.moefw_check.get_hookimpls()):
             distribution, version = self._owners[id(implementation.plugin)]
             who = f"a plugin of {distribution} {version} breaks its contract in moefw_check"
@@ -290,13 +291,13 @@ class Registry:
                 wrong = [item for item in answer if not isinstance(item, Problem)]
                 if wrong:
                     raise TypeError(f"{wrong[0]!r} is not a Problem")
-                found += answer
+                problems += answer
             except MoefwError:
                 raise
             except Exception as error:
                 what = f"{who}: {type(error).__name__}: {' '.join(str(error).split())}."
                 raise PluginError(what, f"Mend or uninstall {distribution}.") from error
-        return found
+        return problems
 
     def notify(
         self,
@@ -314,10 +315,10 @@ class Registry:
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             if id(implementation.plugin) in self._silenced:
                 continue
-            given = deepcopy({name: arguments[name] for name in implementation.argnames})
+            own_arguments = deepcopy({name: arguments[name] for name in implementation.argnames})
             try:
                 with around():
-                    implementation.function(**given)
+                    implementation.function(**own_arguments)
             except (Exception, SystemExit) as error:
                 self._silenced.add(id(implementation.plugin))
                 distribution, version = self._owners[id(implementation.plugin)]
@@ -384,15 +385,15 @@ def _checked_name(declaration: type[Plugin], label: str) -> str:
 
 
 def _check_api(module: Any, label: str) -> None:
-    wanted = getattr(module, "moefw_api", None)
-    if wanted is None:
+    versions = getattr(module, "moefw_api", None)
+    if versions is None:
         return
     try:
-        fits = SpecifierSet(wanted).contains(hooks.API_VERSION)
+        fits = SpecifierSet(versions).contains(hooks.API_VERSION)
     except (InvalidSpecifier, TypeError) as error:
         raise PluginError(
-            f"plugin {label} states moefw_api = {wanted!r}, which is no version range.", "For example '>=2,<3'."
+            f"plugin {label} states moefw_api = {versions!r}, which is no version range.", "For example '>=2,<3'."
         ) from error
     if not fits:
-        what = f"plugin {label} is written for hook API {wanted}; this moefw has {hooks.API_VERSION}."
+        what = f"plugin {label} is written for hook API {versions}; this moefw has {hooks.API_VERSION}."
         raise PluginError(what, "Install a version of it, or of moefw, that fits.")

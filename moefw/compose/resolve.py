@@ -114,7 +114,8 @@ class _Resolution:
     """
 
     def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem]) -> None:
-        self.registry, self.marks = registry, marks
+        self.registry = registry
+        self.marks = marks
         self.problems: dict[type[MoefwError], list[Problem]] = {
             SpecError: list(problems),
             PluginError: [],
@@ -132,9 +133,10 @@ class _Resolution:
 
     def raise_problems(self) -> None:
         """Raise all reported problems, as the first kind of error among them."""
-        for kind, found in self.problems.items():
-            if found:
-                raise kind([problem for told in self.problems.values() for problem in told]) from self.cause
+        for kind, problems in self.problems.items():
+            if problems:
+                everything = [problem for of_a_kind in self.problems.values() for problem in of_a_kind]
+                raise kind(everything) from self.cause
 
     def left_out(self, answer: object) -> bool:
         """Return whether an answer, or an error, depends on an unreadable value, which has its own problem."""
@@ -151,15 +153,17 @@ class _Resolution:
         except Exception as error:
             if self.left_out(error):
                 return
-            found = error.problems if isinstance(error, MoefwError) else (_fault(error),)
-            if isinstance(error, MoefwError) and not (plugin and isinstance(error, PluginError)):
-                for problem in found:
+            problems = error.problems if isinstance(error, MoefwError) else (_fault(error),)
+            is_users = isinstance(error, MoefwError) and not (plugin and isinstance(error, PluginError))
+            if is_users:
+                for problem in problems:
                     self.tell(path, problem, PluginError if isinstance(error, PluginError) else PlanError)
             elif plugin is None:
                 raise
             else:
-                self.cause, origin = error, self.registry.origin(plugin)
-                faults = (attrs.evolve(problem, what=f"{origin}, {what}: {problem.what}") for problem in found)
+                self.cause = error
+                origin = self.registry.origin(plugin)
+                faults = (attrs.evolve(problem, what=f"{origin}, {what}: {problem.what}") for problem in problems)
                 known = self.problems[PluginError]
                 known += [fault for fault in faults if fault not in known]
 
@@ -184,11 +188,11 @@ class _Resolution:
                     if isinstance(item, Iterator):
                         read(item)
                     else:
-                        found.append(_of_kind(kind, item))
+                        listed.append(_of_kind(kind, item))
 
-        found: list[A] = []
+        listed: list[A] = []
         read(getattr(placed.part, method))
-        return [item for item in found if not self.left_out(item)]
+        return [item for item in listed if not self.left_out(item)]
 
     def choose(self, spec: Spec) -> None:
         """Load the plugins that the spec names and read their options."""
@@ -200,22 +204,24 @@ class _Resolution:
             self.ask(("run", "observers", index), self.registry.load, name)
 
     def _part(self, hook: str, choice: Choice, path: KeyPath) -> Plugin | None:
-        found = self.ask((*path, "use"), self.registry.get, hook, choice.use)
-        if found is None:
+        registered = self.ask((*path, "use"), self.registry.get, hook, choice.use)
+        if registered is None:
             return None
+        declaration = registered.declaration
         options = dict(choice.options)
         if options.get("preset") is not None:
-            options = {**self._preset(found.declaration, options["preset"], path), **options}
+            options = {**self._preset(declaration, options["preset"], path), **options}
         options.pop("preset", None)
-        with self.asking(path, found.declaration, "its options"):
-            part = structure(found.declaration, options, path, self.marks, self.problems[SpecError], also=RESERVED)
+        with self.asking(path, declaration, "its options"):
+            part = structure(declaration, options, path, self.marks, self.problems[SpecError], also=RESERVED)
             return None if part is None else self._filled(part, path)
         return None
 
     def _filled(self, part: Plugin, path: KeyPath) -> Plugin:
         """Return a part, with the plugins that its options name in the place of their choices."""
         for field in attrs.fields(type(part)):
-            hook, choices = field.metadata.get("hook"), getattr(part, field.name)
+            hook = field.metadata.get("hook")
+            choices = getattr(part, field.name)
             if hook and choices is not UNREAD:
                 inner = (self._inner(hook, choice, (*path, field.name, n)) for n, choice in enumerate(choices))
                 object.__setattr__(part, field.name, tuple(inner))
@@ -223,8 +229,10 @@ class _Resolution:
 
     def _inner(self, hook: str, choice: Any, path: KeyPath) -> Any:
         part = None if choice is UNREAD else self._part(hook, choice, path)
-        self.inner += [] if part is None else [_Placed(path, part)]
-        return UNREAD if part is None else part
+        if part is None:
+            return UNREAD
+        self.inner.append(_Placed(path, part))
+        return part
 
     def _preset(self, declaration: type[Plugin], name: Any, path: KeyPath) -> Mapping[str, Any]:
         presets: Mapping[str, Any] = {}
@@ -245,16 +253,21 @@ class _Resolution:
         model = with_defaults({"model": tree.get("model")}, {"model": defaults["model"]})["model"]
         if not isinstance(model, Mapping) or model.get("preset") is None:
             return tree
-        preset, sections = model["preset"], None
+        preset = model["preset"]
+        sections = None
         use = model.get("use")
-        found = self.ask(("model", "use"), self.registry.get, "moefw_models", use) if isinstance(use, str) else None
-        if found is not None and preset is not UNREAD:
-            sections = self._sections(found.declaration, preset)
+        if isinstance(use, str) and preset is not UNREAD:
+            registered = self.ask(("model", "use"), self.registry.get, "moefw_models", use)
+            if registered is not None:
+                sections = self._sections(registered.declaration, preset)
         if sections is not None:
             without = {key: value for key, value in model.items() if key != "preset"}
             return over(dict(sections), {**tree, "model": without})
-        given = (tree.get("attention"), tree.get("routing"))
-        attention, routing = (section if section is UNREAD or section else UNREAD for section in given)
+        # What the preset would have said of a section is unknown, unless the user chose something else there.
+        attention, routing = (
+            section if section is UNREAD or section else UNREAD
+            for section in (tree.get("attention"), tree.get("routing"))
+        )
         return tree | {
             "model": {**model, "preset": UNREAD},
             "attention": {**attention, "preset": UNREAD} if isinstance(attention, dict) else attention,
@@ -289,11 +302,11 @@ class _Resolution:
             with self.asking(placed.path, placed.part, "regions"):
                 mechanism = placed.part.mechanism if placed.part.joins else ""
                 for index, region in enumerate(placed.part.regions):
-                    first = (
-                        (placed, index) if region is UNREAD else owners.setdefault((region, mechanism), (placed, index))
-                    )
-                    if first != (placed, index):
-                        what = f"{placed} and {first[0]} both treat region {region!r}."
+                    if region is UNREAD:
+                        continue
+                    owner = owners.setdefault((region, mechanism), (placed, index))
+                    if owner != (placed, index):
+                        what = f"{placed} and {owner[0]} both treat region {region!r}."
                         self.tell((*placed.path, "regions", index), Problem(what, "Name it once."))
 
     def lay_out(self, world: int | None) -> LayoutPlan | None:
@@ -304,7 +317,8 @@ class _Resolution:
 
     def check_stages(self, layout: LayoutPlan, train: TrainSpec) -> None:
         """Report why there are no pipeline stages, or none that can run the step."""
-        pipeline, model = self._find("pipeline"), self._find("model")
+        pipeline = self._find("pipeline")
+        model = self._find("model")
         if pipeline and model:
             with self.asking(pipeline.path, pipeline.part, "check_batches()"):
                 for problem in stage_problems(pipeline.part, model.part, layout, train):
@@ -315,7 +329,8 @@ class _Resolution:
 
         Equal layers share their facts.
         """
-        model, parallel = self._find("model"), self._find("parallel")
+        model = self._find("model")
+        parallel = self._find("parallel")
         dims = self.answer(model, "dims", Dims) if model else None
         layers: list[int] | None = None
         num_layers: int = UNREAD
@@ -339,7 +354,8 @@ class _Resolution:
         settled: dict[int, LayerAssembly] = {}
         for layer in layers or [0]:
             here = site.at(layer)
-            before, stated = stated, self._state(here, layout)
+            before = stated
+            stated = self._state(here, layout)
             if stated != before:
                 facts = self._settle(stated)
             settled[layer] = LayerAssembly(site=here, facts=facts)
@@ -348,7 +364,8 @@ class _Resolution:
     def _state(self, here: Site, layout: LayoutPlan | None) -> _Statements:
         """Return the offers and needs of all parts at ``here``, and the offers of the layout and the machine."""
         promises: list[tuple[object, Offers]] = []
-        heard, unread = set[str](), set[str]()
+        heard: set[str] = set()
+        unread: set[str] = set()
         for placed in self.placed:
             with self.asking(placed.path, placed.part, "offers()"):
                 stated = {**silence(placed.section), **offers_of(placed.section, placed.part.offers(here))}
@@ -362,7 +379,8 @@ class _Resolution:
             heard.discard("parallel")
         else:
             promises.append(("the layout", offers(axis=tuple(layout.sizes), axis_divides=tuple(layout.sizes.items()))))
-        demands, packages = list[tuple[_Placed, Need]](), list[str]()
+        demands: list[tuple[_Placed, Need]] = []
+        packages: list[str] = []
         for placed in (*self.placed, *self.inner):
             for need in self.listed(placed, "needs", Need, here):
                 with self.asking(placed.path, placed.part, "needs()"):

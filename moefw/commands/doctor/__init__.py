@@ -33,12 +33,14 @@ def doctor(as_json: bool, timeout: float) -> None:
     Exits with 1 if something is not available that training needs.
     """
     with Console(stderr=True).status("trying what is installed"):
-        found = examine(timeout_s=timeout)
-    stops = [item.name for item in found if item.name in NEEDED and item.state != "available"]
+        capabilities = examine(timeout_s=timeout)
+    stops = [item.name for item in capabilities if item.name in NEEDED and item.state != "available"]
     if as_json:
-        click.echo(json.dumps({"can_train": not stops, "capabilities": [asdict(item) for item in found]}, indent=2))
+        click.echo(
+            json.dumps({"can_train": not stops, "capabilities": [asdict(item) for item in capabilities]}, indent=2)
+        )
     else:
-        _print(found)
+        _print(capabilities)
         click.echo(f"Training cannot run here: see {', '.join(stops)}." if stops else "Training can run here.")
     click.get_current_context().exit(1 if stops else 0)
 
@@ -46,28 +48,28 @@ def doctor(as_json: bool, timeout: float) -> None:
 def examine(*, timeout_s: float) -> list[Capability]:
     """Return all capabilities, each tried, within about ``timeout_s`` seconds in all."""
     deadline = time.monotonic() + timeout_s
-    found = inspect_machine()
+    capabilities = inspect_machine()
     absent = [name for name, probe in PROBES.items() if importlib.util.find_spec(probe.package) is None]
-    found += [Capability(name, "missing", fix=PROBES[name].fix) for name in absent]
+    capabilities += [Capability(name, "missing", fix=PROBES[name].fix) for name in absent]
     groups = [[name for name in group if name not in absent] for group in GROUPS]
     with ThreadPoolExecutor(WORKERS) as pool:
         for answers in pool.map(lambda group: ask(group, deadline=deadline), groups):
-            found += answers
+            capabilities += answers
     order = ["python", *PROBES]
-    return sorted(found, key=lambda item: order.index(item.name) if item.name in order else len(order))
+    return sorted(capabilities, key=lambda item: order.index(item.name) if item.name in order else len(order))
 
 
-def _print(found: Sequence[Capability]) -> None:
+def _print(capabilities: Sequence[Capability]) -> None:
     console = Console(markup=False, highlight=False)
     if console.is_terminal:
         table = Table("capability", "state", "version", "detail")
         styles = {"available": "green", "unusable": "red", "missing": "yellow"}
-        for item in found:
+        for item in capabilities:
             table.add_row(item.name, item.state, item.version, "\n".join(_lines(item)), style=styles[item.state])
         console.print(table)
         return
-    names, versions = (max(map(len, column)) for column in zip(*((item.name, item.version) for item in found)))
-    for item in found:
+    names, versions = (max(map(len, column)) for column in zip(*((item.name, item.version) for item in capabilities)))
+    for item in capabilities:
         head = f"{item.state:<9}  {item.name:<{names}}  {item.version:<{versions}}  "
         first, *more = _lines(item)
         click.echo(f"{head}{first}".rstrip())

@@ -26,15 +26,18 @@ def ask(names: Sequence[str], *, deadline: float) -> list[Capability]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     while pending:
         left_s = max(deadline - time.monotonic(), 0.0)
-        command, fix = [sys.executable, "-P", "-m", __package__, *pending], ""
+        command = [sys.executable, "-P", "-m", __package__, *pending]
+        fix = ""
         try:
             child = subprocess.run(
                 command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s
             )
-            output, why = child.stdout, _death(child)
+            output = child.stdout
+            why = _death(child)
         except subprocess.TimeoutExpired as late:
             why = f"no answer within {left_s:.0f} s" if left_s else "no time was left to try it"
-            output, fix = late.stdout or b"", "Try a longer --timeout."
+            output = late.stdout or b""
+            fix = "Try a longer --timeout."
         lines = output.splitlines()
         answers += [Capability(**json.loads(line)) for line in lines]
         del pending[: len(lines)]
@@ -62,7 +65,7 @@ def answer(names: Iterable[str]) -> None:
 def _try(name: str) -> Capability:
     probe = PROBES[name]
     try:
-        found, detail = probe.run()
+        installed, detail = probe.run()
     except ProbeError as error:
         if error.missing:
             return Capability(name, "missing", detail=str(error), fix=probe.fix)
@@ -70,12 +73,12 @@ def _try(name: str) -> Capability:
     except (Exception, SystemExit) as error:
         sentence = re.split(r"\n|(?<=\.)\s", str(error).strip())[0]
         return _unusable(name, f"{type(error).__name__}: {sentence[:200]}")
-    return Capability(name, "available", found, detail)
+    return Capability(name, "available", installed, detail)
 
 
 def _unusable(name: str, why: str, fix: str = "") -> Capability:
     try:
-        found = version(PROBES[name].distribution)
+        installed = version(PROBES[name].distribution)
     except PackageNotFoundError:
-        found = ""
-    return Capability(name, "unusable", found, why, fix or PROBES[name].fix)
+        installed = ""
+    return Capability(name, "unusable", installed, why, fix or PROBES[name].fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 SIZE = 256
@@ -12,12 +13,14 @@ def fp8_products() -> tuple[str, str]:
     """Return an empty version, and for each device the products, in groups or not, that torch has and lacks there."""
     import torch
 
-    said = []
+    by_device = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         works = {name: _works(product) for name, product in _products(device).items()}
-        does, does_not = (", ".join(name for name in works if works[name] is wanted) for wanted in (True, False))
-        said.append(f"{device} multiplies {does or 'none'}" + (f", not {does_not}" if does_not else ""))
-    return "", "; ".join(said)
+        supported = ", ".join(name for name in works if works[name])
+        unsupported = ", ".join(name for name in works if not works[name])
+        sentence = f"{device} multiplies {supported or 'none'}"
+        by_device.append(f"{sentence}, not {unsupported}" if unsupported else sentence)
+    return "", "; ".join(by_device)
 
 
 def _products(device: str) -> dict[str, Callable[[], Any]]:
@@ -38,12 +41,17 @@ def _products(device: str) -> dict[str, Callable[[], Any]]:
         scales = [ones(*shape, dtype=torch.float8_e4m3fn), ones(*levels)]
         return side([ScalingType.BlockWise1x16, tensor], scales, [tiles, SwizzleType.NO_SWIZZLE])
 
-    tensor, row, tiles = ScalingType.TensorWise, ScalingType.RowWise, SwizzleType.SWIZZLE_32_4_4
+    tensor = ScalingType.TensorWise
+    row = ScalingType.RowWise
+    tiles = SwizzleType.SWIZZLE_32_4_4
     eight = ones(SIZE, SIZE, dtype=torch.float8_e4m3fn)
     four = torch.full((SIZE, SIZE // 2), 0x22, dtype=torch.uint8, device=device).view(torch.float4_e2m1fn_x2)
     ends = torch.tensor([SIZE // 2, SIZE], dtype=torch.int32, device=device)
-    by_32, by_16, blocks = SIZE // 32, SIZE // 16, SIZE // 128
-    per_row, square = ones(blocks, SIZE).mT, ones(blocks, 4).mT
+    by_32 = SIZE // 32
+    by_16 = SIZE // 16
+    by_128 = SIZE // 128
+    per_row = ones(by_128, SIZE).mT
+    square = ones(by_128, 4).mT
     sides: dict[str, tuple[Any, dict[str, Any], dict[str, Any], Any]] = {
         "tensor": (eight, side(tensor, ones()), side(tensor, ones()), None),
         "row": (eight, side(row, ones(SIZE, 1)), side(row, ones(1, SIZE)), None),
@@ -55,7 +63,7 @@ def _products(device: str) -> dict[str, Callable[[], Any]]:
         "nvfp4": (four, nv((), SIZE * by_16), nv((), SIZE * by_16), None),
         "nvfp4 in groups": (four, nv((len(ends),), SIZE, by_16), nv((len(ends),), len(ends), SIZE * by_16), ends),
     }  # fmt: skip
-    return {name: lambda given=given: _product(*given) for name, given in sides.items()}  # type: ignore[misc]
+    return {name: partial(_product, *operands) for name, operands in sides.items()}
 
 
 def _product(codes: Any, rows: dict[str, Any], columns: dict[str, Any], ends: Any) -> Any:
@@ -63,11 +71,13 @@ def _product(codes: Any, rows: dict[str, Any], columns: dict[str, Any], ends: An
     import torch
     from torch.nn import functional as F
 
-    told = {f"{name}_{side}": value for side, given in (("a", rows), ("b", columns)) for name, value in given.items()}
+    scales = {f"{name}_a": value for name, value in rows.items()} | {
+        f"{name}_b": value for name, value in columns.items()
+    }
     if ends is None:
-        return F.scaled_mm(codes, codes.mT, **told)
+        return F.scaled_mm(codes, codes.mT, **scales)
     weights = codes.view(torch.uint8).expand(len(ends), *codes.shape).clone().view(codes.dtype)
-    return F.scaled_grouped_mm(codes, weights.mT, **told, offs=ends)  # type: ignore[attr-defined]
+    return F.scaled_grouped_mm(codes, weights.mT, **scales, offs=ends)  # type: ignore[attr-defined]
 
 
 def _works(product: Callable[[], Any]) -> bool:

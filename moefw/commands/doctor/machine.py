@@ -25,12 +25,12 @@ def inspect_machine() -> list[Capability]:
 def _python() -> Capability:
     here = platform.python_version()
     try:
-        wanted = metadata("moefw")["Requires-Python"]
+        versions = metadata("moefw")["Requires-Python"]
     except PackageNotFoundError:
         why = "moefw is not installed here, so none of its plugins is found"
         return Capability("python", "unusable", here, why, "pip install moefw")
-    if not SpecifierSet(wanted).contains(here, prereleases=True):
-        return Capability("python", "unusable", here, f"moefw wants {wanted}", "Install another Python.")
+    if not SpecifierSet(versions).contains(here, prereleases=True):
+        return Capability("python", "unusable", here, f"moefw wants {versions}", "Install another Python.")
     return Capability("python", "available", here, sys.executable)
 
 

@@ -30,12 +30,13 @@ def _cpu_bf16() -> tuple[str, str]:
 
     from moefw.training.cpu_speed import bf16_over_fp32
 
-    a, b = torch.randn(32, 32), torch.randn(32, 32)
+    a = torch.randn(32, 32)
+    b = torch.randn(32, 32)
     if not torch.allclose((a.bfloat16() @ b.bfloat16()).float(), a @ b, rtol=0.1, atol=0.5):
         raise ProbeError("a product of two bf16 matrices is wrong")
     info = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").is_file() else []
-    found = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in info]
-    instructions = f"the CPU has {', '.join(found) or 'no AMX or AVX512_BF16'}"
+    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in info]
+    instructions = f"the CPU has {', '.join(flags) or 'no AMX or AVX512_BF16'}"
     taken = f"a product takes {bf16_over_fp32():.1f} times as long as one in fp32"
     return "", f"{torch.backends.cpu.get_cpu_capability()} kernels; {instructions}; {taken}"
 
@@ -56,8 +57,8 @@ def _nccl() -> tuple[str, str]:
         raise ProbeError("this torch is built without it", missing=True)
     if not torch.cuda.is_available():
         raise ProbeError("it moves data between GPUs, and torch sees none")
-    found = torch.cuda.nccl.version()
-    return ".".join(map(str, found)), _all_reduce("nccl", "cuda")
+    nccl_version = torch.cuda.nccl.version()
+    return ".".join(map(str, nccl_version)), _all_reduce("nccl", "cuda")
 
 
 def _all_reduce(backend: str, device: str) -> str:
@@ -96,12 +97,12 @@ def _grouped_mm_trouble(device: str, dtype: object) -> str:
     rows = torch.randn(24, 16, device=device).to(dtype)  # type: ignore[call-overload]
     weights = torch.randn(2, 16, 16, device=device).to(dtype)  # type: ignore[call-overload]
     ends = torch.tensor([8, 24], device=device, dtype=torch.int32)
-    wanted = torch.cat([rows[:8].float() @ weights[0].float(), rows[8:].float() @ weights[1].float()])
+    expected = torch.cat([rows[:8].float() @ weights[0].float(), rows[8:].float() @ weights[1].float()])
     try:
-        found = grouped_mm(rows, weights, offs=ends).float()
+        product = grouped_mm(rows, weights, offs=ends).float()
     except RuntimeError as error:
         return str(error).partition("\n")[0][:120]
-    return "" if torch.allclose(found, wanted, rtol=0.1, atol=0.5) else "wrong values"
+    return "" if torch.allclose(product, expected, rtol=0.1, atol=0.5) else "wrong values"
 
 
 def _triton() -> tuple[str, str]:
@@ -121,12 +122,12 @@ def _transformer_engine() -> tuple[str, str]:
 
     from moefw.plugins.precision.quantized.te.machine import RECIPES
 
-    found = version("transformer-engine")
+    installed = version("transformer-engine")
     if not torch.cuda.is_available():
-        return found, "its compiled parts import; it computes on a GPU, and torch sees none"
+        return installed, "its compiled parts import; it computes on a GPU, and torch sees none"
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     names = [name for name, gpus in RECIPES.items() if capability in gpus.capabilities]
-    return found, f"backend: te on compute capability {capability}: {', '.join(names) or 'no recipe'}"
+    return installed, f"backend: te on compute capability {capability}: {', '.join(names) or 'no recipe'}"
 
 
 def _deep_ep() -> tuple[str, str]:

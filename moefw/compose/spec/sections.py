@@ -145,7 +145,9 @@ class Spec:
 def plugin_fields(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Any]]:
     """Yield the path, hook and choice of every plugin that a spec names."""
     for place in attrs.fields(type(section)):
-        value, here, hook = getattr(section, place.name), (*path, place.name), place.metadata.get("hook")
+        value = getattr(section, place.name)
+        here = (*path, place.name)
+        hook = place.metadata.get("hook")
         if hook and isinstance(value, tuple):
             yield from (((*here, index), hook, choice) for index, choice in enumerate(value))
         elif hook:

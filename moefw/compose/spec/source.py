@@ -141,8 +141,13 @@ def read_yaml(text: str, marks: Marks, problems: list[Problem]) -> Tree:
 
     tree = _Reader(text, marks, problems, place).document(())
     if not isinstance(tree, dict):
-        found = "nothing" if tree is None else "a list" if isinstance(tree, list) else "a single value"
-        what = f"a spec is a mapping of sections; this file holds {found}."
+        if tree is None:
+            content = "nothing"
+        elif isinstance(tree, list):
+            content = "a list"
+        else:
+            content = "a single value"
+        what = f"a spec is a mapping of sections; this file holds {content}."
         raise SpecError(Problem(what, "Write for example model: {num_experts: 8}.", marks.where(())))
     return tree
 
@@ -151,7 +156,9 @@ class _Reader:
     """Builds plain data from the parser's events: bounded depth; no tags, anchors, aliases or keys other than text."""
 
     def __init__(self, text: str, marks: Marks, problems: list[Problem], place: Callable[[Any], str]) -> None:
-        self.marks, self.problems, self.place = marks, problems, place
+        self.marks = marks
+        self.problems = problems
+        self.place = place
         self.events = self._parse(text)
 
     def document(self, path: KeyPath) -> object:

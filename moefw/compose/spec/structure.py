@@ -39,17 +39,17 @@ def structure(
         return None
     kind: Any = cls
     fields = {field.name: field for field in _options(kind)}
-    given = {key: value for key, value in data.items() if key in fields}
+    known = {key: value for key, value in data.items() if key in fields}
     for key in (str(key) for key in data if key not in fields and key not in also):
         what = f"{show(key)} is not an option here."
         problems.append(Problem(what, nearest(key, [*fields, *also]), marks.where((*path, key))))
         meant = closest(key, fields)
         if meant is not None and (*path, meant) not in marks.places:
-            given[meant] = UNREAD
+            known[meant] = UNREAD  # its own default would hide what the user meant
     values: dict[str, Any] = {}
     for name, field in fields.items():
-        if name in given:
-            values[name] = _value(field.type, given[name], (*path, name), marks, problems)
+        if name in known:
+            values[name] = _value(field.type, known[name], (*path, name), marks, problems)
         elif field.default is attrs.NOTHING:
             fix = f"It has no default. {_hint(field.type, None)}"
             problems.append(Problem(f"{name!r} is missing.", fix, marks.where((*path, name))))
@@ -79,7 +79,8 @@ def _options(cls: Any) -> tuple[attrs.Attribute[Any], ...]:
 
 def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
     """Return ``data`` as type ``kind``; if it does not fit, report it and return UNREAD."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if data is UNREAD or kind is Any or (kind is types.NoneType and data is None):
         return data
     if origin in (Union, types.UnionType):
@@ -136,7 +137,8 @@ def _is_scalar(kind: type, data: object) -> bool:
 
 
 def _words(kind: Any) -> str:
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if kind in _SCALARS:
         return _SCALARS[kind]
     if origin is Literal:
@@ -155,13 +157,14 @@ def _words(kind: Any) -> str:
 def require_readable(kind: Any) -> None:
     """Raise PluginError unless a spec can hold values of type ``kind``."""
     kinds = [kind]
-    for each in kinds:
-        origin, inner = get_origin(each), get_args(each)
+    for each in kinds:  # grows meanwhile: by the types inside of those that it has
+        origin = get_origin(each)
+        inner: tuple[Any, ...] = () if origin is Literal else get_args(each)
         if attrs.has(each):
             inner = () if hasattr(each, "from_data") else tuple(field.type for field in _options(each))
         elif origin not in (Union, types.UnionType) and each not in (Any, types.NoneType, Ellipsis):
             _words(each)
-        kinds += [one for one in inner if origin is not Literal and one not in kinds]
+        kinds += [nested for nested in inner if nested not in kinds]
 
 
 def _hint(kind: Any, data: object) -> str:
