@@ -67,7 +67,8 @@ class Tally:
 
     def reduce(self, layout: Layout) -> None:
         """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host."""
-        group, named = layout.group(*STAGE), self._named()
+        group = layout.group(*STAGE)
+        named = self._named()
         if group is not None:
             all_reduce_flat(list(named.values()), group)
         self._told = _of_all_stages(named, layout.group("pp"))
@@ -113,12 +114,14 @@ def _of_all_stages(named: Mapping[Key, Tensor], group: ProcessGroup | None) -> M
     """Return the sums of all stages of a pipeline, in order of layers. Collective over pp."""
     if group is None:
         return named
-    told = everywhere([[*key, *value.shape] for key, value in named.items()], group)
-    shapes = {(kind, int(layer), str(name)): tuple(shape) for own in told for kind, layer, name, *shape in own}
+    # Stages have sums of their own layers only. A sum that a stage does not have is zero there, so that one all-reduce
+    # over the same keys in the same order brings all of them to every rank.
+    by_stage = everywhere([[*key, *value.shape] for key, value in named.items()], group)
+    shapes = {(kind, int(layer), str(name)): tuple(shape) for own in by_stage for kind, layer, name, *shape in own}
     like = next(iter(named.values()))
-    found = {key: named.get(key, like.new_zeros(shape)) for key, shape in sorted(shapes.items(), key=_by_layer)}
-    all_reduce_flat(list(found.values()), group)
-    return found
+    sums = {key: named.get(key, like.new_zeros(shape)) for key, shape in sorted(shapes.items(), key=_by_layer)}
+    all_reduce_flat(list(sums.values()), group)
+    return sums
 
 
 def _by_layer(entry: tuple[Key, object]) -> tuple[int, Key]:

@@ -66,7 +66,10 @@ class Engine:
         main_gradients: str = "float32",
         reduce_gradients: str = "micro_batch",
     ) -> None:
-        self.model, self.optimizer, self.layout, self.clip_norm = model, optimizer, layout, clip_norm
+        self.model = model
+        self.optimizer = optimizer
+        self.layout = layout
+        self.clip_norm = clip_norm
         self.run = run or run_of(model, keep_routes=keep_routes, reduce_once=reduce_gradients == "step")
         self.gradients = Gradients(model, layout, getattr(torch, main_gradients))
         self.meters = Meters(model, layout)
@@ -156,7 +159,8 @@ def _valid(batch: Batch) -> int | Tensor:
 
 
 def _result(made: Attempt) -> StepResult:
-    layers, (_, tokens) = made.told.layers.values(), made.told.loss.tolist()
+    layers = made.told.layers.values()
+    _, tokens = made.told.loss.tolist()
     aux = {name: value.item() / max(tokens, 1) for name, value in made.told.losses.items()}
     for layer in layers:
         for name, value in layer.aux_losses.items():

@@ -35,8 +35,12 @@ def zlib_bits_per_byte(text: bytes) -> float:
 
 def _batches(session: Session) -> Iterator[Batch]:
     """Yield this rank's batches. Every rank gets the same number; the last ones are padded."""
-    spec, layout, stream = session.assembly.spec.train, session.layout, session.data.heldout
-    starts, size, ranks = evaluation_starts(session), spec.micro_batch, layout.size("dp")
+    spec = session.assembly.spec.train
+    layout = session.layout
+    stream = session.data.heldout
+    starts = evaluation_starts(session)
+    size = spec.micro_batch
+    ranks = layout.size("dp")
     for first in range(0, len(starts), size * ranks):
         mine = starts[first + layout.index("dp") * size :][:size]
         padded = mine + [0] * (size - len(mine))

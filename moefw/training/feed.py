@@ -29,7 +29,8 @@ class Windows:
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Yield this rank's share of the sequences of a step (from 0)."""
-        session, size = self.session, self.session.assembly.spec.train.micro_batch
+        session = self.session
+        size = self.session.assembly.spec.train.micro_batch
         starts = self.order.starts(step)
         each = len(starts) // session.layout.size("dp")
         begin = session.layout.index("dp") * each
@@ -51,7 +52,8 @@ class Packs:
 
     @room.default
     def _room(self) -> Room:
-        layout, spec = self.session.layout, self.session.assembly.spec.train
+        layout = self.session.layout
+        spec = self.session.assembly.spec.train
         cp = layout.size("cp")
         return Room(
             dp=layout.size("dp"),
@@ -64,19 +66,26 @@ class Packs:
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Yield this rank's packs of a step (from 0). Every rank has equally many, some of them empty."""
-        sequences, layout = self.order.sequences(step), self.session.layout
+        sequences = self.order.sequences(step)
+        layout = self.session.layout
         for by_rank in schedule(sequences.lengths_N.tolist(), self.room):
             yield self._batch(by_rank[layout.index("dp")][layout.index("cp")], sequences)
 
     def _batch(self, pack: Pack, sequences: Sequences) -> Batch:
-        session, chosen = self.session, [*pack.sequences]
-        starts, lengths = (one[chosen].tolist() for one in (sequences.starts_N, sequences.lengths_N))
+        session = self.session
+        chosen = [*pack.sequences]
+        starts = sequences.starts_N[chosen].tolist()
+        lengths = sequences.lengths_N[chosen].tolist()
         numbers = sequences.numbers_N[chosen] if chosen else np.zeros(1, np.int64)
         held = self.room.held(lengths, pack.size)
-        ids_2S, valid_S = np.zeros((2, sum(held)), np.int64), np.zeros(sum(held), bool)
+        ids_2S = np.zeros((2, sum(held)), np.int64)
+        valid_S = np.zeros(sum(held), bool)
         for start, length, at in zip(starts, lengths, np.cumsum(held) - held, strict=False):
             read = read_ids(session.data.train, start, length + 1, session.data.vocab_size)
-            ids_2S[:, at : at + length], valid_S[at : at + length] = (read[:-1], read[1:]), True
+            place = slice(at, at + length)
+            ids_2S[0, place] = read[:-1]
+            ids_2S[1, place] = read[1:]  # the labels: the ids that follow
+            valid_S[place] = True
         positions_S = np.concatenate([np.arange(length) for length in held])
         documents_S = np.repeat(np.arange(len(held)), held)
 
@@ -97,7 +106,8 @@ class Packs:
 
 def feed_of(session: Session) -> Windows | Packs:
     """Return what a run reads: a pure function of seed and step. Raises DataError if there is too little text."""
-    spec, seed = session.assembly.spec.train, session.assembly.spec.run.seed
+    spec = session.assembly.spec.train
+    seed = session.assembly.spec.run.seed
     sizes = {"seq_len": spec.seq_len, "sequences_per_step": spec.tokens_per_step // spec.seq_len}
     if spec.packing == "none":
         return Windows(session, training_order(session.data, seed=seed, **sizes))

@@ -15,7 +15,8 @@ class RunFiles:
     """Guards writes of files that training does not need: metrics, events, the spec, plots. ``note`` prints a line."""
 
     def __init__(self, on_full_disk: Literal["stop", "continue"], note: Callable[[str], None]) -> None:
-        self._on_full_disk, self._note = on_full_disk, note
+        self._on_full_disk = on_full_disk
+        self._note = note
         self._unwritten: set[Path] = set()
 
     @contextmanager

@@ -44,11 +44,16 @@ class LocalRanks:
         requests: StopRequests,
         memory_note: Callable[[], str],
     ) -> None:
-        self._processes, self._folder, self._run = processes, folder, run
-        self._requests, self._memory_note = requests, memory_note
+        self._processes = processes
+        self._folder = folder
+        self._run = run
+        self._requests = requests
+        self._memory_note = memory_note
         self._buffers = [record_file(folder, rank) for rank in range(len(processes))]
-        self._still, self._oom_kills = Stillness(), oom_kills()
-        self._forwarded, self._lost_until_s = False, math.inf
+        self._still = Stillness()
+        self._oom_kills = oom_kills()
+        self._forwarded = False
+        self._lost_until_s = math.inf
 
     def wait(self) -> int:
         """Return the exit code of the run as soon as it is decided; ranks may still be running.
@@ -58,11 +63,11 @@ class LocalRanks:
         """
         self._requests.mode = "defer"
         while True:
-            found = self._outcome()
-            if found is not None:
-                if found.problem is not None:
-                    raise RunError(found.problem)
-                return found.code
+            decided = self._outcome()
+            if decided is not None:
+                if decided.problem is not None:
+                    raise RunError(decided.problem)
+                return decided.code
             if self._requests.asked is not None and not self._forwarded:
                 self._forward(self._requests.asked)
             self._end_if_hung()
@@ -75,12 +80,12 @@ class LocalRanks:
             return Outcome(code=0) if len(gone) == len(self._processes) else None
         time.sleep(_SEEN_S)
         gone = self._gone()
-        found = outcome(gone, oom_kills=oom_kills() - self._oom_kills, memory_note=self._memory_note)
-        if found is None:
+        decided = outcome(gone, oom_kills=oom_kills() - self._oom_kills, memory_note=self._memory_note)
+        if decided is None:
             self._lost_until_s = min(self._lost_until_s, time.monotonic() + _WORD_S)
             if len(gone) == len(self._processes) or time.monotonic() > self._lost_until_s:
                 return Outcome(code=1, problem=lost_contact([each for each in gone if not each.well]))
-        return found
+        return decided
 
     def _gone(self) -> list[Departed]:
         codes = [process.poll() for process in self._processes]
@@ -111,10 +116,10 @@ class LocalRanks:
             Seen(rank=rank, record=records[rank], still_s=still[rank], state=process_state(self._processes[rank].pid))
             for rank in alive
         ]
-        found = culprit(ranks, self._run.timeout_s)
-        if found is None:
+        hanging = culprit(ranks, self._run.timeout_s)
+        if hanging is None:
             return
-        problem = accusation(found, ranks, self._run.timeout_s)
+        problem = accusation(hanging, ranks, self._run.timeout_s)
         stacks = self._take_stacks([rank for rank in alive if records[rank].stamps])
         kill(self._processes)
         raise RunError(evolve(problem, what=f"{problem.what} {stacks}"))
@@ -124,9 +129,11 @@ class LocalRanks:
         files = [stack_file(self._folder, rank) for rank in ranks]
         _send(signal.SIGUSR2, [self._processes[rank] for rank in ranks])
         _send(signal.SIGCONT, self._processes)
-        deadline, sizes = time.monotonic() + _STACKS_S, list[int]()
+        deadline = time.monotonic() + _STACKS_S
+        sizes: list[int] = []
         while time.monotonic() < deadline:
-            before, sizes = sizes, [file.stat().st_size for file in files]
+            before = sizes
+            sizes = [file.stat().st_size for file in files]
             if all(sizes) and sizes == before:
                 break
             time.sleep(_LOOK_S)

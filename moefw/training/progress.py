@@ -20,7 +20,8 @@ _SMOOTHING = 0.95
 """Decay of the smoothed loss, which averages over about 20 steps."""
 _RATE_STEPS = 100
 """Number of last steps from which the time left is estimated."""
-_MIN_BAR, _MAX_BAR = 8, 40
+_MIN_BAR = 8
+_MAX_BAR = 40
 
 
 @frozen(kw_only=True)
@@ -70,9 +71,11 @@ class Progress:
         line_every_s: float = 10.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total_steps, self._start_step = total_steps, start_step
+        self._total_steps = total_steps
+        self._start_step = start_step
         self._console = console or Console()
-        self._line_every_s, self._now = line_every_s, now
+        self._line_every_s = line_every_s
+        self._now = now
         self._start_s = now()
         self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
         self._seen: _Seen | None = None
@@ -135,7 +138,8 @@ class Progress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _print_line(self, seen: _Seen) -> None:
-        self._line_s, self._line_step = self._now(), seen.step
+        self._line_s = self._now()
+        self._line_step = seen.step
         parts = [
             f"step {seen.step}/{self._total_steps}",
             f"loss {seen.loss:.4f}",
@@ -154,7 +158,8 @@ class Progress:
         """Return the seconds left at the pace of the last steps. None before the second step, as the first compiles."""
         if len(self._marks) < 2:
             return None
-        (first_s, first), (last_s, last) = self._marks[0], self._marks[-1]
+        first_s, first = self._marks[0]
+        last_s, last = self._marks[-1]
         return (last_s - first_s) / max(last - first, 1) * max(self._total_steps - last, 0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -180,7 +185,8 @@ class Progress:
 
     def _parts(self) -> list[_Part]:
         """Return the parts from left to right."""
-        seen, elapsed = self._seen, _clock(self._now() - self._start_s)
+        seen = self._seen
+        elapsed = _clock(self._now() - self._start_s)
         if seen is None:
             return [_Part(0, self._count(self._start_step), "{}"), _Part(1, elapsed, "first step {}")]
         parts = [

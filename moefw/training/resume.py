@@ -38,9 +38,9 @@ def candidates(run_dir: Path, which: Which) -> list[tuple[int, Path]]:
         what = f"{run_dir} holds no checkpoint."
         raise CheckpointError(what, "Check the path; train without --resume to start a run there.")
     if isinstance(which, int):
-        found = [(step, folder) for step, folder in saved if step == which]
-        if not found:
+        of_step = [(step, folder) for step, folder in saved if step == which]
+        if not of_step:
             there = ", ".join(str(step) for step, _ in reversed(saved))
             raise CheckpointError(f"{run_dir} holds no checkpoint of step {which}.", f"There are those of {there}.")
-        return found
+        return of_step
     return saved if which == "last-good" else saved[:1]

@@ -66,8 +66,8 @@ class Upcycling:
         A token gets each slice ``K / G`` times. Its weights are 1 / K on average, or 1 / E with ``pre_softmax``
         (``moe_use_upcycling`` of Megatron Core does the same).
         """
-        given = self.num_experts if self.pre_softmax else self.top_k
-        return given * self.granularity / self.top_k
+        inverse_mean_weight = self.num_experts if self.pre_softmax else self.top_k
+        return inverse_mean_weight * self.granularity / self.top_k
 
     def factor(self, matrix: str) -> float:
         """Return the factor of the ``gate``, ``up`` or ``down`` matrix of an expert."""

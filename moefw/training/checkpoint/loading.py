@@ -35,12 +35,13 @@ def load(
     ``tokenizer``: fingerprint of the tokenizer in use. Raises CheckpointError on all ranks of ``group``, before any
     tensor is filled, if one of them sees a damaged folder, another model or another tokenizer.
     """
-    checked, error = None, None
+    checked = None
+    error = None
     names = names_in_stages(model_slots(model), model)
     try:
         checked = _checked(folder, model, optimizer, tokenizer, names)
-    except CheckpointError as found:
-        error = found
+    except CheckpointError as own_error:
+        error = own_error
     raise_together(error, group)
     assert checked is not None
     manifest, files, slots = checked
@@ -63,7 +64,8 @@ def _checked(
         manifest = read_manifest(folder)
         _check_same_tokenizer(folder, manifest.origin.tokenizer, tokenizer)
         files = opened(folder, manifest)
-    saved, slots = manifest.tensors, model_slots(model)
+    saved = manifest.tensors
+    slots = model_slots(model)
     _check_same_model(folder, saved, slots, names)
     if optimizer is not None and any(name.startswith("optimizer/") for name in saved):
         states, rooms = optimizer_slots(model, optimizer, saved)

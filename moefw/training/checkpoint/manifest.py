@@ -137,7 +137,8 @@ def require_file(path: Path) -> None:
 
 def shard_from(data: object) -> SavedShard:
     """Return a shard from its JSON data. Raises ValueError."""
-    file, tensors = _item(data, "file", str), _item(data, "tensors", dict)
+    file = _item(data, "file", str)
+    tensors = _item(data, "tensors", dict)
     if not _FILE.fullmatch(file):
         raise ValueError(f"{show(file)} is not the name of a shard")
     for name in tensors:
@@ -155,7 +156,8 @@ def _tensor_from(data: object) -> SavedTensor:
     shape = _item(data, "shape", list)
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape is {show(shape)}")
-    begin, end = _count(data, "begin"), _count(data, "end")
+    begin = _count(data, "begin")
+    end = _count(data, "end")
     return SavedTensor(_item(data, "dtype", str), tuple(shape), begin, end, _count(data, "crc32"))
 
 

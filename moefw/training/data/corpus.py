@@ -146,7 +146,7 @@ def halves(document: Document, share: float) -> tuple[Document, Document]:
 
 def _walk(root: Path, suffixes: Sequence[str], *, leave_out: frozenset[str] = frozenset()) -> Iterator[Document]:
     endings = tuple(f".{suffix.removeprefix('.')}" for suffix in suffixes)
-    found = []
+    documents: list[Document] = []
 
     def fail(error: OSError) -> None:
         raise error
@@ -160,8 +160,8 @@ def _walk(root: Path, suffixes: Sequence[str], *, leave_out: frozenset[str] = fr
         for name in names:
             path = here / name
             if not name.startswith(".") and (not endings or name.endswith(endings)) and path.is_file():
-                found.append(_document(path, path.relative_to(root).as_posix()))
-    yield from sorted(found, key=lambda file: file.name)
+                documents.append(_document(path, path.relative_to(root).as_posix()))
+    yield from sorted(documents, key=lambda file: file.name)
 
 
 def _document(path: Path, name: str) -> Document:

@@ -77,7 +77,8 @@ def _batches(documents: Iterable[TextDocument], *, fine: bool) -> Iterator[list[
                 room -= len(part)
                 if room <= 0:
                     yield batch
-                    batch, room = [], most
+                    batch = []
+                    room = most
     yield batch
 
 

@@ -34,8 +34,8 @@ class Hashes(Protocol):
 
     since: str
 
-    def fits(self, chunk: int, found: bytes) -> bool:
-        """Return whether ``found`` is the hash of a chunk."""
+    def fits(self, chunk: int, digest: bytes) -> bool:
+        """Return whether ``digest`` is the hash of a chunk."""
 
 
 @final
@@ -47,9 +47,9 @@ class KnownHashes(Hashes):
     def __init__(self, hashes: bytes) -> None:
         self._hashes = hashes
 
-    def fits(self, chunk: int, found: bytes) -> bool:
+    def fits(self, chunk: int, digest: bytes) -> bool:
         """Compare."""
-        return found == self._hashes[chunk * HASH_BYTES :][:HASH_BYTES]
+        return digest == self._hashes[chunk * HASH_BYTES :][:HASH_BYTES]
 
 
 @final
@@ -65,12 +65,13 @@ class SeenHashes(Hashes):
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         weakref.finalize(self, os.close, self._descriptor)
 
-    def fits(self, chunk: int, found: bytes) -> bool:
+    def fits(self, chunk: int, digest: bytes) -> bool:
         """Compare, or note the hash of a chunk that nobody has read yet."""
         seen = os.pread(self._descriptor, HASH_BYTES, chunk * HASH_BYTES)
-        if not any(seen):
-            os.pwrite(self._descriptor, found, chunk * HASH_BYTES)
-        return found == seen or not any(seen)
+        if not any(seen):  # a hole of the sparse file reads as zeros
+            os.pwrite(self._descriptor, digest, chunk * HASH_BYTES)
+            return True
+        return digest == seen
 
 
 @final
@@ -82,8 +83,11 @@ class HashedFile:
     """
 
     def __init__(self, path: Path, *, size: int, hashes: Hashes, fix: str) -> None:
-        self.path, self.size, self._fix = path, size, fix
-        self._hashes, self._checked = hashes, bytearray(num_chunks(size))
+        self.path = path
+        self.size = size
+        self._fix = fix
+        self._hashes = hashes
+        self._checked = bytearray(num_chunks(size))
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -97,14 +101,15 @@ class HashedFile:
 
     def _check(self, chunk: int) -> None:
         first = chunk * CHUNK_BYTES
-        found = hashlib.sha256(self._read(first, min(CHUNK_BYTES, self.size - first))).digest()
-        if not self._hashes.fits(chunk, found):
+        digest = hashlib.sha256(self._read(first, min(CHUNK_BYTES, self.size - first))).digest()
+        if not self._hashes.fits(chunk, digest):
             place = f"(bytes {first:,} to {first + CHUNK_BYTES:,})"
             raise self._damaged(f"has changed since {self._hashes.since} {place}")
         self._checked[chunk] = True
 
     def _read(self, start: int, count: int) -> bytes:
-        parts, end = [], start + count
+        parts = []
+        end = start + count
         while start < end:
             try:
                 part = os.pread(self._descriptor, end - start, start)

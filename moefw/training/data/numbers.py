@@ -17,7 +17,8 @@ class NumberFile:
     def __init__(self, file: HashedFile, dtype: np.dtype[Any]) -> None:
         assert file.size % dtype.itemsize == 0
         self.name = str(file.path)
-        self._file, self._dtype = file, dtype
+        self._file = file
+        self._dtype = dtype
 
     def __len__(self) -> int:
         return self._file.size // self._dtype.itemsize

@@ -74,8 +74,8 @@ def heldout_windows(num_tokens: int, *, seq_len: int, max_tokens: int) -> NDArra
     fix = "Use more text, a larger data.heldout, or a shorter train.seq_len."
     _check_enough("held-out", num_tokens, seq_len, fix)
     present = (num_tokens - 1) // seq_len
-    wanted = min(present, max(1, max_tokens // seq_len))
-    return np.arange(wanted, dtype=np.int64) * present // wanted * seq_len
+    taken = min(present, max(1, max_tokens // seq_len))
+    return np.arange(taken, dtype=np.int64) * present // taken * seq_len
 
 
 def epoch_order(seed: int, epoch: int, num_windows: int) -> tuple[NDArray[np.int64], int]:

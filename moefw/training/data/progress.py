@@ -26,9 +26,11 @@ class EncodingProgress:
         line_every_s: float = 10.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._done = total, 0
+        self._total = total
+        self._done = 0
         self._console = console or Console(stderr=True)
-        self._line_every_s, self._now = line_every_s, now
+        self._line_every_s = line_every_s
+        self._now = now
         self._start_s = self._line_s = now()
         columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TextColumn("left"), TimeRemainingColumn())
         live = self._console.is_terminal and not self._console.is_dumb_terminal
@@ -53,6 +55,7 @@ class EncodingProgress:
         elif now_s - self._line_s >= self._line_every_s:
             self._line_s = now_s
             left_s = round((now_s - self._start_s) * (self._total / self._done - 1))
-            done, total = self._done / 1e6, self._total / 1e6
+            done = self._done / 1e6
+            total = self._total / 1e6
             line = f"encoding: {done:,.0f} of {total:,.0f} MB  left {left_s // 60}:{left_s % 60:02}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)

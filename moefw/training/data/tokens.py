@@ -30,8 +30,10 @@ class TokenFile(TokenStream):
 
     def __init__(self, ids: NumberFile, starts: NumberFile, *, begin: int = 0, end: int | None = None) -> None:
         self.name = f"{ids.name} from token {begin:,}" if begin else ids.name
-        self._ids, self._starts = ids, starts
-        self._begin, self._end = begin, len(ids) if end is None else end
+        self._ids = ids
+        self._starts = starts
+        self._begin = begin
+        self._end = len(ids) if end is None else end
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -60,7 +62,8 @@ class TokenWriter:
     def __init__(self, path: Path, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
-        self._file, self._starts = path.open("wb"), starts_file(path).open("wb")
+        self._file = path.open("wb")
+        self._starts = starts_file(path).open("wb")
         self.num_tokens = 0
 
     def start_document(self) -> None:

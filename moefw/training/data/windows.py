@@ -44,8 +44,8 @@ def read_ids(stream: TokenStream, start: int, count: int, vocab_size: int) -> ND
     ids = stream.read(start, count)
     name = stream.name or type(stream).__name__
     if not isinstance(ids, np.ndarray) or ids.shape != (count,) or ids.dtype != np.int64:
-        found = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
-        what = f"{name}: read({start}, {count}) returned {found}, not {count} ids, int64."
+        returned = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        what = f"{name}: read({start}, {count}) returned {returned}, not {count} ids, int64."
         raise ContractError(what, "This is a fault of the data source.")
     if ids.min() < 0 or ids.max() >= vocab_size:
         at = int(np.argmax((ids < 0) | (ids >= vocab_size)))

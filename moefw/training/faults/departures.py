@@ -73,9 +73,10 @@ def lost_contact(gone: Sequence[Departed]) -> Problem:
     return Problem(f"{who} lost contact with the others at {gone[0].record.place}, and none says why.", RESUME)
 
 
-def _killed(one: Departed, oom_kills: int, memory_note: Callable[[], str]) -> Problem:
-    record, number = one.record, signal.Signals(-one.code)
-    what = f"rank {one.rank} was ended by {number.name} at {record.place} ({record.host}, pid {record.pid})."
+def _killed(departed: Departed, oom_kills: int, memory_note: Callable[[], str]) -> Problem:
+    record = departed.record
+    number = signal.Signals(-departed.code)
+    what = f"rank {departed.rank} was ended by {number.name} at {record.place} ({record.host}, pid {record.pid})."
     if number == signal.SIGKILL and oom_kills:
         processes = "1 process" if oom_kills == 1 else f"{oom_kills} processes"
         what += f" Memory had run out: the kernel killed {processes} for it. {memory_note()}"

@@ -36,9 +36,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed for memory, on this machine or in this process's cgroup."""
-    found = [_count(root / "proc/vmstat")]
-    found += [_count(folder / "memory.events") for folder in _cgroups(root)]
-    return sum(found)
+    of_machine = _count(root / "proc/vmstat")
+    return of_machine + sum(_count(folder / "memory.events") for folder in _cgroups(root))
 
 
 def _count(path: Path) -> int:

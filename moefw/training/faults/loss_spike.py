@@ -29,7 +29,8 @@ class LossSpikes:
         """Return a line about the loss of ``step`` if it is a spike, else an empty string."""
         if not math.isfinite(loss):
             return ""
-        count, total = len(self._recent), sum(self._recent)
+        count = len(self._recent)
+        total = sum(self._recent)
         self._recent.append(loss)
         if count < WARM_UP or loss * count <= self._factor * total:
             return ""

@@ -37,7 +37,8 @@ class Stillness:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._last_s, self._awake_s = now(), 0.0
+        self._last_s = now()
+        self._awake_s = 0.0
         self._changed: dict[int, tuple[int, float]] = {}
 
     def of(self, counts: Mapping[int, int]) -> dict[int, float]:

@@ -40,8 +40,10 @@ class Peers:
     """
 
     def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
-        self._store, self._caller = store.clone(), ThreadPoolExecutor(1, "moefw-peers")
-        self._rank, self._timeout_s = rank, timeout_s
+        self._store = store.clone()
+        self._caller = ThreadPoolExecutor(1, "moefw-peers")
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._known = {each: read_record(bytes(RECORD_BYTES)) for each in range(world)}
         self._missing = set(range(world))
 
@@ -63,8 +65,8 @@ class Peers:
         """Read the records of all ranks; a rank that has published none yet has an empty one."""
         self._missing -= {rank for rank in self._missing if self._ask("check", [f"moefw/rank-{rank}"])}
         there = sorted(self._known.keys() - self._missing)
-        found = self._ask("multi_get", [f"moefw/rank-{rank}" for rank in there]) if there else []
-        self._known |= {rank: read_record(bytes(record)) for rank, record in zip(there, found, strict=True)}
+        records = self._ask("multi_get", [f"moefw/rank-{rank}" for rank in there]) if there else []
+        self._known |= {rank: read_record(bytes(record)) for rank, record in zip(there, records, strict=True)}
         return self._known
 
     def accuse(self, accused: Accused) -> bool:

@@ -28,7 +28,8 @@ class PluginGuard:
     """Calls the plugins of an assembly that take part in the steps of a run, on rank ``rank``."""
 
     def __init__(self, assembly: Assembly, rank: int) -> None:
-        self._assembly, self._rank = assembly, rank
+        self._assembly = assembly
+        self._rank = rank
 
     def notify(self, hook: str, *, step: int, **arguments: Any) -> None:
         """Call the observers of a hook; one that fails or changes shared state is named and not called again."""
@@ -37,7 +38,8 @@ class PluginGuard:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of ``step`` (from 0). Raises MisbehaviourError if the schedule gives none."""
-        train, schedule = self._assembly.spec.train, self._assembly.parts.schedule
+        train = self._assembly.spec.train
+        schedule = self._assembly.parts.schedule
         with self.calling(schedule, step):
             factor: object = schedule.factor(step, train.steps)
             known = isinstance(factor, Real) and not isinstance(factor, bool)

@@ -36,7 +36,9 @@ class StopRequests:
     def __init__(self, *, resumable: Callable[[], bool], launched: bool = False, torchrun: bool = False) -> None:
         self.asked: signal.Signals | None = None
         self.mode: Mode = "end"
-        self._resumable, self._launched, self._torchrun = resumable, launched, torchrun
+        self._resumable = resumable
+        self._launched = launched
+        self._torchrun = torchrun
         self._before: dict[int, Any] = {}
         self._pipe = (-1, -1)
         self._arrived: list[tuple[int, float]] = []

@@ -39,16 +39,21 @@ class Watch:
     """
 
     def __init__(self, run: RunSpec, place: Place, requests: StopRequests) -> None:
-        self._run_dir, self._timeout_s = Path(run.dir), run.timeout_s
-        self._place, self._requests = place, requests
+        self._run_dir = Path(run.dir)
+        self._timeout_s = run.timeout_s
+        self._place = place
+        self._requests = requests
         self._folder = meeting_folder()
         own = memoryview(bytearray(RECORD_BYTES))
         self._record = own if self._folder is None else record_file(self._folder, place.rank)
         self._every_s = look_every_s(run.timeout_s)
         self._main = threading.get_ident()
-        self._still, self._silent, self._beats = Stillness(), Stillness(), 0
+        self._still = Stillness()
+        self._silent = Stillness()
+        self._beats = 0
         self._peers: Peers | None = None
-        self._ended, self._open = False, ExitStack()
+        self._ended = False
+        self._open = ExitStack()
         self._thread = threading.Thread(target=self._watch, name="moefw-watch", daemon=True)
         self.stamps = Stamps(self._record, wake=requests.wake)
 
@@ -96,7 +101,8 @@ class Watch:
 
     def _look(self) -> None:
         """Publish where the main thread is, and check all ranks that this one watches."""
-        rank, stamps = self._place.rank, self.seen.stamps
+        rank = self._place.rank
+        stamps = self.seen.stamps
         own_s = self._still.of({rank: stamps})[rank]
         self._beats += 1
         where = waits_in(self._main) if own_s >= self._every_s else ""
@@ -109,9 +115,9 @@ class Watch:
         gone = vanished(ranks) if self.seen.ending == "lost" else None
         if gone is not None:
             self._accuse(gone, left_silently(gone))
-        found = culprit(ranks, self._timeout_s)
-        if found is not None:
-            self._accuse(found, accusation(found, ranks, self._timeout_s))
+        hanging = culprit(ranks, self._timeout_s)
+        if hanging is not None:
+            self._accuse(hanging, accusation(hanging, ranks, self._timeout_s))
 
     def _met(self, own: Sequence[Seen]) -> Sequence[Seen]:
         """Return all ranks that this one watches, by their records in the store."""
@@ -143,9 +149,9 @@ class Watch:
             return process_state(record.pid)
         return SILENT if silent_s > 3 * self._every_s else ""
 
-    def _accuse(self, found: Seen, problem: Problem) -> NoReturn:
+    def _accuse(self, seen: Seen, problem: Problem) -> NoReturn:
         """Report the problem of a rank, unless another rank has done so, and leave."""
-        record = found.record
+        record = seen.record
         if self._peers is not None:
             accused = Accused(by=self._place.rank, machine=record.machine, pid=record.pid)
             with suppress(SilentStoreError, ConnectionError):

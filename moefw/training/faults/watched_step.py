@@ -25,7 +25,8 @@ from moefw.runtime.parallel.pieces import is_shared_out
 from moefw.runtime.pipeline.stage import Pipelined
 from moefw.training.faults.bad_values import BadTensor, bad_pieces, bad_values
 
-_FORWARD, _BACKWARD = 0, 1
+_FORWARD = 0
+_BACKWARD = 1
 
 
 @frozen(eq=False)
@@ -58,7 +59,8 @@ class StepWatch:
     """
 
     def __init__(self, model: nn.Module, num_batches: int) -> None:
-        self._model, self._num_batches = model, num_batches
+        self._model = model
+        self._num_batches = num_batches
         pieces = dict(by_parameter(model))
         self._pieces = {name: pieces[parameter] for name, parameter in model.named_parameters()}
         self._calls = 0
@@ -71,7 +73,8 @@ class StepWatch:
         inner = {part for gemm in self._model.modules() if isinstance(gemm, ExpertGemm) for part in _inside(gemm)}
         for path, module in self._model.named_modules():
             if module not in inner:
-                enter, leave = partial(self._enter, path), partial(self._leave, path)
+                enter = partial(self._enter, path)
+                leave = partial(self._leave, path)
                 self._hold(module.register_forward_pre_hook(enter, with_kwargs=True))
                 self._hold(module.register_forward_hook(leave, with_kwargs=True))
         return self
@@ -150,13 +153,13 @@ class StepWatch:
                 return self._orders[name, "input"]
         raise AssertionError("the model itself has run")
 
-    def _note(self, order: tuple[int, float], when: str, what: str, found: Iterator[tuple[str, str]]) -> None:
+    def _note(self, order: tuple[int, float], when: str, what: str, named_values: Iterator[tuple[str, str]]) -> None:
         playing: Action | None = self._model.link.playing if isinstance(self._model, Pipelined) else None
         batch = playing.micro_batch if playing else (self._calls - 1) % self._num_batches
         stage = playing.stage if playing else 0
         direction, place_order = order
         at = (batch, direction, stage if direction == _FORWARD else -stage, place_order)
-        for name, values in found:
+        for name, values in named_values:
             if values and (self._found is None or at < self._found.order):
                 place = f"{what}{name}, in {when} of micro-batch {batch + 1} of {self._num_batches},"
                 self._found = BadTensor(at, f"{place} holds {values}")

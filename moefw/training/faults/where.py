@@ -24,8 +24,8 @@ def waits_in(thread: int) -> str:
     if innermost is None:
         return ""
     if innermost.f_code.co_name == "_engine_run_backward":
-        found = (_collective(frame) for frame in frames.values() if any("autograd" in name for name in _names(frame)))
-        return next(filter(None, found), "")
+        in_backward = (frame for frame in frames.values() if any("autograd" in name for name in _names(frame)))
+        return next(filter(None, map(_collective, in_backward)), "")
     return _collective(innermost)
 
 
@@ -60,10 +60,10 @@ def _name(frames: list[FrameType], distributed: Any) -> str:
 
 def _ranks(frame: FrameType, distributed: Any) -> list[int] | None:
     """Return the ranks of the process group that a function was given, or that its object has."""
-    found = frame.f_locals.get("group", getattr(frame.f_locals.get("self"), "group", None))
-    if found is None and "group" in frame.f_locals and _COLLECTIVES in frame.f_code.co_filename:
-        found = distributed.group.WORLD
-    return list(distributed.get_process_group_ranks(found)) if isinstance(found, distributed.ProcessGroup) else None
+    group = frame.f_locals.get("group", getattr(frame.f_locals.get("self"), "group", None))
+    if group is None and "group" in frame.f_locals and _COLLECTIVES in frame.f_code.co_filename:
+        group = distributed.group.WORLD  # what None means to torch's own functions
+    return list(distributed.get_process_group_ranks(group)) if isinstance(group, distributed.ProcessGroup) else None
 
 
 def _outwards(innermost: FrameType) -> Iterator[FrameType]:

@@ -36,8 +36,11 @@ class Routes:
 
         Raises DataError if a file to replay is missing or another, and SpecError if the run would write over it.
         """
-        assembly, layout, train = session.assembly, session.layout, session.assembly.spec.train
-        folder, dims = Path(assembly.spec.run.dir) / ROUTES, assembly.site.dims
+        assembly = session.assembly
+        layout = session.layout
+        train = session.assembly.spec.train
+        folder = Path(assembly.spec.run.dir) / ROUTES
+        dims = assembly.site.dims
         if not (train.record_routes or train.replay_routes):
             return cls(None, None)
         problem = _problem(assembly, folder)

@@ -23,7 +23,8 @@ _ELSEWHERE: Final = torch.iinfo(torch.int16).min
 
 def own_tokens(layout: Layout, whole_BS: Tensor) -> Tensor:
     """Return the tokens of a micro-batch whose experts this rank chooses, flattened."""
-    shard, whole_T = TensorParallel(layout).shard(0), SequenceCut(layout).own(whole_BS).flatten(0, 1)
+    shard = TensorParallel(layout).shard(0)
+    whole_T = SequenceCut(layout).own(whole_BS).flatten(0, 1)
     return whole_T if shard is None else shard.of(whole_T)
 
 
@@ -43,8 +44,10 @@ class Recorder:
         ``routes``: the expert ids of this rank's tokens by layer, for each of its micro-batches. The L layers are those
         of all stages of a pipeline.
         """
-        layout, each = self.layout, sum(batch.ids_BS.numel() for batch in batches)
-        at, tokens = layout.index("dp") * each, list[Tensor]()
+        layout = self.layout
+        each = sum(batch.ids_BS.numel() for batch in batches)
+        at = layout.index("dp") * each
+        tokens: list[Tensor] = []
         for batch in batches:
             numbers_BS = torch.arange(at, at + batch.ids_BS.numel()).view(batch.ids_BS.shape)
             tokens.append(own_tokens(layout, torch.stack([numbers_BS, batch.ids_BS.cpu()], dim=-1)))

@@ -35,7 +35,8 @@ class BlendOrder:
 
     def starts(self, step: int) -> NDArray[np.int64]:
         """Return where the windows of ``step`` (from 0) start: ``(sequences_per_step,)``, int64."""
-        first, repeated = self.first(step), pattern(self.weights)
+        first = self.first(step)
+        repeated = pattern(self.weights)
         times, rest = divmod(first, len(repeated))
         source_B = repeated[np.arange(rest, rest + self.sequences_per_step) % len(repeated)]
         starts_B = np.empty(self.sequences_per_step, dtype=np.int64)

@@ -36,12 +36,14 @@ def pattern(weights: Sequence[int]) -> NDArray[Any]:
     """
     import numpy as np
 
-    total, counts, chosen = sum(weights), [0] * len(weights), list[int]()
+    total = sum(weights)
+    counts = [0] * len(weights)
+    chosen: list[int] = []
     for number in range(total):
         behind = [weight * max(number, 1) - count * total for weight, count in zip(weights, counts, strict=True)]
         source = behind.index(max(behind))
         counts[source] += 1
         chosen.append(source)
-    found = np.array(chosen, dtype=np.int32)
-    found.setflags(write=False)
-    return found
+    pattern = np.array(chosen, dtype=np.int32)
+    pattern.setflags(write=False)
+    return pattern

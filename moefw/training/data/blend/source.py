@@ -24,7 +24,8 @@ class Joined(TokenStream):
 
     def __init__(self, streams: Sequence[TokenStream], vocab_size: int) -> None:
         self.name = " and ".join(stream.name or type(stream).__name__ for stream in streams)
-        self.streams, self._vocab_size = streams, vocab_size
+        self.streams = streams
+        self._vocab_size = vocab_size
         *self.begins, self._size = accumulate(map(len, streams), initial=0)
         self._told = all(stream.document_starts(0, 1) is not None for stream in streams)
 
@@ -41,20 +42,24 @@ class Joined(TokenStream):
         """Return where documents start; None if a stream does not know."""
         if not self._told:
             return None
-        found = [np.empty(0, np.int64)]
+        parts = [np.empty(0, np.int64)]
         for stream, begin, at, size in self._parts(start, count):
             starts = stream.document_starts(at, size)
             assert starts is not None
-            at_begin = at == 0 and not (starts[:1] == 0).any()
-            found += [np.array([begin] if at_begin else [], np.int64), starts + begin]
-        return np.concatenate(found)
+            # A stream begins a document, also where it does not say so.
+            if at == 0 and not (starts[:1] == 0).any():
+                parts.append(np.array([begin], np.int64))
+            parts.append(starts + begin)
+        return np.concatenate(parts)
 
     def _parts(self, start: int, count: int) -> Iterator[tuple[TokenStream, int, int, int]]:
         """Yield the streams of a range: each with its begin, and the position and number of tokens in it."""
         end = start + count
         for index in range(bisect_right(self.begins, start) - 1, len(self.streams)):
-            stream, begin = self.streams[index], self.begins[index]
-            first, last = max(start, begin), min(end, begin + len(stream))
+            stream = self.streams[index]
+            begin = self.begins[index]
+            first = max(start, begin)
+            last = min(end, begin + len(stream))
             if first < last:
                 yield stream, begin, first - begin, last - first
 
@@ -69,8 +74,10 @@ class BlendSource(DataSource):
         first = sources[0]
         if len(sources) > 1:
             _check_tokenizers(sources)
-        self.weights, self._sources = tuple(weights), sources
-        self.vocab_size, self.fingerprint = first.vocab_size, first.fingerprint
+        self.weights = tuple(weights)
+        self._sources = sources
+        self.vocab_size = first.vocab_size
+        self.fingerprint = first.fingerprint
         self.train = Joined([source.train for source in sources], first.vocab_size)
         self.heldout = Joined([source.heldout for source in sources], first.vocab_size)
         digests = [source.digest for source in sources]

@@ -51,7 +51,8 @@ def read_index(path: Path, ids: Path, starts: BinaryIO) -> Index:
         dtype, num_sequences, num_indices = _header(file, path)
         body = _Body(file, path, num_sequences)
         num_tokens = body.check(_documents(body, num_indices), dtype.itemsize, starts)
-    size, described = ids.stat().st_size, num_tokens * dtype.itemsize
+    size = ids.stat().st_size
+    described = num_tokens * dtype.itemsize
     if size != described:
         what = f"sequence_lengths: they describe {described:,} bytes of {dtype.name}, and {ids} has {size:,}"
         raise _wrong(path, what)
@@ -61,10 +62,11 @@ def read_index(path: Path, ids: Path, starts: BinaryIO) -> Index:
 
 
 def _header(file: BinaryIO, path: Path) -> tuple[np.dtype[Any], int, int]:
-    size, raw = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
+    size = os.fstat(file.fileno()).st_size
+    raw = file.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC:
-        found = raw[: len(MAGIC)]
-        raise _wrong(path, f"magic: {found!r} instead of {MAGIC!r}", "Name the pair of files that Megatron-LM wrote.")
+        magic = raw[: len(MAGIC)]
+        raise _wrong(path, f"magic: {magic!r} instead of {MAGIC!r}", "Name the pair of files that Megatron-LM wrote.")
     if len(raw) < HEADER.size:
         raise _wrong(path, f"header: the file ends after {len(raw)} of {HEADER.size} bytes")
     _, version, code, num_sequences, num_indices = HEADER.unpack(raw)
@@ -103,7 +105,8 @@ class _Body:
 
     def check(self, documents: Iterator[NDArray[np.int64]], width: int, starts: BinaryIO) -> int:
         """Check lengths and pointers, write the start of each document, and return the number of tokens."""
-        count, end = self.num_sequences, 0
+        count = self.num_sequences
+        end = 0
         at = HEADER.size + count * _LENGTHS.itemsize
         waiting = next(documents)
         both = zip(self.blocks(HEADER.size, _LENGTHS, count), self.blocks(at, _POINTERS, count), strict=True)
@@ -133,7 +136,9 @@ class _Body:
 
 def _documents(body: _Body, count: int) -> Iterator[NDArray[np.int64]]:
     """Yield document indices, checked: from 0 to the number of sequences, ascending."""
-    offset, before, all_of_them = HEADER.size + body.num_sequences * 12, 0, body.num_sequences
+    offset = HEADER.size + body.num_sequences * 12
+    before = 0
+    all_of_them = body.num_sequences
     for first, indices in body.blocks(offset, _DOCUMENTS, count):
         previous = np.concatenate([[before], indices[:-1]])
         body.expect("document_indices", first, indices, indices <= all_of_them, f"is past all {all_of_them} sequences")

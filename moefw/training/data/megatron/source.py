@@ -45,7 +45,8 @@ def prepare_megatron(path: str, tokenizer: str, heldout: float, cache_dir: Path)
             (("megatron", FORMAT, name, heldout), *files),
             lambda folder: _fill(folder, ids, index, tokenizer, content, heldout),
         )
-        dtype, num_tokens = np.dtype(prepared.meta["dtype"]), prepared.meta["tokens"]
+        dtype = np.dtype(prepared.meta["dtype"])
+        num_tokens = prepared.meta["tokens"]
         numbers = NumberFile(_open(ids, prepared.folder), dtype)
         starts = NumberFile(prepared.open(_STARTS), STARTS)
         cut = num_tokens["train"]
@@ -81,19 +82,20 @@ def _open(ids: Path, folder: Path) -> HashedFile:
 
 def _fill(folder: Path, ids: Path, index: Path, name: str, content: bytes | None, share: float) -> None:
     with (folder / _STARTS).open("wb") as file:
-        found = read_index(index, ids, file)
-    starts, hashed = _starts(folder / _STARTS), _open(ids, folder)
-    cut = _cut(starts, found.num_tokens, share)
-    heldout = TokenFile(NumberFile(hashed, found.dtype), starts, begin=cut)
+        described = read_index(index, ids, file)
+    starts = _starts(folder / _STARTS)
+    hashed = _open(ids, folder)
+    cut = _cut(starts, described.num_tokens, share)
+    heldout = TokenFile(NumberFile(hashed, described.dtype), starts, begin=cut)
     with encoder(name, content) as (tokenizer, _), (folder / HELDOUT_TEXT).open("wb") as raw:
         raw.writelines(_text(heldout, tokenizer, name))
     meta = {
         "format": FORMAT,
         "source": str(ids),
         "tokenizer": tokenizer.fingerprint,
-        "dtype": found.dtype.str,
-        "documents": found.num_documents,
-        "tokens": {"train": cut, "heldout": found.num_tokens - cut},
+        "dtype": described.dtype.str,
+        "documents": described.num_documents,
+        "tokens": {"train": cut, "heldout": described.num_tokens - cut},
         "sample": _sample(hashed),
     }
     describe(folder, meta)
@@ -109,10 +111,10 @@ def _cut(starts: NumberFile, num_tokens: int, share: float) -> int:
     """Return the number of tokens to train on: to a document's start, unless that leaves less than half of a share."""
     if num_tokens < 2:
         raise DataError(f"data.path: {num_tokens} token is too little to hold some out.", "Name more text.")
-    wanted = max(1, min(round(num_tokens * share), HELDOUT_TOKENS, num_tokens - 1))
-    target = num_tokens - wanted
+    num_heldout = max(1, min(round(num_tokens * share), HELDOUT_TOKENS, num_tokens - 1))
+    target = num_tokens - num_heldout
     place = bisect_left(starts, target)
-    if place < len(starts) and num_tokens - starts[place] >= wanted / 2:
+    if place < len(starts) and num_tokens - starts[place] >= num_heldout / 2:
         return starts[place]
     return target
 
@@ -135,7 +137,8 @@ def _text(stream: TokenFile, tokenizer: TextTokenizer, name: str) -> Iterator[by
 
 def _sample(file: HashedFile) -> str:
     """Return a hash of chunks spread over a file, the first and the last among them."""
-    digest, last = hashlib.sha256(), num_chunks(file.size) - 1
+    digest = hashlib.sha256()
+    last = num_chunks(file.size) - 1
     for chunk in sorted({last * part // (SAMPLED_CHUNKS - 1) for part in range(SAMPLED_CHUNKS)}):
         start = chunk * CHUNK_BYTES
         digest.update(file.read(start, min(CHUNK_BYTES, file.size - start)))

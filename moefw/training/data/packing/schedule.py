@@ -106,9 +106,12 @@ class _Ranks:
     """What ranks hold so far. Arrays are ``(micro-batches, dp, cp)``: the work of each rank, the tokens of its pack."""
 
     def __init__(self, room: Room, micro_batches: int) -> None:
-        self.room, self.packs = room, list[list[list[Pack]]]()
-        none = (0, room.dp, room.cp)
-        self.work, self.tokens, self.size = np.zeros(none), np.zeros(none, np.int64), np.zeros(none, np.int64)
+        self.room = room
+        self.packs: list[list[list[Pack]]] = []
+        no_micro_batches = (0, room.dp, room.cp)
+        self.work = np.zeros(no_micro_batches)
+        self.tokens = np.zeros(no_micro_batches, np.int64)
+        self.size = np.zeros(no_micro_batches, np.int64)
         self._open(micro_batches)
 
     @property
@@ -130,15 +133,18 @@ class _Ranks:
 
         The work of the busiest rank grows least there.
         """
-        found = [place for size in self.room.sizes if size >= least for place in self._places(length, size, least)]
-        if not found:
+        sizes = [size for size in self.room.sizes if size >= least]
+        places = [place for size in sizes for place in self._places(length, size, least)]
+        if not places:
             self._open(1)
             self.give(number, length, least)
             return
-        _, after, size, batch, dp, first = min(found)
-        row, here = self.packs[batch][dp], slice(first, first + size)
+        _, after, size, batch, dp, first = min(places)
+        row = self.packs[batch][dp]
+        here = slice(first, first + size)
         row[here] = [Pack(size=size, sequences=(*row[first].sequences, number))] * size
-        self.work[batch, dp, here], self.size[batch, dp, here] = after, size
+        self.work[batch, dp, here] = after
+        self.size[batch, dp, here] = size
         self.tokens[batch, dp, here] += self.room.padded(length, size)
 
     def _places(self, length: int, size: int, least: int) -> Iterator[tuple[float, float, int, int, int, int]]:

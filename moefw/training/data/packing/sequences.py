@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from moefw.core.data import DataSource, TokenStream
@@ -91,16 +90,18 @@ class SequenceOrder:
     def sequences(self, step: int) -> Sequences:
         """Return the sequences of ``step`` (from 0)."""
         ends = [self.first(at) * self.seq_len for at in (step, step + 1)]
-        total, count = sum(self.weights), len(self.sources)
-        found = list[Sequences]()
+        total = sum(self.weights)
+        count = len(self.sources)
+        by_source: list[Sequences] = []
         for index, (source, weight) in enumerate(zip(self.sources, self.weights, strict=True)):
-            one = source.between(*(end * weight // total for end in ends))
-            found.append(
-                Sequences(starts_N=one.starts_N, lengths_N=one.lengths_N, numbers_N=one.numbers_N * count + index)
-            )
-        columns: Any = zip(*((one.starts_N, one.lengths_N, one.numbers_N) for one in found), strict=True)
-        starts_N, lengths_N, numbers_N = (np.concatenate(column) for column in columns)
-        return Sequences(starts_N=starts_N, lengths_N=lengths_N, numbers_N=numbers_N)
+            sequences = source.between(*(end * weight // total for end in ends))
+            # Numbers of sources are interleaved, so that no two sequences of a run have one number, hence one seed.
+            by_source.append(evolve(sequences, numbers_N=sequences.numbers_N * count + index))
+        return Sequences(
+            starts_N=np.concatenate([sequences.starts_N for sequences in by_source]),
+            lengths_N=np.concatenate([sequences.lengths_N for sequences in by_source]),
+            numbers_N=np.concatenate([sequences.numbers_N for sequences in by_source]),
+        )
 
 
 def sequence_order(data: DataSource, *, seq_len: int, sequences_per_step: int, seed: int) -> SequenceOrder:
@@ -108,7 +109,8 @@ def sequence_order(data: DataSource, *, seq_len: int, sequences_per_step: int, s
     parts: list[tuple[TokenStream, int]] = [(data.train, 0)]
     weights: tuple[int, ...] = (1,)
     if isinstance(data, BlendSource):
-        parts, weights = [*zip(data.train.streams, data.train.begins, strict=True)], data.weights
+        parts = [*zip(data.train.streams, data.train.begins, strict=True)]
+        weights = data.weights
     sources = []
     for index, (stream, begin) in enumerate(parts):
         starts_N, lengths_N = document_parts(stream, seq_len)

@@ -55,15 +55,22 @@ def split_rows(values: Values, share: float, root: Path) -> Split:
             drawn = [min(drawn[0], number), max(drawn[1], number)]
     low, high = drawn
     if low >= high:
-        found = "one text, in all rows" if low == high else "no text"
-        raise DataError(f"data.path: {root} holds {found}; some are held out.", "Name files with at least two texts.")
+        content = "one text, in all rows" if low == high else "no text"
+        raise DataError(f"data.path: {root} holds {content}; some are held out.", "Name files with at least two texts.")
     cut = math.nextafter(low, 1.0) if share <= low else min(share, high)
-    counts, num_bytes, train_bytes = {"train": 0, "heldout": 0, "skipped": 0}, 0, 0
+    counts = {"train": 0, "heldout": 0, "skipped": 0}
+    num_bytes = 0
+    train_bytes = 0
     for number, row in _rows(values):
-        side = "skipped" if not row.text else "heldout" if number < cut else "train"
+        if not row.text:
+            side = "skipped"
+        elif number < cut:
+            side = "heldout"
+        else:
+            side = "train"
+            train_bytes += len(row.text)
         counts[side] += 1
         num_bytes += len(row.text)
-        train_bytes += len(row.text) if side == "train" else 0
     left_out = max(0.0, 1.0 - SAMPLE_BYTES / train_bytes)
     return Split(
         train=Side(values, cut, 1.0),
