@@ -6,8 +6,6 @@ import importlib.util
 import keyword
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -18,6 +16,7 @@ from attrs import frozen
 import moefw
 from moefw.compose.registry import Registry
 from moefw.core.errors import Problem, SpecError
+from moefw.system.folders import scratch_folder
 
 TEMPLATES: Final = Path(__file__).parent.parent / "templates"
 """``package`` holds the files of all kinds; a kind's own files replace them. Everything is called ``sample`` there."""
@@ -217,14 +216,10 @@ def _write(kind: str, names: Names, into: Path) -> Path:
         return re.sub(pattern, lambda found: renamed(words[found[0]]) if found[0][0] == "{" else words[found[0]], text)
 
     target = into / names.distribution
-    building = Path(tempfile.mkdtemp(prefix=".moefw-new-", dir=into))
-    try:
-        made = building / names.distribution
+    with scratch_folder(into) as made:
         for place, source in _sources(kind).items():
             path = made / renamed(str(place))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(renamed(source.read_text(encoding="utf-8")), encoding="utf-8")
         made.rename(target)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return target

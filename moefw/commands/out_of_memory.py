@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from moefw.commands.doctor.machine import usable_bytes
 from moefw.commands.plan import unit_for
 from moefw.compose.assembly import Assembly
 from moefw.planner import Ledger
+from moefw.system.python import python
 
 LARGEST = 3
 """Number of categories that are named."""
@@ -44,7 +44,7 @@ def memory_note(assembly: Assembly) -> str:
 def _planned(assembly: Assembly) -> Ledger | None:
     """Return the plan of the run's own spec, made by another process: this one may be a rank, or have no torch."""
     spec, world = Path(assembly.spec.run.dir) / "spec.yaml", str(assembly.layout.world)
-    command = [sys.executable, "-m", "moefw", "plan", str(spec), "--world", world, "--json"]
+    command = python("-m", "moefw", "plan", str(spec), "--world", world, "--json")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -16,6 +16,7 @@ from moefw.commands.doctor.machine import usable_cores
 from moefw.commands.out_of_memory import memory_note
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
+from moefw.system.python import python
 from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests
 from moefw.training.folder import cache_dir, checkpoint_dirs, run_folder
@@ -65,7 +66,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
             if ledger:
                 _open_ledger(assembly)
         if place is None and assembly.layout.world > 1:
-            command = [sys.executable, "-m", "moefw", *sys.argv[1:]]
+            command = python("-m", "moefw", *sys.argv[1:])
             return run_local_ranks(command, assembly.layout.world, run, requests, memory_note=note)
         die_with_launcher()
         with watched(run, place or ALONE, requests, memory_note=note):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -19,7 +20,7 @@ from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
-from moefw.core.errors import CheckpointError, SpecError, nearest
+from moefw.core.errors import CheckpointError, MoefwError, SpecError, nearest
 from moefw.core.stages import Batch
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import FAMILIES
@@ -27,9 +28,11 @@ from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.loading import load
 from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Description, Written, lay_out
+from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors
 from moefw.runtime.parallel.gradients import STAGE, copied_over, split_axis
 from moefw.runtime.parallel.pieces import whole
+from moefw.system.folders import new_folder
 
 BESIDE: Final = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
@@ -108,44 +111,53 @@ def read_weights(module: nn.Module, path: Path, assembly: Assembly) -> Source:
 def save_pretrained(model: Pretrained, path: str | Path) -> None:
     """Write a folder that ``transformers`` loads: each tensor as it was named, with its dtype. Collective.
 
-    What was FP8 or MXFP4 is written as bf16. The tokenizer's files are handed on. Raises CheckpointError if the folder
-    is there and holds something. It appears whole or not at all.
+    What was FP8 or MXFP4 is written as bf16. The tokenizer's files are handed on. Raises CheckpointError on every rank
+    if the folder is there and holds something, or if one rank cannot write. It appears whole or not at all.
     """
-    root, source, leads = Path(path), model.source, model.layout.rank == 0
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise CheckpointError(f"{root} is there and is no empty folder.", "Name a new folder.")
-    scratch = root.with_name(f"{root.name}.tmp")
-    if leads:
-        try:
-            _begin(scratch, source)
-        except OSError as error:
-            shutil.rmtree(scratch, ignore_errors=True)
-            what = f"{root} cannot be written: {(error.strerror or str(error)).lower()}."
-            raise CheckpointError(what, "Name another folder.") from error
-    _meet(model.layout)
-    written = Written.opened(scratch)
-    with torch.no_grad():
-        for name, tensor in _owned(model):
-            source.origins[name].of(written.tensors[source.origins[name].name]).copy_(tensor)
-    written.flush()
-    _meet(model.layout)
-    if leads:
-        if root.is_dir():
-            root.rmdir()
-        scratch.rename(root)
-    _meet(model.layout)
+    leads = model.layout.rank == 0
+    with ExitStack() as opened:
+
+        def begin() -> str:
+            return str(opened.enter_context(_begun(Path(path), model.source))) if leads else ""
+
+        folder = everywhere(_together(begin, path, model.layout), model.layout.host_group())[0]
+        written = _together(lambda: Written.opened(Path(folder)), path, model.layout)
+        with torch.no_grad():
+            for name, tensor in _owned(model):
+                model.source.origins[name].of(written.tensors[model.source.origins[name].name]).copy_(tensor)
+        _together(written.flush, path, model.layout)
+        _together(opened.close, path, model.layout)
 
 
-def _begin(scratch: Path, source: Source) -> None:
-    """Write all but the values."""
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    lay_out(scratch, source.tensors)
-    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    (scratch / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for name in BESIDE:
-        if (source.path / name).is_file():
-            shutil.copyfile(source.path / name, scratch / name)
+@contextmanager
+def _begun(path: Path, source: Source) -> Iterator[Path]:
+    """Yield a folder that holds all but the values, and that gets the name ``path`` in the end."""
+    with new_folder(path) as folder:
+        lay_out(folder, source.tensors)
+        config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for name in BESIDE:
+            if (source.path / name).is_file():
+                shutil.copyfile(source.path / name, folder / name)
+        yield folder
+
+
+def _together(act: Callable[[], Any], path: str | Path, layout: Layout) -> Any:
+    """Return what ``act``, which writes to ``path``, returns. If it fails on one rank, raise its error on all ranks.
+
+    Collective: no rank goes on before all have acted.
+    """
+    answer: Any = None
+    problem: MoefwError | None = None
+    try:
+        answer = act()
+    except MoefwError as error:
+        problem = error
+    except OSError as error:
+        what = f"{path} cannot be written on rank {layout.rank}: {(error.strerror or str(error)).lower()}."
+        problem = CheckpointError(what, "Name a folder that every rank can write.")
+    raise_together(problem, layout.host_group())
+    return answer
 
 
 def _owned(model: Pretrained) -> Iterator[tuple[str, Tensor]]:
@@ -165,8 +177,3 @@ def _owned(model: Pretrained) -> Iterator[tuple[str, Tensor]]:
                 yield piece.name, tensor
     if layout.index(*STAGE) == 0:
         yield from ((name, state) for name, state in state_tensors(module).items() if name in model.source.origins)
-
-
-def _meet(layout: Layout) -> None:
-    if dist.is_initialized():
-        dist.barrier(layout.host_group())

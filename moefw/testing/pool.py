@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from typing import Any
 
 import torch
@@ -30,10 +33,29 @@ PRELOADED = ["moefw.training.trainer"]
 
 
 def copies_context() -> ForkServerContext:
-    """Return the context whose processes are copies of one that has imported ``PRELOADED``."""
+    """Return the context whose processes are copies of one that has imported ``PRELOADED``, and start that one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "moefw.testing.warm"])
+    with _safe_path():
+        ensure_running()
     return context
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Start Python inside without the working folder on its import path: ``multiprocessing`` lets nobody add ``-P``.
+
+    A copy gets the import path of the process that asks for it.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 class _UnconnectedError(Exception):
@@ -45,7 +67,6 @@ class RankPool:
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
-        self._context = copies_context()
         self._workers: list[tuple[Any, Connection]] = []
         self._store: Any = None
         self._jobs = 0
@@ -105,9 +126,10 @@ class RankPool:
 
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        context = copies_context()
         for _ in range(self.size):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

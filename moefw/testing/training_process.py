@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +15,11 @@ from typing import IO, Any, Final, Self, final
 from attrs import frozen
 
 from moefw.core.errors import ContractError
+from moefw.system.python import python
 from moefw.training.folder import checkpoint_dirs
 from moefw.training.metrics import read_metrics
 
-TRAIN: Final = (sys.executable, "-m", "moefw", "train")
+TRAIN: Final = (*python("-m", "moefw"), "train")
 ORPHANS_S: Final = 5.0
 """Seconds after the end of a run within which all of its ranks must exit."""
 _LOOK_S: Final = 0.005

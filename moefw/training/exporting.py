@@ -21,11 +21,11 @@ from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.models.huggingface.written import configurations, dense_layers
 from moefw.runtime.attention.rope_options import OWN
+from moefw.system.folders import new_folder
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
 from moefw.training.folder import TOKENIZER
-from moefw.training.new_folder import new_folder
 
 Tree = Mapping[str, Any]
 OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coeff", "mtp_layers", "num_dense_layers")

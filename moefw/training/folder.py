@@ -19,10 +19,14 @@ from ruamel.yaml.error import YAMLError
 
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
+from moefw.system.folders import lock_folder
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "stacks")
 """A folder that holds any of these names is the folder of a run."""
+
+MOST_NAMED = 10
+"""Number of links in a run's folder that an error names."""
 
 
 def checkpoint_dirs(run_dir: Path) -> list[tuple[int, Path]]:
@@ -46,7 +50,7 @@ def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: C
 
     The earlier run is moved back if the new one leaves nothing. ``tell`` gets a line for the user on each move.
     ``again``: an earlier run with the same spec stays in place and starts anew. Raises SpecError if the folder cannot
-    hold a run.
+    hold a run, or holds links: a run writes and deletes below its folder, and what a link names may be anything.
     """
     run_dir = Path(assembly.spec.run.dir)
     if run_dir.is_symlink() and not run_dir.is_dir():
@@ -58,6 +62,7 @@ def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: C
             aside = None if stays else _moved_aside(run_dir)
             run_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(run_dir))
+            _refuse_links(run_dir)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise SpecError(f"run.dir {run_dir} cannot be written: {reason}.", "Use another run.dir.") from error
@@ -65,6 +70,37 @@ def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: C
         if aside is not None:
             tell(f"{run_dir} held an earlier run: it is now {aside}")
         yield
+
+
+def _refuse_links(run_dir: Path) -> None:
+    """Raise SpecError if anything below the folder is neither a regular file nor a folder that can be read."""
+    strange = sorted(_strange(run_dir))
+    if strange:
+        more = f", and {len(strange) - MOST_NAMED:,} more" if len(strange) > MOST_NAMED else ""
+        named = ", ".join(strange[:MOST_NAMED]) + more
+        what = f"run.dir {run_dir} may hold only regular files and folders, as a run follows no link in it: {named}."
+        raise SpecError(what, "Remove what is named, or use another run.dir, which may itself be a link to a folder.")
+
+
+def _strange(run_dir: Path) -> Iterator[str]:
+    """Yield a description of each link, special file and folder that hides its content, below a folder."""
+    waiting = [str(run_dir)]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            entries = [*os.scandir(folder)]
+        except PermissionError:
+            if os.access(folder, os.X_OK):  # one that cannot be entered either, such as lost+found, leads nowhere
+                yield f"{os.path.relpath(folder, run_dir)!r} cannot be read"
+            continue
+        for entry in entries:
+            name = os.path.relpath(entry.path, run_dir)
+            if entry.is_symlink():
+                yield f"{name!r} is a link to {os.readlink(entry.path)!r}"
+            elif entry.is_dir(follow_symlinks=False):
+                waiting.append(entry.path)
+            elif not entry.is_file(follow_symlinks=False):
+                yield f"{name!r} is no regular file"
 
 
 def _is_same_run(run_dir: Path, assembly: Assembly) -> bool:
@@ -114,12 +150,10 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold a lock on a folder, which ends with the process. Do nothing if the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_folder(descriptor, fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
         raise SpecError(f"run.dir {folder} is that of a run under way.", "Use another run.dir, or stop it.") from error
-    except OSError:
-        pass
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moefw.compose.assembly import Assembly
+from moefw.system.files import replaced_file
 from moefw.training.full_disk import written
 
 
@@ -17,7 +18,5 @@ def write(assembly: Assembly, **entries: dict[str, Any]) -> None:
     """
     path = Path(assembly.spec.run.dir) / "ledger.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
-    scratch = path.with_suffix(".tmp")
-    with written(path):
+    with written(path), replaced_file(path) as scratch:
         scratch.write_text(json.dumps(known | entries, indent=1))
-        scratch.replace(path)

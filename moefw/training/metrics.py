@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from moefw.core.errors import DataError
+from moefw.system.files import replaced_file
 from moefw.training.full_disk import written
 
 
@@ -90,7 +91,7 @@ class _Appended:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = FileIO(self.path, "a")
+            self._file = FileIO(self.path, "a", opener=_open_no_link)
         size, rest = os.fstat(self._file.fileno()).st_size, memoryview(self._waiting)
         try:
             while rest:
@@ -105,6 +106,10 @@ class _Appended:
         if self._file is not None:
             self._file.close()
         self._file = None
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _event(record: Mapping[str, object]) -> bytes:
@@ -161,12 +166,10 @@ def _whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 def _truncate(path: Path, keep_until: int | None) -> None:
     """Replace the file by one without steps after ``keep_until`` and without an incomplete last line."""
     last = math.inf if keep_until is None else keep_until
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="\n") as file:
+    with replaced_file(path) as scratch, scratch.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{line}\n" for record, line in _whole_lines(path) if record["step"] <= last)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _plain(value: object) -> object:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moefw.system.files import replaced_file
+
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
@@ -280,11 +282,6 @@ def _label_right(axes: Axes, labels: Sequence[_Label]) -> None:
 
 
 def _save(figure: Figure, out: Path) -> None:
-    """Write the PNG to a temporary file and rename it, so that a reader never sees a partial one."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        figure.savefig(temporary, format="png", backend="agg")
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced_file(out) as scratch:
+        figure.savefig(scratch, format="png", backend="agg")

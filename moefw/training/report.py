@@ -14,6 +14,7 @@ from rich.console import Console
 
 from moefw.core.errors import DataError
 from moefw.runtime.parallel.pieces import local
+from moefw.system.files import replaced_file
 from moefw.training.clock import StepClock, render
 from moefw.training.cpu_speed import against_bf16
 from moefw.training.evaluation import zlib_bits_per_byte
@@ -72,8 +73,8 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
     stamp("drawing plots", slow=True)
     zlib_bits = zlib_bits_per_byte(session.data.heldout_bytes)
     files = RunFiles("continue", partial(say, console))
-    with files.writing(run_dir / "sample.txt"):
-        (run_dir / "sample.txt").write_text(text, encoding="utf-8")
+    with files.writing(run_dir / "sample.txt"), replaced_file(run_dir / "sample.txt") as scratch:
+        scratch.write_text(text, encoding="utf-8")
     records = _readable(run_dir / "metrics.jsonl", console)
     with files.writing(run_dir / "plots"):
         _draw(session, run_dir / "plots", records, zlib_bits)

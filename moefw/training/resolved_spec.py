@@ -15,6 +15,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.spec.source import KeyPath, dotted, show
 from moefw.core.errors import PlanError, Problem
 from moefw.runtime.communication.agreement import everywhere
+from moefw.system.files import replaced_file
 from moefw.training.folder import kept_spec, sealed
 
 
@@ -23,7 +24,7 @@ def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
 
     Raises OSError if it cannot be written.
     """
-    path, scratch = run_dir / "spec.yaml", run_dir / "spec.yaml.tmp"
+    path = run_dir / "spec.yaml"
     resolved = kept_spec(assembly)
     before: Any = resolved
     if path.is_file():
@@ -33,8 +34,8 @@ def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
             before = None
     text = StringIO()
     YAML().dump(resolved, text)
-    scratch.write_text(sealed(text.getvalue()), encoding="utf-8")
-    scratch.replace(path)
+    with replaced_file(path) as scratch:
+        scratch.write_text(sealed(text.getvalue()), encoding="utf-8")
     if not isinstance(before, dict):
         return [f"{path} was damaged, and is written anew"]
     return [f"{key}: {show(old)} is {show(new)} now" for key, old, new in _differences(before, resolved, ())]

@@ -49,10 +49,10 @@ def test_a_killed_preparation_is_cleaned_up_by_the_next_and_a_living_one_is_not(
 def test_folders_of_another_machine_or_of_somebody_else_stay(corpus, cache):
     cache.mkdir(parents=True)
     token = "0" * 16
-    others = [f".{'a' * 32}.another-host.{token}", ".git", f".{'a' * 32}", "text"]
+    others = [f".moefw.another-host.{token}", ".git", f".{'a' * 32}", "text"]
     for name in others:
         (cache / name).mkdir()
-    ours = cache / f".{'a' * 32}.{socket.gethostname()}.{token}"
+    ours = cache / f".moefw.{socket.gethostname()}.{token}"
     ours.mkdir()
     Text(path=str(corpus)).prepare(cache)
     assert not ours.exists()
@@ -72,7 +72,7 @@ def test_a_folder_that_was_taken_for_a_leftover_is_made_again(tmp_path, monkeypa
     monkeypatch.setattr(Path, "mkdir", mkdir_and_meet)
     with new_folder(tmp_path / ("a" * 32)) as partial:
         assert partial.is_dir()
-        assert partial != met[0]
+        assert partial.parent != met[0]
 
 
 def test_what_another_process_has_prepared_meanwhile_stays(corpus, cache, monkeypatch):

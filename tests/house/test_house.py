@@ -32,7 +32,7 @@ def sources(folder: str) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("room", ["core", "recording", "runtime", "compose"])
+@pytest.mark.parametrize("room", ["core", "system", "recording", "runtime", "compose"])
 def test_what_plugins_stand_on_knows_none_by_name(room: str) -> None:
     names = {entry.name for entry in entry_points(group="moefw") if entry.dist and entry.dist.name == "moefw"}
     assert len(names) >= 15

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOMS = (
     {"core"},
+    {"system"},
     {"runtime"},
     {"moefw"},
     {"plugins", "models"},

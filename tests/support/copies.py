@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from moefw.testing import pool
 from moefw.testing.pool import copies_context
 from moefw.training import launcher, report
 
@@ -108,7 +109,8 @@ def _copy(command: list[str], folder: str, environment: dict[str, str], said: st
         os.close(file)
     os.chdir(folder)
     multiprocessing.context._concrete_contexts["forkserver"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
-    launcher._start = lambda command, environment, leash: Rank(command[2:], environment, leash)  # type: ignore[assignment]
+    pool.ensure_running = lambda: None  # type: ignore[attr-defined]
+    launcher._start = lambda command, environment, leash: Rank(command[3:], environment, leash)  # type: ignore[assignment]
     SubprocessHandler._popen = lambda _, command, environment: Rank(command[3:], environment, None)  # type: ignore[assignment]
     report.SAMPLE_TOKENS = 4
     _run(command, environment)

@@ -16,17 +16,17 @@ from attrs import asdict
 
 from moefw.commands.doctor.capability import Capability, ProbeError
 from moefw.commands.doctor.probes import PROBES
+from moefw.system.python import python
 
 
 def ask(names: Sequence[str], *, deadline: float) -> list[Capability]:
     """Run probes in one child. If a probe kills it, run the remaining ones in a new child."""
     answers: list[Capability] = []
     pending = list(names)
-    # The child gets this process's import path; -P keeps -m from putting the working directory first.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())}
     while pending:
         left_s = max(deadline - time.monotonic(), 0.0)
-        command = [sys.executable, "-P", "-m", __package__, *pending]
+        command = python("-m", __package__, *pending)
         fix = ""
         try:
             child = subprocess.run(
@@ -44,6 +44,12 @@ def ask(names: Sequence[str], *, deadline: float) -> list[Capability]:
         if pending:
             answers.append(_unusable(pending.pop(0), why, fix))
     return answers
+
+
+def _import_path() -> list[str]:
+    """Import path of this process for a child: all but the working folder, unless the user's PYTHONPATH names it."""
+    named = filter(None, [os.environ.get("PYTHONPATH")])
+    return [*named, *(path for path in sys.path if path not in ("", os.getcwd()))]
 
 
 def _death(child: subprocess.CompletedProcess[bytes]) -> str:

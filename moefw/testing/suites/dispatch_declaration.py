@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moefw.system.python import python
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, fail
 
@@ -46,7 +47,7 @@ class DeclarationChecks(DispatcherRunner):
             pytest.skip(f"{self.plugin.name} is declared in a test file")
         path = [entry for entry in sys.path if entry]
         code = f"import sys; sys.path[:0] = {path!r}; import {module.__name__}; print('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(python("-c", code), capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
             pytest.skip(f"{module.__name__} cannot be imported on its own")
         if "True" in done.stdout:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any, final
@@ -13,6 +12,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from moefw.system.python import python
 from moefw.training.data import encoding_child
 from moefw.training.data.encoding_child import receive, send
 
@@ -55,8 +55,8 @@ class EncodingProcess:
         return part
 
     def _start(self) -> None:
-        # -P keeps the file's folder off the path, where our module ``tokenizers`` would hide the library.
-        command = [sys.executable, "-P", encoding_child.__file__]
+        # A script's folder is not on its path here: our module ``tokenizers`` would hide the library.
+        command = python(encoding_child.__file__)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (see close; a pipe that nobody reads would fill up)
         pipe, environment = subprocess.PIPE, {**os.environ, "RUST_BACKTRACE": "0"}
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import re
-import secrets
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +14,7 @@ from typing import Any
 from attrs import frozen
 
 from moefw.core.errors import DamagedDataError, DataError
+from moefw.system.folders import hidden_name, lock_folder, scratch_folder
 from moefw.training.data.corpus import CACHE_TAG
 from moefw.training.data.hashed import CHUNK_BYTES, HASH_BYTES, HashedFile, KnownHashes, chunk_hashes, num_chunks
 from moefw.training.folder import TOKENIZER
@@ -127,58 +124,22 @@ def open_prepared(folder: Path) -> Prepared | None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty hidden folder next to ``folder``. At the end it gets that name, or is removed.
+    """Yield an empty folder. At the end it gets the name ``folder``, or is removed.
 
     A damaged ``folder`` is replaced; an intact one that another process has put there stays. Folders that killed
     processes of this machine have left in the cache are removed.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder.parent)
-    partial, lock = _own_folder(folder)
-    try:
+    with scratch_folder(folder.parent) as partial:
         yield partial
         with _locked(folder.parent):
             if open_prepared(folder) is None:
                 _remove(folder)
                 partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        os.close(lock)
-
-
-def _own_folder(folder: Path) -> tuple[Path, int]:
-    """Return a new hidden folder, and a lock on it that ends with this process."""
-    while True:
-        partial = _hidden(folder)
-        partial.mkdir()
-        with suppress(FileNotFoundError, BlockingIOError):  # removed as a leftover before it was locked
-            lock = os.open(partial, os.O_RDONLY)
-            try:
-                _lock(lock, fcntl.LOCK_NB)
-                partial.stat()
-            except OSError:
-                os.close(lock)
-                raise
-            return partial, lock
-
-
-def _remove_leftovers(cache_dir: Path) -> None:
-    """Remove the hidden folders of this machine that no process holds a lock on."""
-    ours = re.compile(rf"\.[0-9a-f]{{32}}\.{re.escape(_host())}\.[0-9a-f]{{16}}")
-    for path in cache_dir.iterdir():
-        if ours.fullmatch(path.name):
-            with suppress(OSError):  # locked, already gone, or on a file system without locks: it may be in use
-                lock = os.open(path, os.O_RDONLY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
-                finally:
-                    os.close(lock)
 
 
 def _remove(folder: Path) -> None:
     """Rename a damaged folder and delete it, so that no other process sees a part of it."""
-    aside = _hidden(folder)
+    aside = hidden_name(folder.parent)
     with suppress(FileNotFoundError):
         os.rename(folder, aside)
         shutil.rmtree(aside, ignore_errors=True)
@@ -189,28 +150,10 @@ def _locked(folder: Path) -> Iterator[None]:
     """Wait for a lock on a folder and hold it."""
     lock = os.open(folder, os.O_RDONLY)
     try:
-        _lock(lock)
+        lock_folder(lock)
         yield
     finally:
         os.close(lock)
-
-
-def _lock(descriptor: int, how: int = 0) -> None:
-    """Lock a folder; do nothing if the file system has no locks. Raises BlockingIOError."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | how)
-    except BlockingIOError:
-        raise
-    except OSError:
-        pass
-
-
-def _hidden(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.{_host()}.{secrets.token_hex(8)}")
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
 
 
 def _written(meta: Mapping[str, Any]) -> bytes:

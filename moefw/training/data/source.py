@@ -10,6 +10,7 @@ from typing import final
 
 from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import DataError
+from moefw.system.files import replaced_file
 from moefw.training.data.bpe import train_bpe
 from moefw.training.data.corpus import Corpus, find_corpus
 from moefw.training.data.corpus_ids import Encode, write_tokens
@@ -71,7 +72,8 @@ class PreparedSource(DataSource):
         """Write ``tokenizer.json``, unless ids are bytes or it is there already."""
         path, content = folder / TOKENIZER, self._tokenizer.content
         if content is not None and not (path.is_file() and path.read_bytes() == content):
-            path.write_bytes(content)
+            with replaced_file(path) as scratch:
+                scratch.write_bytes(content)
 
 
 def prepare_text(options: Options, cache_dir: Path) -> PreparedSource:

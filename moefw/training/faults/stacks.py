@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import shutil
 from pathlib import Path
+
+from moefw.system.files import replaced_file
 
 STACKS = "stacks"
 
@@ -14,7 +17,7 @@ def keep_own(run_dir: Path, rank: int) -> str:
     """Write the stacks of this process's threads; return where they are, or why they could not be written."""
     try:
         folder = _folder(run_dir)
-        with (folder / f"rank-{rank}.txt").open("wb") as file:
+        with replaced_file(folder / f"rank-{rank}.txt") as scratch, scratch.open("wb") as file:
             faulthandler.dump_traceback(file, all_threads=True)
     except OSError as error:
         return _why_not(error)
@@ -26,7 +29,8 @@ def keep_others(files: list[Path], run_dir: Path) -> str:
     try:
         folder = _folder(run_dir)
         for file in files:
-            shutil.copyfile(file, folder / file.name)
+            with replaced_file(folder / file.name) as scratch:
+                shutil.copyfile(file, scratch)
     except OSError as error:
         return _why_not(error)
     return _where(folder)
@@ -35,6 +39,8 @@ def keep_others(files: list[Path], run_dir: Path) -> str:
 def _folder(run_dir: Path) -> Path:
     folder = run_dir / STACKS
     folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():  # a rank may hang before the run's folder is searched for links
+        raise OSError(errno.ELOOP, f"the folder {STACKS} of the run is a link")
     return folder
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moefw.core.errors import DataError, Problem
+from moefw.system.files import replaced_file
 
 DIGESTS: Final = "ids_sha256"
 AGAIN: Final = "Record it again, with this spec."
@@ -50,11 +51,10 @@ def digests(ids_NS: Tensor) -> Tensor:
 def write(folder: Path, step: int, routes: Mapping[int, Tensor], ids_NS: Tensor) -> None:
     """Write a step's file, whole or not at all: int16 ``(N, S, K)`` by layer, and the ids that were routed."""
     path = path_of(folder, step)
-    scratch = path.with_name(f"{path.name}.tmp")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {layer_name(layer): ids_NSK.contiguous() for layer, ids_NSK in routes.items()}
-    save_file({**tensors, DIGESTS: digests(ids_NS)}, scratch)
-    scratch.replace(path)
+    with replaced_file(path) as scratch:
+        save_file({**tensors, DIGESTS: digests(ids_NS)}, scratch)
 
 
 @frozen(kw_only=True)
