@@ -86,8 +86,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _say(error: MoefwError) -> None:
-    """Print an error. Unless a run failed, ranks other than the first of a machine first wait for it to print."""
+    """Print an error. Unless a run failed, ranks other than the first of a machine first wait for it to print.
+
+    What every rank would say is left to rank 0, for which the others wait.
+    """
     rank, local_rank = _told("RANK", "SLURM_PROCID"), _told("LOCAL_RANK", "SLURM_LOCALID")
+    if error.on_every_rank and rank != "0":
+        time.sleep(PATIENCE_S)
+        return
     if "0" not in (rank, local_rank) and error.exit_code != 1:
         time.sleep(PATIENCE_S)
     kind = "" if isinstance(error, StoppedError) else "error: "
