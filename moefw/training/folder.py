@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from moefw.compose.assembly import Assembly
-from moefw.core.errors import SpecError
+from moefw.core.errors import PlanError, SpecError
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "stacks")
@@ -127,11 +128,35 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Return the folder of prepared data: ``$MOEFW_CACHE``, else the user's cache folder."""
+    """Return the folder of prepared data: ``$MOEFW_CACHE``, else the user's cache folder. Raises PlanError."""
     chosen = os.environ.get("MOEFW_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moefw"
+    of_the_user = os.environ.get("XDG_CACHE_HOME")
+    if of_the_user:
+        return Path(of_the_user) / "moefw"
+    try:
+        return Path.home() / ".cache" / "moefw"
+    except RuntimeError as error:
+        what = "HOME is not set and this user has no home folder, so prepared data have no place."
+        raise PlanError(what, "Set MOEFW_CACHE to a folder that can be written.") from error
+
+
+def temporary_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of temporary files: ``$TMPDIR``, else the system's. Raises PlanError if it cannot be written.
+
+    ``tempfile`` alone would pass over a ``TMPDIR`` that cannot be written.
+    """
+    chosen = environment.get("TMPDIR")
+    try:
+        folder = chosen or tempfile.gettempdir()
+        with tempfile.TemporaryFile(dir=folder):
+            return Path(folder)
+    except OSError as error:
+        name = f"TMPDIR is {chosen!r}, which" if chosen else "The system's folder of temporary files"
+        reason = error.strerror or str(error)  # which may name folders
+        what = f"{name} cannot be written: {reason[:1].lower()}{reason[1:]}."
+        raise PlanError(what, "Set TMPDIR to a folder that can be written.") from error
 
 
 def sealed(text: str) -> str:
