@@ -1,5 +1,15 @@
-"""``python -m moefw``."""
+"""The ``moefw`` command, also as ``python -m moefw``."""
 
-from moefw.cli import main
+from moefw.commands.process import end_at_once_on_interrupt
 
-main()
+
+def main() -> None:
+    """Run the command line. Ctrl-C is answered before anything is imported that takes time."""
+    end_at_once_on_interrupt()
+    from moefw.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

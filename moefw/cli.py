@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import click
 
 import moefw
-from moefw.core.errors import MoefwError
+from moefw.commands.process import INTERRUPTED, end_at_once, local_rank, rank, say_interrupted
+from moefw.core.errors import MoefwError, SpecError
 from moefw.training.errors import StoppedError
 
 PATIENCE_S = 5.0
@@ -57,11 +61,31 @@ class _Lazy(click.Group):
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(moefw.__version__, prog_name="moefw")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Train Mixture-of-Experts transformers whose every system technique is a plugin.
 
     Exit codes: 0 done, 1 the run failed, 2 the user's input is wrong, 75 a signal stopped the run: --resume continues.
     """
+    context.with_resource(_raised_interrupts())
+    try:
+        os.getcwd()
+    except OSError as error:  # libraries that a command imports would fail, or abort
+        what = f"the working folder cannot be used: {(error.strerror or str(error)).lower()}."
+        raise SpecError(what, "Change to a folder that exists.") from error
+
+
+@contextmanager
+def _raised_interrupts() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt inside, so that a command undoes what it has begun."""
+    if signal.getsignal(signal.SIGINT) is not end_at_once:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, end_at_once)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -76,7 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
         _say(error)
         code = error.exit_code
     except click.exceptions.Abort:
-        code = 130
+        say_interrupted()
+        code = INTERRUPTED
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -86,19 +111,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _say(error: MoefwError) -> None:
-    """Print an error. Unless a run failed, ranks other than the first of a machine first wait for it to print."""
-    rank, local_rank = _told("RANK", "SLURM_PROCID"), _told("LOCAL_RANK", "SLURM_LOCALID")
-    if "0" not in (rank, local_rank) and error.exit_code != 1:
+    """Print an error. Unless a run failed, ranks other than the first of a machine first wait for it to print.
+
+    What every rank would say is left to rank 0, for which the others wait.
+    """
+    if error.on_every_rank and rank() != "0":
+        time.sleep(PATIENCE_S)
+        return
+    if "0" not in (rank(), local_rank()) and error.exit_code != 1:
         time.sleep(PATIENCE_S)
     kind = "" if isinstance(error, StoppedError) else "error: "
     for problem in error.problems:
-        named = rank == "0" or str(problem).startswith(f"rank {rank} ")
-        click.echo(f"{kind}{'' if named else f'rank {rank}: '}{problem}", err=True)
-
-
-def _told(torchruns: str, slurms: str) -> str:
-    """Return the value that torchrun, or else Slurm, sets for this process; "0" without both."""
-    return os.environ.get(torchruns) or os.environ.get(slurms, "0")
+        named = rank() == "0" or str(problem).startswith(f"rank {rank()} ")
+        click.echo(f"{kind}{'' if named else f'rank {rank()}: '}{problem}", err=True)
 
 
 def _leave(code: int) -> NoReturn:

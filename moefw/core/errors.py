@@ -29,17 +29,21 @@ class MoefwError(Exception):
     """Base of all errors that moefw raises on purpose.
 
     ``exit_code`` is that of the command line: 2 for wrong input, 1 for a failed run, 75 for a run that a signal stopped
-    and ``--resume`` continues.
+    and ``--resume`` continues. ``on_every_rank``: every rank raises it, with the same problems, so that the first rank
+    alone reports them.
     """
 
     exit_code = 2
 
-    def __init__(self, problems: str | Problem | Iterable[Problem], fix: str = "") -> None:
+    def __init__(
+        self, problems: str | Problem | Iterable[Problem], fix: str = "", *, on_every_rank: bool = False
+    ) -> None:
         if isinstance(problems, str):
             problems = (Problem(problems, fix),)
         elif isinstance(problems, Problem):
             problems = (problems,)
         self.problems: tuple[Problem, ...] = tuple(problems)
+        self.on_every_rank = on_every_rank
         super().__init__("\n".join(map(str, self.problems)))
 
 

@@ -8,9 +8,10 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ def ledger(assembly: Assembly, *, micro_batches: int | None = None, cache: Path 
     if cache is None:
         return _measured(assembly, count)
     path = cache / f"{_digest(assembly, count)}.json"
-    if path.is_file():
-        return Ledger.of_data(json.loads(path.read_text()))
-    found = _measured(assembly, count)
-    if not found.unknown:  # what is missing may be installed later
-        _store(path, found)
-    return found
+    stored = _stored(path)
+    if stored is not None:
+        return stored
+    measured = _measured(assembly, count)
+    if not measured.unknown:  # what is missing may be installed later
+        _store(path, measured)
+    return measured
 
 
 def _measured(assembly: Assembly, count: int) -> Ledger:
@@ -59,23 +61,43 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _store(path: Path, found: Ledger) -> None:
-    """Write a ledger atomically. Does nothing if the folder cannot be written."""
-    scratch = path.with_suffix(f".{os.getpid()}")
+def _stored(path: Path) -> Ledger | None:
+    """Return the ledger in a file of the cache; None if it is missing, or not as :func:`_store` wrote it."""
+    try:
+        entry = json.loads(path.read_bytes())
+        if entry["sha256"] != _hash(entry["ledger"]):
+            return None
+        return Ledger.of_data(entry["ledger"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _store(path: Path, measured: Ledger) -> None:
+    """Write a ledger and a hash of it, whole or not at all. Does nothing if the folder cannot be written."""
+    data = measured.to_data()
+    entry = json.dumps({"ledger": data, "sha256": _hash(data)}).encode()
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(found.to_data()))
+        with scratch.open("xb") as file:
+            file.write(entry)
+            file.flush()
+            os.fsync(file.fileno())  # otherwise a crash of the machine could leave the name without the content
         scratch.replace(path)
     except OSError:
-        return
+        with suppress(OSError):
+            scratch.unlink()
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def _digest(assembly: Assembly, count: int) -> str:
     """Return a hash of what a ledger depends on: spec, world, facts, versions, code of the parts and of moefw."""
     facts = [[number, sorted(layer.facts.items())] for number, layer in assembly.layers.items()]
     versions = [importlib.metadata.version("torch"), sys.version]
-    known = [assembly.digest(), count, assembly.site.ranks_per_node, repr(facts), versions, [*_sources(assembly)]]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    return _hash([assembly.digest(), count, assembly.site.ranks_per_node, repr(facts), versions, [*_sources(assembly)]])
 
 
 def _sources(assembly: Assembly) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Folders that are filled under another name, and appear whole or not at all."""
+"""Folders that are filled under another name and appear whole or not at all, and the folder of temporary files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moefw.core.errors import CheckpointError
+from moefw.core.errors import CheckpointError, PlanError
 
 
 @contextmanager
@@ -113,3 +114,20 @@ def _remove_leftovers(parent: Path) -> None:
 
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+
+
+def temporary_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of temporary files: ``$TMPDIR``, else the system's. Raises PlanError if it cannot be written.
+
+    ``tempfile`` alone would pass over a ``TMPDIR`` that cannot be written.
+    """
+    chosen = environment.get("TMPDIR")
+    try:
+        folder = chosen or tempfile.gettempdir()
+        with tempfile.TemporaryFile(dir=folder):
+            return Path(folder)
+    except OSError as error:
+        name = f"TMPDIR is {chosen!r}, which" if chosen else "The system's folder of temporary files"
+        reason = error.strerror or str(error)  # which may name folders
+        what = f"{name} cannot be written: {reason[:1].lower()}{reason[1:]}."
+        raise PlanError(what, "Set TMPDIR to a folder that can be written.") from error

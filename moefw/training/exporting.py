@@ -21,7 +21,7 @@ from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.models.huggingface.written import configurations, dense_layers
 from moefw.runtime.attention.rope_options import OWN
-from moefw.system.folders import new_folder
+from moefw.system.folders import new_folder, temporary_folder
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
@@ -83,7 +83,7 @@ def config_of(resolved: Tree) -> dict[str, Any]:
 
 def _read_back(config: Tree) -> dict[str, Any]:
     """Return what a model computes whose configuration this is; nothing if it cannot be read."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
         try:

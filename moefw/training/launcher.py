@@ -19,6 +19,7 @@ from moefw.compose.spec.sections import RunSpec
 from moefw.core.errors import PlanError, RunError
 from moefw.training.faults.board import MEETING
 from moefw.training.faults.requests import StopRequests
+from moefw.system.folders import temporary_folder
 from moefw.training.host_pages import KEEP_PAGES
 from moefw.training.local_ranks import LocalRanks, kill
 from moefw.training.world import threads_of_a_rank
@@ -69,7 +70,7 @@ def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
 @contextmanager
 def _private_folder() -> Iterator[Path]:
     """Yield a folder of mode 0700 for one attempt."""
-    folder = Path(tempfile.mkdtemp(prefix="moefw-"))
+    folder = Path(tempfile.mkdtemp(prefix="moefw-", dir=temporary_folder()))
     try:
         yield folder
     finally:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
@@ -26,12 +25,12 @@ from moefw.runtime.communication.agreement import raise_together
 from moefw.runtime.naming import initialise
 from moefw.training.data.windows import number_documents, read_windows
 from moefw.training.errors import LostContactError
-from moefw.training.faults.board import meeting_folder
 from moefw.training.faults.patience import collective_timeout_s
 from moefw.training.faults.stamps import met, stamp
 from moefw.training.folder import cache_dir
+from moefw.training.rendezvous import meet
 from moefw.training.resolved_spec import agree_on_spec
-from moefw.training.world import Place, rendezvous, threads_of_a_rank
+from moefw.training.world import Place, threads_of_a_rank
 from moefw_kernels.devices import is_gpu
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -115,7 +114,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     if place.world > 1:
         stamp("joining the other ranks")
         timeout = timedelta(seconds=collective_timeout_s(assembly.spec.run.timeout_s))
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world))
+        os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world)
         store = meet(place, timeout=timeout)
         backend = _backend(device, dist.PrefixStore("gpus", store), place.world)  # type: ignore[attr-defined]
         _join(backend, device, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
@@ -216,20 +215,3 @@ def _fitting(data: DataSource, assembly: Assembly) -> DataSource:
                 fix = f"Use train.{option}: {off}, or a source that tells."
                 raise PlanError(f"train.{option} keeps documents apart, and {what}", fix)
     return data
-
-
-def meet(place: Place, *, timeout: timedelta) -> Store:
-    """Return the store of this run's ranks. Collective.
-
-    Ranks that moefw started share a file that no other user can open. Under torchrun they use the store of its agents,
-    with a separate prefix for each restart. Elsewhere rank 0 listens on ``MASTER_PORT``.
-    """
-    store: Store
-    if folder := meeting_folder():
-        store = FileStore(str(folder / "store"), place.world)
-    else:
-        found: Any = dist.rendezvous(rendezvous(), place.rank, place.world, timeout=timeout)  # type: ignore[attr-defined]
-        store, _, _ = next(found)
-        store = PrefixStore(f"moefw/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    store.set_timeout(timeout)
-    return store

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -127,6 +129,53 @@ def test_a_ledger_is_measured_once_and_again_when_its_code_or_spec_changes(
     monkeypatch.setattr("moefw.planner.plans._sources", lambda _: iter(["edited"]))
     ledger(assembly, cache=tmp_path)
     assert measured == [2, 2, 3, 2]
+
+
+def _halved(entry: bytes) -> bytes:
+    return entry.replace(b'"saved": 5', b'"saved": 2')
+
+
+@pytest.mark.fault("a plan in the cache is damaged: {id}", "counts as absent: it is measured and stored again")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda entry: b"", id="empty"),
+        pytest.param(lambda entry: b"{}", id="another object"),
+        pytest.param(lambda entry: b"[1]", id="no object"),
+        pytest.param(lambda entry: entry[: len(entry) // 2], id="cut"),
+        pytest.param(lambda entry: entry.replace(b"saved", b"s\xffved"), id="no text"),
+        pytest.param(lambda entry: b"[" * 100_000, id="nested without end"),
+        pytest.param(_halved, id="half of a number"),
+        pytest.param(lambda entry: json.dumps(json.loads(entry)["ledger"]).encode(), id="no hash"),
+    ],
+)
+def test_a_damaged_plan_counts_as_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr("moefw.planner.plans._measured", lambda _, count: measured.append(count) or _ledger_of(count))
+    assembly = assembly_of(SHARED_OUT, 8)
+    first = ledger(assembly, cache=tmp_path)
+    (path,) = tmp_path.iterdir()
+    entry = path.read_bytes()
+    path.write_bytes(damage(entry))
+    assert path.read_bytes() != entry
+    assert ledger(assembly, cache=tmp_path) == first
+    assert measured == [2, 2]
+    assert path.read_bytes() == entry
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_cache_without_room_costs_a_measurement_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("moefw.planner.plans._measured", lambda _, count: _ledger_of(count))
+    monkeypatch.setattr(os, "fsync", no_room)
+    assert ledger(assembly_of(SHARED_OUT, 8), cache=tmp_path) == _ledger_of(2)
+    assert not [*tmp_path.iterdir()]
 
 
 def _ledger_of(count: int) -> Ledger:

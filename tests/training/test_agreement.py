@@ -30,7 +30,8 @@ def fail(failing: dict[int, MoefwError]) -> str:
     try:
         raise_together(failing.get(dist.get_rank()), dist.group.WORLD)
     except MoefwError as error:
-        return f"{type(error).__name__}: {error}"
+        where = "" if error.on_every_rank else "here alone, "
+        return f"{where}{type(error).__name__}: {error}"
     return "goes on"
 
 

@@ -17,6 +17,9 @@ from moefw.training.faults.loss_spike import WARM_UP, LossSpikes
 from moefw.training.metrics import read_metrics
 from moefw.training.resume import Which
 from moefw.training.world import Place
+from run_cases import end, environment_in
+from run_cases import train as train_process
+from small_spec import small_spec
 
 
 @pytest.fixture
@@ -73,6 +76,15 @@ def test_a_run_stops_at_a_bad_step_unless_told_otherwise(spec: Path) -> None:
         train(spec)
     assert caught.value.exit_code == 1
     assert len(read_metrics(spec.parent / "run" / "metrics.jsonl")) == 2
+
+
+@pytest.mark.fault("a step is bad on two ranks", "exit code 1; one message")
+def test_a_step_that_is_bad_on_every_rank_is_told_once(tmp_path: Path) -> None:
+    path = small_spec(tmp_path, ranks=2, steps=9)
+    code, said, _ = end(train_process(environment_in(tmp_path), path, "train.lr=1e30"))
+    assert code == 1
+    (line,) = said
+    assert line.startswith("error: step 2, rank 0: ")
 
 
 @pytest.mark.fault("the loss jumps", "a warning, and a flag in the metrics")

@@ -140,7 +140,13 @@ def test_the_accusation_groups_those_who_wait_by_what_they_wait_in() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "words"),
-    [([4], "rank 4"), ([0, 1], "ranks 0 and 1"), ([2, 1, 0], "ranks 0-2"), ([0, 1, 2, 3, 6, 9], "ranks 0-3, 6 and 9")],
+    [
+        ([4], "rank 4"),
+        ([0, 1], "ranks 0 and 1"),
+        ([2, 1, 0], "ranks 0-2"),
+        ([0, 1, 2, 3, 6, 9], "ranks 0-3, 6 and 9"),
+        ([*range(0, 80, 2), 99], "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30 and 25 more"),
+    ],
 )
 def test_ranks_are_put_in_few_words(ranks: list[int], words: str) -> None:
     assert in_words(ranks) == words

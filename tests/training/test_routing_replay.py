@@ -25,7 +25,7 @@ from moefw.runtime.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL
 from moefw.training.engine import Engine
-from moefw.training.routes.file import Wanted, drop_after
+from moefw.training.routes.file import AGAIN, Wanted, drop_after
 from moefw.training.routes.recorder import Recorder
 from moefw.training.routes.replay import Replay
 from pairwise import each_value
@@ -201,6 +201,16 @@ def test_a_run_that_goes_back_forgets_later_steps(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-9.safetensors"]
 
 
+def test_a_run_that_goes_back_leaves_files_that_are_none_of_its_own(tmp_path: Path) -> None:
+    names = {f"step-{what}.safetensors" for what in ("copy", "11-copy", "011", "1_1", "٣", "")} | {
+        "step-11.safetensors.bak"
+    }
+    for name in names:
+        (tmp_path / name).touch()
+    drop_after(tmp_path, 0)
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
 def test_every_file_is_checked_before_the_first_step(tmp_path: Path) -> None:
     torch.save({"layer.1": torch.ones(1)}, tmp_path / "step-1.safetensors")
     with pytest.raises(DataError) as caught:
@@ -208,3 +218,18 @@ def test_every_file_is_checked_before_the_first_step(tmp_path: Path) -> None:
     first, second = map(str, caught.value.problems)
     assert "step-1.safetensors is no whole safetensors file" in first
     assert "step-2.safetensors is missing." in second
+
+
+def test_many_missing_or_wrong_files_are_told_in_a_few_lines(tmp_path: Path) -> None:
+    for step in (*range(1, 21), 30):
+        (tmp_path / f"step-{step}.safetensors").touch()
+    with pytest.raises(DataError) as caught:
+        alone(tmp_path).check(range(1, 100_001))
+    problems = [*map(str, caught.value.problems)]
+    assert [problem.split(" is ")[0] for problem in problems[:8]] == [
+        f"{tmp_path}/step-{step}.safetensors" for step in range(1, 9)
+    ]
+    assert problems[8:] == [
+        f"21 files in {tmp_path} are wrong; the first 8 are named. {AGAIN}",
+        f"{tmp_path} has no file of steps 21-29 and 31-100000: 99,979 of 100,000 are missing. {AGAIN}",
+    ]

@@ -79,7 +79,7 @@ def test_a_second_interrupt_ends_a_run_that_does_not_come_to_the_end_of_its_step
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
     code, said, seconds = end(process)
-    assert (code, said) == (130, [])
+    assert (code, said) == (130, ["interrupted."])
     assert seconds < 30
 
 

@@ -59,13 +59,15 @@ def anywhere(answer: bool, group: ProcessGroup | None) -> bool:
 def raise_together(error: MoefwError | None, group: ProcessGroup | None) -> None:
     """Raise the error of the first rank that has one, on every rank; do nothing if none has one. Collective."""
     own = None if error is None else [type(error).__name__, [[p.what, p.fix, p.where] for p in error.problems]]
-    found = next((answer for answer in everywhere(own, group) if answer is not None), None)
-    if error is not None and found == own:
-        raise error
-    if found is not None:
-        name, problems = found
+    first = next((answer for answer in everywhere(own, group) if answer is not None), None)
+    if first is None:
+        return
+    if error is None or first != own:
+        name, problems = first
         kinds = {kind.__name__: kind for kind in (*MoefwError.__subclasses__(), DamagedDataError)}
-        raise kinds.get(name, RunError)([Problem(*map(str, problem)) for problem in problems])
+        error = kinds.get(name, RunError)([Problem(*map(str, problem)) for problem in problems])
+    error.on_every_rank = True
+    raise error
 
 
 def _read(rank: int, data: torch.Tensor) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Final, final
 
@@ -11,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Layout, LayoutPlan
 from moefw.core.plugin import LayoutPlugin
+from moefw.system.environment import ranks_of_this_machine
 
 TIMEOUT: Final = timedelta(days=1)
 """Timeout of collectives. It is long, because its error names no rank; the watchdog names a rank that hangs earlier."""
@@ -22,7 +22,7 @@ class OpenedLayout(Layout):
 
     def __init__(self, plan: LayoutPlan, device: str, ranks_per_node: int | None = None) -> None:
         self.plan, self.device = plan, device
-        self.ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))
+        self.ranks_per_node = ranks_per_node or ranks_of_this_machine(plan.world)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._opened: dict[tuple[int, ...], ProcessGroup] = {}
         self._host: ProcessGroup | None = None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from moefw.system.python import python
 from moefw.training.data import encoding_child
 from moefw.training.data.encoding_child import receive, send
+from moefw.system.folders import temporary_folder
 
 _ID_BYTES = 4
 
@@ -57,7 +58,8 @@ class EncodingProcess:
     def _start(self) -> None:
         # A script's folder is not on its path here: our module ``tokenizers`` would hide the library.
         command = python(encoding_child.__file__)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (see close; a pipe that nobody reads would fill up)
+        # A file: a pipe that nobody reads would fill up. It is closed in close().
+        self._errors = tempfile.TemporaryFile(dir=temporary_folder())  # noqa: SIM115
         pipe, environment = subprocess.PIPE, {**os.environ, "RUST_BACKTRACE": "0"}
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment)
         try:

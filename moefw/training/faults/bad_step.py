@@ -52,7 +52,7 @@ class BadSteps:
         """
         if before := first_of_all(bad_state(self._model, self._optimizer), self._layout):
             fix = "It was so before the step, so no other step is better: continue with --resume=last-good."
-            raise RunError(f"step {number}, {before}.", fix)
+            raise RunError(f"step {number}, {before}.", fix, on_every_rank=True)
         with StepWatch(self._model, num_batches) as watch:
             second = again()
         what = _told(number, bad, second, first_of_all(watch.first(), self._layout))
@@ -62,8 +62,9 @@ class BadSteps:
             self._skipped = [*(step for step in self._skipped if step > number - MAX_SKIPPED), number]
             if len(self._skipped) < MAX_SKIPPED:
                 return Verdict(bad, SKIPPED_STEPS, f"{what} It is skipped.")
-            raise RunError(what, f"{MAX_SKIPPED} steps in a row are bad: look at what the message names.")
-        raise RunError(what, _advice(self._policy, second))
+            fix = f"{MAX_SKIPPED} steps in a row are bad: look at what the message names."
+            raise RunError(what, fix, on_every_rank=True)
+        raise RunError(what, _advice(self._policy, second), on_every_rank=True)
 
 
 def _told(number: int, bad: Attempt, second: Attempt, tensor: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 from attrs import frozen
 
@@ -13,6 +14,7 @@ from moefw.training.faults.patience import limit_s
 from moefw.training.faults.record import Record
 
 RESUME = "Continue from the last checkpoint with --resume."
+_SPANS_TOLD: Final = 16
 
 
 @frozen(kw_only=True)
@@ -97,19 +99,21 @@ def accusation(found: Seen, ranks: Sequence[Seen], timeout_s: float) -> Problem:
     return Problem(f"{what}.", f"{RESUME} Where work takes longer, use a larger run.timeout_s.")
 
 
-def in_words(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0-3, 6 and 7``."""
+def in_words(numbers: Sequence[int], noun: str = "rank") -> str:
+    """Return ``rank 3``, or ``ranks 0-3, 6 and 7``; of more than a few spans, the first and how many others."""
     spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
         else:
-            spans.append([rank])
+            spans.append([number])
     parts: list[str] = []
-    for span in spans:
+    for span in spans[:_SPANS_TOLD]:
         parts += [f"{span[0]}-{span[-1]}"] if len(span) > 2 else map(str, span)
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
+    if others := sum(map(len, spans[_SPANS_TOLD:])):
+        parts.append(f"{others:,} more")
+    plural = "" if len(numbers) == 1 else "s"
+    return f"{noun}{plural} {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
 
 
 def _they_wait(ranks: Sequence[int]) -> str:

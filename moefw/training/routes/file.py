@@ -8,6 +8,7 @@ Sequences are in the order of the global batch, so that no layout is in the file
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -31,9 +32,10 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def drop_after(folder: Path, step: int) -> None:
-    """Remove the files of later steps, which a run that goes back trains anew."""
+    """Remove the files of later steps, which a run that goes back trains anew. Files with other names stay."""
     for path in folder.glob("step-*.safetensors"):
-        if int(path.stem.removeprefix("step-")) > step:
+        number = re.fullmatch(r"step-([1-9][0-9]*)\.safetensors", path.name)
+        if number and int(number[1]) > step:
             path.unlink()
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from attrs import frozen
 from torch import Tensor
@@ -14,8 +14,12 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import DataError, MoefwError, Problem
 from moefw.core.stages import Batch
 from moefw.runtime.communication.agreement import raise_together
+from moefw.training.faults.blame import in_words
 from moefw.training.routes.file import AGAIN, DIGESTS, Wanted, digests, layer_name, path_of
 from moefw.training.routes.recorder import own_tokens
+
+_FILES_TOLD: Final = 8
+"""Wrong files whose problems are told one by one; of more, only the number."""
 
 
 @final
@@ -29,13 +33,30 @@ class Replay:
 
     def check(self, steps: range) -> None:
         """Check that each step (from 1) has a file with the right tensors. Collective; raises one DataError."""
-        problems = list[Problem]()
-        for step in steps if self.layout.rank == 0 else ():
+        problems = [*self._problems(steps)] if self.layout.rank == 0 else []
+        raise_together(DataError(problems) if problems else None, self.layout.host_group())
+
+    def _problems(self, steps: range) -> Iterator[Problem]:
+        """Yield what is wrong with the files of the first few steps that have a wrong one, and the missing files."""
+        missing = list[int]()
+        wrong = 0
+        for step in steps:
+            if not path_of(self.folder, step).exists():
+                missing.append(step)
+                continue
             try:
                 self.wanted.opened(self.folder, step)
             except DataError as error:
-                problems += error.problems
-        raise_together(DataError(problems) if problems else None, self.layout.host_group())
+                wrong += 1
+                if wrong <= _FILES_TOLD:
+                    yield from error.problems
+        if wrong > _FILES_TOLD:
+            yield Problem(f"{wrong:,} files in {self.folder} are wrong; the first {_FILES_TOLD} are named.", AGAIN)
+        if len(missing) == 1:
+            yield Problem(f"{path_of(self.folder, missing[0])} is missing.", AGAIN)
+        elif missing:
+            count = f"{len(missing):,} of {len(steps):,} are missing"
+            yield Problem(f"{self.folder} has no file of {in_words(missing, 'step')}: {count}.", AGAIN)
 
     def given(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
         """Return a step's micro-batches with their routes. Collective.
