@@ -26,13 +26,17 @@ class StateChecks(RowChecks):
         self.each(cases, lambda case: self._unequal(self.ranks(function, case, **how), why))
 
     def _unequal(self, ranks: Sequence[Any], why: str) -> str | None:
+        """Return the first difference in what each rank returned: one pair of movements, a list of them, or by name."""
         for rank, pairs in enumerate(ranks):
-            named = {f"rank {rank}": pairs} if isinstance(pairs, tuple) else pairs
-            named = {f"rank {rank}, {n}": pair for n, pair in enumerate(named)} if isinstance(named, list) else named
+            if isinstance(pairs, tuple):
+                named = {f"rank {rank}": pairs}
+            elif isinstance(pairs, list):
+                named = {f"rank {rank}, {number}": pair for number, pair in enumerate(pairs)}
+            else:
+                named = {f"rank {rank}, {name}": pair for name, pair in pairs.items()}
             fault = self.different(named)
             if fault:
-                where = "" if fault.startswith("rank") else f"rank {rank}, "
-                return f"{where}{fault}: {why}"
+                return f"{fault}: {why}"
         return None
 
     def test_a_call_does_not_depend_on_those_before(self) -> None:
@@ -41,7 +45,7 @@ class StateChecks(RowChecks):
         def look(case: DispatchCase) -> str | None:
             pairs = self.twice(case)
             again = [second for _, second in pairs]
-            wrong = next(filter(None, (one(case, again) for one in assertions.ASSERTIONS)), None)
+            wrong = next(filter(None, (assertion(case, again) for assertion in assertions.ASSERTIONS)), None)
             fault = self.different(pairs) or wrong
             return f"{fault}: a later call on the same dispatcher gives something else" if fault else None
 
