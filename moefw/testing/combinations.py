@@ -88,7 +88,7 @@ class Combination:
         return None if words is None else Rule(top_k=TOP_K, **words)
 
     def _layer_case(self, **more: Any) -> LayerCase:
-        """Return the layer case, with further fields. Its row alignment is that of its default without them."""
+        """Return the layer case, with row alignment 1 unless ``more`` sets it."""
         from moefw.testing.layer_case import LayerCase
 
         return LayerCase(

@@ -248,7 +248,7 @@ class _Event:
 
 
 class _Module:
-    """What ``torch.get_device_module`` returns for the device."""
+    """The device's module, which ``torch.get_device_module`` returns."""
 
     Event = _Event
 

@@ -78,7 +78,7 @@ class LayerCase:
 
     @property
     def activation(self) -> Activation:
-        """What experts compute of gate and up.
+        """The activation of the experts, a function of gate and up.
 
         Only in fp32 is the limit within reach: elsewhere, coarse rounding decides whether a gradient is zero.
         """
@@ -362,12 +362,12 @@ def parameters_of(layer_case: LayerCase) -> dict[str, Tensor]:
 
 
 def _uniform(layer_case: LayerCase, rank: int) -> Tensor:
-    """Return what a router draws for the jitter of a rank's tokens, in [0, 1), (T, D)."""
+    """Return the random numbers from which a router makes the jitter of a rank's tokens, in [0, 1), (T, D)."""
     return uniform(token_keys(layer_case.seeds(rank), torch.arange(layer_case.tokens[rank]), salt=0), layer_case.dim)
 
 
 def _alone(layer_case: LayerCase) -> LayerCase:
-    """Return the same layer on one rank. Its tokens do not matter."""
+    """Return a case with the layer on one rank, and one token."""
     parts = {key: value for key, value in layer_case.parts.items() if key != "parallel"}
     return replace(layer_case, tokens=(1,), parts=parts)
 

@@ -43,7 +43,7 @@ class Documents(TokenStream):
 
 
 def read_packs(assembly: Assembly, layout: Layout, lengths: Sequence[int] = MIXED) -> Callable[[int], list[Batch]]:
-    """Return what reads this rank's packs of a step."""
+    """Return a function of the step that reads this rank's packs, as micro-batches."""
     model: Any = assembly.parts.model
     train = assembly.spec.train
     data: Any = SimpleNamespace(train=Documents(model.vocab_size, lengths), vocab_size=model.vocab_size)

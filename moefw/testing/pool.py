@@ -26,7 +26,7 @@ CONNECTS = 3
 GRACE_S = 3.0
 """Seconds that the other ranks have left after the first failure: they may wait for the failed one."""
 PRELOADED = ["moefw.training.trainer"]
-"""What the process imports once of which all ranks are copies."""
+"""Modules that the process imports of which all ranks are copies."""
 
 Status = Literal["done", "failed", "unconnected"]
 """How a rank's job ended. ``unconnected``: before its process group was open."""

@@ -101,7 +101,7 @@ class _Meeting:
         self.size = size
         self.timeout_s = timeout_s
         self._turn = threading.Semaphore()
-        """Of the rank that runs."""
+        """Acquired by the rank that runs. After ``TURN_S``, another one runs beside it."""
         self._changed = threading.Condition()
         """Guards all below. Never held while a rank waits for its turn."""
         self._num_held: Counter[tuple[int, ...]] = Counter()
@@ -255,7 +255,7 @@ _REDUCE: Final[Mapping[Any, Callable[..., Any]]] = {
 
 
 def _copy(parts: Sequence[Tensor], places: Sequence[Tensor], route: str) -> None:
-    """Copy each part into its place. Raises ContractError if their shapes or dtypes differ. ``route``: its words."""
+    """Copy each part into its place. Raises ContractError with ``route`` if their shapes or dtypes differ."""
     for part, place in zip(parts, places, strict=True):
         if part.shape != place.shape or part.dtype != place.dtype:
             sent, awaited = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (part, place))

@@ -58,7 +58,7 @@ class Run:
 
 
 Read = Callable[[Assembly, Layout], Callable[[int], list[Batch]]]
-"""Returns what reads this rank's micro-batches of a step."""
+"""Returns a function of the step that reads this rank's micro-batches."""
 
 
 def short_run(

@@ -65,7 +65,7 @@ class AttentionSuite(Suite):
         return attention
 
     def test_returns_a_row_for_each_token(self) -> None:
-        """Also of a single token, and of none. Each parameter has one name."""
+        """Output and gradients are finite, of many tokens, of one and of none. Each parameter has one name."""
         attention = self.attention()
         names = [piece.name for piece in canonical_parameters(attention)]
         twice = sorted({name for name in names if names.count(name) > 1})

@@ -95,7 +95,7 @@ class ContextParallelSuite(Suite):
             yield world, layer_case
 
     def test_equals_attention_on_one_rank(self) -> None:
-        """For shared heads, narrow values, sinks, windows and documents, on 2 ranks and more."""
+        """Output and gradients, for shared heads, narrow values, sinks, windows and documents, on 2 ranks and more."""
         for world, layer_case in self.worlds():
             ranks = self.pool.run(shared, world, layer_case, CASES)
             for case, results in zip(CASES, ranks[0], strict=True):
@@ -116,7 +116,7 @@ class ContextParallelSuite(Suite):
                 assert not wrong, f"{self.plugin.name} on {world} ranks: with two calls in flight, {wrong} changes."
 
     def test_saves_its_own_positions_alone(self) -> None:
-        """What waits for backward falls with the number of ranks. Keys of others are exchanged again."""
+        """The bytes saved for backward fall with the number of ranks: keys of other ranks are exchanged again."""
         for world, layer_case in self.worlds():
             whole, *_ = self.pool.run(saved_alone, 1, ContextCase())
             for saved in self.pool.run(saved_bytes, world, layer_case, ContextCase()):
@@ -173,7 +173,7 @@ def alone(case: ContextCase) -> list[Tensor]:
 
 
 def interleaved(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> str:
-    """Return what differs between calls in flight together and each alone, or nothing."""
+    """Return the first tensor that differs between two calls in flight together and each alone; empty if none does."""
     part, cut = opened(layer_case)
 
     def run(together: bool) -> list[list[Tensor]]:

@@ -66,7 +66,7 @@ def equal_in_some_order(first_RD: Tensor, second_RD: Tensor) -> bool:
 
 
 def _carried(moved: Moved) -> list[Tensor]:
-    """Return what tells rows apart: the rows, their weights and, after a backward, their gradients."""
+    """Return the tensors that tell rows apart: the rows, their weights and, after a backward, their gradients."""
     grads = [] if moved.grad_rows_RD is None else [moved.grad_rows_RD]
     return [moved.rows_RD, moved.row_weights_R, *grads]
 

@@ -200,7 +200,7 @@ def moved(group: Any, rank: int, case: DispatchCase, assembly: Assembly, **how: 
 
 
 def moved_twice(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
-    """Return the same movement twice on one dispatcher, with another movement between."""
+    """Return two equal movements on one dispatcher, with another movement between them."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
         first = there_and_back(dispatcher, case, rank, dropless=dropless)

@@ -52,7 +52,7 @@ class RowChecks(DispatcherRunner):
         self.each(self.some(), look)
 
     def test_rows_come_in_order_of_expert_source_rank_and_token(self) -> None:
-        """And bit for bit as they were sent."""
+        """Each row is its token, bit for bit."""
         self.holds(self.cases(), assertions.form, assertions.groups, assertions.order)
 
     def test_rows_are_moved_bit_for_bit_whatever_they_hold(self) -> None:

@@ -52,7 +52,7 @@ class StateChecks(RowChecks):
         self.each([*self.some(), *self.some(top_k=1, skew="one"), *self.some(row_alignment=4)], look)
 
     def test_nothing_on_the_dispatcher_changes_between_calls(self) -> None:
-        """Nor on its class or its module: the plan and the handle hold all state of a movement."""
+        """The plan and the handle hold all state of a movement. Its class and its module do not change, either."""
 
         def look(case: DispatchCase) -> str | None:
             for rank, changed in enumerate(self.ranks(kept, case)):
@@ -102,7 +102,7 @@ class StateChecks(RowChecks):
         self.same(self.some(), overlap.handles, "a handle or a plan cannot be used again")
 
     def test_redispatch_brings_rows_to_the_places_of_their_dispatch(self) -> None:
-        """Also where no order is promised: in backward, rows meet there what the experts saved."""
+        """Where no order is promised, too: in backward, each row meets what the experts saved for its place."""
 
         def look(case: DispatchCase) -> str | None:
             fault = assertions.different(self.ranks(overlap.same_places, case))
@@ -147,7 +147,7 @@ class StateChecks(RowChecks):
         )
 
     def test_two_runs_give_the_same_bits(self) -> None:
-        """Also when one rank is slow."""
+        """A movement has the same bits when the first or the last rank is slow."""
         self.must_repeat()
         if not self.ordered:
             pytest.skip(f"{self.plugin.name} offers repeats=False: rows come in another order each time")

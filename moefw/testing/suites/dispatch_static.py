@@ -50,7 +50,7 @@ class StaticChecks(DispatcherRunner):
     """Checks of dispatchers that offer only static rows."""
 
     def test_a_static_budget_holds_whatever_the_routing(self) -> None:
-        """And a step that is repeated without it, ``dropless``, drops no rows."""
+        """The number of rows is the same for every routing. A step that is repeated ``dropless`` drops none of them."""
         if tuple(self.offers().get("rows", ())) != ("static",):
             pytest.skip(f"{self.plugin.name} does not offer static rows alone")
 

@@ -47,7 +47,10 @@ def kept(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[
 
 
 def surroundings(*, alone: bool) -> dict[str, str]:
-    """Return what of torch a dispatcher leaves as it is; its random numbers where no other thread draws any."""
+    """Return settings of torch that a dispatcher must not change; ``alone``: also the state of its random numbers.
+
+    Threads of one process share that state, so it is looked at only where there is one rank.
+    """
     state = {
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
         "torch.is_grad_enabled()": str(torch.is_grad_enabled()),
@@ -63,7 +66,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
 
 
 def snapshot(dispatcher: Dispatcher) -> dict[str, str]:
-    """Return what a dispatcher holds by path: its attributes, and data of its classes and of its module."""
+    """Return the values that a dispatcher holds, by path: its attributes, and data of its classes and of its module."""
     values = dict(_values("self", dispatcher, DEPTH, set()))
     for kind in type(dispatcher).__mro__:
         if kind in Dispatcher.__mro__:

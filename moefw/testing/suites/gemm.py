@@ -290,7 +290,7 @@ class GemmSuite(Suite):
         assert not wrote, f"{self.plugin.name} writes {wrote} in forward or backward. It must keep nothing."
 
     def test_the_same_rows_give_the_same_bits(self) -> None:
-        """For any random state at construction."""
+        """Experts that are built under different random states give the same results."""
         self.must_repeat()
         case = GemmCase(counts=self._counts(3), seed=3)
         results = []

@@ -111,7 +111,7 @@ def backward(experts: Any, batch: ExpertBatch, out_RD: Tensor, probe_RD: Tensor)
 
 
 def computed_late(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
-    """Return the same as :func:`computed`, with weight gradients that come after those of the inputs."""
+    """Return output and gradients, those of weights computed after those of the inputs."""
     later = Wgrads()
     variables = _variables(experts, batch)
     with later.collected():
@@ -139,7 +139,7 @@ def computed_in_step(experts: Any, inputs: Sequence[tuple[ExpertBatch, Tensor]])
 
 
 def _variables(experts: Any, batch: ExpertBatch) -> list[Tensor]:
-    """Return what has a gradient: rows, their weights, and the parameters."""
+    """Return the tensors that get gradients: rows, their weights, and the parameters."""
     return [batch.rows_RD, batch.row_weights_R, *experts.parameters()]
 
 

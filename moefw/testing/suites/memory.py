@@ -150,7 +150,7 @@ class MemorySuite(Suite):
                 assert plans == plain, f"{says} instead of {plain}. The region does not hold the dispatch."
 
     def test_a_region_runs_once_in_forward(self) -> None:
-        """And at most once more in backward."""
+        """A region runs at most once more in backward."""
         calls, _ = probe_region(self.policy(), self._offered()[0])
         says = f"{self.plugin.name} runs a region"
         assert calls[0] == 1, f"{says} {calls[0]} times in forward; once is right."
@@ -210,7 +210,7 @@ class MemorySuite(Suite):
         assert right, f"{self.plugin.name} changes what a region gives under no_grad."
 
     def test_a_region_that_is_not_there_is_refused(self) -> None:
-        """With a message that names the region."""
+        """The error is a PlanError whose message names the region."""
         name = self.plugin.name
         refusal = self._refusal("nowhere")
         what = f"{name} accepts the region 'nowhere', which is not there."

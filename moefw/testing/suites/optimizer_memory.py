@@ -86,7 +86,7 @@ class OptimizerMemorySuite(Suite):
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_no_layout_changes_a_bit(self, layout: str) -> None:
-        """Nor does a rank's share. A state has the shape of the part of its parameter that the rank stores."""
+        """A rank's share of the parameters changes no bit. A state has the shape of the part that the rank stores."""
         (alone,) = self.pool.run(rested, 1, self.model(True), STEPS)
         ranks = self.pool.run(rested, 2, self.model(True, world=2, parallel=LAYOUTS[layout]), STEPS)
         for on_rank in ranks:
@@ -94,7 +94,7 @@ class OptimizerMemorySuite(Suite):
             self._same(alone, on_rank, f"with {layout}")
 
     def test_an_optimizer_that_does_not_offer_its_states_is_refused(self) -> None:
-        """With a message that names the optimizer's region."""
+        """The error is a PlanError whose message names the optimizer's region."""
         name = self.plugin.name
         refusal = self._refusal({**SMALL["train"], "optimizer": {"use": "closed"}})
         what = f"{name} accepts an optimizer that does not offer its states."

@@ -72,7 +72,7 @@ class PipelineSuite(Suite):
                 assert num_stages[rank] == chunks, f"{says}, where chunks is {chunks}."
 
     def test_every_pass_runs_once_on_the_rank_of_its_stage(self) -> None:
-        """For each stage and micro-batch one forward, and one backward, whole or in parts."""
+        """Each stage has one forward and one backward, whole or in parts, of each micro-batch."""
         for case in self._accepted():
             order = case.order()
             assert len(order) == case.ranks, f"{case} order lists the passes of {len(order)} ranks."
@@ -195,7 +195,7 @@ def _required_passes(case: _Case) -> Iterator[tuple[str, int, int]]:
 
 
 def _passes(order: Sequence[Sequence[Action]]) -> list[tuple[str, int, int]]:
-    """Return what an order runs: forward or backward, stage, micro-batch. Weight gradients are no pass of their own."""
+    """Return the passes of an order: forward or backward, stage, micro-batch. ``W`` is part of a backward."""
     words = {"F": "forward", "B": "backward", "I": "backward"}
     return [
         (words[action.kind], action.stage, action.micro_batch)
@@ -205,7 +205,7 @@ def _passes(order: Sequence[Sequence[Action]]) -> list[tuple[str, int, int]]:
 
 
 def _fails(case: _Case) -> str:
-    """Return how an order fails, or nothing if all passes run."""
+    """Return why an order fails, in a sentence; empty if all passes run."""
     try:
         order = case.order()
         timeline(order, lambda _: 1)

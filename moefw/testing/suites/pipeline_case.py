@@ -20,7 +20,7 @@ from moefw.training.engine import Engine
 
 @frozen
 class Stepped:
-    """What a rank says after a step. ``grads``: by canonical name, of this rank's stages."""
+    """Results of a rank's step: the loss, and the gradients of this rank's stages by canonical name."""
 
     loss: float
     grads: Mapping[str, Tensor]

@@ -133,7 +133,7 @@ class PrecisionSuite(Suite):
             assert not isinstance(quantized, Tensor), f"{says} Offer its dtype, or operands that multiply themselves."
 
     def test_operands_have_the_shape_of_what_they_stand_for(self) -> None:
-        """For any role, pass, number of rows and strides. The dtype is the offered one."""
+        """For any role, pass, number of rows and strides, and in the offered dtype."""
         recipe = self.recipe()
         offered_dtype = self._native()
 
@@ -267,7 +267,7 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_operands_of_a_step_are_those_of_each_pass(self) -> None:
-        """What all micro-batches of a step share are the operands that ``quantize`` makes of the weight."""
+        """The operands of a weight that all micro-batches of a step share have the bits of those of ``quantize``."""
         recipe = self.recipe()
 
         def check(drawn: Operand) -> None:
@@ -284,7 +284,7 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_operands_made_in_one_read_are_those_of_each_pass(self) -> None:
-        """Those of an input in fprop and wgrad, and of a gradient in dgrad and wgrad."""
+        """Of an input for fprop and wgrad, and of a gradient for dgrad and wgrad, bit for bit."""
         recipe = self.recipe()
 
         def check(drawn: Operand) -> None:

@@ -291,7 +291,7 @@ class RouterSuite(Suite):
         self.for_all(check, TOKENS)
 
     def test_two_routers_compute_the_same_bits(self) -> None:
-        """For any random state at construction, as in different processes."""
+        """Routers that are built under different random states, as in different processes, are the same."""
         self.must_repeat()
         name = self.plugin.name
         tokens = Tokens(sequences=3, positions=5, seed=4)
