@@ -24,7 +24,10 @@ def with_plugins(declarations: Iterable[type[Plugin]]) -> Registry:
 
 @lru_cache(64)
 def _registry(declarations: tuple[type[Plugin], ...], path: object, allowed: object) -> Registry:
-    """Return a registry of what is installed in the folders of ``path``, as they are, and ``allowed``."""
+    """Return a registry of the installed plugins and these. ``path`` and ``allowed`` decide what is installed.
+
+    They are part of the cache's key, not read: a test may install a plugin, or allow other ones, in between.
+    """
     registry = Registry()
     for declaration in declarations:
         if declaration.name in registry.names:
@@ -41,10 +44,10 @@ def _module(declaration: type[Plugin]) -> ModuleType:
     hook = getattr(own, declaration.hook, None)
     if own is not None and hook is not None and declaration in hook():
         return own
-    made = ModuleType(f"{declaration.__module__}.{declaration.__qualname__}")
+    module = ModuleType(f"{declaration.__module__}.{declaration.__qualname__}")
 
     def declare() -> list[type[Plugin]]:
         return [declaration]
 
-    setattr(made, declaration.hook, hookimpl(declare, specname=declaration.hook))
-    return made
+    setattr(module, declaration.hook, hookimpl(declare, specname=declaration.hook))
+    return module

@@ -50,10 +50,14 @@ class Candidate:
 
     def suite(self) -> type:
         """Return the class that pytest collects."""
-        home, suite = _home(self.word), KINDS[self.word].suite
         if issubclass(self.declaration, OptimizerMemoryPlugin):
-            home, suite = _home("optimizer_memory"), "OptimizerMemorySuite"
-        base = getattr(importlib.import_module(home), suite)
+            # Its hook and section are those of the policies for activations, its contract is not.
+            module = _home("optimizer_memory")
+            suite = "OptimizerMemorySuite"
+        else:
+            module = _home(self.word)
+            suite = KINDS[self.word].suite
+        base = getattr(importlib.import_module(module), suite)
         name = "".join(word.capitalize() for word in self.declaration.name.replace("-", "_").split("_"))
         body = {"plugin": self.declaration, "options": dict(self.options), "__module__": __name__}
         return type(f"Test{name}", (base,), body)
@@ -64,7 +68,9 @@ def candidates(config: pytest.Config) -> list[Candidate]:
     words = [word for word in KINDS if config.getoption(f"--moefw-{word}")]
     written = config.getoption("--moefw-options")
     if written and len(words) != 1:
-        raise pytest.UsageError("--moefw-options goes with exactly one of " + ", ".join(f"--moefw-{k}" for k in KINDS))
+        raise pytest.UsageError(
+            "--moefw-options goes with exactly one of " + ", ".join(f"--moefw-{word}" for word in KINDS)
+        )
     registry = Registry()
     return [_candidate(word, config.getoption(f"--moefw-{word}"), written, registry) for word in words]
 
@@ -86,29 +92,38 @@ def _candidate(word: str, name: str, written: str | None, registry: Registry) ->
         )
     missing = [option for option, field in known.items() if field.default is attrs.NOTHING and option not in options]
     if missing:
-        say = ", ".join(f"{option}: {_example(known[option].type)}" for option in missing)
+        example = ", ".join(f"{option}: {_example(known[option].type)}" for option in missing)
         raise pytest.UsageError(
-            f"--moefw-{word} {name}: it cannot be named without {', '.join(missing)}. Pass --moefw-options '{{{say}}}'."
+            f"--moefw-{word} {name}: it cannot be named without {', '.join(missing)}. "
+            f"Pass --moefw-options '{{{example}}}'."
         )
     _check(word, kind, declaration, options)
     return Candidate(word, declaration, options)
 
 
 def _home(word: str) -> str:
+    """Return the name of the module of a kind's suite."""
     return f"moefw.testing.suites.{word}"
 
 
 def _with_nearest(error: PluginError, name: str, kind: Kind, registry: Registry) -> str:
-    said = str(error).partition(" Known: ")[0]
-    if "Did you mean" in said or "fails to import" in said:
-        return said
+    """Return the registry's message with the nearest installed name of the kind, or else with all of them.
+
+    The registry itself lists plugins of every kind, of which only one kind is meant here.
+    """
+    message = str(error).partition(" Known: ")[0]
+    if "Did you mean" in message or "fails to import" in message:
+        return message
     registry.load_all()
     installed = [part.name for part in registry.parts() if part.hook == kind.hook]
     close = closest(name, installed)
-    return f"{said} Installed here: {', '.join(installed)}." if close is None else f"{said} Did you mean {close!r}?"
+    if close is None:
+        return f"{message} Installed here: {', '.join(installed)}."
+    return f"{message} Did you mean {close!r}?"
 
 
 def _options(written: str | None) -> dict[str, Any]:
+    """Return the options that ``--moefw-options`` writes as YAML. Raises UsageError if they are no mapping."""
     problems: list[Any] = []
     tree = read_yaml(written or "{}", Marks("--moefw-options"), problems)
     if problems:
@@ -132,6 +147,7 @@ def _check(word: str, kind: Kind, declaration: type[Plugin], options: Mapping[st
 
 
 def _example(annotation: Any) -> str:
+    """Return a value for an option in a message: the first of a Literal, or dots."""
     values = getattr(annotation, "__args__", None)
     return str(values[0]) if values and isinstance(values[0], str) else "..."
 

@@ -70,7 +70,6 @@ def route(
     the pieces that choose experts independently; None: ``micro_batches``.
     """
     valid = torch.ones(len(logits), dtype=torch.bool) if valid is None else valid
-    batches, rows = list(_pieces(logits, micro_batches)), list(_pieces(logits, sequences))
     choosing = list(_pieces(logits, micro_batches if ranks is None else ranks))
     scores = scores_of(logits, rule)
     chosen = torch.full((len(logits), rule.top_k), -1, dtype=torch.int64)
@@ -79,13 +78,17 @@ def route(
     weights = _weights(logits, scores, chosen, rule) * rule.scale
     chosen = chosen.masked_fill(~valid.unsqueeze(-1), -1)
     ids = chosen.clone()
-    for piece in choosing if rule.capacity else ():
-        ids[piece] = within_capacity(chosen[piece], weights[piece], logits.shape[1], rule)
+    if rule.capacity is not None:
+        for piece in choosing:
+            ids[piece] = within_capacity(chosen[piece], weights[piece], logits.shape[1], rule)
     loss = rule.z_coeff * _mean(logits.logsumexp(-1).square(), valid)
     shares = scores / scores.sum(-1, keepdim=True)
+    # Switch's loss counts the experts with the best scores, not those that groups, biases or capacities let through.
     best = scores.topk(rule.top_k).indices
-    for coeff, pieces in ((rule.aux_coeff, batches), (rule.sequence_aux_coeff, rows)):
-        for piece in pieces if coeff else ():
+    for coeff, lengths in ((rule.aux_coeff, micro_batches), (rule.sequence_aux_coeff, sequences)):
+        if not coeff:
+            continue
+        for piece in _pieces(logits, lengths):
             weight = valid[piece].sum() / valid.sum().clamp_min(1)
             loss = loss + coeff * weight * switch(shares[piece][valid[piece]], best[piece][valid[piece]])
     if rule.global_aux_coeff:
@@ -133,20 +136,22 @@ def within_capacity(chosen: Tensor, weights: Tensor, num_experts: int, rule: Rul
     """Return one rank's choices, at most ``ceil(T K / E * factor)`` per expert; dropped ones are -1."""
     assert rule.capacity is not None
     factor, drop = rule.capacity
-    room = math.ceil(Decimal(str(factor)) * chosen.numel() / num_experts)
-    left = chosen.clone()
+    # Decimal, because in binary 1.1 * 100 is above 110, and its ceiling a row too many.
+    capacity = math.ceil(Decimal(str(factor)) * chosen.numel() / num_experts)
+    remaining = chosen.clone()
     for expert in range(num_experts):
-        takers = [(t, k) for t, k in (chosen == expert).nonzero().tolist()]
+        choices = [(token, choice) for token, choice in (chosen == expert).nonzero().tolist()]
         if drop == "probs":
-            takers.sort(key=lambda taker: -weights[taker].item())
-        for taker in takers[room:]:
-            left[taker] = -1
-    return left
+            choices.sort(key=lambda choice: -weights[choice].item())
+        for choice in choices[capacity:]:
+            remaining[choice] = -1
+    return remaining
 
 
 def _choices(
     logits: Tensor, scores: Tensor, valid: Tensor, rule: Rule, bias_E: Tensor | None, beta_E: Tensor | None
 ) -> Tensor:
+    """Return the K experts of each token, int64 (T, K), before a capacity drops some."""
     tokens, num_experts = logits.shape
     if rule.kind == "forced":
         return torch.arange(tokens * rule.top_k).view(tokens, rule.top_k) % num_experts
@@ -156,26 +161,32 @@ def _choices(
         return ids
     by_logits = beta_E is not None or (rule.score == "softmax" and not rule.pre_softmax)
     ranking = logits if by_logits else scores
-    for shift in (bias_E, None if beta_E is None else -beta_E):
-        ranking = ranking if shift is None else ranking + shift.double()
-    if rule.groups is not None:
-        ranking = torch.stack([_best_groups(row, rule) for row in ranking]) if tokens else ranking
+    if bias_E is not None:
+        ranking = ranking + bias_E.double()
+    if beta_E is not None:
+        ranking = ranking - beta_E.double()
+    if rule.groups is not None and tokens:
+        ranking = torch.stack([_best_groups(row, rule) for row in ranking])
     return ranking.topk(rule.top_k).indices
 
 
 def _best_groups(row: Tensor, rule: Rule) -> Tensor:
     """Return one token's ranking, -inf outside its best groups. A group's value is the sum of its ``best`` best."""
     assert rule.groups is not None
-    (count, keep), best = rule.groups, rule.group_best or rule.top_k // rule.groups[1]
+    count, keep = rule.groups
+    best = rule.group_best or rule.top_k // keep
     groups = row.chunk(count)
-    worth = [sum(sorted(group.tolist(), reverse=True)[:best]) for group in groups]
-    kept = sorted(range(count), key=lambda group: -worth[group])[:keep]
-    out = torch.full_like(row, -math.inf).chunk(count)
-    return torch.cat([groups[g] if g in kept else out[g] for g in range(count)])
+    values = [sum(sorted(group.tolist(), reverse=True)[:best]) for group in groups]
+    best_groups = sorted(range(count), key=lambda group: -values[group])[:keep]
+    excluded = torch.full_like(row, -math.inf).chunk(count)
+    return torch.cat([groups[g] if g in best_groups else excluded[g] for g in range(count)])
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """Return the transport plan of valid tokens (N, E): Megatron Core's scaling of exp(logits)."""
+    """Return the transport plan of valid tokens (N, E): Megatron Core's scaling of exp(logits).
+
+    ``d0`` and ``d1`` are its names for the factors of tokens and of experts; 1e-4 and 1e-8 are its constants.
+    """
     cost = logits.exp()
     tokens, num_experts = cost.shape
     d1 = torch.ones(num_experts, dtype=torch.float64)
@@ -185,11 +196,15 @@ def sinkhorn(logits: Tensor) -> Tensor:
             break
         d0 = 1 / (tokens * ((cost * d1).sum(1) + 1e-8))
         new = 1 / (num_experts * ((cost * d0.unsqueeze(1)).sum(0) + 1e-8))
-        change, d1 = (new - d1).abs().mean().item(), new
-    return cost * d1 * (d0.unsqueeze(1) if tokens else 1)
+        change = (new - d1).abs().mean().item()
+        d1 = new
+    if not tokens:
+        return cost
+    return cost * d1 * d0.unsqueeze(1)
 
 
 def _weights(logits: Tensor, scores: Tensor, chosen: Tensor, rule: Rule) -> Tensor:
+    """Return the routing weights of the choices (T, K), before they are scaled."""
     if rule.kind == "forced" or (rule.kind == "topk" and rule.score == "softmax" and not rule.pre_softmax):
         return logits.gather(1, chosen).softmax(-1)
     weights = scores.gather(1, chosen)
@@ -203,7 +218,10 @@ def _mean(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def _pieces(tokens: Tensor, lengths: Sequence[int] | None) -> Iterator[slice]:
+    """Yield the slices of consecutive pieces of these lengths; None: one piece of all tokens."""
+    if lengths is None:
+        lengths = [len(tokens)]
     start = 0
-    for length in [len(tokens)] if lengths is None else lengths:
+    for length in lengths:
         yield slice(start, start + length)
         start += length

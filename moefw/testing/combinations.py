@@ -18,6 +18,7 @@ from hypothesis import note
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from moefw.compose.registry import Registry
 from moefw.compose.spec.source import Tree
 from moefw.core.errors import nearest
 from moefw.core.facts import ANY
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 Sections = Mapping[str, Sequence[Variant]]
 """The variants that a section may take."""
 
-NUM_EXPERTS, TOP_K = 8, 2
+NUM_EXPERTS = 8
+TOP_K = 2
 SKEWS = ("even", "one", "starved")
 ALIGNMENTS = (1, 4)
 MAX_TOKENS = 6
@@ -74,8 +76,9 @@ class Combination:
         assembly = layer_case.resolve()
         agreed = assembly.layers[0].facts.get("row_alignment", 1)
         offered = assembly.parts.dispatch.offers(assembly.layers[0].site).get("row_alignment", ())
-        wanted = math.lcm(agreed, self.row_alignment)
-        return self._layer_case(row_alignment=wanted if offered == ANY or wanted in offered else agreed)
+        common = math.lcm(agreed, self.row_alignment)
+        is_offered = offered == ANY or common in offered
+        return self._layer_case(row_alignment=common if is_offered else agreed)
 
     def rule(self) -> Rule | None:
         """Return the oracle's rule for the router; None if the oracle has no formula for it."""
@@ -85,6 +88,7 @@ class Combination:
         return None if words is None else Rule(top_k=TOP_K, **words)
 
     def _layer_case(self, **more: Any) -> LayerCase:
+        """Return the layer case, with row alignment 1 unless ``more`` sets it."""
         from moefw.testing.layer_case import LayerCase
 
         return LayerCase(
@@ -103,9 +107,12 @@ class Combination:
         )
 
     def _settings(self) -> list[str]:
+        """Return words for what a spec does not say, the tokens first."""
         tokens = f"tokens of each rank: {', '.join(map(str, self.tokens))}"
-        found = [tokens, f"skew {self.skew}", f"seed {self.seed}", f"row alignment {self.row_alignment}"]
-        return [*found, *(["every third token masked"] if self.masked else [])]
+        settings = [tokens, f"skew {self.skew}", f"seed {self.seed}", f"row alignment {self.row_alignment}"]
+        if self.masked:
+            settings.append("every third token masked")
+        return settings
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{section} {variant.label}" for section, variant in self.parts.items())
@@ -117,16 +124,15 @@ class Combination:
 
 def settled(combination: Combination) -> Combination:
     """Return the combination adapted to its parts: see ``smallest``, ``equal_tokens`` and ``regions`` of a variant."""
-    parts, tokens = combination.parts.values(), combination.tokens
+    parts = combination.parts.values()
     smallest = max(variant.smallest for variant in parts)
-    tokens = tuple(number if number == 0 else max(number, smallest) for number in tokens)
-    equal = any(variant.equal_tokens for variant in parts)
-    return evolve(
-        combination,
-        tokens=(max(tokens),) * len(tokens) if equal else tokens,
-        masked=combination.masked and not equal,
-        shared=combination.shared or any("shared_experts" in variant.regions for variant in parts),
-    )
+    tokens = tuple(number if number == 0 else max(number, smallest) for number in combination.tokens)
+    masked = combination.masked
+    if any(variant.equal_tokens for variant in parts):
+        tokens = (max(tokens),) * len(tokens)
+        masked = False
+    treats_shared_expert = any("shared_experts" in variant.regions for variant in parts)
+    return evolve(combination, tokens=tokens, masked=masked, shared=combination.shared or treats_shared_expert)
 
 
 def usable_here(
@@ -145,38 +151,54 @@ def usable_here(
     ``only``: its section contains only this plugin, with each set of ``options``. The other arguments are those of
     :func:`combinations`.
     """
-    registry = with_plugins((*plugins, *([] if only is None else [only])))
-    named = {*include, *(plugin.name for plugin in plugins)}
-    every = variants(registry, include=named)
-    found = of_a_layer(every) if staged is None else in_stages(every)
-    for name in set(exclude).difference(*(one.names for ways in found.values() for one in ways)):
-        raise ValueError(f"exclude: no plugin here is called {name!r}. {nearest(name, registry.names)}")
-    found = {section: tuple(one for one in ways if not {*one.names} & {*exclude}) for section, ways in found.items()}
+    registry = with_plugins(plugins if only is None else (*plugins, only))
+    requested = {*include, *(plugin.name for plugin in plugins)}
+    every = variants(registry, include=requested)
+    sections = _without(exclude, of_a_layer(every) if staged is None else in_stages(every), registry)
     if only is not None:
         section = next(section for section, hook in SECTIONS.items() if hook == only.hook)
-        found[section] = tuple(of_part(registry.get(only.hook, only.name), section, options))
-        named.add(only.name)
-        if not found[section]:
+        sections[section] = tuple(of_part(registry.get(only.hook, only.name), section, options))
+        requested.add(only.name)
+        if not sections[section]:
             what = f"{only.name} has options without a default that no test can guess"
             raise ValueError(f"{what}; set them: options = [{{...}}]")
     model: Any = Combination(parts={}, tokens=(1,), shared=True).spec()["model"]
-    fit = Fit(found, registry=registry, model=model if staged is None else staged)
+    # `fit` reads this very `sections`, which the loops below still change. It decides nothing before they have run.
+    fit = Fit(sections, registry=registry, model=model if staged is None else staged)
     for section, choice in fixed.items():
         if section not in SECTIONS:
             raise ValueError(f"fixed: {section!r} is no section of plugins. {nearest(section, SECTIONS)}")
-        same = tuple(one for one in found.get(section, ()) if one.choice == choice)
-        found[section] = same or (fit.as_given(section, choice),)
+        of_choice = tuple(variant for variant in sections.get(section, ()) if variant.choice == choice)
+        sections[section] = of_choice or (fit.as_given(section, choice),)
     for section in ("precision", "memory"):
-        found[section] = tuple(evolve(one, rtol=max(one.rtol, fit.rtol(one))) for one in found[section])
-    for section, ways in found.items():
-        if not ways:
+        sections[section] = tuple(
+            evolve(variant, rtol=max(variant.rtol, fit.rtol(variant))) for variant in sections[section]
+        )
+    for section, of_section in sections.items():
+        if not of_section:
             raise ValueError(f"exclude leaves nothing for {section}.")
-    usable = {section: [one for one in ways if fit.fits(one)] for section, ways in found.items()}
-    for section, ways in found.items():
-        if not usable[section] and (section in fixed or named & {*ways[0].names}):
-            raise ValueError(f"no spec with {' and '.join(ways[0].names)} is accepted: {fit.reason(ways[0])}")
+    usable = {
+        section: [variant for variant in of_section if fit.fits(variant)] for section, of_section in sections.items()
+    }
+    for section, of_section in sections.items():
+        plainest = of_section[0]
+        if not usable[section] and (section in fixed or requested & {*plainest.names}):
+            raise ValueError(f"no spec with {' and '.join(plainest.names)} is accepted: {fit.reason(plainest)}")
     fit.sections = usable
     return fit
+
+
+def _without(
+    exclude: Collection[str], sections: Mapping[str, Sequence[Variant]], registry: Registry
+) -> dict[str, tuple[Variant, ...]]:
+    """Return the variants that use no excluded plugin. Raises ValueError if a name to exclude is none of theirs."""
+    known = {name for of_section in sections.values() for variant in of_section for name in variant.names}
+    for name in set(exclude) - known:
+        raise ValueError(f"exclude: no plugin here is called {name!r}. {nearest(name, registry.names)}")
+    return {
+        section: tuple(variant for variant in of_section if not {*variant.names} & {*exclude})
+        for section, of_section in sections.items()
+    }
 
 
 def combinations(
@@ -203,8 +225,9 @@ def combinations(
 @st.composite
 def drawn_from(draw: st.DrawFn, fit: Fit, plugins: tuple[type[Plugin], ...] = ()) -> Combination:
     """Draw a combination of the variants of ``fit``. ``plugins``: those of them that need not be installed."""
-    parts = {section: draw(st.sampled_from(found)) for section, found in fit.sections.items()}
-    world, formulas = parts["parallel"].world, fit.formulas(parts["gemm"])
+    parts = {section: draw(st.sampled_from(of_section)) for section, of_section in fit.sections.items()}
+    world = parts["parallel"].world
+    formulas = fit.formulas(parts["gemm"])
     combination = settled(
         Combination(
             parts=parts,
@@ -225,7 +248,9 @@ def drawn_from(draw: st.DrawFn, fit: Fit, plugins: tuple[type[Plugin], ...] = ()
 
 def flow(value: object) -> str:
     """Return a value as YAML on one line."""
-    yaml, text = YAML(pure=True), io.StringIO()
-    yaml.default_flow_style, yaml.width = True, 10_000
+    yaml = YAML(pure=True)
+    yaml.default_flow_style = True
+    yaml.width = 10_000
+    text = io.StringIO()
     yaml.dump(value, text)
     return text.getvalue().removesuffix("...\n").strip()

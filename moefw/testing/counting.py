@@ -66,18 +66,20 @@ class Counting(Collectives):
 
     def __init__(self, group: ProcessGroup, *, dims: Collection[int | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.group, self.dims = group, dims
+        self.group = group
+        self.dims = dims
         self._movement: Movement | None = None
         self._sent = {movement: [Sent()] * group.size() for movement in get_args(Movement)}
 
     @contextmanager
     def during(self, movement: Movement) -> Iterator[None]:
         """Count collectives launched in this block as part of ``movement``."""
-        before, self._movement = self._movement, movement
+        outer = self._movement
+        self._movement = movement
         try:
             yield
         finally:
-            self._movement = before
+            self._movement = outer
 
     def traffic(self) -> Traffic:
         """Return the counted bytes."""
@@ -92,9 +94,11 @@ class Counting(Collectives):
         return collective.call(collective.outputs)
 
     def _rank_of(self, peer: int, group: ProcessGroup) -> int:
+        """Return the position in ``self.group`` of a peer, which is a position in the collective's group."""
         if group is self.group:
             return peer
-        ranks, rank = members(self.group), members(group)[peer]
+        ranks = members(self.group)
+        rank = members(group)[peer]
         if rank not in ranks:
             raise ContractError(f"bytes were sent to rank {rank}, which is none of the ranks {ranks} of the experts.")
         return ranks.index(rank)
@@ -103,6 +107,8 @@ class Counting(Collectives):
         if self._movement is None:
             what = "bytes were sent outside every movement: launch collectives inside `counting.during(...)`"
             raise ContractError(what)
-        rows = tensor.is_floating_point() and tensor.ndim >= 2 and tensor.shape[-1] in self.dims
-        if peer != self.group.rank():
-            self._sent[self._movement][peer] += Sent(payload=tensor.nbytes) if rows else Sent(metadata=tensor.nbytes)
+        if peer == self.group.rank():
+            return
+        is_payload = tensor.is_floating_point() and tensor.ndim >= 2 and tensor.shape[-1] in self.dims
+        sent = Sent(payload=tensor.nbytes) if is_payload else Sent(metadata=tensor.nbytes)
+        self._sent[self._movement][peer] += sent

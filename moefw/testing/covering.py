@@ -35,16 +35,16 @@ def pairs(
 
 def covering(fit: Fit, *, only: type[Plugin] | None = None) -> Iterator[Mapping[str, Variant]]:
     """Yield the parts of a covering set; see :func:`pairs`."""
-    wanted = list(fitting_pairs(fit))
+    pairs_to_cover = list(fitting_pairs(fit))
     if only is not None:
-        wanted = [pair for pair in wanted if any(only.name in variant.names for variant in pair)]
-    return _cover(wanted, fit)
+        pairs_to_cover = [pair for pair in pairs_to_cover if any(only.name in variant.names for variant in pair)]
+    return _cover(pairs_to_cover, fit)
 
 
 def all_pairs(sections: Sections) -> Iterator[tuple[Variant, Variant]]:
     """Yield every pair of variants of two different sections."""
-    for one, other in itertools.combinations(sections.values(), 2):
-        yield from itertools.product(one, other)
+    for of_first, of_second in itertools.combinations(sections.values(), 2):
+        yield from itertools.product(of_first, of_second)
 
 
 def fitting_pairs(fit: Fit) -> Iterator[Pair]:
@@ -59,7 +59,8 @@ def met(parts: Mapping[str, Variant]) -> set[Pair]:
 
 def _dress(parts: Mapping[str, Variant], number: int, fit: Fit, plugins: tuple[type[Plugin], ...] = ()) -> Combination:
     """Return a combination of parts with tokens, skew, mask, alignment and experts, which vary with ``number``."""
-    patterns, formulas = TOKENS[parts["parallel"].world], fit.formulas(parts["gemm"])
+    patterns = TOKENS[parts["parallel"].world]
+    formulas = fit.formulas(parts["gemm"])
     return settled(
         Combination(
             parts=parts,
@@ -76,29 +77,35 @@ def _dress(parts: Mapping[str, Variant], number: int, fit: Fit, plugins: tuple[t
     )
 
 
-def _cover(wanted: list[Pair], fit: Fit) -> Iterator[Mapping[str, Variant]]:
+def _cover(pairs_to_cover: list[Pair], fit: Fit) -> Iterator[Mapping[str, Variant]]:
     """Yield combinations greedily: start from an uncovered pair, then add variants that cover the most other pairs."""
-    left = dict.fromkeys(wanted)
+    uncovered = dict.fromkeys(pairs_to_cover)  # a set that keeps its order: the covering set is deterministic
+    # Largest sections first: they have the most pairs to cover.
     sections = sorted(fit.sections, key=lambda section: -len(fit.sections[section]))
-    while left:
-        parts = {variant.section: variant for variant in sorted(next(iter(left)), key=lambda one: one.section)}
+    while uncovered:
+        first = next(iter(uncovered))
+        parts = {variant.section: variant for variant in sorted(first, key=lambda variant: variant.section)}
         for section in sections:
             if section not in parts:
-                best = _best(parts, section, left, fit)
+                best = _best(parts, section, uncovered, fit)
                 if best is not None:
                     parts[section] = best
         if len(parts) < len(sections) or fit.refusal(parts) is not None:
-            parts = dict(fit.company(*next(iter(left))) or {})
+            # All pairs fit, and the whole does not: take a combination that is known to be accepted with the first.
+            parts = dict(fit.company(*first) or {})
         yield {section: parts[section] for section in fit.sections}
         for pair in met(parts):
-            left.pop(pair, None)
+            uncovered.pop(pair, None)
 
 
-def _best(parts: Mapping[str, Variant], section: str, left: Mapping[Pair, None], fit: Fit) -> Variant | None:
-    best, most = None, -1
+def _best(parts: Mapping[str, Variant], section: str, uncovered: Mapping[Pair, None], fit: Fit) -> Variant | None:
+    """Return the variant of a section that fits each of ``parts`` and covers most pairs; None if none fits."""
+    best: Variant | None = None
+    most = -1
     for variant in fit.sections[section]:
-        meeting = [frozenset((variant, other)) for other in parts.values()]
-        gain = sum(pair in left for pair in meeting)
-        if gain > most and all(fit.fits(*pair) for pair in meeting):
-            best, most = variant, gain
+        pairs_of_variant = [frozenset((variant, other)) for other in parts.values()]
+        gain = sum(pair in uncovered for pair in pairs_of_variant)
+        if gain > most and all(fit.fits(*pair) for pair in pairs_of_variant):
+            best = variant
+            most = gain
     return best

@@ -50,19 +50,27 @@ class Fit:
         model: Mapping[str, Any],
         pretend: bool = False,
     ) -> None:
-        self.sections, self.registry, self.model, self.pretend = sections, registry, model, pretend
-        self._said: dict[frozenset[Variant], MoefwError | None] = {}
+        self.sections = sections
+        self.registry = registry
+        self.model = model
+        self.pretend = pretend
+        self._refusals: dict[frozenset[Variant], MoefwError | None] = {}
+        """By the parts of a whole combination; None if it is accepted."""
         self._companies: dict[frozenset[Variant], Parts | None] = {}
-        self._met: dict[frozenset[Variant], Parts] = {}
-        self._apart: set[frozenset[Variant]] = set()
+        """Results of a search, by the chosen variants."""
+        self._accepted: dict[frozenset[Variant], Parts] = {}
+        """An accepted combination for each variant and each pair of variants that one is known to contain."""
+        self._blamed: set[frozenset[Variant]] = set()
+        """Sets of variants that a refusal of a mixture named."""
         self._needs: dict[Variant, list[Need]] = {}
-        self._stated: dict[Variant, str] = {}
+        self._declared: dict[Variant, str] = {}
 
     def tree(self, parts: Parts) -> Tree:
         """Return the spec of a combination as plain data."""
         world = parts["parallel"].world
         train = {"tokens_per_step": 64 * world, "micro_batch": 1, "seq_len": 16}
-        return {"model": dict(self.model), "train": train, **{section: one.choice for section, one in parts.items()}}
+        chosen = {section: variant.choice for section, variant in parts.items()}
+        return {"model": dict(self.model), "train": train, **chosen}
 
     def resolve(self, parts: Parts) -> Assembly:
         """Return the assembly of a combination. Raises MoefwError if it is refused."""
@@ -78,16 +86,17 @@ class Fit:
     def refusal(self, parts: Parts) -> MoefwError | None:
         """Return the error that refuses a combination; None if it is accepted."""
         key = frozenset(parts.values())
-        if key not in self._said:
+        if key not in self._refusals:
             try:
                 self.resolve(parts)
-                self._said[key] = None
-                for number in (1, 2):
-                    for met in itertools.combinations(parts.values(), number):
-                        self._met.setdefault(frozenset(met), parts)
             except MoefwError as error:
-                self._said[key] = error
-        return self._said[key]
+                self._refusals[key] = error
+            else:
+                self._refusals[key] = None
+                for number in (1, 2):
+                    for together in itertools.combinations(parts.values(), number):
+                        self._accepted.setdefault(frozenset(together), parts)
+        return self._refusals[key]
 
     def company(self, *chosen: Variant) -> Parts | None:
         """Return an accepted combination that contains the chosen variants; None if none was found.
@@ -99,21 +108,22 @@ class Fit:
         if key not in self._companies:
             candidates = self._candidates(chosen)
             self._companies[key] = next((parts for parts in candidates if self.refusal(parts) is None), None)
-        return self._companies[key] or self._met.get(key)
+        return self._companies[key] or self._accepted.get(key)
 
     def fits(self, *chosen: Variant) -> bool:
         """Return whether an accepted combination contains the chosen variants, one or two.
 
         Few resolves answer for many variants: what is tried first contains as many new pairs as possible.
         """
-        if frozenset(chosen) in self._met:
+        if frozenset(chosen) in self._accepted:
             return True
         mixture = self._mixture(chosen)
         refusal = self.refusal(mixture)
         if refusal is None:
             return True
+        # The mixture may be refused for parts that were not chosen: later mixtures avoid these, and a search decides.
         for problem in refusal.problems:
-            self._apart.add(frozenset(named(problem, mixture.values())))
+            self._blamed.add(frozenset(named(problem, mixture.values())))
         return self.company(*chosen) is not None
 
     def reason(self, *chosen: Variant) -> Problem:
@@ -129,10 +139,11 @@ class Fit:
         return next(self._thirds(chosen), best)
 
     def _thirds(self, chosen: Sequence[Variant]) -> Iterator[Problem]:
+        """Yield a problem for each further section of which every variant is refused by one of the chosen variants."""
         for section in sorted(self.sections.keys() - {variant.section for variant in chosen}):
-            pairs = [(third, one) for third in self.sections[section] if self.fits(third) for one in chosen]
-            refused = [pair for pair in pairs if not self.fits(*pair)]
-            if {third for third, _ in refused} == {third for third, _ in pairs}:
+            thirds = [third for third in self.sections[section] if self.fits(third)]
+            refused = [pair for pair in itertools.product(thirds, chosen) if not self.fits(*pair)]
+            if {third for third, _ in refused} == set(thirds):
                 reasons = dict.fromkeys(self.reason(*pair).what for pair in refused)
                 both = " and ".join(variant.label for variant in chosen)
                 fix = f"Change {' or '.join(variant.section for variant in chosen)}."
@@ -141,10 +152,14 @@ class Fit:
     def needs(self, variant: Variant) -> list[str]:
         """Return a variant's needs of the machine beyond a CPU: devices, compute capability, packages by name."""
         words = {"device": "{}", "capability": "compute capability {}", "package": "{}"}
-        found = [need for need in self._asks(variant) if need.fact in words]
-        values = [[need.value] if isinstance(need.value, str) else list(need.value) for need in found]
-        pairs = zip(found, values)
-        return [words[need.fact].format(" or ".join(value)) for need, value in pairs if "cpu" not in value]
+        needs = []
+        for need in self._needs_of(variant):
+            if need.fact not in words:
+                continue
+            values = [need.value] if isinstance(need.value, str) else list(need.value)
+            if "cpu" not in values:
+                needs.append(words[need.fact].format(" or ".join(values)))
+        return needs
 
     def rtol(self, variant: Variant) -> float:
         """Return the sum of the errors that the parts of a variant offer."""
@@ -157,10 +172,10 @@ class Fit:
         """Return the items of the fact ``formula`` that a GEMM offers."""
         try:
             offered = {**silence("gemm"), **self._parts(gemm)[0].offers(self._site())}
-        except Exception:  # as above
+        except Exception:  # resolve reports the plugin's fault
             return ()
-        found: tuple[str, ...] = offered["formula"]
-        return found
+        formulas: tuple[str, ...] = offered["formula"]
+        return formulas
 
     def as_given(self, section: str, choice: Any) -> Variant:
         """Return a variant with a choice as in a spec, and the smallest world of a layout."""
@@ -169,53 +184,66 @@ class Fit:
         return evolve(variant, world=layout.plan(None).world) if isinstance(layout, LayoutPlugin) else variant
 
     def _candidates(self, chosen: Sequence[Variant]) -> Iterable[Parts]:
+        """Yield combinations with one or two chosen variants, in the order of :meth:`company`."""
         fixed = {variant.section: variant for variant in chosen}
-        plain = {section: found[0] for section, found in self.sections.items()}
-        companies = [self.company(variant) or {} for variant in chosen] if len(chosen) > 1 else []
-        merged: list[dict[str, Variant]] = [
-            dict(plain) | _not_plain(one, plain) | _not_plain(other, plain) | fixed
-            for one, other in itertools.permutations(companies, 2)
-        ] or [plain | fixed]
-        yield from merged
-        if self._lacks(chosen):
+        plain = {section: of_section[0] for section, of_section in self.sections.items()}
+        if len(chosen) < 2:
+            starts = [plain | fixed]
+        else:
+            # Each of the two may need parts that are not the plainest: take what its own company has of them. Where
+            # both need a part of one section, the second wins, so both orders are tried.
+            first, second = (_not_plain(self.company(variant) or {}, plain) for variant in chosen)
+            starts = [plain | first | second | fixed, plain | second | first | fixed]
+        yield from starts
+        if self._machine_lacks(chosen):
             return
-        for section in (section for section in self.sections if section not in fixed):
-            asked = set()
+        for section in self.sections:
+            if section in fixed:
+                continue
+            tried = set()
             for variant in self.sections[section]:
-                if self._states(variant) not in asked:
-                    asked.add(self._states(variant))
-                    yield merged[0] | {section: variant}
+                declared = self._declared_by(variant)
+                if declared not in tried:
+                    tried.add(declared)
+                    yield starts[0] | {section: variant}
 
     def _mixture(self, chosen: Sequence[Variant]) -> Parts:
         """Return the chosen variants with those of other sections that were named in no refusal and are new to them."""
         parts = {variant.section: variant for variant in chosen}
-        for section, found in self.sections.items():
+        for section, of_section in self.sections.items():
             if section not in parts:
-                parts[section] = max(found, key=lambda variant: self._news(variant, parts))
+                parts[section] = max(of_section, key=lambda variant: self._novelty(variant, parts))
         return {section: parts[section] for section in self.sections}
 
-    def _news(self, variant: Variant, parts: Parts) -> tuple[bool, int]:
+    def _novelty(self, variant: Variant, parts: Parts) -> tuple[bool, int]:
+        """Return whether no refusal named the variant, alone or with a part, and how many pairs with it are new."""
         pairs = [frozenset((variant, other)) for other in parts.values()]
-        return self._apart.isdisjoint([frozenset((variant,)), *pairs]), sum(pair not in self._met for pair in pairs)
+        is_unblamed = self._blamed.isdisjoint([frozenset((variant,)), *pairs])
+        num_new = sum(pair not in self._accepted for pair in pairs)
+        return is_unblamed, num_new
 
-    def _lacks(self, chosen: Iterable[Variant]) -> bool:
+    def _machine_lacks(self, chosen: Iterable[Variant]) -> bool:
         """Return whether the machine, which no other variant changes, lacks a device or package."""
         machine = self._machine(chosen)
-        needs = [need for variant in chosen for need in self._asks(variant)]
-        return any(
-            (need.fact == "device" and machine.device not in need.value)
-            or (need.fact == "package" and not machine.has_package(need.value))
-            for need in needs
-        )
+        for variant in chosen:
+            for need in self._needs_of(variant):
+                if need.fact == "device" and machine.device not in need.value:
+                    return True
+                if need.fact == "package" and not machine.has_package(need.value):
+                    return True
+        return False
 
     def _machine(self, chosen: Iterable[Variant]) -> Machine:
+        """Return the machine for the chosen variants; a pretended one has a device on which all of them run."""
         if not self.pretend:
             return Machine(device="cpu")
-        wanted = [need.value for variant in chosen for need in self._asks(variant) if need.fact == "device"]
-        fits = (device for device in ("cuda", "cpu") if all(device in value for value in wanted))
-        return Pretended(device=next(fits, "cuda"))
+        needs = itertools.chain.from_iterable(map(self._needs_of, chosen))
+        devices = [need.value for need in needs if need.fact == "device"]
+        common = (device for device in ("cuda", "cpu") if all(device in allowed for allowed in devices))
+        return Pretended(device=next(common, "cuda"))
 
-    def _asks(self, variant: Variant) -> list[Need]:
+    def _needs_of(self, variant: Variant) -> list[Need]:
+        """Return the needs of all plugins of a variant."""
         if variant not in self._needs:
             try:
                 self._needs[variant] = [need for part in self._parts(variant) for need in part.needs(self._site())]
@@ -223,29 +251,30 @@ class Fit:
                 self._needs[variant] = []
         return self._needs[variant]
 
-    def _states(self, variant: Variant) -> str:
+    def _declared_by(self, variant: Variant) -> str:
         """Return a variant's offers and needs as text. Of variants with equal text, only one is tried."""
-        if variant not in self._stated:
-            said = variant.label
-            if variant.section != "parallel":
+        if variant not in self._declared:
+            declared = variant.label
+            if variant.section != "parallel":  # what a layout offers does not say how it arranges ranks
                 try:
                     offers = [part.offers(self._site()) for part in self._parts(variant)]
-                    said = repr([variant.names, offers, self._asks(variant)])
-                except Exception:  # as above
-                    said = variant.label
-            self._stated[variant] = said
-        return self._stated[variant]
+                    declared = repr([variant.names, offers, self._needs_of(variant)])
+                except Exception:  # resolve reports the plugin's fault
+                    declared = variant.label
+            self._declared[variant] = declared
+        return self._declared[variant]
 
     def _parts(self, variant: Variant) -> list[Plugin]:
+        """Return the plugins of a variant with their options, without those whose options do not read."""
         chosen = variant.choice if isinstance(variant.choice, list) else [variant.choice]
-        built = []
+        plugins = []
         for choice in chosen:
             part = self.registry.get(SECTIONS[variant.section], choice["use"])
             options = {key: value for key, value in choice.items() if key != "use"}
-            made = structure(part.declaration, options, (), Marks("spec"), [])
-            if made is not None:
-                built.append(made)
-        return built
+            plugin = structure(part.declaration, options, (), Marks("spec"), [])
+            if plugin is not None:
+                plugins.append(plugin)
+        return plugins
 
     def _site(self) -> Site:
         machine = Pretended(device="cuda") if self.pretend else Machine(device="cpu")
@@ -254,6 +283,7 @@ class Fit:
 
 
 def _not_plain(parts: Parts, plain: Parts) -> dict[str, Variant]:
+    """Return the variants of a combination that are not the plainest of their section."""
     return {section: variant for section, variant in parts.items() if variant != plain[section]}
 
 
@@ -263,10 +293,16 @@ def named(problem: Problem, chosen: Iterable[Variant]) -> list[Variant]:
 
 
 def _is_named(problem: Problem, variant: Variant) -> bool:
-    words = [*variant.names, *(["the layout"] if variant.section == "parallel" else [])]
-    said = any(re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", problem.what) for word in words)
-    key = rf"(?<![\w.]){variant.section}(?=[.\[]|$)"
-    return said or any(re.search(key, text) is not None for text in (problem.where, problem.fix))
+    """Return whether a problem names a plugin of a variant or, in its place or fix, the section."""
+    names = list(variant.names)
+    if variant.section == "parallel":
+        names.append("the layout")
+    # Whole names: `my-topk` does not name `topk`.
+    if any(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", problem.what) for name in names):
+        return True
+    # The section at the head of a path, as in `memory[0].regions`.
+    section = rf"(?<![\w.]){variant.section}(?=[.\[]|$)"
+    return any(re.search(section, text) is not None for text in (problem.where, problem.fix))
 
 
 def is_a_refusal(error: MoefwError) -> bool:

@@ -49,7 +49,8 @@ def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor],
     weights = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     x = x_TD.detach().double().requires_grad_()
     weights_TK = routing.weights_TK.detach().double().requires_grad_()
-    out, clamp = torch.zeros_like(x), layer_case.activation.clamp
+    clamp = layer_case.activation.clamp
+    out = torch.zeros_like(x)
     for expert in range(layer_case.num_experts):
         gate = (weights_TK * (ids_TK == expert)).sum(-1, keepdim=True)
         out = out + gate * expert_output(x, weights, f"experts.{expert}.", clamp)
@@ -57,13 +58,13 @@ def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor],
         out = out + expert_output(x, weights, "shared_expert.", clamp)
     (out * probe_TD.double()).sum().backward()
     grads = {name: _grad(value) for name, value in weights.items()}
-    through = _pull_back(routing.weights_TK, _grad(weights_TK), x_TD, layer.router)
-    grads |= {f"router.{name}": grad for name, grad in through.items() if name}
+    router_grads = _pull_back(routing.weights_TK, _grad(weights_TK), x_TD, layer.router)
+    grads |= {f"router.{name}": grad for name, grad in router_grads.items() if name}
     return Truth(
         out_TD=out.detach(),
         expert_ids_TK=ids_TK,
         tokens_per_expert=routing.stats["tokens_per_expert"].double(),
-        grads=grads | {"x": _grad(x) + through[""]},
+        grads=grads | {"x": _grad(x) + router_grads[""]},
     )
 
 
@@ -91,7 +92,7 @@ def dropped(layer_case: LayerCase, ids: Sequence[Tensor], budget: RowBudget) -> 
     """Return each rank's choices beyond a budget, bool (T, K)."""
     assembly: Assembly = layer_case.resolve()
     plan = assembly.layout
-    out = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in ids]
+    masks_by_rank = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in ids]
     for group in {plan.group(rank, ("ep", "etp")) for rank in range(plan.world)}:
         masks = over_budget(
             [ids[rank] for rank in group],
@@ -101,11 +102,12 @@ def dropped(layer_case: LayerCase, ids: Sequence[Tensor], budget: RowBudget) -> 
             row_alignment=layer_case.row_alignment,
         )
         for rank, mask_TK in zip(group, masks, strict=True):
-            out[rank] = mask_TK
-    return out
+            masks_by_rank[rank] = mask_TK
+    return masks_by_rank
 
 
 def _all_ranks(ids_TK: Tensor) -> list[Tensor]:
+    """Return the ids of every rank of the world, this one's without a world. Collective."""
     if not dist.is_initialized():
         return [ids_TK]
     gathered = everywhere(ids_TK.tolist(), dist.group.WORLD)
@@ -117,10 +119,10 @@ def _pull_back(weights_TK: Tensor, grad_TK: Tensor, x_TD: Tensor, router: torch.
     inputs = {"": x_TD, **dict(router.named_parameters())}
     if not weights_TK.requires_grad:
         return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in inputs.items()}
-    found = torch.autograd.grad(weights_TK, list(inputs.values()), grad_TK.to(weights_TK.dtype), allow_unused=True)
+    grads = torch.autograd.grad(weights_TK, list(inputs.values()), grad_TK.to(weights_TK.dtype), allow_unused=True)
     return {
         name: torch.zeros_like(value, dtype=torch.float64) if grad is None else grad.double()
-        for (name, value), grad in zip(inputs.items(), found, strict=True)
+        for (name, value), grad in zip(inputs.items(), grads, strict=True)
     }
 
 
@@ -144,20 +146,28 @@ def over_budget(
     the alignment. With experts in parts, all parts of an expert drop the same choices. If each source rank has its
     share, its rows beyond that are dropped first, the last in order (expert, token).
     """
-    out = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in expert_ids]
-    parts, k = len(expert_ids) // ep, expert_ids[0].shape[1]
-    choices = k * (max_tokens or max(map(len, expert_ids)))
-    most = -(-math.ceil(budget.rank_capacity * parts * choices) // row_alignment) * row_alignment
-    room = math.ceil(math.ceil(budget.rank_capacity * choices) / ep)
-    limits_sources, each = budget.by_source and len(expert_ids) > 1, num_experts // ep
-    for share in range(ep):
-        place, sent = 0, [0] * len(expert_ids)
-        for expert in range(share * each, (share + 1) * each):
+    masks = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in expert_ids]
+    etp = len(expert_ids) // ep
+    top_k = expert_ids[0].shape[1]
+    choices = top_k * (max_tokens or max(map(len, expert_ids)))
+    most_rows = _aligned(math.ceil(budget.rank_capacity * etp * choices), row_alignment)
+    limits_sources = budget.by_source and len(expert_ids) > 1
+    most_rows_of_source = math.ceil(math.ceil(budget.rank_capacity * choices) / ep)
+    local_experts = num_experts // ep
+    for ep_index in range(ep):
+        num_rows = 0
+        sent = [0] * len(expert_ids)
+        for expert in range(ep_index * local_experts, (ep_index + 1) * local_experts):
             for rank, ids_TK in enumerate(expert_ids):
                 for token, choice in (ids_TK == expert).nonzero().tolist():
-                    stays = limits_sources and sent[rank] >= room
-                    out[rank][token, choice] = stays or place >= most
+                    is_beyond_share = limits_sources and sent[rank] >= most_rows_of_source
+                    masks[rank][token, choice] = is_beyond_share or num_rows >= most_rows
                     sent[rank] += 1
-                    place += not stays
-            place = -(-place // row_alignment) * row_alignment
-    return out
+                    if not is_beyond_share:  # a row beyond its source's share is not sent, and takes no place
+                        num_rows += 1
+            num_rows = _aligned(num_rows, row_alignment)
+    return masks
+
+
+def _aligned(num_rows: int, alignment: int) -> int:
+    return -(-num_rows // alignment) * alignment

@@ -115,32 +115,39 @@ class HostWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on the held values."""
         kwargs = kwargs or {}
-        packet, device = func.overloadpacket, kwargs.get("device")
-        named = device is not None and torch.device(device).type == NAME
-        if not named and not any(isinstance(leaf, _Held) for leaf in tree_leaves((args, kwargs))):
+        packet = func.overloadpacket
+        device = kwargs.get("device")
+        allocates_on_device = device is not None and torch.device(device).type == NAME
+        if not allocates_on_device and not any(isinstance(leaf, _Held) for leaf in tree_leaves((args, kwargs))):
             return self._on_cpu(func, args, kwargs)
         if packet is _aten.copy_:
             return self._copy(*args, **kwargs)
         if packet is _aten._to_copy:
             return self._moved(func, args[0], kwargs)
-        bare_args, bare_kwargs = tree_map_only(_Held, _held, (args, kwargs))
-        if device is not None and not named:
-            return self._on_cpu(func, bare_args, bare_kwargs)
+        held_args, held_kwargs = tree_map_only(_Held, _held, (args, kwargs))
+        if device is not None and not allocates_on_device:
+            return self._on_cpu(func, held_args, held_kwargs)  # such as a new_empty(..., device="cpu") of a _Held
         self._note(func, args, kwargs)
-        result = func(*bare_args, **(bare_kwargs | {"device": "cpu"} if named else bare_kwargs))
-        result = tree_map_only(Tensor, _Held, result)
-        return result if func.namespace == "c10d" else return_and_correct_aliasing(func, args, kwargs, result)
+        if allocates_on_device:
+            held_kwargs = held_kwargs | {"device": "cpu"}
+        result = tree_map_only(Tensor, _Held, func(*held_args, **held_kwargs))
+        if func.namespace == "c10d":
+            return result
+        return return_and_correct_aliasing(func, args, kwargs, result)
 
     def _on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator on CPU tensors. Pinning is only noted, because memory is pinned only where a GPU is."""
         if func.overloadpacket is _aten.is_pinned:
             return self.is_pinned(args[0])
-        pins = kwargs.pop("pin_memory", False) or func.overloadpacket is _aten._pin_memory
-        result = args[0].clone() if func.overloadpacket is _aten._pin_memory else func(*args, **kwargs)
+        is_pin_memory = func.overloadpacket is _aten._pin_memory
+        pins = kwargs.pop("pin_memory", False) or is_pin_memory
+        result = args[0].clone() if is_pin_memory else func(*args, **kwargs)
         if pins:
             self._pinned[result.untyped_storage()._cdata] = result
         return result
 
     def _moved(self, func: Any, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Return a copy of a tensor on another device or in another dtype: ``Tensor.to``."""
         target = torch.device(kwargs.pop("device", None) or source.device)
         non_blocking = kwargs.pop("non_blocking", False)
         if target.type == NAME:
@@ -152,6 +159,7 @@ class HostWaits(TorchDispatchMode):
         return values
 
     def _copy(self, into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy into a tensor: ``Tensor.copy_``. Into pinned memory without blocking, garbage until it has arrived."""
         values = _held(source) if isinstance(source, _Held) else self.upload(source, non_blocking)
         if isinstance(into, _Held):
             into.held.copy_(values)
@@ -166,12 +174,17 @@ class HostWaits(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note what an operator reads or uploads. Raises ContractError for what a GPU refuses."""
         packet = func.overloadpacket
-        places: tuple[Tensor, ...] = ()
         if packet in _INDEXES:
-            places = tuple(place for place in args[1] if place is not None)
-        counts = packet is _aten.repeat_interleave and kwargs.get("output_size") is None
-        loops = packet is _aten._grouped_mm and args[0].dtype is not torch.bfloat16
-        if packet in _READS or counts or loops or any(place.dtype in (torch.bool, torch.uint8) for place in places):
+            # A mask as an index reads how many of its values are true.
+            reads = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        elif packet is _aten.repeat_interleave:
+            reads = kwargs.get("output_size") is None
+        elif packet is _aten._grouped_mm:
+            # In other dtypes it is a loop over the groups, whose ends it reads.
+            reads = args[0].dtype is not torch.bfloat16
+        else:
+            reads = packet in _READS
+        if reads:
             self.reads.append(_wait(str(func)))
         for leaf in tree_leaves((args, kwargs)):
             if not isinstance(leaf, Tensor) or isinstance(leaf, _Held):
@@ -191,7 +204,7 @@ class _Held(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> _Held:
-        made: _Held = Tensor._make_wrapper_subclass(
+        tensor: _Held = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
@@ -199,8 +212,8 @@ class _Held(Tensor):
             dtype=held.dtype,
             device=torch.device(NAME, 0),
         )
-        made.held = held
-        return made
+        tensor.held = held
+        return tensor
 
     def tolist(self) -> Any:
         """Return the values. A tensor of a subclass would refuse."""
@@ -235,7 +248,7 @@ class _Event:
 
 
 class _Module:
-    """What ``torch.get_device_module`` returns for the device."""
+    """The device's module, which ``torch.get_device_module`` returns."""
 
     Event = _Event
 

@@ -27,7 +27,7 @@ from moefw.core.site import Activation, Machine
 from moefw.core.stages import Batch, ExpertBatch, LayerStats, Routing
 from moefw.models.mlp import SwiGLU
 from moefw.runtime.compute.row_keys import SALT
-from moefw.runtime.layer import MoELayer, Returning
+from moefw.runtime.layer import MoELayer, Returning, Sent
 from moefw.runtime.naming import by_parameter, canonical_parameters, expert_parameters, initialise
 from moefw.runtime.parallel.pieces import is_shared_out, whole
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
@@ -78,12 +78,14 @@ class LayerCase:
 
     @property
     def activation(self) -> Activation:
-        """What experts compute of gate and up.
+        """The activation of the experts, a function of gate and up.
 
         Only in fp32 is the limit within reach: elsewhere, coarse rounding decides whether a gradient is zero.
         """
+        if not self.clamped:
+            return Activation()
         is_fp32 = self.parts.get("precision", {"use": "fp32"})["use"] == "fp32"
-        return Activation(kind="clamped_swiglu", limit=0.7 if is_fp32 else 1e3) if self.clamped else Activation()
+        return Activation(kind="clamped_swiglu", limit=0.7 if is_fp32 else 1e3)
 
     @property
     def valid_tokens(self) -> int:
@@ -156,7 +158,8 @@ class LayerCase:
         """Resolve the spec, then replace the negotiated ``row_alignment`` by its own. Raises the errors of resolve."""
         assembly = self.resolve()
         layers = {
-            n: evolve(p, facts={**p.facts, "row_alignment": self.row_alignment}) for n, p in assembly.layers.items()
+            number: evolve(layer, facts={**layer.facts, "row_alignment": self.row_alignment})
+            for number, layer in assembly.layers.items()
         }
         return evolve(assembly, layers=layers)
 
@@ -204,15 +207,21 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
     shared = Shared()
     context = ModelParts(assembly, layout, torch.device("cpu"), shared)
     precision = context.at(0).recipe("moe.shared_expert")
-    sizes, expert = (layer_case.dim, layer_case.expert_dim), None
+    shared_expert = None
     if layer_case.shared:
-        expert = SwiGLU(*sizes, precision, _not_split(layout), layer_case.activation)
-    layer = context.moe_layer(0, shared_expert=expert)
+        shared_expert = SwiGLU(
+            layer_case.dim, layer_case.expert_dim, precision, _not_split(layout), layer_case.activation
+        )
+    layer = context.moe_layer(0, shared_expert=shared_expert)
+
+    def send(tokens_and_batch: tuple[Tensor, Batch]) -> Sent:
+        return layer.send(*tokens_and_batch)
 
     def collect(returning: Returning) -> tuple[Tensor, LayerStats]:
         return layer.collect(returning), returning.stats
 
-    run = straight(context.at(0).layer(layer.phases(lambda inputs: layer.send(*inputs), collect)))
+    # As a block runs the layer: in phases, which memory policies treat, rather than by its own forward.
+    run = straight(context.at(0).layer(layer.phases(send, collect)))
 
     def forward(x_TD: Tensor, batch: Batch) -> tuple[Tensor, LayerStats]:
         outputs: tuple[Tensor, LayerStats] = run((x_TD, batch))
@@ -228,12 +237,18 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
 def _not_split(layout: Layout) -> TensorParallel:
     """Return no tensor parallelism: with unequal numbers of tokens per rank, a shared expert must be whole."""
     tp = TensorParallel(layout)
-    tp.size, tp.index, tp.group = 1, 0, None
+    tp.size = 1
+    tp.index = 0
+    tp.group = None
     return tp
 
 
 @torch.no_grad()
 def _skew(router: nn.Module, layer_case: LayerCase) -> None:
+    """Change a router's weight for the skew of a layer case; routers without such a weight stay as they are.
+
+    Feature 0 of every token is at least 1 (:meth:`LayerCase.draw`), so it moves the logits of all tokens one way.
+    """
     weight: Any = getattr(router, "weight", None)
     if getattr(weight, "shape", None) != (layer_case.num_experts, layer_case.dim):
         return
@@ -283,7 +298,8 @@ def solve(layer_case: LayerCase) -> Outcome:
     for parameter, pieces in by_parameter(layer):
         grad = _share(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for piece in pieces:
-            (outcome.grads if parameter in experts else outcome.shares)[piece.name] = _whole(piece, piece.of(grad))
+            grads = outcome.grads if parameter in experts else outcome.shares
+            grads[piece.name] = _whole(piece, piece.of(grad))
     return outcome
 
 
@@ -301,34 +317,36 @@ def _whole(piece: Canonical, part: Tensor) -> Tensor:
     return whole
 
 
-def truth(layer_case: LayerCase, rule: Rule, **given: Tensor) -> Truth:
+def truth(layer_case: LayerCase, rule: Rule, **state: Tensor) -> Truth:
     """Return the oracle's answer to a layer case over the tokens of all ranks, in rank order.
 
-    ``given``: router state and drops as :func:`dense_moe` takes them; the load of the last global batch is even.
+    ``state``: router state and drops, the keyword arguments of :func:`dense_moe`. By default, the load of the last
+    global batch is even.
     """
     drawn = [layer_case.draw(rank) for rank in range(layer_case.world)]
     x_TD, probe_TD = (torch.cat(tensors) for tensors in zip(*drawn, strict=True))
     mask_T = torch.cat([layer_case.mask(rank) for rank in range(layer_case.world)])
     eps: float = layer_case.parts.get("routing", {}).get("jitter", 0.0)
     drawn_TD = torch.cat([_uniform(layer_case, rank) for rank in range(layer_case.world)])
-    given = {"load_E": torch.ones(layer_case.num_experts), "jitter_TD": 1.0 + eps * (2.0 * drawn_TD - 1.0), **given}
-    together = _tokens_together(layer_case)
+    jitter_TD = 1.0 + eps * (2.0 * drawn_TD - 1.0)
+    state = {"load_E": torch.ones(layer_case.num_experts), "jitter_TD": jitter_TD, **state}
+    lengths = _micro_batch_lengths(layer_case)
     return dense_moe(
         parameters_of(layer_case),
         x_TD,
         probe_TD,
         rule,
         mask_T=mask_T,
-        micro_batches=together,
-        sequences=together,
+        micro_batches=lengths,
+        sequences=lengths,
         ranks=layer_case.tokens,
         shared=layer_case.shared,
         clamp=layer_case.activation.clamp,
-        **given,
+        **state,
     )
 
 
-def _tokens_together(layer_case: LayerCase) -> list[int]:
+def _micro_batch_lengths(layer_case: LayerCase) -> list[int]:
     """Return the number of tokens of each micro-batch. Ranks along cp and tp have parts of the same one."""
     plan = layer_case.resolve().layout
     groups = sorted({plan.group(rank, ("cp", "tp")) for rank in range(plan.world)})
@@ -344,16 +362,17 @@ def parameters_of(layer_case: LayerCase) -> dict[str, Tensor]:
 
 
 def _uniform(layer_case: LayerCase, rank: int) -> Tensor:
+    """Return the random numbers from which a router makes the jitter of a rank's tokens, in [0, 1), (T, D)."""
     return uniform(token_keys(layer_case.seeds(rank), torch.arange(layer_case.tokens[rank]), salt=0), layer_case.dim)
 
 
 def _alone(layer_case: LayerCase) -> LayerCase:
-    """Return the same layer on one rank. Its tokens do not matter."""
+    """Return a case with the layer on one rank, and one token."""
     parts = {key: value for key, value in layer_case.parts.items() if key != "parallel"}
     return replace(layer_case, tokens=(1,), parts=parts)
 
 
-def assert_matches(outcomes: Sequence[Outcome], wanted: Truth, *, rtol: float, floor: float = 1e-2) -> None:
+def assert_matches(outcomes: Sequence[Outcome], expected: Truth, *, rtol: float, floor: float = 1e-2) -> None:
     """Assert that outputs, counts and every gradient of all ranks equal the oracle's, by name.
 
     The largest error is at most ``rtol`` times the tensor's largest value, or times ``floor`` of the largest gradient
@@ -367,13 +386,13 @@ def assert_matches(outcomes: Sequence[Outcome], wanted: Truth, *, rtol: float, f
             got[name] = got.get(name, torch.zeros(())) + grad.double()
     for name in outcomes[0].shares:
         got[name] = torch.stack([outcome.shares[name] for outcome in outcomes]).double().sum(0)
-    expected = {"out": wanted.out_TD, "tokens_per_expert": wanted.tokens_per_expert, **wanted.grads}
-    missing = expected.keys() ^ got.keys()
+    by_name = {"out": expected.out_TD, "tokens_per_expert": expected.tokens_per_expert, **expected.grads}
+    missing = by_name.keys() ^ got.keys()
     assert not missing, f"gradients without a counterpart: {sorted(missing)}"
-    least = floor * max(1e-3, *(_largest(value) for name, value in expected.items() if name in wanted.grads))
-    for name, value in expected.items():
+    least_scale = floor * max(1e-3, *map(_largest, expected.grads.values()))
+    for name, value in by_name.items():
         assert not got[name].isnan().any(), f"{name} holds NaN"
-        scale = max(_largest(value), least)
+        scale = max(_largest(value), least_scale)
         worst = _largest(got[name] - value) / scale
         assert worst <= rtol, f"{name} differs from the oracle by {worst:.2e} of its largest value (allowed {rtol:.0e})"
 

@@ -37,7 +37,8 @@ def layer_waits(layer_case: LayerCase) -> LayerWaits:
         x_TD.requires_grad_()
         with shared_by_micro_batches(layer.parameters()):
             out_TD, _ = layer(x_TD, waits.on_device(layer_case.batch(rank)))
-            reads, uploads = tuple(waits.reads), tuple(waits.uploads)
+            reads = tuple(waits.reads)
+            uploads = tuple(waits.uploads)
             (out_TD * probe_TD).sum(dtype=torch.float32).backward()
         backward = (*waits.reads[len(reads) :], *waits.uploads[len(uploads) :])
     shared.close()

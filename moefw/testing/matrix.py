@@ -43,8 +43,8 @@ class Matrix:
     @property
     def pairs(self) -> int:
         """Number of pairs of variants of two sections."""
-        sizes = [len(ways) for ways in self.sections.values()]
-        return sum(one * other for one, other in itertools.combinations(sizes, 2))
+        sizes = [len(of_section) for of_section in self.sections.values()]
+        return sum(first * second for first, second in itertools.combinations(sizes, 2))
 
     @property
     def share_refused(self) -> float:
@@ -62,15 +62,17 @@ def survey(registry: Registry, *, ours_only: bool = True) -> Matrix:
     others = () if ours_only else [part.name for part in registry.parts() if part.distribution != OURS]
     sections = variants(registry, include=others)
     fit = Fit(sections, registry=registry, model=MODEL, pretend=True)
-    every = [variant for ways in sections.values() for variant in ways]
+    every = [variant for of_section in sections.values() for variant in of_section]
     alone = {variant: fit.reason(variant).what for variant in every if not fit.fits(variant)}
-    fit.sections = {section: [way for way in ways if way not in alone] for section, ways in sections.items()}
-    refusals = [
-        Refusal(one=one, other=other, reason=fit.reason(one, other).what)
-        for here, there in itertools.combinations(fit.sections.values(), 2)
-        for one, other in itertools.product(here, there)
-        if not fit.fits(one, other)
-    ]
+    # Without those that no spec accepts: each would be refused with everything.
+    fit.sections = {
+        section: [variant for variant in of_section if variant not in alone] for section, of_section in sections.items()
+    }
+    refusals = []
+    for of_first, of_second in itertools.combinations(fit.sections.values(), 2):
+        for first, second in itertools.product(of_first, of_second):
+            if not fit.fits(first, second):
+                refusals.append(Refusal(one=first, other=second, reason=fit.reason(first, second).what))
     needs = {variant: fit.needs(variant) for variant in every if fit.needs(variant)}
     return Matrix(
         sections=fit.sections,

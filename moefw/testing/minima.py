@@ -44,8 +44,9 @@ def inside(ids_by_rank: Sequence[Tensor], *, num_experts: int, ranks_per_node: i
         owners = _units(token, num_experts // num_ranks)
         rows += len(owners)
         for visited in {owner // ranks_per_node for owner in owners}:
-            free = visited != node and not by_rail
-            rows -= free or visited * ranks_per_node + rail in owners
+            may_start_on_an_owner = visited != node and not by_rail
+            if may_start_on_an_owner or visited * ranks_per_node + rail in owners:
+                rows -= 1  # the rank where the row starts, to which nothing is sent inside the node
     return rows
 
 
@@ -83,15 +84,20 @@ class Scheme:
         return (torch.rand(open_TE.shape, generator=generator) + open_TE).topk(self.top_k).indices
 
     def touched(self, num_units: int) -> float:
-        """Return the expected number of units, of ``num_units``, with an expert of a token; its own unit counts."""
-        each, group = self.num_experts // num_units, self.num_experts // self.groups
-        spanned = max(1, each // group)
+        """Return the expected number of units, of ``num_units``, with an expert of a token; its own unit counts.
+
+        By the number of drawn groups among those that a unit spans, which is hypergeometric: the probability that the
+        token's K experts, drawn inside all drawn groups, avoid the unit.
+        """
+        unit_experts = self.num_experts // num_units
+        group_experts = self.num_experts // self.groups
+        spanned = max(1, unit_experts // group_experts)
+        pool = self.limit * group_experts
         untouched = 0.0
-        for opened in range(min(spanned, self.limit) + 1):
-            chance = comb(spanned, opened) * comb(self.groups - spanned, self.limit - opened)
-            pool = self.limit * group
-            avoiding = comb(pool - opened * each // spanned, self.top_k) / comb(pool, self.top_k)
-            untouched += chance / comb(self.groups, self.limit) * avoiding
+        for drawn in range(min(spanned, self.limit) + 1):
+            ways = comb(spanned, drawn) * comb(self.groups - spanned, self.limit - drawn)
+            avoiding = comb(pool - drawn * unit_experts // spanned, self.top_k) / comb(pool, self.top_k)
+            untouched += ways / comb(self.groups, self.limit) * avoiding
         return num_units * (1 - untouched)
 
     def between(self, num_units: int) -> float:

@@ -100,11 +100,13 @@ def expert_output(
     def affine(x: Tensor, part: str) -> Tensor:
         return x @ weights[f"{prefix}{part}_proj.weight"].T + weights.get(f"{prefix}{part}_proj.bias", 0.0)
 
-    gate, up = affine(x, "gate"), affine(x, "up")
+    gate = affine(x, "gate")
+    up = affine(x, "up")
     if clamp is None:
         return affine(torch.nn.functional.silu(gate) * up, "down")
     limit, alpha = clamp
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return affine((up + 1.0) * gate / (1.0 + torch.exp(-alpha * gate)), "down")
 
 

@@ -43,10 +43,10 @@ class Documents(TokenStream):
 
 
 def read_packs(assembly: Assembly, layout: Layout, lengths: Sequence[int] = MIXED) -> Callable[[int], list[Batch]]:
-    """Return what reads this rank's packs of a step."""
+    """Return a function of the step that reads this rank's packs, as micro-batches."""
     model: Any = assembly.parts.model
-    train, size = assembly.spec.train, model.vocab_size
-    data: Any = SimpleNamespace(train=Documents(size, lengths), vocab_size=size)
+    train = assembly.spec.train
+    data: Any = SimpleNamespace(train=Documents(model.vocab_size, lengths), vocab_size=model.vocab_size)
     session: Any = SimpleNamespace(assembly=assembly, layout=layout, data=data, device=torch.device("cpu"))
     sizes = {"seq_len": train.seq_len, "sequences_per_step": train.tokens_per_step // train.seq_len}
     packs = Packs(session, sequence_order(data, seed=assembly.spec.run.seed, **sizes))

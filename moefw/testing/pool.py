@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,13 @@ from moefw.testing.frozen_stages import freeze_stages
 COLLECTIVE_TIMEOUT_S = 60.0
 CONNECTS = 3
 """Number of attempts to connect: on a busy machine, gloo's ranks sometimes fail to ("closed by peer")."""
-
-
+GRACE_S = 3.0
+"""Seconds that the other ranks have left after the first failure: they may wait for the failed one."""
 PRELOADED = ["moefw.training.trainer"]
-"""What the process imports once of which all ranks are copies."""
+"""Modules that the process imports of which all ranks are copies."""
+
+Status = Literal["done", "failed", "unconnected"]
+"""How a rank's job ended. ``unconnected``: before its process group was open."""
 
 
 def copies_context() -> ForkServerContext:
@@ -79,24 +82,27 @@ class RankPool:
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"a pool of {self.size} ranks cannot run a world of {world}")
-        said = ""
+        last_error = ""
         for _ in range(CONNECTS):
             try:
                 return self._run(function, world, args, timeout_s)
             except _UnconnectedError as error:
-                said = str(error)
-        raise ContractError(f"{world} ranks do not connect, tried {CONNECTS} times.\n{said}")
+                last_error = str(error)
+        raise ContractError(f"{world} ranks do not connect, tried {CONNECTS} times.\n{last_error}")
 
     def _run(self, function: Callable[..., Any], world: int, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        """Send a job to the first ranks, and return their answers. Raises _UnconnectedError if it can be repeated."""
         if not self._workers:
             self._start()
         self._jobs += 1
         for rank, (_, pipe) in enumerate(self._workers[:world]):
+            # The path first, in a message of its own: unpickling the function imports its module.
             pipe.send_bytes(pickle.dumps(sys.path))
             pipe.send_bytes(pickle.dumps((self._jobs, rank, world, function, args)))
         return self._collect(world, time.monotonic() + timeout_s)
 
     def _collect(self, world: int, deadline: float) -> list[Any]:
+        """Return the answers in rank order. Raises an error with all failures, after which no process is left."""
         answers: list[Any] = [None] * world
         failures: list[str] = []
         unconnected = False
@@ -107,17 +113,20 @@ class RankPool:
             for rank in sorted(pipes[pipe] for pipe in answered):
                 process, pipe = self._workers[rank]
                 waiting.discard(rank)
+                status: Status
                 try:
-                    ok, answer = pickle.loads(pipe.recv_bytes())
+                    status, answer = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     process.join()
-                    ok, answer = False, f"the process died with exit code {process.exitcode}"
-                unconnected |= ok is None
-                if ok:
+                    status = "failed"
+                    answer = f"the process died with exit code {process.exitcode}"
+                if status == "unconnected":
+                    unconnected = True
+                if status == "done":
                     answers[rank] = answer
                 else:
                     failures.append(f"rank {rank}: {answer}")
-                    deadline = min(deadline, time.monotonic() + 3.0)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
         failures += [f"rank {rank}: no answer in time" for rank in sorted(waiting)]
         if failures:
             self.close()
@@ -128,11 +137,11 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         context = copies_context()
         for _ in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+            pipe, pipe_of_rank = context.Pipe()
+            process = context.Process(target=_serve, args=(pipe_of_rank, self._store.port), daemon=True)
             process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            pipe_of_rank.close()  # the process alone holds it, so that its death is read as EOFError
+            self._workers.append((process, pipe))
 
     def close(self) -> None:
         """End the processes; the next job starts new ones."""
@@ -140,10 +149,12 @@ class RankPool:
             process.kill()
             process.join()
             pipe.close()
-        self._workers, self._store = [], None
+        self._workers = []
+        self._store = None
 
 
 def _serve(pipe: Connection, port: int) -> None:
+    """Run the jobs that come through a pipe, and answer each with its status and its result or traceback."""
     torch.set_num_threads(1)
     freeze_stages()
     _freeze()
@@ -154,8 +165,8 @@ def _serve(pipe: Connection, port: int) -> None:
             job, rank, world, function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        state: bool | None = None
-        answer: tuple[bool | None, Any]
+        status: Status = "unconnected"
+        answer: tuple[Status, Any]
         try:
             dist.init_process_group(
                 "gloo",
@@ -164,12 +175,12 @@ def _serve(pipe: Connection, port: int) -> None:
                 world_size=world,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             )
-            state = False
-            answer = (True, function(*args))
+            status = "failed"
+            answer = ("done", function(*args))
         except BaseException:
-            answer = (state, traceback.format_exc())
+            answer = (status, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
-        if state is None:
+        if status == "unconnected":
             return
         dist.destroy_process_group()
         del function, args, answer

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from attrs import field, frozen
+from torch import Tensor
 
 from moefw.compose.spec.source import Tree
 from moefw.core.plugin import Plugin
@@ -39,7 +41,7 @@ class StagedModel:
         """Return the spec as plain data; not ``staged``: without pp, for a world of fewer ranks."""
         train = {**SMALL["train"], "tokens_per_step": 64 * self.world, "micro_batch": 2}
         optimizer = {"use": "adamw", "eps": 1e-6}
-        chosen = {section: one.choice for section, one in self.parts.items()}
+        chosen = {section: variant.choice for section, variant in self.parts.items()}
         if not staged:
             chosen["parallel"] = {key: value for key, value in chosen["parallel"].items() if key != "pp"}
         return {**SMALL, "model": dict(SIZES), "train": {**train, "optimizer": optimizer}, **chosen}
@@ -56,30 +58,35 @@ def verify_staged(model: StagedModel, pool: RankPool) -> None:
     Every parameter is on some rank, and starts with the same bits. Raises AssertionError, whose message ends with the
     YAML.
     """
-    more = (STEPS, False, False, None, model.plugins)
-    runs: list[Run] = pool.run(short_run, model.world, model.spec(), *more)
+    train = partial(short_run, steps=STEPS, plugins=model.plugins)
+    runs: list[Run] = pool.run(train, model.world, model.spec())
     fewer = model.world // model.parts["parallel"].pp
-    alone: list[Run] = pool.run(short_run, fewer, model.spec(staged=False), *more)
-    for what in _differences(runs, alone):
-        raise AssertionError(f"{what}\n\n{model.yaml()}")
+    unstaged: list[Run] = pool.run(train, fewer, model.spec(staged=False))
+    for difference in _differences(runs, unstaged):
+        raise AssertionError(f"{difference}\n\n{model.yaml()}")
 
 
-def _differences(runs: list[Run], alone: list[Run]) -> list[str]:
-    found = []
-    first, last = ({name: t for run in alone for name, t in getattr(run, when).items()} for when in ("first", "last"))
+def _differences(runs: Sequence[Run], unstaged: Sequence[Run]) -> Iterator[str]:
+    """Yield a sentence for each result of the runs in stages that is not that of the runs without."""
+    first: dict[str, Tensor] = {}
+    last: dict[str, Tensor] = {}
+    for run in unstaged:
+        first |= run.first
+        last |= run.last
     for rank, run in enumerate(runs):
-        for step, (got, wanted) in enumerate(zip(run.results, alone[0].results, strict=True)):
+        for step, (result, expected_result) in enumerate(zip(run.results, unstaged[0].results, strict=True)):
             for name in ("loss", "grad_norm"):
-                value, right = getattr(got, name), getattr(wanted, name)
-                if not abs(value - right) <= LOSS * abs(right):
-                    found.append(f"rank {rank}, step {step}: the {name} is {value}, and {right} without pp.")
+                value = getattr(result, name)
+                expected = getattr(expected_result, name)
+                if not abs(value - expected) <= LOSS * abs(expected):
+                    yield f"rank {rank}, step {step}: the {name} is {value}, and {expected} without pp."
     missing = first.keys() - {name for run in runs for name in run.first}
-    found += [f"no rank has {name}." for name in sorted(missing)]
+    for name in sorted(missing):
+        yield f"no rank has {name}."
     for rank, run in enumerate(runs):
         for name in run.first:
             if not run.first[name].equal(first[name]):
-                found.append(f"rank {rank}: {name} starts with other values than without pp.")
+                yield f"rank {rank}: {name} starts with other values than without pp."
             error = (run.last[name] - last[name]).abs().max().item()
             if not error <= WEIGHTS:
-                found.append(f"rank {rank}: {name} is off by {error:.1e} after {STEPS} steps.")
-    return found
+                yield f"rank {rank}: {name} is off by {error:.1e} after {STEPS} steps."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,17 +25,21 @@ def tokens(world: int, *, most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
 def meshes(world: int) -> st.SearchStrategy[dict[str, int]]:
     """Draw ep and etp of a world; edp copies fill the rest."""
     divisors = [size for size in (1, 2, 4, 8) if world % size == 0]
-    found = [{"ep": ep, "etp": etp} for ep in divisors for etp in divisors if world % (ep * etp) == 0 and etp <= 2]
-    return st.sampled_from(found)
+    pairs = [(ep, etp) for ep, etp in itertools.product(divisors, repeat=2) if world % (ep * etp) == 0 and etp <= 2]
+    return st.sampled_from([{"ep": ep, "etp": etp} for ep, etp in pairs])
 
 
 def sizes(shares: int, *, most_experts: int = 16) -> st.SearchStrategy[tuple[int, int]]:
     """Draw a number of experts that ``shares`` divides, and a top-k: 1, some, or all."""
-    each = max(1, most_experts // shares)
-    experts = st.integers(1, each).map(lambda n: max(n * shares, 2 * shares if shares == 1 else shares))
-    return experts.flatmap(
-        lambda e: st.tuples(st.just(e), st.one_of(st.just(1), st.integers(1, min(e, 6)), st.just(e)))
-    )
+    most_local_experts = max(1, most_experts // shares)
+    least_experts = max(2, shares)
+    num_experts = st.integers(1, most_local_experts).map(lambda local: max(local * shares, least_experts))
+
+    def with_top_k(experts: int) -> st.SearchStrategy[tuple[int, int]]:
+        top_k = st.one_of(st.just(1), st.integers(1, min(experts, 6)), st.just(experts))
+        return st.tuples(st.just(experts), top_k)
+
+    return num_experts.flatmap(with_top_k)
 
 
 @st.composite

@@ -64,9 +64,9 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     def run(rank: int) -> None:
         meeting.take_turn()
         try:
-            with _Met(meeting):
+            with _MeetingMode(meeting):
                 answers[rank] = function(ThreadGroup(rank, tuple(range(size))), rank, *args)
-        except _Ended:
+        except _EndedError:
             pass
         except BaseException as error:
             error.add_note(f"(on rank {rank} of a world of {size} threads)")
@@ -78,7 +78,7 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     cores = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _Met(meeting):  # PyTorch has one flag for all threads whether a mode is active: keep it set
+        with _MeetingMode(meeting):  # PyTorch has one flag for all threads whether a mode is active: keep it set
             for thread in threads:
                 thread.start()
             meeting.wait_for_all()
@@ -87,8 +87,8 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     return answers
 
 
-class _Ended(BaseException):
-    """Unwinds a thread after its world failed on another rank."""
+class _EndedError(BaseException):
+    """Unwinds a thread after its world failed on another rank. No ``except Exception`` of a dispatcher stops it."""
 
 
 class _Meeting:
@@ -98,13 +98,18 @@ class _Meeting:
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        self.size, self.timeout_s = size, timeout_s
+        self.size = size
+        self.timeout_s = timeout_s
         self._turn = threading.Semaphore()
+        """Acquired by the rank that runs. After ``TURN_S``, another one runs beside it."""
         self._changed = threading.Condition()
-        self._held: Counter[tuple[int, ...]] = Counter()
+        """Guards all below. Never held while a rank waits for its turn."""
+        self._num_held: Counter[tuple[int, ...]] = Counter()
+        """The number of collectives that a group has completed."""
         self._calls: dict[tuple[int, ...], dict[int, Collective]] = {}
         """The calls that wait, by group and rank of the world."""
         self._left: set[int] = set()
+        """The ranks that have returned."""
         self._failure: BaseException | None = None
 
     def take_turn(self) -> None:
@@ -118,31 +123,33 @@ class _Meeting:
     def meet(self, ranks: tuple[int, ...], rank: int, call: Collective) -> None:
         """Wait until every rank of the group has arrived; the last one copies the data of all."""
         with self._changed:
-            number = self._held[ranks]
+            num_before = self._num_held[ranks]
             self._arrive(ranks, rank, call)
-            if self._held[ranks] > number:
+            if self._num_held[ranks] > num_before:
                 return
         self.pass_turn()
         with self._changed:
-            done = self._changed.wait_for(
-                lambda: self._held[ranks] > number or self._failure is not None, self.timeout_s
+            in_time = self._changed.wait_for(
+                lambda: self._num_held[ranks] > num_before or self._failure is not None, self.timeout_s
             )
-            if not done:
-                self._miss(f"not in {self.timeout_s:g} s")
-            ended = self._held[ranks] == number
+            if not in_time:
+                self._fail_missing(f"not in {self.timeout_s:g} s")
+            was_held = self._num_held[ranks] > num_before
         self.take_turn()
-        if ended:
-            raise _Ended
+        if not was_held:
+            raise _EndedError
 
     def _arrive(self, ranks: tuple[int, ...], rank: int, call: Collective) -> None:
+        """Add a rank's call, and hold the meeting if it is the last one."""
         calls = self._calls.setdefault(ranks, {})
         calls[rank] = call
         if len(calls) == len(ranks):
             self._hold(ranks)
         else:
-            self._stuck()
+            self._fail_if_stuck()
 
     def _hold(self, ranks: tuple[int, ...]) -> None:
+        """Copy the data of all ranks of a group. Raises ContractError if they call different collectives."""
         by_rank = self._calls.pop(ranks)
         calls = [by_rank[rank] for rank in ranks]
         if len({call.kind for call in calls}) > 1:
@@ -150,16 +157,16 @@ class _Meeting:
             raise ContractError(f"the ranks call different collectives: {called}.", "Let all call the same.")
         with torch.no_grad():
             _deliver(calls)
-        self._held[ranks] += 1
+        self._num_held[ranks] += 1
         self._changed.notify_all()
 
-    def _stuck(self) -> None:
+    def _fail_if_stuck(self) -> None:
         """Fail once every rank either waits or has returned."""
         waiting = {rank for calls in self._calls.values() for rank in calls}
         if len(self._left | waiting) == self.size:
-            self._miss("already returned" if self._left else "the others wait in another group")
+            self._fail_missing("already returned" if self._left else "the others wait in another group")
 
-    def _miss(self, why: str) -> None:
+    def _fail_missing(self, why: str) -> None:
         """Fail with the names of the missing ranks, if others wait for them."""
         if self._failure is None and self._calls:
             ranks, calls = next(iter(self._calls.items()))
@@ -179,7 +186,7 @@ class _Meeting:
         """Record that a rank has returned, and fail if all others wait for it."""
         with self._changed:
             self._left.add(rank)
-            self._stuck()
+            self._fail_if_stuck()
             self._changed.notify_all()
 
     def wait_for_all(self) -> None:
@@ -210,7 +217,7 @@ class _Done(dist.Work):
 _DONE: Final = _Done()
 
 
-class _Met(Collectives):
+class _MeetingMode(Collectives):
     """Turns every collective of a thread into a meeting with the other threads."""
 
     def __init__(self, meeting: _Meeting) -> None:
@@ -247,9 +254,10 @@ _REDUCE: Final[Mapping[Any, Callable[..., Any]]] = {
 }
 
 
-def _copy(parts: Sequence[Tensor], places: Sequence[Tensor], way: str) -> None:
+def _copy(parts: Sequence[Tensor], places: Sequence[Tensor], route: str) -> None:
+    """Copy each part into its place. Raises ContractError with ``route`` if their shapes or dtypes differ."""
     for part, place in zip(parts, places, strict=True):
         if part.shape != place.shape or part.dtype != place.dtype:
             sent, awaited = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (part, place))
-            raise ContractError(f"{sent} is sent {way}, which awaits {awaited}.")
+            raise ContractError(f"{sent} is sent {route}, which awaits {awaited}.")
         place.detach().copy_(part)

@@ -58,7 +58,7 @@ class Run:
 
 
 Read = Callable[[Assembly, Layout], Callable[[int], list[Batch]]]
-"""Returns what reads this rank's micro-batches of a step."""
+"""Returns a function of the step that reads this rank's micro-batches."""
 
 
 def short_run(
@@ -75,9 +75,14 @@ def short_run(
     unequal length, whose positions start anew. ``read``: other tokens. ``plugins`` need not be installed.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    machine, registry = Machine(device="cpu"), with_plugins(plugins)
-    marks = Marks("short run")
-    assembly = assemble_tree(tree, marks, defaults=defaults(), registry=registry, world=world, machine=machine)
+    assembly = assemble_tree(
+        tree,
+        Marks("short run"),
+        defaults=defaults(),
+        registry=with_plugins(plugins),
+        world=world,
+        machine=Machine(device="cpu"),
+    )
     layout = open_layout(assembly, "cpu")
     shared = Shared()
     model = build_model(assembly, layout, torch.device("cpu"), shared)
@@ -95,22 +100,27 @@ def short_run(
 
 
 def _drawn(assembly: Assembly, layout: Layout, padded: bool, packed: bool, step: int) -> list[Batch]:
-    train, vocabulary = assembly.spec.train, getattr(assembly.parts.model, "vocab_size", 2)
+    """Return this rank's micro-batches of a step. Each rank draws the global batch, and takes its part along dp."""
+    train = assembly.spec.train
+    vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
     generator = torch.Generator().manual_seed(step)
     shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)
     tokens = torch.randint(vocabulary, shape, generator=generator)
     numbers = step * len(tokens) + torch.arange(len(tokens))
-    mine = [part.tensor_split(layout.size("dp"))[layout.index("dp")] for part in (tokens, numbers)]
-    batches = [
-        Batch(
-            ids_BS=part[:, :-1],
-            labels_BS=part[:, 1:],
+    own_tokens, own_numbers = (
+        of_all.tensor_split(layout.size("dp"))[layout.index("dp")] for of_all in (tokens, numbers)
+    )
+    batches = []
+    pieces = zip(own_tokens.split(train.micro_batch), own_numbers.split(train.micro_batch), strict=True)
+    for ids, seeds in pieces:
+        batch = Batch(
+            ids_BS=ids[:, :-1],
+            labels_BS=ids[:, 1:],
             seeds_B=seeds,
             mask_BS=_mask(seeds, train.seq_len, padded),
         )
-        for part, seeds in zip(*(part.split(train.micro_batch) for part in mine), strict=True)
-    ]
-    return [_packed(batch) if packed else batch for batch in batches]
+        batches.append(_packed(batch) if packed else batch)
+    return batches
 
 
 def _mask(numbers: Tensor, seq_len: int, padded: bool) -> Tensor | None:

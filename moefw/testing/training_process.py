@@ -44,7 +44,8 @@ class TrainingProcess:
     def __init__(self, command: Sequence[str], *, run_dir: Path, environment: Mapping[str, str] | None = None) -> None:
         self._metrics = run_dir / "metrics.jsonl"
         self._earlier = _file_of(self._metrics)
-        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             env={**os.environ, **(environment or {})},
@@ -77,9 +78,13 @@ class TrainingProcess:
 
     def ranks(self) -> dict[int, int]:
         """Return the process id of each running rank, and remember it."""
-        found = {rank: pid for pid in _children(self.pid) if (rank := _rank_of(pid)) is not None}
-        self._ranks |= found
-        return found
+        running = {}
+        for pid in _children(self.pid):
+            rank = _rank_of(pid)
+            if rank is not None:
+                running[rank] = pid
+        self._ranks |= running
+        return running
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank."""
@@ -105,9 +110,11 @@ class TrainingProcess:
     def orphans(self) -> list[int]:
         """Return the ranks whose processes still run after ``ORPHANS_S``."""
         deadline_s = time.monotonic() + ORPHANS_S
-        while (left := [rank for rank, pid in self._ranks.items() if _runs(pid)]) and time.monotonic() < deadline_s:
+        while True:
+            remaining = [rank for rank, pid in self._ranks.items() if _runs(pid)]
+            if not remaining or time.monotonic() >= deadline_s:
+                return remaining
             time.sleep(_LOOK_S)
-        return left
 
     def _began(self) -> bool:
         return _file_of(self._metrics) not in (None, self._earlier)
@@ -145,6 +152,7 @@ def _file_of(path: Path) -> int | None:
 
 
 def _children(pid: int) -> list[int]:
+    """Return the ids of a process's children; none if it has ended."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -152,6 +160,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _rank_of(pid: int) -> int | None:
+    """Return the ``RANK`` in a process's environment; None if it has none or has ended."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -160,6 +169,7 @@ def _rank_of(pid: int) -> int | None:
 
 
 def _runs(pid: int) -> bool:
+    """Return whether a process exists and is no zombie: one that has ended, for which nobody has waited."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -207,7 +217,7 @@ def checkpoints(run_dir: Path) -> dict[int, dict[str, bytes]]:
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
     """Return every tensor of a checkpoint by name: dtype, shape and bits."""
-    found: dict[str, bytes] = {}
+    by_name: dict[str, bytes] = {}
     for shard in sorted(checkpoint.glob("*.safetensors")):
         data = shard.read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
@@ -215,5 +225,5 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
             if name != "__metadata__":
                 first, last = entry["data_offsets"]
                 kind = f"{entry['dtype']} {entry['shape']} "
-                found[name] = kind.encode() + data[begin:][first:last]
-    return found
+                by_name[name] = kind.encode() + data[begin:][first:last]
+    return by_name

@@ -86,29 +86,33 @@ def variants(registry: Registry, *, include: Collection[str] = ()) -> dict[str, 
 
     ``include`` names plugins that are registered or installed. Nothing else is imported. See :func:`of_part`.
     """
-    ours = [entry.name for entry in entry_points(group=GROUP) if entry.dist and entry.dist.name == OURS]
-    for name in (*ours, *include):
+    built_in = [entry.name for entry in entry_points(group=GROUP) if entry.dist and entry.dist.name == OURS]
+    for name in (*built_in, *include):
         registry.load(name)
     parts = [part for part in registry.parts() if part.distribution == OURS or part.name in include]
     parts.sort(key=lambda part: part.name not in FIRST)
-    found = {
-        section: tuple(variant for part in parts if part.hook == hook for variant in of_part(part, section))
-        for section, hook in SECTIONS.items()
-    }
-    found["memory"] = (*_NO_MEMORY, *found["memory"], *_two_policies(parts))
-    return found
+    sections: dict[str, tuple[Variant, ...]] = {}
+    for section, hook in SECTIONS.items():
+        of_section = (of_part(part, section) for part in parts if part.hook == hook)
+        sections[section] = tuple(itertools.chain.from_iterable(of_section))
+    sections["memory"] = (*_NO_MEMORY, *sections["memory"], *_two_policies(parts))
+    return sections
 
 
-def of_a_layer(found: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Variant, ...]]:
+def of_a_layer(sections: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Variant, ...]]:
     """Return the variants that one layer can have: no schedule, and no layout that splits layers."""
-    sections = {section: ways for section, ways in found.items() if section != "pipeline"}
-    return {section: tuple(way for way in ways if way.pp == 1) for section, ways in sections.items()}
+    return {
+        section: tuple(variant for variant in of_section if variant.pp == 1)
+        for section, of_section in sections.items()
+        if section != "pipeline"
+    }
 
 
-def in_stages(found: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Variant, ...]]:
+def in_stages(sections: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Variant, ...]]:
     """Return the variants with which a whole model is split into stages."""
-    layouts = tuple(way for way in found["parallel"] if way.pp > 1)
-    return {**{section: tuple(ways) for section, ways in found.items()}, "parallel": layouts}
+    staged = {section: tuple(of_section) for section, of_section in sections.items()}
+    staged["parallel"] = tuple(layout for layout in sections["parallel"] if layout.pp > 1)
+    return staged
 
 
 def of_part(
@@ -120,23 +124,27 @@ def of_part(
     default its default options, with each choice of a ``Literal`` that has no default. A memory policy of activations
     is tried on every region, a layout on 1, 2 and 4 ranks.
     """
-    table = BUILT_IN.get(section, {}).get(part.name) if part.distribution == OURS and options is None else None
-    if table is not None:
-        for label, choice, also in table:
-            yield Variant(section=section, label=_label(part.name, label), choice=choice, **also)
-        return
-    sets = list(guesses(part.declaration)) if options is None else [dict(each) for each in options]
-    for given in sets:
-        choice = {"use": part.name, **given}
-        label = _label(part.name, ", ".join(f"{key} {value}" for key, value in given.items()))
+    if options is None and part.distribution == OURS:
+        table = BUILT_IN.get(section, {}).get(part.name)
+        if table is not None:
+            for label, choice, fields in table:
+                yield Variant(section=section, label=_label(part.name, label), choice=choice, **fields)
+            return
+    if options is None:
+        options = guesses(part.declaration)
+    for set_of_options in options:
+        choice = {"use": part.name, **set_of_options}
+        label = _label(part.name, ", ".join(f"{key} {value}" for key, value in set_of_options.items()))
         common: dict[str, Any] = {"section": section, "distribution": part.distribution}
         if issubclass(part.declaration, OptimizerMemoryPlugin):
             yield Variant(label=label, choice=[choice], **common)
         elif section == "memory":
-            regions = [given["regions"]] if given.get("regions") else [[region] for region in REGIONS]
-            for names in regions:
-                words = f"{label} {', '.join(names)}" if "regions" not in given else label
-                yield Variant(label=words, choice=[{**choice, "regions": list(names)}], **common)
+            chosen = set_of_options.get("regions")
+            tried = [chosen] if chosen else [[region] for region in REGIONS]
+            for regions in tried:
+                # The label has the regions already if they are among the options.
+                full_label = label if "regions" in set_of_options else f"{label} {', '.join(regions)}"
+                yield Variant(label=full_label, choice=[{**choice, "regions": list(regions)}], **common)
         elif section == "parallel":
             for world in (1, 2, 4):
                 yield Variant(label=f"{label}, {world} ranks", choice=choice, world=world, **common)
@@ -147,6 +155,7 @@ def of_part(
 
 def guesses(declaration: type[Plugin]) -> Iterator[dict[str, Any]]:
     """Yield sets of the options without a default: each choice of a Literal. Yield none if an option is no Literal."""
+    # The core's own field of a memory policy, `regions`, is no option to guess: of_part tries every region.
     own = {field.name for field in attrs.fields(MemoryPlugin)} if issubclass(declaration, MemoryPlugin) else set()
     fields = [field for field in attrs.fields(attrs.resolve_types(declaration)) if field.name not in own]
     required = [field for field in fields if field.init and field.default is attrs.NOTHING]
@@ -159,12 +168,14 @@ _NO_MEMORY: Final = (Variant(section="memory", label="none", choice=[]),)
 
 
 def _two_policies(parts: Iterable[RegisteredPlugin]) -> Iterator[Variant]:
+    """Yield variants with two policies, of regions beside each other and one inside the other."""
     names = {part.name for part in parts if part.distribution == OURS}
     if {"keep", "recompute"} <= names:
-        keep, again = {"use": "keep", "regions": ["router"]}, {"use": "recompute", "regions": ["experts"]}
-        yield Variant(section="memory", label="keep router, recompute experts", choice=[keep, again])
-        outer, inner = again, {"use": "recompute", "regions": ["moe_act"]}
-        yield Variant(section="memory", label="recompute experts and moe_act inside", choice=[outer, inner])
+        keep = {"use": "keep", "regions": ["router"]}
+        experts = {"use": "recompute", "regions": ["experts"]}
+        inside = {"use": "recompute", "regions": ["moe_act"]}
+        yield Variant(section="memory", label="keep router, recompute experts", choice=[keep, experts])
+        yield Variant(section="memory", label="recompute experts and moe_act inside", choice=[experts, inside])
 
 
 def _label(name: str, words: str) -> str:

@@ -90,16 +90,18 @@ def verify_all(
 
 def _job(combination: Combination) -> _Job:
     layer_case = combination.layer_case()
-    foreign, dispatch = combination.parts["routing"].words is None, combination.parts["dispatch"]
+    dispatch = combination.parts["dispatch"]
+    has_formula = combination.parts["routing"].words is not None
     return _Job(
         combination=combination,
         layer_case=layer_case,
-        parameters=parameters_of(layer_case) if foreign else None,
+        parameters=None if has_formula else parameters_of(layer_case),
         budget=None if dispatch.budget is None else RowBudget(dispatch.budget, dispatch.by_source),
     )
 
 
 def _refused(combination: Combination, error: MoefwError, must_accept: Callable[[Combination], bool]) -> Verdict:
+    """Return the verdict on a refused combination. Raises CombinationError if it may not be, or not with this error."""
     if not is_a_refusal(error):
         raise CombinationError(combination, f"a plugin is broken: {error}") from error
     if must_accept(combination):
@@ -120,9 +122,9 @@ def explains(problem: Problem, combination: Combination) -> bool:
 def _solved(jobs: Sequence[_Job], pool: RankPool) -> list[Verdict]:
     """Solve jobs of one world size together; if that fails, one by one, to find the failing one."""
     world = jobs[0].layer_case.world
-    asked = [(job.layer_case, job.parameters, job.budget) for job in jobs]
+    arguments = [(job.layer_case, job.parameters, job.budget) for job in jobs]
     try:
-        answers: list[list[Answer]] = pool.run(solve_each, world, asked)
+        answers: list[list[Answer]] = pool.run(solve_each, world, arguments)
     except ContractError as error:
         if len(jobs) > 1:
             return [verdict for job in jobs for verdict in _solved([job], pool)]
@@ -130,33 +132,37 @@ def _solved(jobs: Sequence[_Job], pool: RankPool) -> list[Verdict]:
     return [_compared(job, list(by_rank)) for job, by_rank in zip(jobs, zip(*answers, strict=True), strict=True)]
 
 
-def solve_each(asked: Sequence[tuple[LayerCase, Parameters | None, RowBudget | None]]) -> list[Answer]:
+def solve_each(arguments: Sequence[tuple[LayerCase, Parameters | None, RowBudget | None]]) -> list[Answer]:
     """Return each layer case's outcome on this rank and, given parameters, the rank's part of the truth. Collective."""
     answers: list[Answer] = []
-    for layer_case, parameters, budget in asked:
-        given = None if parameters is None else truth_given_routing(layer_case, parameters, budget)
-        answers.append((solve(layer_case), given))
+    for layer_case, parameters, budget in arguments:
+        truth_of_rank = None if parameters is None else truth_given_routing(layer_case, parameters, budget)
+        answers.append((solve(layer_case), truth_of_rank))
     return answers
 
 
 def _compared(job: _Job, by_rank: Sequence[Answer]) -> Verdict:
-    truths, parts = [given for _, given in by_rank if given is not None], job.combination.parts
+    """Return the verdict on a combination that ran. Raises CombinationError if it does not equal the truth."""
+    variants = job.combination.parts
+    outcomes = [outcome for outcome, _ in by_rank]
+    truths = [truth_of_rank for _, truth_of_rank in by_rank if truth_of_rank is not None]
     try:
-        wanted = summed(truths) if truths else _truth(job)
-        outcomes, rtol = [outcome for outcome, _ in by_rank], sum(variant.rtol for variant in parts.values())
-        assert_matches(outcomes, wanted, rtol=rtol, floor=parts["precision"].floor)
+        expected = summed(truths) if truths else _truth(job)
+        rtol = sum(variant.rtol for variant in variants.values())
+        assert_matches(outcomes, expected, rtol=rtol, floor=variants["precision"].floor)
     except AssertionError as error:
         raise CombinationError(job.combination, str(error) or traceback.format_exc()) from error
     return Verdict(combination=job.combination, accepted=True)
 
 
 def _truth(job: _Job) -> Truth:
+    """Return the oracle's truth, with the choices dropped that are beyond the dispatcher's budget."""
     rule = job.combination.rule()
     assert rule is not None, "a router without a rule is held against its own routing"
-    routing, layer_case = job.combination.parts["routing"], job.layer_case
-    given = {name: torch.zeros(layer_case.num_experts) for name in routing.state}
-    wanted = truth(layer_case, rule, **given)
+    layer_case = job.layer_case
+    state = {name: torch.zeros(layer_case.num_experts) for name in job.combination.parts["routing"].state}
+    dropless = truth(layer_case, rule, **state)
     if job.budget is None:
-        return wanted
-    masks = dropped(layer_case, wanted.expert_ids_TK.split(list(layer_case.tokens)), job.budget)
-    return truth(layer_case, rule, dropped_TK=torch.cat(masks), **given)
+        return dropless
+    masks = dropped(layer_case, dropless.expert_ids_TK.split(list(layer_case.tokens)), job.budget)
+    return truth(layer_case, rule, dropped_TK=torch.cat(masks), **state)

@@ -54,7 +54,9 @@ class OneGroup(Layout):
     """Layout whose world is the given group."""
 
     def __init__(self, assembly: Assembly, group: ProcessGroup, ranks_per_node: int) -> None:
-        self.plan, self.rank, self.ranks_per_node = assembly.layout, group.rank(), ranks_per_node
+        self.plan = assembly.layout
+        self.rank = group.rank()
+        self.ranks_per_node = ranks_per_node
         self.device = "cpu"
         self._group = group
         self._opened: dict[tuple[int, ...], ProcessGroup] = {tuple(range(group.size())): group}
@@ -88,7 +90,8 @@ def count_bytes(
     Runs every movement once, with experts that return their rows. ``packed``: the width of a row that a codec packs.
     ``capacity`` and ``counts_host``: as in :class:`moefw.core.stages.Routing`. Collective.
     """
-    x_TD, weights_TK = x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()
+    x_TD = x_TD.detach().requires_grad_()
+    weights_TK = weights_TK.detach().requires_grad_()
     routing = Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK.detach(), capacity=capacity, counts_host=counts_host)
     with Counting(group, dims=(x_TD.shape[1], packed)) as counting:
         with counting.during("plan"):
@@ -101,8 +104,12 @@ def count_bytes(
         with counting.during("combine_backward"):
             (grad_RD,) = torch.autograd.grad(out_TD, rows_RD, torch.ones_like(out_TD))
         arrived = [(batch.rows_RD, grad_RD), (batch.row_weights_R, torch.ones_like(batch.row_weights_R))]
-        arrived = [(tensor, grad) for tensor, grad in arrived if tensor.requires_grad]
+        with_graph = [(tensor, grad) for tensor, grad in arrived if tensor.requires_grad]
         with counting.during("dispatch_backward"):
-            torch.autograd.grad([tensor for tensor, _ in arrived], [x_TD, weights_TK], [grad for _, grad in arrived])
+            torch.autograd.grad(
+                outputs=[tensor for tensor, _ in with_graph],
+                inputs=[x_TD, weights_TK],
+                grad_outputs=[grad for _, grad in with_graph],
+            )
     traffic: Traffic = counting.traffic()
     return traffic

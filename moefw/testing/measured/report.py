@@ -57,12 +57,12 @@ class Measured:
     @property
     def saved_bytes(self) -> int:
         """All that is saved, copies of weights included."""
-        return sum(one.nbytes for one in self.saved)
+        return sum(storage.nbytes for storage in self.saved)
 
     def by_region(self, layer: int | None = None) -> dict[str, int]:
         """Return the bytes saved by region, weights apart; of one layer, or of the whole model."""
-        found: Counter[str] = Counter()
-        for one in self.saved:
-            if layer is None or one.place.layer == layer:
-                found["weights" if one.weights else one.place.region] += one.nbytes
-        return dict(found)
+        regions: Counter[str] = Counter()
+        for storage in self.saved:
+            if layer is None or storage.place.layer == layer:
+                regions["weights" if storage.weights else storage.place.region] += storage.nbytes
+        return dict(regions)

@@ -61,7 +61,9 @@ def measure_here(assembly: Assembly, *, micro_batches: int | None = None) -> Mea
 
 
 def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> Measured:
-    shared, recorder = Shared(), Recorder()
+    """Build the model of this rank and run a step under a recorder. Not ``values``: tensors have no memory."""
+    shared = Shared()
+    recorder = Recorder()
     with ExitStack() as stack:
         stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
         stack.enter_context(recorder)
@@ -81,7 +83,10 @@ class _Step:
     """A step of a model on this rank."""
 
     def __init__(self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder) -> None:
-        self.assembly, self.layout, self.model, self.recorder = assembly, layout, model, recorder
+        self.assembly = assembly
+        self.layout = layout
+        self.model = model
+        self.recorder = recorder
         self.operations = Operations(recorder, layout)
         self.operations.learn_weights(model)
         train = assembly.spec.train
@@ -92,20 +97,26 @@ class _Step:
         self.saved: list[list[Life]] = []
 
     def run(self, micro_batches: int | None) -> Measured:
-        recorder, train = self.recorder, self.assembly.spec.train
-        each = train.tokens_per_step // (self.layout.size("dp") * train.seq_len * train.micro_batch)
-        count = min(max(1, each), ENOUGH) if micro_batches is None else micro_batches
-        self._known(self.model.parameters(), "parameters")
-        self._known(self.model.buffers(), "buffers")
+        recorder = self.recorder
+        train = self.assembly.spec.train
+        if micro_batches is None:
+            of_a_step = train.tokens_per_step // (self.layout.size("dp") * train.seq_len * train.micro_batch)
+            count = min(max(1, of_a_step), ENOUGH)
+        else:
+            count = micro_batches
+        self._label(self.model.parameters(), "parameters")
+        self._label(self.model.buffers(), "buffers")
         self._give_states()
         batches = self._batches(count)
+        # What is held from here on is there before the step: operators of the set-up do not count.
         recorder.start()
         recorder.operators.clear()
         self.began = recorder.now
         self.engine.step(batches, train.lr, self._clock)
         return self._measured(count, train.micro_batch * train.seq_len)
 
-    def _known(self, tensors: Any, kind: str) -> list[Life]:
+    def _label(self, tensors: Any, kind: str) -> list[Life]:
+        """Set the kind of the storages of tensors, and return their lives."""
         lives = list(self.recorder.of(local(tensor) for tensor in tensors))
         for life in lives:
             life.kind = kind
@@ -118,7 +129,7 @@ class _Step:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         states = [value for state in self.optimizer.state.values() for value in state.values()]
-        self._known([value for value in states if isinstance(value, Tensor)], "optimizer")
+        self._label([value for value in states if isinstance(value, Tensor)], "optimizer")
 
     def _batches(self, count: int) -> Sequence[Batch]:
         train = self.assembly.spec.train
@@ -129,18 +140,21 @@ class _Step:
 
     @contextmanager
     def _clock(self, section: str) -> Iterator[None]:
+        """Follow a section of the engine's step, which enters it where a run measures times."""
         recorder = self.recorder
         before = recorder.now
-        computed = section in PASSES.values()
-        phase = "backward" if computed and section != "forward" else section
-        with recorder.places.phase(phase), self.operations if computed else nullcontext():
+        is_pass = section in PASSES.values()
+        phase = "backward" if is_pass and section != "forward" else section
+        with recorder.places.phase(phase), self.operations if is_pass else nullcontext():
             yield
         if phase == "forward":
+            # Operands of weights are shared by all micro-batches: they are not what this forward saved.
             alive = recorder.alive(recorder.now)
             self.saved.append([life for life in alive if life.began > before and life.kind != OPERANDS])
         if phase == "backward":
-            grads = [one.grad for one in (*self.model.parameters(), *self._unsharded()) if one.grad is not None]
-            self.gradients = max(self.gradients, self._known(grads, GRADIENTS), key=_nbytes)
+            holders = (*self.model.parameters(), *self._unsharded())
+            grads = [holder.grad for holder in holders if holder.grad is not None]
+            self.gradients = max(self.gradients, self._label(grads, GRADIENTS), key=_nbytes)
 
     def _unsharded(self) -> Iterator[Any]:
         """Yield what holds the unsharded gradients that micro-batches add up."""
@@ -149,7 +163,8 @@ class _Step:
                 yield from (gathered, accumulator)
 
     def _measured(self, count: int, tokens: int) -> Measured:
-        recorder, layout = self.recorder, self.layout
+        recorder = self.recorder
+        layout = self.layout
         held: Counter[str] = Counter()
         for life in recorder.alive(self.began):
             held[life.kind or "other"] += life.nbytes
@@ -170,13 +185,21 @@ class _Step:
         )
 
     def _at_peak(self) -> dict[str, int]:
+        """Return the bytes at the peak by kind: see ``Measured.peak_held``."""
         recorder = self.recorder
         saved = {life for lives in self.saved for life in lives}
-        found: Counter[str] = Counter()
+        kinds: Counter[str] = Counter()
         for life in recorder.alive(recorder.peak_moment):
-            other = "other" if life.began <= self.began else "saved" if life in saved else "passing"
-            found[life.kind or other] += life.nbytes
-        return dict(found)
+            if life.kind:
+                kind = life.kind
+            elif life.began <= self.began:
+                kind = "other"
+            elif life in saved:
+                kind = "saved"
+            else:
+                kind = "passing"
+            kinds[kind] += life.nbytes
+        return dict(kinds)
 
 
 def _nbytes(lives: Iterable[Life]) -> int:

@@ -39,8 +39,9 @@ class AttentionCase:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Sequences B and positions S."""
-        return len(self.documents), sum(self.documents[0]) if self.documents else 5
+        """Sequences B, which may be 0, and positions S."""
+        positions = sum(self.documents[0]) if self.documents else 5
+        return len(self.documents), positions
 
     def drawn(self, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return tokens, and the gradient of the output, both (B, S, D)."""
@@ -68,18 +69,22 @@ class AttentionCase:
 
 def sequences(multiple: int = 1) -> st.SearchStrategy[AttentionCase]:
     """Return a strategy for cases whose number of tokens is a multiple of ``multiple``."""
-    lengths = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(lambda found: _filled(found, multiple))
     return st.builds(
-        lambda found, count, stride, seed: AttentionCase(documents=(tuple(found),) * count, stride=stride, seed=seed),
-        lengths,
-        st.integers(1, 3),
-        st.sampled_from([1, 3]),
-        st.integers(0, 1000),
+        AttentionCase,
+        documents=st.builds(
+            lambda lengths, count: (_filled(lengths, multiple),) * count,
+            st.lists(st.integers(1, 6), min_size=1, max_size=3),
+            st.integers(1, 3),
+        ),
+        stride=st.sampled_from([1, 3]),
+        seed=st.integers(0, 1000),
     )
 
 
-def _filled(lengths: list[int], multiple: int) -> list[int]:
-    return [*lengths[:-1], lengths[-1] + -sum(lengths) % multiple]
+def _filled(lengths: list[int], multiple: int) -> tuple[int, ...]:
+    """Return the lengths with the last one made longer, so that their sum is a multiple."""
+    missing = -sum(lengths) % multiple
+    return *lengths[:-1], lengths[-1] + missing
 
 
 def attention_of(layer_case: LayerCase) -> tuple[Any, Assembly, TensorParallel]:
@@ -110,10 +115,12 @@ class _Entered:
 
 def regions_of(layer_case: LayerCase) -> set[str]:
     """Return the regions that a forward of the attention runs."""
-    assembly, entered = layer_case.resolve(), _Entered()
+    assembly = layer_case.resolve()
+    entered = _Entered()
     parts = ModelParts(assembly, open_layout(assembly, "cpu"), torch.device("cpu"), Shared(), watch=entered)
-    attention, case = parts.attention(0), AttentionCase()
-    begun(attention, case, case.drawn(layer_case.dim, torch.float32)[0])
+    case = AttentionCase()
+    x_BSD, _ = case.drawn(layer_case.dim, torch.float32)
+    begun(parts.attention(0), case, x_BSD)
     return entered.regions
 
 
@@ -125,7 +132,8 @@ def computed(attention: Any, case: AttentionCase, dim: int, dtype: torch.dtype =
 
 def begun(attention: Any, case: AttentionCase, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens, which require a gradient, and the output, both (B, S, D)."""
-    x_BSD, batch = x_BSD.clone().requires_grad_(), case.batch()
+    batch = case.batch()
+    x_BSD = x_BSD.clone().requires_grad_()
     out_TD = attention(x_BSD.flatten(0, 1), attention.tables(batch), batch)
     return x_BSD, out_TD.view(x_BSD.shape)
 
@@ -143,18 +151,23 @@ def extended(attention: Any, case: AttentionCase, dim: int, pieces: Sequence[int
 
     Yield the output ``(B, s, D)`` of each, and whether it left the past as it was. No position out of reach is kept.
     """
-    past, before = None, 0
-    for x_BsD in case.drawn(dim, torch.float32)[0].split(list(pieces), 1):
-        x_BsD, length = F.pad(x_BsD, (0, 0, 0, 1), value=3.0), x_BsD.shape[1]
-        ids_BS, positions_S = torch.zeros(x_BsD.shape[:2], dtype=torch.int64), before + torch.arange(length + 1)
-        valid_BS = (positions_S < before + length).expand_as(ids_BS)
+    x_BSD, _ = case.drawn(dim, torch.float32)
+    past = None
+    num_before = 0
+    for piece_BsD in x_BSD.split(list(pieces), 1):
+        length = piece_BsD.shape[1]
+        x_BsD = F.pad(piece_BsD, (0, 0, 0, 1), value=3.0)
+        ids_BS = torch.zeros(x_BsD.shape[:2], dtype=torch.int64)
+        positions_S = num_before + torch.arange(length + 1)
+        valid_BS = (positions_S < num_before + length).expand_as(ids_BS)
         positions_BS = positions_S.expand_as(ids_BS)
         batch = Batch(ids_BS=ids_BS, labels_BS=ids_BS, mask_BS=valid_BS, positions_BS=positions_BS)
-        given: list[Tensor] = [] if past is None else tree_leaves(past)
-        copies = [tensor.clone() for tensor in given]
-        out_TD, made = attention.extend(x_BsD.flatten(0, 1), attention.tables(batch), batch, past)
-        yield out_TD.view(x_BsD.shape)[:, :length], all(map(same_bits, copies, given))
-        past, before = within_reach(made, attention.reach, padding=1), before + length
+        tensors_of_past: list[Tensor] = [] if past is None else tree_leaves(past)
+        copies = [tensor.clone() for tensor in tensors_of_past]
+        out_TD, longer_past = attention.extend(x_BsD.flatten(0, 1), attention.tables(batch), batch, past)
+        yield out_TD.view(x_BsD.shape)[:, :length], all(map(same_bits, copies, tensors_of_past))
+        past = within_reach(longer_past, attention.reach, padding=1)
+        num_before += length
 
 
 def attended(layer_case: LayerCase, case: AttentionCase) -> Results:
@@ -168,7 +181,7 @@ def attended(layer_case: LayerCase, case: AttentionCase) -> Results:
     (out_tD * batch.own(probe_BSD.flatten(0, 1))).sum().backward()
     shares = {piece.name: _whole(piece) for piece in canonical_parameters(attention)}
     own = {"out": out_tD.detach(), "x": _zero(x_tD.grad, x_tD)}
-    return {name: cut.gather(tp.gather(one_tD).view(x_BSD.shape)) for name, one_tD in own.items()} | shares
+    return {name: cut.gather(tp.gather(own_tD).view(x_BSD.shape)) for name, own_tD in own.items()} | shares
 
 
 def weights_of(attention: nn.Module) -> Mapping[str, Tensor]:
@@ -186,6 +199,7 @@ def _zero(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _whole(piece: Canonical) -> Tensor:
+    """Return the whole gradient of a piece, zero where this rank has no part of it."""
     part = _grad(piece)
     if piece.shard is None:
         return part

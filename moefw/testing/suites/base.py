@@ -1,4 +1,7 @@
-"""Base class of all contract suites: the plugin under test, the profile and the pool of ranks."""
+"""Base class of all contract suites: the plugin under test, the profile and the pool of ranks.
+
+In every check, ``says`` begins the sentence of an assertion that fails.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ class Suite:
 
     @pytest.fixture(autouse=True)
     def _moefw(self, moefw_pool: RankPool, moefw_profile: Profile) -> None:
-        self.pool, self.profile = moefw_pool, moefw_profile
+        self.pool = moefw_pool
+        self.profile = moefw_profile
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -88,6 +92,7 @@ class Suite:
         ``shrink`` False reports the first that fails. Shrinking runs a hundred more, which is slow if they start ranks.
         """
 
+        # `settings` writes attributes into the function that it decorates, which a bound method does not take.
         def run(example: Any) -> None:
             check(example)
 
@@ -99,4 +104,5 @@ class Suite:
             derandomize=not self.profile.new_draws,
             suppress_health_check=list(HealthCheck),
         )
+        # Made for each call: the number of examples is that of the profile, which only a fixture knows.
         given(examples)(chosen(run))()

@@ -40,10 +40,11 @@ class CombinationSuite(Suite):
     def fit(self) -> Fit:
         """Return the variants to combine, and their fit. The plugin's own section contains only the plugin."""
         if "_fit" not in vars(type(self)):
-            type(self)._fit = self._ask(self.parts)
+            type(self)._fit = self._usable(self.parts)
         return type(self)._fit
 
-    def _ask(self, fixed: Mapping[str, Any], staged: Mapping[str, Any] | None = None) -> Fit:
+    def _usable(self, fixed: Mapping[str, Any], staged: Mapping[str, Any] | None = None) -> Fit:
+        """Return the plugin and the variants beside it. ``staged``: the sizes of a model in pipeline stages."""
         options = [dict(self.options)] if self.options else None
         names = {"include": self.include, "exclude": self.exclude}
         try:
@@ -51,7 +52,7 @@ class CombinationSuite(Suite):
         except ValueError as error:
             raise AssertionError(str(error)) from error
         if self.rtol is not None:
-            precisions = [evolve(one, rtol=self.rtol) for one in fit.sections["precision"]]
+            precisions = [evolve(precision, rtol=self.rtol) for precision in fit.sections["precision"]]
             fit.sections = {**fit.sections, "precision": precisions}
         return fit
 
@@ -72,7 +73,7 @@ class CombinationSuite(Suite):
         if 2 not in self.profile.worlds:
             pytest.skip(f"{self.plugin.name} runs on none but {self.profile.worlds} ranks")
         for schedule in ("1f1b", "zero-bubble"):
-            fit = self._ask({"pipeline": {"use": schedule}, **self.parts}, staged=SIZES)
+            fit = self._usable({"pipeline": {"use": schedule}, **self.parts}, staged=SIZES)
             parts = fit.company(fit.sections[self.section][0])
             assert parts is not None, f"{self.plugin.name} goes with no other parts in pipeline stages."
             verify_staged(StagedModel(parts=parts, plugins=(self.plugin,)), self.pool)

@@ -47,15 +47,16 @@ class ContextCase:
             (2, self.heads, self.length, self.width),
             (2, self.groups, self.length, self.width),
             (2, self.groups, self.length, self.value_width),
-            *[(self.heads,)] * self.sinks,
         ]
+        if self.sinks:
+            shapes.append((self.heads,))
         tensors = [torch.randn(shape, generator=draws) for shape in shapes]
-        steps = torch.rand(2, self.length, generator=draws) < 0.2
+        begins_BS = torch.rand(2, self.length, generator=draws) < 0.2
         if self.lengths is not None:
             numbers_S = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
             mask = Mask(window=self.window, documents_BS=numbers_S.expand(2, -1), lengths=self.lengths)
         else:
-            mask = Mask(window=self.window, documents_BS=steps.cumsum(1) if self.documents else None)
+            mask = Mask(window=self.window, documents_BS=begins_BS.cumsum(1) if self.documents else None)
         probe = torch.randn(2, self.heads, self.length, self.value_width, generator=draws)
         return tensors, mask, probe
 
@@ -94,17 +95,17 @@ class ContextParallelSuite(Suite):
             yield world, layer_case
 
     def test_equals_attention_on_one_rank(self) -> None:
-        """For shared heads, narrow values, sinks, windows and documents, on 2 ranks and more."""
+        """Output and gradients, for shared heads, narrow values, sinks, windows and documents, on 2 ranks and more."""
         for world, layer_case in self.worlds():
             ranks = self.pool.run(shared, world, layer_case, CASES)
-            for at, case in enumerate(CASES):
-                wanted_out, *wanted = alone(case)
-                out, *grads = ranks[0][at]
+            for case, results in zip(CASES, ranks[0], strict=True):
+                expected_out, *expected_grads = alone(case)
+                out, *grads = results
                 says = f"{self.plugin.name} on {world} ranks, {case}:"
-                error = worst_error(out, wanted_out, floor=1e-30)
+                error = worst_error(out, expected_out, floor=1e-30)
                 assert error <= RTOL, f"{says} the output is off by {error:.1e} of its largest value."
-                for name, got, right in zip(NAMES, grads, wanted, strict=False):
-                    error = worst_error(got, right, floor=1e-30)
+                for name, grad, expected in zip(NAMES, grads, expected_grads, strict=False):
+                    error = worst_error(grad, expected, floor=1e-30)
                     assert error <= RTOL, f"{says} the gradient of {name} is off by {error:.1e} of its largest value."
 
     def test_keeps_nothing_between_calls(self) -> None:
@@ -115,12 +116,13 @@ class ContextParallelSuite(Suite):
                 assert not wrong, f"{self.plugin.name} on {world} ranks: with two calls in flight, {wrong} changes."
 
     def test_saves_its_own_positions_alone(self) -> None:
-        """What waits for backward falls with the number of ranks. Keys of others are exchanged again."""
+        """The bytes saved for backward fall with the number of ranks: keys of other ranks are exchanged again."""
         for world, layer_case in self.worlds():
             whole, *_ = self.pool.run(saved_alone, 1, ContextCase())
             for saved in self.pool.run(saved_bytes, world, layer_case, ContextCase()):
-                share, says = saved * world / whole, f"{self.plugin.name} on {world} ranks saves"
-                assert share <= 1.5, f"{says} {saved:,} bytes; {whole:,} of one rank are {whole // world:,} for each."
+                share = saved * world / whole
+                says = f"{self.plugin.name} on {world} ranks saves {saved:,} bytes"
+                assert share <= 1.5, f"{says}; {whole:,} of one rank are {whole // world:,} for each."
 
 
 def opened(layer_case: LayerCase) -> tuple[ContextAttention, SequenceCut]:
@@ -149,14 +151,15 @@ def begun(part: ContextAttention, tensors: list[Tensor], mask: Mask, case: Conte
 def shared(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> list[list[Tensor]]:
     """Return output and gradients of whole sequences, for each case, computed by all ranks."""
     part, cut = opened(layer_case)
-    found = []
+    results = []
     for case in cases:
         tensors, mask, probe = own(cut, case)
         out = begun(part, tensors, mask, case)
         (out * probe).sum().backward()
-        results = [out.detach(), *(_grad(tensor) for tensor in tensors)]
-        found.append([_whole(cut, result, case) if result.dim() > 1 else _sum(cut, result) for result in results])
-    return found
+        own_results = [out.detach(), *(_grad(tensor) for tensor in tensors)]
+        # Sinks alone have one dimension. Every rank has all of them, and a share of their gradient.
+        results.append([_whole(cut, result, case) if result.dim() > 1 else _sum(cut, result) for result in own_results])
+    return results
 
 
 def alone(case: ContextCase) -> list[Tensor]:
@@ -170,23 +173,23 @@ def alone(case: ContextCase) -> list[Tensor]:
 
 
 def interleaved(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> str:
-    """Return what differs between calls in flight together and each alone, or nothing."""
+    """Return the first tensor that differs between two calls in flight together and each alone; empty if none does."""
     part, cut = opened(layer_case)
 
     def run(together: bool) -> list[list[Tensor]]:
-        given = [own(cut, case) for case in cases]
+        inputs = [own(cut, case) for case in cases]
         outs: list[Tensor] = []
-        for case, (tensors, mask, probe) in zip(cases, given, strict=True):
+        for case, (tensors, mask, probe) in zip(cases, inputs, strict=True):
             outs.append(begun(part, tensors, mask, case))
             if not together:
                 (outs[-1] * probe).sum().backward()
         if together:
-            for out, (_, _, probe) in zip(outs, given, strict=True):
+            for out, (_, _, probe) in zip(outs, inputs, strict=True):
                 (out * probe).sum().backward()
-        return [[out.detach(), *map(_grad, each[0])] for out, each in zip(outs, given, strict=True)]
+        return [[out.detach(), *map(_grad, tensors)] for out, (tensors, _, _) in zip(outs, inputs, strict=True)]
 
-    for one, other in zip(run(together=False), run(together=True), strict=True):
-        for name, first, second in zip(("the output", *NAMES), one, other, strict=False):
+    for alone_results, together_results in zip(run(together=False), run(together=True), strict=True):
+        for name, first, second in zip(("the output", *NAMES), alone_results, together_results, strict=False):
             if not same_bits(first, second):
                 return name if name == "the output" else f"the gradient of {name}"
     return ""
@@ -207,6 +210,7 @@ def saved_alone(case: ContextCase) -> int:
 
 
 def _saved(run: Callable[[], Any]) -> int:
+    """Return the bytes of the storages that a function saves for backward."""
     held: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -221,6 +225,7 @@ def _saved(run: Callable[[], Any]) -> int:
 
 
 def _whole(cut: SequenceCut, own_BHSd: Tensor, case: ContextCase) -> Tensor:
+    """Return the tensor of all positions. The cut gathers ``(B, S, ...)``, in the order of positions. Collective."""
     whole_BSD = cut.gather(own_BHSd.transpose(1, 2).flatten(2), case.lengths)
     return whole_BSD.view(*whole_BSD.shape[:2], own_BHSd.shape[1], -1).transpose(1, 2)
 

@@ -30,18 +30,19 @@ SHOWN: Final = 8
 def form(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Return which tensor has a dtype or shape that differs from the contract."""
     for rank, moved in enumerate(ranks):
-        tokens, rows = case.x(rank), len(moved.rows_RD)
-        wanted = {
-            "rows_RD": (moved.rows_RD, tokens.dtype, (rows, case.dim)),
-            "row_weights_R": (moved.row_weights_R, torch.float32, (rows,)),
-            "counts_e": (moved.counts_e, torch.int32, (len(case.experts(rank)),)),
-            "offsets_e": (moved.offsets_e, torch.int32, (len(case.experts(rank)),)),
-            "out_TD": (moved.out_TD, tokens.dtype, tuple(tokens.shape)),
+        x_TD = case.x(rank)
+        num_rows = len(moved.rows_RD)
+        num_experts = len(case.experts(rank))
+        expected_forms = {
+            "rows_RD": (moved.rows_RD, x_TD.dtype, (num_rows, case.dim)),
+            "row_weights_R": (moved.row_weights_R, torch.float32, (num_rows,)),
+            "counts_e": (moved.counts_e, torch.int32, (num_experts,)),
+            "offsets_e": (moved.offsets_e, torch.int32, (num_experts,)),
+            "out_TD": (moved.out_TD, x_TD.dtype, tuple(x_TD.shape)),
         }
-        for name, (tensor, dtype, shape) in wanted.items():
+        for name, (tensor, dtype, shape) in expected_forms.items():
             if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-                is_ = f"{tensor.dtype} {tuple(tensor.shape)}"
-                return f"rank {rank}: {name} is {is_} instead of {dtype} {shape}"
+                return f"rank {rank}: {name} is {_form(tensor)} instead of {dtype} {shape}"
         for name, value in moved.stats.items():
             if value.ndim or not value.is_floating_point():
                 return f"rank {rank}: stats are summed over the global batch: {name} is no floating scalar"
@@ -51,7 +52,8 @@ def form(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Return where counts and group ends are not those of the routing."""
     for rank, moved in enumerate(ranks):
-        counts, sizes = [len(rows) for rows in case.arrivals(rank)], list(case.sizes(rank))
+        counts = [len(rows) for rows in case.arrivals(rank)]
+        sizes = list(case.sizes(rank))
         ends = list(accumulate(sizes))
         if moved.counts_e.tolist() != counts:
             what = f"counts_e is {moved.counts_e.tolist()} instead of {counts}"
@@ -70,7 +72,7 @@ def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 def _due(case: DispatchCase, rank: int, moved: Moved) -> Iterator[tuple[int, Sequence[Row], int, int]]:
     """Yield each expert, its rows in the order in which they are due, and where its group begins and ends.
 
-    Where the order is not promised, they are due as they came.
+    Where the order is not promised, they are due as they came, so that one assertion serves both.
     """
     begin = 0
     for expert, rows, size in zip(case.experts(rank), case.arrivals(rank), case.sizes(rank), strict=True):
@@ -85,23 +87,25 @@ def order(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     for rank, moved in enumerate(ranks):
         for expert, rows, begin, _ in _due(case, rank, moved):
             got_RD = moved.rows_RD[begin : begin + len(rows)]
-            wanted_RD = _stack([sent[source][token] for source, token, _ in rows], got_RD)
-            if same_bits(got_RD, wanted_RD):
+            due_RD = _stack([sent[source][token] for source, token, _ in rows], got_RD)
+            if same_bits(got_RD, due_RD):
                 continue
-            asked = [(expert, source, token) for source, token, _ in rows]
-            found = [_who(row_D, sent, expert) for row_D in got_RD]
-            if None not in found and len(found) == len(asked):
-                if sorted(found, key=str) == sorted(asked, key=str):
-                    what = f"came in the order {_few(found)} instead of {_few(asked)}"
+            due = [(expert, source, token) for source, token, _ in rows]
+            came = [_origin(row_D, sent, expert) for row_D in got_RD]
+            if None not in came and len(came) == len(due):
+                if sorted(came, key=str) == sorted(due, key=str):
+                    what = f"came in the order {_few(came)} instead of {_few(due)}"
                     return f"rank {rank}: rows of expert {expert} {what}, which is (expert, source rank, token)"
-                return f"rank {rank}: expert {expert} got the rows {_few(found)} instead of {_few(asked)}"
-            wrong = next((i for i in range(len(rows)) if not same_bits(got_RD[i], wanted_RD[i])), 0)
-            what = f"row {wrong} of expert {expert} is not token {asked[wrong][2]} of rank {asked[wrong][1]}"
+                return f"rank {rank}: expert {expert} got the rows {_few(came)} instead of {_few(due)}"
+            wrong = next((place for place in range(len(rows)) if not same_bits(got_RD[place], due_RD[place])), 0)
+            _, source, token = due[wrong]
+            what = f"row {wrong} of expert {expert} is not token {token} of rank {source}"
             return f"rank {rank}: {what} bit for bit{_nan(got_RD)}"
     return None
 
 
-def _who(row_D: Tensor, sent: Sequence[Tensor], expert: int) -> tuple[int, int, int] | None:
+def _origin(row_D: Tensor, sent: Sequence[Tensor], expert: int) -> tuple[int, int, int] | None:
+    """Return the expert, source rank and token of a row, the first that has its values; None if no token has."""
     for source, x_TD in enumerate(sent):
         for token in (x_TD == row_D).all(1).nonzero().flatten().tolist():
             return expert, source, token
@@ -119,11 +123,11 @@ def weights(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     for rank, moved in enumerate(ranks):
         for expert, rows, begin, _ in _due(case, rank, moved):
             got_R = moved.row_weights_R[begin : begin + len(rows)]
-            wanted_R = _stack([sent[source][token, choice] for source, token, choice in rows], got_R)
-            if not same_bits(got_R, wanted_R):
-                wrong = next(i for i in range(len(rows)) if not same_bits(got_R[i : i + 1], wanted_R[i : i + 1]))
-                got, wanted = got_R[wrong].item(), wanted_R[wrong].item()
-                what = f"row {wrong} of expert {expert} carries the weight {got:g} instead of {wanted:g}"
+            due_R = _stack([sent[source][token, choice] for source, token, choice in rows], got_R)
+            if not same_bits(got_R, due_R):
+                wrong = next(place for place in range(len(rows)) if not same_bits(got_R[place], due_R[place]))
+                weight = f"{got_R[wrong].item():g} instead of {due_R[wrong].item():g}"
+                what = f"row {wrong} of expert {expert} carries the weight {weight}"
                 return f"rank {rank}: {what}, that of its choice"
     return None
 
@@ -142,42 +146,50 @@ def padding(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 def output(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Return which token's output is not the sum of its experts' outputs."""
     for rank, moved in enumerate(ranks):
-        x_TD, weights_TK = case.x(rank).double(), case.weights(rank).double()
-        gain_TK = case.gains(rank) * weights_TK
-        wanted_TD = gain_TK.sum(1, keepdim=True) * x_TD
+        x_TD = case.x(rank).double()
+        gain_TK = case.gains(rank) * case.weights(rank).double()
+        expected_TD = gain_TK.sum(1, keepdim=True) * x_TD
         size_TD = gain_TK.abs().sum(1, keepdim=True) * x_TD.abs()
-        fault = _apart(case, moved.out_TD, wanted_TD, size_TD, case.eps)
-        if fault:
+        error = _first_error(case, moved.out_TD, expected_TD, size_TD, case.eps)
+        if error:
+            token, values = error
             what = "is not the sum of its experts' rows, each of them once"
-            return f"rank {rank}: the output of token {fault[0]} {what}: {fault[1]}"
+            return f"rank {rank}: the output of token {token} {what}: {values}"
     return None
 
 
 def gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     """Return which gradient is wrong, among those that exist."""
     for rank, moved in enumerate(ranks):
-        x_TD, probe_TD = case.x(rank).double(), case.probe(rank).double()
+        x_TD = case.x(rank).double()
+        probe_TD = case.probe(rank).double()
         gain_TK = case.gains(rank)
         weighted_TK = gain_TK * case.weights(rank).double()
         if moved.grad_x_TD is not None:
-            wanted_TD = weighted_TK.sum(1, keepdim=True) * probe_TD
+            expected_TD = weighted_TK.sum(1, keepdim=True) * probe_TD
             size_TD = weighted_TK.abs().sum(1, keepdim=True) * probe_TD.abs()
-            fault = _apart(case, moved.grad_x_TD, wanted_TD, size_TD, case.eps)
-            if fault:
-                own_TK = weighted_TK * case.own(rank)
-                lost_TD = (weighted_TK - own_TK).sum(1, keepdim=True) * probe_TD
-                only_own = case.world > 1 and not _apart(case, moved.grad_x_TD, lost_TD, size_TD, case.eps)
-                which = f"{OWN} are missing in it" if only_own else fault[1]
-                return f"rank {rank}: the gradient of token {fault[0]} is wrong: {which}"
+            error = _first_error(case, moved.grad_x_TD, expected_TD, size_TD, case.eps)
+            if error:
+                token, values = error
+                from_others_TK = weighted_TK - weighted_TK * case.own(rank)
+                from_others_TD = from_others_TK.sum(1, keepdim=True) * probe_TD
+                lacks_own = case.world > 1 and not _first_error(
+                    case, moved.grad_x_TD, from_others_TD, size_TD, case.eps
+                )
+                which = f"{OWN} are missing in it" if lacks_own else values
+                return f"rank {rank}: the gradient of token {token} is wrong: {which}"
         if moved.grad_weights_TK is not None:
-            wanted_TK = gain_TK * (x_TD * probe_TD).sum(1, keepdim=True)
+            expected_TK = gain_TK * (x_TD * probe_TD).sum(1, keepdim=True)
             size_TK = gain_TK * (x_TD * probe_TD).abs().sum(1, keepdim=True)
-            fault = _apart(case, moved.grad_weights_TK, wanted_TK, size_TK, FP32_EPS)
-            if fault:
-                rest_TK = wanted_TK * ~case.own(rank)
-                only_own = case.world > 1 and not _apart(case, moved.grad_weights_TK, rest_TK, size_TK, FP32_EPS)
-                which = f"{OWN} are missing in it" if only_own else fault[1]
-                return f"rank {rank}: the gradient of the routing weights of token {fault[0]} is wrong: {which}"
+            error = _first_error(case, moved.grad_weights_TK, expected_TK, size_TK, FP32_EPS)
+            if error:
+                token, values = error
+                from_others_TK = expected_TK * ~case.own(rank)
+                lacks_own = case.world > 1 and not _first_error(
+                    case, moved.grad_weights_TK, from_others_TK, size_TK, FP32_EPS
+                )
+                which = f"{OWN} are missing in it" if lacks_own else values
+                return f"rank {rank}: the gradient of the routing weights of token {token} is wrong: {which}"
     return None
 
 
@@ -202,9 +214,11 @@ def presence(case: DispatchCase, ranks: Sequence[Moved], *, wants: str) -> str |
             ("x", "the tokens", moved.grad_x_TD),
             ("w", "the routing weights", moved.grad_weights_TK),
         ):
-            if letter in wants and grad is None and case.tokens[rank] and (case.ids(rank) >= 0).any():
-                alone = case.world > 1 and case.own(rank)[case.ids(rank) >= 0].all()
-                return f"rank {rank}: the gradient of {name} is lost{f': it has only {OWN}' if alone else ''}"
+            is_sent_TK = case.ids(rank) >= 0
+            if letter in wants and grad is None and is_sent_TK.any():
+                only_own = case.world > 1 and case.own(rank)[is_sent_TK].all()
+                why = f": it has only {OWN}" if only_own else ""
+                return f"rank {rank}: the gradient of {name} is lost{why}"
     return None
 
 
@@ -216,18 +230,29 @@ def spoiled(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
     return None
 
 
-def _apart(case: DispatchCase, got: Tensor, wanted: Tensor, size: Tensor, eps: float) -> tuple[int, str] | None:
-    """Return the first token whose value is off by more than rounding, and both values."""
-    terms = case.top_k * case.etp + case.dim * (eps == FP32_EPS) + 4
-    off = (got.double() - wanted).abs()
-    bad = ~(off <= terms * eps * size + 1e-30)
-    if not bad.any():
+def _first_error(case: DispatchCase, got: Tensor, expected: Tensor, size: Tensor, eps: float) -> tuple[int, str] | None:
+    """Return the first token whose value is off by more than rounding, and both values.
+
+    ``size``: the sum of the magnitudes of the terms that add up to a value. Each addition rounds by ``eps`` of it at
+    most.
+    """
+    num_roundings = case.top_k * case.etp + 4
+    if eps == FP32_EPS:  # the gradient of a routing weight is also a sum over the row
+        num_roundings += case.dim
+    error = (got.double() - expected).abs()
+    is_wrong = ~(error <= num_roundings * eps * size + 1e-30)  # NaN is wrong, too
+    if not is_wrong.any():
         return None
-    token, place = bad.nonzero()[0].tolist()
-    return token, f"{got[token, place].item():g} instead of {wanted[token, place].item():g}"
+    token, place = is_wrong.nonzero()[0].tolist()
+    return token, f"{got[token, place].item():g} instead of {expected[token, place].item():g}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _stack(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the tensors along a new axis; none of them if there are none, which torch.stack refuses."""
     return torch.stack(list(tensors)) if tensors else like.new_empty(0, *like.shape[1:])
 
 
@@ -242,23 +267,28 @@ def different(named: Pairs, *, exact: bool = True, ordered: bool = True) -> str 
     """
     pairs = named if isinstance(named, Mapping) else {f"rank {rank}": pair for rank, pair in enumerate(named)}
     for who, (first, second) in pairs.items():
-        a, b = (one.tensors() if ordered else in_one_order(one).tensors() for one in (first, second))
-        lost = (a.keys() ^ b.keys()) - {"the gradient of the rows"}
+        tensors = (first if ordered else in_one_order(first)).tensors()
+        others = (second if ordered else in_one_order(second)).tensors()
+        # Not every function that returns a movement notes the gradient of the rows.
+        lost = (tensors.keys() ^ others.keys()) - {"the gradient of the rows"}
         if lost and first.wants == second.wants:
             return f"{who}: {min(lost)} is lost"
-        for name in (name for name in a if name in b):
-            if a[name].dtype != b[name].dtype or a[name].shape != b[name].shape:
-                forms = " and then ".join(f"{each.dtype} {tuple(each.shape)}" for each in (a[name], b[name]))
-                return f"{who}: {name} of two equal calls: {forms}"
-            if not (same_bits(a[name], b[name]) if exact else _close(a[name], b[name])):
-                how = f"differs{_nan(b[name])}"
-                reordered = len(a[name]) > 1 and equal_in_some_order(a[name], b[name])
-                how = "of two equal calls: the order differs" if reordered else how
-                return f"{who}: {name} {how}"
+        for name, tensor in tensors.items():
+            if name not in others:
+                continue
+            other = others[name]
+            if _form(tensor) != _form(other):
+                return f"{who}: {name} of two equal calls: {_form(tensor)} and then {_form(other)}"
+            are_equal = same_bits(tensor, other) if exact else _close(tensor, other)
+            if not are_equal and len(tensor) > 1 and equal_in_some_order(tensor, other):
+                return f"{who}: {name} of two equal calls: the order differs"
+            if not are_equal:
+                return f"{who}: {name} differs{_nan(other)}"
     return None
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors differ by no more than sums of some tens of terms in another order."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     scale = max(1.0, a.abs().max().item()) if a.numel() else 1.0

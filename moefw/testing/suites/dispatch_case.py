@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from moefw.compose.spec.source import counted
 from moefw.core.stages import Routing
 
 SKEWS: Final = ("even", "one", "starved", "near", "far")
@@ -49,11 +50,17 @@ class DispatchCase:
 
     def __str__(self) -> str:
         """Describe the case."""
-        said = [f"{self.world} rank{'s' * (self.world > 1)} (ep {self.ep} x etp {self.etp})", f"tokens {self.tokens}"]
-        said += [f"{self.num_experts} experts, top-{self.top_k}, {self.skew} routing"]
-        said += [f"{self.dropped:.0%} of choices dropped"] * bool(self.dropped)
-        said += [f"alignment {self.row_alignment}"] * (self.row_alignment > 1)
-        return ", ".join([*said, *["a capacity"] * self.padded, *[self.dtype] * (self.dtype != "fp32")])
+        words = [f"{counted(self.world, 'rank')} (ep {self.ep} x etp {self.etp})", f"tokens {self.tokens}"]
+        words.append(f"{self.num_experts} experts, top-{self.top_k}, {self.skew} routing")
+        if self.dropped:
+            words.append(f"{self.dropped:.0%} of choices dropped")
+        if self.row_alignment > 1:
+            words.append(f"alignment {self.row_alignment}")
+        if self.padded:
+            words.append("a capacity")
+        if self.dtype != "fp32":
+            words.append(self.dtype)
+        return ", ".join(words)
 
     @property
     def world(self) -> int:
@@ -72,8 +79,9 @@ class DispatchCase:
 
     def experts(self, rank: int) -> range:
         """Return the numbers of a rank's experts, of which it may hold only a part."""
-        each = self.num_experts // self.ep
-        return range(rank // self.etp * each, (rank // self.etp + 1) * each)
+        local_experts = self.num_experts // self.ep
+        first = rank // self.etp * local_experts
+        return range(first, first + local_experts)
 
     def part(self, rank: int) -> float:
         """Return the factor of a rank's part of its experts; the factors of all parts add up to 1."""
@@ -88,15 +96,17 @@ class DispatchCase:
         return self._values(rank, "probe")
 
     def _values(self, rank: int, what: str) -> Tensor:
+        """Return random values (T, D) for ``x`` or ``probe``, integers if ``whole``."""
         generator = _generator(self.seed, rank, 1 if what == "x" else 2)
         shape = (self.tokens[rank], self.dim)
-        drawn = torch.randint(-3, 4, shape, generator=generator) if self.whole else torch.randn(
-            shape, generator=generator
-        )  # fmt: skip
+        if self.whole:
+            values = torch.randint(-3, 4, shape, generator=generator)
+        else:
+            values = torch.randn(shape, generator=generator)
         if what == "x" and self.seed % 4 == 3:
-            drawn[1::5] = 0  # tokens may be zero, or equal
-            drawn[3::7] = drawn[:1]
-        return drawn.to(DTYPES[self.dtype])
+            values[1::5] = 0  # tokens may be zero, or equal
+            values[3::7] = values[:1]
+        return values.to(DTYPES[self.dtype])
 
     def ids(self, rank: int) -> Tensor:
         """Return a rank's choices, int64 (T, K): different experts for each token, -1 where dropped."""
@@ -114,7 +124,9 @@ class DispatchCase:
 
     def capacity(self, rank: int) -> int | None:
         """Return the capacity that a rank states, if any: at least its largest number of rows for one expert."""
-        return int(self.counts(rank).max()) + rank % 2 if self.padded else None
+        if not self.padded:
+            return None
+        return int(self.counts(rank).max()) + rank % 2
 
     def counts(self, rank: int) -> Tensor:
         """Return how often a rank chooses each expert, int64 (E)."""
@@ -123,12 +135,11 @@ class DispatchCase:
 
     def routing(self, rank: int, *, counts_host: bool = False, num_rows: bool = False) -> Routing:
         """Return a rank's routing as a router returns it, with what the host is to know."""
-        known = tuple(self.counts(rank).tolist()) if counts_host else None
         return Routing(
             expert_ids_TK=self.ids(rank),
             weights_TK=self.weights(rank),
             capacity=self.capacity(rank),
-            counts_host=known,
+            counts_host=tuple(self.counts(rank).tolist()) if counts_host else None,
             num_rows=int(self.counts(rank).sum()) if num_rows else None,
         )
 
@@ -138,9 +149,9 @@ class DispatchCase:
 
     def sizes(self, rank: int) -> tuple[int, ...]:
         """Return the sizes of a rank's groups, padding included."""
-        floor = sum(self.capacity(source) or 0 for source in range(self.world))
-        wanted = [max(len(rows), floor) for rows in self.arrivals(rank)]
-        return tuple(-(-rows // self.row_alignment) * self.row_alignment for rows in wanted)
+        capacity = sum(self.capacity(source) or 0 for source in range(self.world))
+        sizes = [max(len(rows), capacity) for rows in self.arrivals(rank)]
+        return tuple(-(-size // self.row_alignment) * self.row_alignment for size in sizes)
 
     def own(self, rank: int) -> Tensor:
         """Return which choices go to an expert of the rank itself, bool (T, K)."""
@@ -154,12 +165,18 @@ class DispatchCase:
 
 @lru_cache(1024)
 def _ids(case: DispatchCase, rank: int) -> Tensor:
+    """Return a rank's choices (T, K), shared by all callers: the best of scores, which the skew moves."""
     generator = _generator(case.seed, 0 if case.equal else rank, 3)
     scores = torch.rand(case.tokens[rank], case.num_experts, generator=generator)
-    scores[:, 0] += 2.0 * (case.skew == "one")
-    scores[:, -1] -= 2.0 * (case.skew == "starved")
-    own = case.experts(rank)
-    scores[:, own.start : own.stop] += {"near": 2.0, "far": -2.0}.get(case.skew, 0.0)
+    own = slice(case.experts(rank).start, case.experts(rank).stop)
+    if case.skew == "one":
+        scores[:, 0] += 2.0
+    elif case.skew == "starved":
+        scores[:, -1] -= 2.0
+    elif case.skew == "near":
+        scores[:, own] += 2.0
+    elif case.skew == "far":
+        scores[:, own] -= 2.0
     ids_TK = scores.topk(case.top_k, 1).indices
     return ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=generator) < case.dropped, -1)
 
@@ -171,6 +188,7 @@ def _arrivals(case: DispatchCase, rank: int) -> list[list[Row]]:
 
 
 def _rows_of(expert: int, chosen: list[Tensor]) -> Iterator[Row]:
+    """Yield the rows of an expert in order (source rank, token), from the choices of every rank."""
     for source, ids_TK in enumerate(chosen):
         for token, choice in (ids_TK == expert).nonzero().tolist():
             yield source, token, choice
@@ -182,15 +200,19 @@ def _generator(seed: int, rank: int, stream: int) -> torch.Generator:
 
 def unequal(world: int, seed: int = 0) -> tuple[int, ...]:
     """Return different numbers of tokens for the ranks, one of them 0 where there are three or more."""
+    if world == 1:
+        return (7,)
     pattern = (5, 3, 0, 7, 2, 1, 4, 6)
-    return tuple(pattern[(rank + seed) % len(pattern)] for rank in range(world)) if world > 1 else (7,)
+    return tuple(pattern[(rank + seed) % len(pattern)] for rank in range(world))
 
 
 def usual(world: int) -> list[DispatchCase]:
     """Return the cases that every dispatcher is tested with, simplest first."""
-    tokens, seven = unequal(world), max(7, world)
+    tokens = unequal(world)
     lonely = (0,) * (world - 1) + (1,)
-    found = [
+    many_tokens = tuple(37 + 8 * rank for rank in range(world))
+    many_experts = max(7, world) // world * world * 8
+    cases = [
         DispatchCase(tokens=(3,) * world, top_k=1),
         DispatchCase(tokens=(4,) * world),
         *(DispatchCase(tokens=tokens, skew=skew, seed=seed) for seed, skew in enumerate(SKEWS)),
@@ -209,22 +231,20 @@ def usual(world: int) -> list[DispatchCase]:
         DispatchCase(tokens=tokens, num_experts=world * 2, top_k=2, seed=3),
         DispatchCase(tokens=tokens, dim=7, seed=9),
         DispatchCase(tokens=tokens, num_experts=world, top_k=min(2, world), seed=10),
-        DispatchCase(tokens=tuple(37 + 8 * n for n in range(world)), num_experts=seven // world * world * 8, top_k=5),
+        DispatchCase(tokens=many_tokens, num_experts=many_experts, top_k=5),
     ]
     if world > 3:
-        found.append(DispatchCase(tokens=(0, 3, *(1,) * (world - 3), 0), top_k=3))
-    nodes = {1, world} - {2}
-    found += [DispatchCase(tokens=tokens, ranks_per_node=each, dropped=0.2, top_k=3) for each in sorted(nodes)]
+        cases.append(DispatchCase(tokens=(0, 3, *(1,) * (world - 3), 0), top_k=3))
+    nodes = sorted({1, world} - {2})  # 2 ranks per node is the default
+    cases += [DispatchCase(tokens=tokens, ranks_per_node=size, dropped=0.2, top_k=3) for size in nodes]
     if world % 2 == 0:
-        parts = [
+        ep = world // 2
+        cases += [
             DispatchCase(tokens=tokens, etp=2, seed=4),
             DispatchCase(tokens=lonely, etp=2),
             DispatchCase(tokens=tokens, etp=world),
+            DispatchCase(tokens=tokens, etp=2, skew="one", dropped=0.3, row_alignment=4, dtype="bf16", top_k=3),
+            DispatchCase(tokens=tokens, etp=2, skew="starved", ranks_per_node=1),
+            DispatchCase(tokens=tokens, etp=2, num_experts=ep, top_k=min(2, ep), seed=6),
         ]
-        parts.append(
-            DispatchCase(tokens=tokens, etp=2, skew="one", dropped=0.3, row_alignment=4, dtype="bf16", top_k=3)
-        )
-        found += [*parts, DispatchCase(tokens=tokens, etp=2, skew="starved", ranks_per_node=1)]
-        single = world // 2
-        found.append(DispatchCase(tokens=tokens, etp=2, num_experts=single, top_k=min(2, single), seed=6))
-    return found
+    return cases

@@ -21,6 +21,7 @@ class DeclarationChecks(DispatcherRunner):
         """Options resolve on some world; offers and needs are the same on each call."""
         refusals = []
         for world in self.profile.worlds:
+            # A plugin may refuse numbers of experts that do not fit its ranks: try two.
             for case in (DispatchCase(tokens=(1,) * world), DispatchCase(tokens=(1,) * world, num_experts=world * 2)):
                 try:
                     site = self.assembly_of(case).site
@@ -47,8 +48,8 @@ class DeclarationChecks(DispatcherRunner):
             pytest.skip(f"{self.plugin.name} is declared in a test file")
         path = [entry for entry in sys.path if entry]
         code = f"import sys; sys.path[:0] = {path!r}; import {module.__name__}; print('torch' in sys.modules)"
-        done = subprocess.run(python("-c", code), capture_output=True, text=True, timeout=60, check=False)
-        if done.returncode:
+        imported = subprocess.run(python("-c", code), capture_output=True, text=True, timeout=60, check=False)
+        if imported.returncode:
             pytest.skip(f"{module.__name__} cannot be imported on its own")
-        if "True" in done.stdout:
+        if "True" in imported.stdout:
             fail(f"{self.plugin.name}: importing {module.__name__} imports torch: import it inside build().")

@@ -40,9 +40,12 @@ class Layer:
     def __str__(self) -> str:
         """Describe the layer."""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.experts) or "experts whole on every rank"
-        said = [f"tokens {self.tokens}", mesh, f"{self.num_experts} experts, top-{self.top_k}, {self.skew} routing"]
-        said += [f"capacity {self.capacity[0]}"] if self.capacity else []
-        return ", ".join([*said, *["masked tokens"] * self.masked, self.precision])
+        words = [f"tokens {self.tokens}", mesh, f"{self.num_experts} experts, top-{self.top_k}, {self.skew} routing"]
+        if self.capacity:
+            words.append(f"capacity {self.capacity[0]}")
+        if self.masked:
+            words.append("masked tokens")
+        return ", ".join([*words, self.precision])
 
     @property
     def rule(self) -> Rule:
@@ -70,22 +73,24 @@ class LayerChecks(DispatcherRunner):
 
     def layers(self, *, etp: bool = False, copies: bool = False, **settings: Any) -> list[Layer]:
         """Return a layer of each world of the profile: over ep, with experts in halves, or with copies of experts."""
-        found = []
+        layers = []
         for world in self.profile.worlds:
             if (etp and world % 2) or (copies and world == 1):
                 continue
-            mesh: dict[str, int] = {"ep": world // 2, "etp": 2} if etp else {"ep": world // 2 if copies else world}
+            ep = world // 2 if etp or copies else world
+            mesh = {"ep": ep, "etp": 2 if etp else 1}
             axes = tuple((axis, size) for axis, size in mesh.items() if size > 1)
-            found.append(Layer(tokens=unequal(world), experts=axes, num_experts=max(4, world)))
-        return [evolve(layer, **settings) for layer in found]
+            layers.append(Layer(tokens=unequal(world), experts=axes, num_experts=max(4, world)))
+        return [evolve(layer, **settings) for layer in layers]
 
     def hold(self, layers: Sequence[Layer], *, rtol: Mapping[str, float] = RTOL) -> None:
         """Fail with the first layer that differs from the oracle; skip if all are refused."""
         if self.offers().get("rows") == ("static",):
             pytest.skip("a static budget drops rows of which the oracle does not know")
-        refusals, worlds = [], dict[int, list[tuple[Layer, LayerCase]]]()
+        refusals = []
+        by_world: dict[int, list[tuple[Layer, LayerCase]]] = {}
         for layer in layers:
-            drawn = self.layer_case(
+            layer_case = self.layer_case(
                 tokens=layer.tokens,
                 num_experts=layer.num_experts,
                 top_k=layer.top_k,
@@ -96,35 +101,36 @@ class LayerChecks(DispatcherRunner):
                 parts=layer.parts(),
             )
             try:
-                assembly = drawn.assemble()
+                assembly = layer_case.assemble()
                 self.aligned(assembly.parts.dispatch.offers(assembly.site.at(0)), layer.row_alignment)
             except (PlanError, RefusedError) as error:
                 refusals.append(str(error))
                 continue
-            worlds.setdefault(drawn.world, []).append((layer, drawn))
-        for world, tried in worlds.items():
-            self._hold(world, tried, rtol)
-        if not worlds:
+            by_world.setdefault(layer_case.world, []).append((layer, layer_case))
+        for world, accepted in by_world.items():
+            self._hold(world, accepted, rtol)
+        if not by_world:
             why = refusals[0] if refusals else "no world of the profile has room for it"
             pytest.skip(f"{self.plugin.name} refuses: {why}")
 
-    def _hold(self, world: int, tried: Sequence[tuple[Layer, LayerCase]], rtol: Mapping[str, float]) -> None:
+    def _hold(self, world: int, layers: Sequence[tuple[Layer, LayerCase]], rtol: Mapping[str, float]) -> None:
+        """Fail with the first of the layers of one world that differs from the oracle. They run in one job."""
         try:
-            ranks = self.job(solved, world, [drawn for _, drawn in tried])
+            ranks = self.job(solved, world, [layer_case for _, layer_case in layers])
         except ContractError as error:
-            about = "; ".join(str(layer) for layer, _ in tried)
+            about = "; ".join(str(layer) for layer, _ in layers)
             fail(f"{self.plugin.name}: {crash(error)} In a layer of {counted(world, 'rank')}, one of: {about}.")
-        for number, (layer, drawn) in enumerate(tried):
-            wanted = truth(self._with_builtin(drawn), layer.rule)
+        for number, (layer, layer_case) in enumerate(layers):
+            expected = truth(self._with_builtin(layer_case), layer.rule)
             try:
-                assert_matches([outcomes[number] for outcomes in ranks], wanted, rtol=rtol[layer.precision])
+                assert_matches([outcomes[number] for outcomes in ranks], expected, rtol=rtol[layer.precision])
             except AssertionError as error:
                 fail(f"{self.plugin.name}: in a layer of {counted(world, 'rank')} {error}. With {layer}.")
 
-    def _with_builtin(self, drawn: LayerCase) -> LayerCase:
+    def _with_builtin(self, layer_case: LayerCase) -> LayerCase:
         """Return the layer case with the default dispatcher. The oracle needs only its weights."""
-        parts = {name: part for name, part in drawn.parts.items() if name != self.section}
-        return LayerCase(**{**drawn.__dict__, "parts": parts, "plugins": ()})
+        parts = {name: part for name, part in layer_case.parts.items() if name != self.section}
+        return LayerCase(**{**layer_case.__dict__, "parts": parts, "plugins": ()})
 
     def test_the_layer_equals_the_oracle(self) -> None:
         """Over worlds and skews: an expert with all tokens, an expert with none, unequal numbers of tokens."""

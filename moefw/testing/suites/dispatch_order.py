@@ -23,40 +23,50 @@ def as_they_came(case: DispatchCase, due: Sequence[Row], moved: Moved, start: in
     """
     came = [tensor[start : start + len(due)] for tensor in _carried(moved)]
     sent = [(case.x(source), case.weights(source), case.probe(source)) for source in range(case.world)]
-    left = list(due)
-    found: list[Row | None] = [None] * len(due)
+    unmatched = list(due)
+    matched: list[Row | None] = [None] * len(due)
+    # First by all that a row carries: by values alone, equal tokens would exchange their weights. Then by values alone,
+    # so that a wrong weight is named as such, and not as a row that did not come.
     for known in (len(came), 1):
-        waiting = defaultdict[tuple[bytes, ...], list[Row]](list)
-        for source, token, choice in left:
+        candidates = defaultdict[tuple[bytes, ...], list[Row]](list)
+        for source, token, choice in unmatched:
             x_TD, weights_TK, probe_TD = sent[source]
             carried = (x_TD[token], weights_TK[token, choice], probe_TD[token])
-            waiting[_identity(carried[:known])].append((source, token, choice))
-        for place in (place for place, row in enumerate(found) if row is None):
-            if alike := waiting[_identity([tensor[place] for tensor in came[:known]])]:
-                found[place] = alike.pop(0)
-        left = [row for rows in waiting.values() for row in rows]
-    rest = iter(sorted(left))
-    return [next(rest) if row is None else row for row in found]
+            candidates[_identity(carried[:known])].append((source, token, choice))
+        for place, row in enumerate(matched):
+            if row is None:
+                alike = candidates[_identity([tensor[place] for tensor in came[:known]])]
+                if alike:
+                    matched[place] = alike.pop(0)
+        unmatched = [row for rows in candidates.values() for row in rows]
+    rest = iter(sorted(unmatched))
+    return [next(rest) if row is None else row for row in matched]
 
 
 def in_one_order(moved: Moved) -> Moved:
     """Return the movement with the valid rows of each expert sorted."""
-    order, begin = list(range(len(moved.rows_RD))), 0
+    carried = _carried(moved)
+    order = list(range(len(moved.rows_RD)))
+    begin = 0
     for count, end in zip(moved.counts_e.tolist(), moved.offsets_e.tolist(), strict=True):
         group = slice(begin, begin + count)
-        order[group] = sorted(order[group], key=lambda place: _identity([t[place] for t in _carried(moved)]))
+        order[group] = sorted(order[group], key=lambda place: _identity([tensor[place] for tensor in carried]))
         begin = end
-    grads = None if moved.grad_rows_RD is None else moved.grad_rows_RD[order]
-    rows, weights = moved.rows_RD[order], moved.row_weights_R[order]
-    return replace(moved, rows_RD=rows, row_weights_R=weights, grad_rows_RD=grads)
+    return replace(
+        moved,
+        rows_RD=moved.rows_RD[order],
+        row_weights_R=moved.row_weights_R[order],
+        grad_rows_RD=None if moved.grad_rows_RD is None else moved.grad_rows_RD[order],
+    )
 
 
-def equal_in_some_order(one_RD: Tensor, other_RD: Tensor) -> bool:
+def equal_in_some_order(first_RD: Tensor, second_RD: Tensor) -> bool:
     """Return whether two tensors have the same rows, bit for bit."""
-    return sorted(map(bits, one_RD)) == sorted(map(bits, other_RD))
+    return sorted(map(bits, first_RD)) == sorted(map(bits, second_RD))
 
 
 def _carried(moved: Moved) -> list[Tensor]:
+    """Return the tensors that tell rows apart: the rows, their weights and, after a backward, their gradients."""
     grads = [] if moved.grad_rows_RD is None else [moved.grad_rows_RD]
     return [moved.rows_RD, moved.row_weights_R, *grads]
 

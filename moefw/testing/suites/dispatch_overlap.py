@@ -22,7 +22,16 @@ from moefw.core.stages import Routing
 from moefw.runtime.phases import PhaseCall
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.dispatch_case import DispatchCase
-from moefw.testing.suites.dispatch_ranks import Moved, again, experts, opened, seen, settled_case, there_and_back
+from moefw.testing.suites.dispatch_ranks import (
+    Moved,
+    again,
+    experts,
+    note_gradients,
+    opened,
+    seen,
+    settled_case,
+    there_and_back,
+)
 
 
 def other_case(case: DispatchCase) -> DispatchCase:
@@ -36,46 +45,50 @@ def two_at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, o
 
     ``order``: "in a row", or interleaved, with finish and backward "A first", "B first", or one backward "together".
     """
-    pair = (case, other_case(case))
+    micro_batches = (case, other_case(case))
     dropless = settled_case(assembly)
-    with opened(group, case, assembly) as moves:
+    with opened(group, case, assembly) as dispatcher:
         if order == "in a row":
-            return [there_and_back(moves, one, rank, dropless=dropless) for one in pair]
-        inputs = [(one.x(rank).requires_grad_(), one.weights(rank).requires_grad_()) for one in pair]
-        plans = [moves.plan(one.routing(rank), dropless=dropless) for one in pair]
-        there = [moves.start_dispatch(x, w, plan) for (x, w), plan in zip(inputs, plans, strict=True)]
+            return [there_and_back(dispatcher, each, rank, dropless=dropless) for each in micro_batches]
+        inputs = [(each.x(rank).requires_grad_(), each.weights(rank).requires_grad_()) for each in micro_batches]
+        plans = [dispatcher.plan(each.routing(rank), dropless=dropless) for each in micro_batches]
+        dispatching = [dispatcher.start_dispatch(x, w, plan) for (x, w), plan in zip(inputs, plans, strict=True)]
         turns = (1, 0) if order == "B first" else (0, 1)
-        came = {turn: moves.finish_dispatch(there[turn]) for turn in turns}
-        arrived = [came[0], came[1]]
-        rows = [experts(batch, one, rank) for (batch, _), one in zip(arrived, pair, strict=True)]
-        back = [moves.start_combine(row, handle) for row, (_, handle) in zip(rows, arrived, strict=True)]
-        home = {turn: moves.finish_combine(back[turn]) for turn in turns}
-        outs = [home[0], home[1]]
-        probes = [one.probe(rank) for one in pair]
+        arrived = [dispatcher.finish_dispatch(dispatching[turn]) for turn in turns]
+        if order == "B first":
+            arrived.reverse()  # A and B again
+        rows = [experts(batch, each, rank) for (batch, _), each in zip(arrived, micro_batches, strict=True)]
+        combining = [
+            dispatcher.start_combine(rows_RD, handle) for rows_RD, (_, handle) in zip(rows, arrived, strict=True)
+        ]
+        outs = [dispatcher.finish_combine(combining[turn]) for turn in turns]
+        if order == "B first":
+            outs.reverse()
+        probes = [each.probe(rank) for each in micro_batches]
         if order == "together":
             torch.autograd.backward(outs, probes)
         else:
             for turn in turns:
                 outs[turn].backward(probes[turn])
-        results = [seen(batch, out) for (batch, _), out in zip(arrived, outs, strict=True)]
-        for result, (x, w) in zip(results, inputs, strict=True):
-            result.grad_x_TD, result.grad_weights_TK, result.wants = x.grad, w.grad, "xw"
+        results = [seen(batch, out_TD) for (batch, _), out_TD in zip(arrived, outs, strict=True)]
+        for result, (x_TD, weights_TK) in zip(results, inputs, strict=True):
+            note_gradients(result, x_TD, weights_TK)
         return results
 
 
 def in_phases(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
     """Return a movement, and the same with a graph of its own for each start and finish."""
     dropless = settled_case(assembly)
-    with opened(group, case, assembly) as moves:
-        whole = there_and_back(moves, case, rank, dropless=dropless)
-        plan = moves.plan(case.routing(rank), dropless=dropless)
+    with opened(group, case, assembly) as dispatcher:
+        whole = there_and_back(dispatcher, case, rank, dropless=dropless)
+        plan = dispatcher.plan(case.routing(rank), dropless=dropless)
         calls = [PhaseCall() for _ in range(5)]
         inputs = case.x(rank).requires_grad_(), case.weights(rank).requires_grad_()
-        pending = calls[0].run(lambda tokens: moves.start_dispatch(tokens[0], tokens[1], plan), inputs)
-        batch, handle = calls[1].run(moves.finish_dispatch, pending)
-        rows = calls[2].run(lambda arrived: (experts(arrived[0], case, rank), arrived[1]), (batch, handle))
-        pending = calls[3].run(lambda computed: moves.start_combine(*computed), rows)
-        out_TD = calls[4].run(moves.finish_combine, pending)
+        pending = calls[0].run(lambda tokens: dispatcher.start_dispatch(tokens[0], tokens[1], plan), inputs)
+        batch, handle = calls[1].run(dispatcher.finish_dispatch, pending)
+        computed = calls[2].run(lambda arrived: (experts(arrived[0], case, rank), arrived[1]), (batch, handle))
+        pending = calls[3].run(lambda rows_and_handle: dispatcher.start_combine(*rows_and_handle), computed)
+        out_TD = calls[4].run(dispatcher.finish_combine, pending)
         grads: Sequence[Tensor | None] = [case.probe(rank)] if out_TD.requires_grad else []
         for call in reversed(calls):
             grads = call.backward(grads)
@@ -88,112 +101,124 @@ def in_phases(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> 
 def handles(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
     """Return pairs that must be equal: the first movement, and movements along reused handles."""
     dropless = settled_case(assembly)
-    with opened(group, case, assembly) as moves:
-        first = there_and_back(moves, case, rank, dropless=dropless)
-        plan = moves.plan(case.routing(rank), dropless=dropless)
-        batch, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
+    with opened(group, case, assembly) as dispatcher:
+        first = there_and_back(dispatcher, case, rank, dropless=dropless)
+        plan = dispatcher.plan(case.routing(rank), dropless=dropless)
+        batch, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
         rows_RD = experts(batch, case, rank).detach()
-        once = seen(batch, moves.combine(rows_RD, handle))
-        found = {"combine, the first time": (first, once)}
-        found["combine with a handle used a second time"] = (once, seen(batch, moves.combine(rows_RD, handle)))
-        there_and_back(moves, other_case(case), rank, dropless=dropless)
-        found["combine after a later movement"] = (once, seen(batch, moves.combine(rows_RD, handle)))
-        found["redispatch"] = (first, again(moves, case, rank, handle))
-        found["redispatch with a handle used a second time"] = (first, again(moves, case, rank, handle))
-        later = moves.plan(other_case(case).routing(rank), dropless=dropless)
-        found["redispatch after a later plan"] = (first, again(moves, case, rank, handle))
-        second, _ = moves.dispatch(case.x(rank), case.weights(rank), plan)
-        found["dispatch with a plan used a second time"] = (once, seen(second, once.out_TD))
-        batch2, handle2 = moves.redispatch(case.x(rank), case.weights(rank), handle)
-        out_TD = moves.combine(experts(batch2, case, rank), handle2)
-        found["combine with the handle of a redispatch"] = (once, seen(batch2, out_TD))
+        once = seen(batch, dispatcher.combine(rows_RD, handle))
+        pairs = {"combine, the first time": (first, once)}
+        pairs["combine with a handle used a second time"] = (once, seen(batch, dispatcher.combine(rows_RD, handle)))
+        there_and_back(dispatcher, other_case(case), rank, dropless=dropless)
+        pairs["combine after a later movement"] = (once, seen(batch, dispatcher.combine(rows_RD, handle)))
+        pairs["redispatch"] = (first, again(dispatcher, case, rank, handle))
+        pairs["redispatch with a handle used a second time"] = (first, again(dispatcher, case, rank, handle))
+        later = dispatcher.plan(other_case(case).routing(rank), dropless=dropless)
+        pairs["redispatch after a later plan"] = (first, again(dispatcher, case, rank, handle))
+        second, _ = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
+        pairs["dispatch with a plan used a second time"] = (once, seen(second, once.out_TD))
+        batch2, handle2 = dispatcher.redispatch(case.x(rank), case.weights(rank), handle)
+        out_TD = dispatcher.combine(experts(batch2, case, rank), handle2)
+        pairs["combine with the handle of a redispatch"] = (once, seen(batch2, out_TD))
         assert later is not None
-        return found
+        return pairs
 
 
 def same_places(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
     """Return a dispatch, and the redispatch of the same along its handle."""
-    with opened(group, case, assembly) as moves:
-        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
-        batch, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
-        again, _ = moves.redispatch(case.x(rank), case.weights(rank), handle)
-        out_TD = moves.combine(experts(batch, case, rank), handle)
-        return seen(batch, out_TD), seen(again, out_TD)
+    with opened(group, case, assembly) as dispatcher:
+        plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
+        batch, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
+        redispatched_batch, _ = dispatcher.redispatch(case.x(rank), case.weights(rank), handle)
+        out_TD = dispatcher.combine(experts(batch, case, rank), handle)
+        return seen(batch, out_TD), seen(redispatched_batch, out_TD)
 
 
 def redispatched(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
     """Return a dispatch of twice the tokens and weights, and a redispatch of the same."""
     dropless = settled_case(assembly)
-    with opened(group, case, assembly) as moves:
+    with opened(group, case, assembly) as dispatcher:
         doubled: dict[str, Any] = {"x_TD": 2 * case.x(rank), "weights_TK": 2 * case.weights(rank)}
-        wanted = there_and_back(moves, case, rank, dropless=dropless, **doubled)
-        plan = moves.plan(case.routing(rank), dropless=dropless)
-        _, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
-        return wanted, again(moves, case, rank, handle, factor=2.0)
+        dispatched = there_and_back(dispatcher, case, rank, dropless=dropless, **doubled)
+        plan = dispatcher.plan(case.routing(rank), dropless=dropless)
+        _, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
+        return dispatched, again(dispatcher, case, rank, handle, factor=2.0)
 
 
 def side_by_side(
     group: Any, rank: int, case: DispatchCase, assembly: Assembly, second: DispatchCase, other: LayerCase
 ) -> list[tuple[Moved, Moved]]:
     """Return the movements of two dispatchers: each alone, and interleaved with the other."""
-    alone, later = [], other.assemble()
-    for one, parts in ((case, assembly), (second, later)):
-        with opened(group, one, parts) as moves:
-            alone.append(there_and_back(moves, one, rank, dropless=settled_case(parts)))
-    with opened(group, case, assembly) as first, opened(group, second, later) as latter:
-        pairs: list[tuple[Dispatcher, DispatchCase, Assembly]] = [(first, case, assembly), (latter, second, later)]
-        plans = [moves.plan(one.routing(rank), dropless=settled_case(parts)) for moves, one, parts in pairs]
-        inputs = [(one.x(rank).requires_grad_(), one.weights(rank).requires_grad_()) for _, one, _ in pairs]
-        sent = [m.dispatch(x, w, plan) for (m, _, _), (x, w), plan in zip(pairs, inputs, plans, strict=True)]
-        outs = [
-            moves.combine(experts(batch, one, rank), handle)
-            for (moves, one, _), (batch, handle) in zip(pairs, sent, strict=True)
+    alone = []
+    second_assembly = other.assemble()
+    for each, of_layer in ((case, assembly), (second, second_assembly)):
+        with opened(group, each, of_layer) as dispatcher:
+            alone.append(there_and_back(dispatcher, each, rank, dropless=settled_case(of_layer)))
+    with opened(group, case, assembly) as first, opened(group, second, second_assembly) as latter:
+        pair: list[tuple[Dispatcher, DispatchCase, bool]] = [
+            (first, case, settled_case(assembly)),
+            (latter, second, settled_case(second_assembly)),
         ]
-        beside = [seen(batch, out) for (batch, _), out in zip(sent, outs, strict=True)]
-        for result, out, (_, one, _), (x, w) in zip(beside, outs, pairs, inputs, strict=True):
-            out.backward(one.probe(rank))
-            result.grad_x_TD, result.grad_weights_TK, result.wants = x.grad, w.grad, "xw"
+        # Each stage of both before the next stage of either.
+        plans = [dispatcher.plan(each.routing(rank), dropless=dropless) for dispatcher, each, dropless in pair]
+        inputs = [(each.x(rank).requires_grad_(), each.weights(rank).requires_grad_()) for _, each, _ in pair]
+        arrived = [
+            dispatcher.dispatch(x_TD, weights_TK, plan)
+            for (dispatcher, _, _), (x_TD, weights_TK), plan in zip(pair, inputs, plans, strict=True)
+        ]
+        outs = [
+            dispatcher.combine(experts(batch, each, rank), handle)
+            for (dispatcher, each, _), (batch, handle) in zip(pair, arrived, strict=True)
+        ]
+        beside = [seen(batch, out_TD) for (batch, _), out_TD in zip(arrived, outs, strict=True)]
+        for result, out_TD, (_, each, _), (x_TD, weights_TK) in zip(beside, outs, pair, inputs, strict=True):
+            out_TD.backward(each.probe(rank))
+            note_gradients(result, x_TD, weights_TK)
     return list(zip(alone, beside, strict=True))
 
 
 def after_failures(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
     """Return a movement before and after others that were given up: after dispatch, after plan, before backward."""
     dropless = settled_case(assembly)
-    with opened(group, case, assembly) as moves:
+    with opened(group, case, assembly) as dispatcher:
         other = other_case(case)
-        found = {}
-        first = there_and_back(moves, case, rank, dropless=dropless)
-        plan = moves.plan(other.routing(rank), dropless=dropless)
-        moves.dispatch(other.x(rank), other.weights(rank), plan)
-        found["after experts that failed"] = (first, there_and_back(moves, case, rank, dropless=dropless))
-        moves.plan(other.routing(rank), dropless=dropless)
-        found["after a plan that was not used"] = (first, there_and_back(moves, case, rank, dropless=dropless))
+        pairs = {}
+        first = there_and_back(dispatcher, case, rank, dropless=dropless)
+        plan = dispatcher.plan(other.routing(rank), dropless=dropless)
+        dispatcher.dispatch(other.x(rank), other.weights(rank), plan)
+        pairs["after experts that failed"] = (first, there_and_back(dispatcher, case, rank, dropless=dropless))
+        dispatcher.plan(other.routing(rank), dropless=dropless)
+        pairs["after a plan that was not used"] = (first, there_and_back(dispatcher, case, rank, dropless=dropless))
         with torch.no_grad():
-            there_and_back(moves, other, rank, dropless=dropless, wants="")
-        found["after a forward without gradients"] = (first, there_and_back(moves, case, rank, dropless=dropless))
-        there_and_back(moves, other, rank, dropless=dropless, wants="x")
-        found["after tokens alone wanted gradients"] = (first, there_and_back(moves, case, rank, dropless=dropless))
-        return found
+            there_and_back(dispatcher, other, rank, dropless=dropless, wants="")
+        pairs["after a forward without gradients"] = (first, there_and_back(dispatcher, case, rank, dropless=dropless))
+        there_and_back(dispatcher, other, rank, dropless=dropless, wants="x")
+        pairs["after tokens alone wanted gradients"] = (
+            first,
+            there_and_back(dispatcher, case, rank, dropless=dropless),
+        )
+        return pairs
 
 
 def reopened(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
     """Return a movement, and one of a dispatcher built after the first was closed three times."""
     dropless = settled_case(assembly)
-    with opened(group, case, assembly) as moves:
-        first = there_and_back(moves, case, rank, dropless=dropless)
-        moves.close()
-        moves.close()
-    with opened(group, case, assembly) as moves:
-        return first, there_and_back(moves, case, rank, dropless=dropless)
+    with opened(group, case, assembly) as dispatcher:
+        first = there_and_back(dispatcher, case, rank, dropless=dropless)
+        dispatcher.close()
+        dispatcher.close()
+    with opened(group, case, assembly) as dispatcher:
+        return first, there_and_back(dispatcher, case, rank, dropless=dropless)
 
 
 def odd_inputs(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
     """Return movements of contiguous tensors, and of equal views."""
     dropless = settled_case(assembly)
-    with opened(group, case, assembly) as moves:
-        plain = there_and_back(moves, case, rank, dropless=dropless)
-        x_TD, routing = case.x(rank), case.routing(rank)
-        found = {}
+    with opened(group, case, assembly) as dispatcher:
+        plain = there_and_back(dispatcher, case, rank, dropless=dropless)
+        x_TD = case.x(rank)
+        routing = case.routing(rank)
+        pairs = {}
         views: Mapping[str, Mapping[str, Any]] = {
             "tokens that are a transposed view": {"x_TD": x_TD.t().contiguous().t()},
             "tokens that are every other row of a tensor": {"x_TD": _every_other(x_TD)},
@@ -201,22 +226,25 @@ def odd_inputs(group: Any, rank: int, case: DispatchCase, assembly: Assembly) ->
             "expert ids that are a view": {"routing": _with_ids(routing, _strided(routing.expert_ids_TK))},
         }
         for name, inputs in views.items():
-            found[name] = (plain, there_and_back(moves, case, rank, dropless=dropless, **inputs))
+            pairs[name] = (plain, there_and_back(dispatcher, case, rank, dropless=dropless, **inputs))
         outs = {}
         for name in ("contiguous", "view"):
-            plan = moves.plan(routing, dropless=dropless)
-            batch, handle = moves.dispatch(x_TD, routing.weights_TK, plan)
+            plan = dispatcher.plan(routing, dropless=dropless)
+            batch, handle = dispatcher.dispatch(x_TD, routing.weights_TK, plan)
             rows_RD = experts(batch, case, rank).detach()
-            rows_RD = (_strided(rows_RD) if name == "view" else rows_RD).requires_grad_()
-            out_TD = moves.combine(rows_RD, handle)
+            if name == "view":
+                rows_RD = _strided(rows_RD)
+            rows_RD.requires_grad_()
+            out_TD = dispatcher.combine(rows_RD, handle)
             out_TD.sum().backward()  # the gradient of a sum is an expanded scalar
             outs[name] = seen(batch, out_TD)
             outs[name].grad_rows_RD = rows_RD.grad
-        found["rows that are a view, and a gradient that is expanded"] = (outs["contiguous"], outs["view"])
-        return found
+        pairs["rows that are a view, and a gradient that is expanded"] = (outs["contiguous"], outs["view"])
+        return pairs
 
 
 def _strided(tensor: Tensor) -> Tensor:
+    """Return an equal matrix that is stored by columns."""
     return tensor.t().contiguous().t()
 
 
@@ -232,51 +260,54 @@ def without_gradients(group: Any, rank: int, case: DispatchCase, assembly: Assem
     """Return a movement with gradients, one without, and the latter's faults: saved tensors, required gradients."""
     dropless = settled_case(assembly)
     saved: list[str] = []
-    with opened(group, case, assembly) as moves:
-        wanted = there_and_back(moves, case, rank, dropless=dropless)
+    with opened(group, case, assembly) as dispatcher:
+        expected = there_and_back(dispatcher, case, rank, dropless=dropless)
 
         def pack(tensor: Tensor) -> Tensor:
             saved.append(f"a tensor {tuple(tensor.shape)} is saved for backward")
             return tensor
 
-        x_TD, weights_TK = case.x(rank).requires_grad_(), case.weights(rank).requires_grad_()
+        x_TD = case.x(rank).requires_grad_()
+        weights_TK = case.weights(rank).requires_grad_()
         with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            batch, handle = moves.dispatch(x_TD, weights_TK, moves.plan(case.routing(rank), dropless=dropless))
-            out_TD = moves.combine(experts(batch, case, rank), handle)
-        made = {"the rows": batch.rows_RD, "their weights": batch.row_weights_R, "the output": out_TD}
-        saved += [f"{name} want gradients" for name, tensor in made.items() if tensor.requires_grad]
-        return wanted, seen(batch, out_TD), saved
+            batch, handle = dispatcher.dispatch(
+                x_TD, weights_TK, dispatcher.plan(case.routing(rank), dropless=dropless)
+            )
+            out_TD = dispatcher.combine(experts(batch, case, rank), handle)
+        results = {"the rows": batch.rows_RD, "their weights": batch.row_weights_R, "the output": out_TD}
+        saved += [f"{name} want gradients" for name, tensor in results.items() if tensor.requires_grad]
+        return expected, seen(batch, out_TD), saved
 
 
 def known_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly, how: str) -> tuple[Moved, Moved]:
     """Return a movement planned by exchange, and one with counts on the host: given to plan, or in the routing."""
     dropless = settled_case(assembly)
     counts = [case.counts(source).tolist() for source in range(case.world)]
-    with opened(group, case, assembly) as moves:
-        exchanged = there_and_back(moves, case, rank, dropless=dropless)
+    with opened(group, case, assembly) as dispatcher:
+        exchanged = there_and_back(dispatcher, case, rank, dropless=dropless)
         if how == "given":
-            return exchanged, there_and_back(moves, case, rank, dropless=dropless, counts=counts)
+            return exchanged, there_and_back(dispatcher, case, rank, dropless=dropless, counts=counts)
         routing = case.routing(rank, counts_host=True)
-        return exchanged, there_and_back(moves, case, rank, dropless=dropless, routing=routing)
+        return exchanged, there_and_back(dispatcher, case, rank, dropless=dropless, routing=routing)
 
 
 def unasked_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
     """Return a movement with counts on the host, and one in a layer where no part asks for them there."""
     dropless = settled_case(assembly)
     layers = {n: evolve(layer, facts={**layer.facts, "counts": "device"}) for n, layer in assembly.layers.items()}
-    with opened(group, case, assembly) as moves:
-        asked = there_and_back(moves, case, rank, dropless=dropless)
-    with opened(group, case, evolve(assembly, layers=layers)) as moves:
+    with opened(group, case, assembly) as dispatcher:
+        asked = there_and_back(dispatcher, case, rank, dropless=dropless)
+    with opened(group, case, evolve(assembly, layers=layers)) as dispatcher:
         routing = case.routing(rank, num_rows=True)
-        return asked, there_and_back(moves, case, rank, dropless=dropless, routing=routing)
+        return asked, there_and_back(dispatcher, case, rank, dropless=dropless, routing=routing)
 
 
 def permuted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Tensor, Tensor]:
     """Return the output of permuted tokens, and the permuted output."""
     dropless = settled_case(assembly)
     order = torch.randperm(case.tokens[rank], generator=torch.Generator().manual_seed(rank))
-    with opened(group, case, assembly) as moves:
-        straight = there_and_back(moves, case, rank, dropless=dropless, wants="")
+    with opened(group, case, assembly) as dispatcher:
+        straight = there_and_back(dispatcher, case, rank, dropless=dropless, wants="")
         routing = case.routing(rank)
         routing = Routing(
             expert_ids_TK=routing.expert_ids_TK[order],
@@ -284,7 +315,7 @@ def permuted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> t
             capacity=routing.capacity,
         )
         shuffled = there_and_back(
-            moves, case, rank, dropless=dropless, wants="", routing=routing, x_TD=case.x(rank)[order]
+            dispatcher, case, rank, dropless=dropless, wants="", routing=routing, x_TD=case.x(rank)[order]
         )
         return shuffled.out_TD, straight.out_TD[order]
 
@@ -295,10 +326,11 @@ def live_tensors(
     """Return the number of live tensors after each of four rounds of movements; rank 0 counts for all threads."""
     counts: list[int] = []
     dropless = settled_case(assembly)
-    with opened(group, case, assembly) as moves:
+    with opened(group, case, assembly) as dispatcher:
         for _ in range(4):
-            for one in cases:
-                there_and_back(moves, one, rank, dropless=dropless)
+            for each in cases:
+                there_and_back(dispatcher, each, rank, dropless=dropless)
+            # Ranks may be threads of one process: none of them makes tensors while rank 0 counts.
             dist.barrier(group=group)
             if rank == 0:
                 counts.append(_settled_tensors(counts[-1] if len(counts) > 1 else None))

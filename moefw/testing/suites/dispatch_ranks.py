@@ -61,11 +61,11 @@ class Moved:
 def opened(group: Any, case: DispatchCase, assembly: Assembly) -> Iterator[Dispatcher]:
     """Build the dispatcher of an assembly on this rank, and close it afterwards."""
     shared = Shared()
-    moves = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
+    dispatcher = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
     try:
-        yield moves
+        yield dispatcher
     finally:
-        moves.close()
+        dispatcher.close()
         shared.close()
 
 
@@ -82,17 +82,17 @@ def experts(batch: ExpertBatch, case: DispatchCase, rank: int, *, padding: float
     numbers = torch.tensor(list(case.experts(rank)))
     places = torch.arange(len(batch.rows_RD))
     expert_R = torch.bucketize(places, batch.offsets_e.long(), right=True)
-    inside_R = expert_R < len(numbers)
+    inside_R = expert_R < len(numbers)  # not behind the last group
     expert_R = expert_R.clamp_max(len(numbers) - 1)
     starts_e = torch.cat([batch.offsets_e.new_zeros(1), batch.offsets_e[:-1]]).long()
     valid_R = inside_R & (places - starts_e[expert_R] < batch.counts_e[expert_R])
     gain_R = (numbers[expert_R] + 1).float() * case.part(rank)
-    made_RD = (batch.rows_RD.float() * (batch.row_weights_R * gain_R).unsqueeze(1)).to(batch.rows_RD.dtype)
-    return torch.where(valid_R.unsqueeze(1), made_RD, padding)
+    out_RD = (batch.rows_RD.float() * (batch.row_weights_R * gain_R).unsqueeze(1)).to(batch.rows_RD.dtype)
+    return torch.where(valid_R.unsqueeze(1), out_RD, padding)
 
 
 def there_and_back(
-    moves: Dispatcher,
+    dispatcher: Dispatcher,
     case: DispatchCase,
     rank: int,
     *,
@@ -111,54 +111,73 @@ def there_and_back(
     routing = routing or case.routing(rank)
     x_TD = (case.x(rank) if x_TD is None else x_TD).detach().requires_grad_("x" in wants)
     weights_TK = (routing.weights_TK if weights_TK is None else weights_TK).detach().requires_grad_("w" in wants)
-    given = {"x": x_TD, "the weights": weights_TK, "the expert ids": routing.expert_ids_TK}
-    kept = {name: tensor.detach().clone() for name, tensor in given.items()}
-    known: dict[str, Any] = {} if counts is None else {"counts": counts}
-    plan = moves.plan(routing, **known, dropless=dropless)
-    batch, handle = moves.dispatch(x_TD, weights_TK, plan)
-    return _returned(moves, case, rank, batch, handle, given, kept, padding=padding, wants=wants)
+    inputs = {"x": x_TD, "the weights": weights_TK, "the expert ids": routing.expert_ids_TK}
+    copies = {name: tensor.detach().clone() for name, tensor in inputs.items()}
+    if counts is None:
+        plan = dispatcher.plan(routing, dropless=dropless)
+    else:
+        plan = dispatcher.plan(routing, counts=counts, dropless=dropless)
+    batch, handle = dispatcher.dispatch(x_TD, weights_TK, plan)
+    return _returned(dispatcher, case, rank, batch, handle, inputs, copies, padding=padding, wants=wants)
 
 
 def again(
-    moves: Dispatcher, case: DispatchCase, rank: int, handle: DispatchHandle, *, factor: float = 1.0, wants: str = "xw"
+    dispatcher: Dispatcher,
+    case: DispatchCase,
+    rank: int,
+    handle: DispatchHandle,
+    *,
+    factor: float = 1.0,
+    wants: str = "xw",
 ) -> Moved:
     """Do the same with a redispatch along a handle, of ``factor`` times the tokens and weights."""
     x_TD = (factor * case.x(rank)).requires_grad_("x" in wants)
     weights_TK = (factor * case.weights(rank)).requires_grad_("w" in wants)
-    given = {"x": x_TD, "the weights": weights_TK}
-    kept = {name: tensor.detach().clone() for name, tensor in given.items()}
-    batch, handle = moves.redispatch(x_TD, weights_TK, handle)
-    return _returned(moves, case, rank, batch, handle, given, kept, wants=wants)
+    inputs = {"x": x_TD, "the weights": weights_TK}
+    copies = {name: tensor.detach().clone() for name, tensor in inputs.items()}
+    batch, handle = dispatcher.redispatch(x_TD, weights_TK, handle)
+    return _returned(dispatcher, case, rank, batch, handle, inputs, copies, wants=wants)
 
 
 def _returned(
-    moves: Dispatcher,
+    dispatcher: Dispatcher,
     case: DispatchCase,
     rank: int,
     batch: ExpertBatch,
     handle: DispatchHandle,
-    given: dict[str, Tensor],
-    kept: dict[str, Tensor],
+    inputs: dict[str, Tensor],
+    copies: dict[str, Tensor],
     *,
     padding: float = 0.0,
     wants: str,
 ) -> Moved:
+    """Compute and combine dispatched rows, run backward, and return the movement.
+
+    ``inputs``: tensors handed to the dispatcher so far, by name; ``copies``: copies of them from before.
+    """
     rows_RD = experts(batch, case, rank, padding=padding)
     if rows_RD.requires_grad:
         rows_RD.retain_grad()
-    given |= {"the dispatched rows": batch.rows_RD, "the rows' weights": batch.row_weights_R, "the rows": rows_RD}
-    kept |= {name: given[name].detach().clone() for name in given.keys() - kept.keys()}
-    out_TD = moves.combine(rows_RD, handle)
+    inputs |= {"the dispatched rows": batch.rows_RD, "the rows' weights": batch.row_weights_R, "the rows": rows_RD}
+    copies |= {name: inputs[name].detach().clone() for name in inputs.keys() - copies.keys()}
+    out_TD = dispatcher.combine(rows_RD, handle)
     probe_TD = case.probe(rank)
-    given["the gradient of the output"], kept["the gradient of the output"] = probe_TD, probe_TD.clone()
+    inputs["the gradient of the output"] = probe_TD
+    copies["the gradient of the output"] = probe_TD.clone()
     if wants and out_TD.requires_grad:
         torch.autograd.backward(out_TD, probe_TD)
     moved = seen(batch, out_TD)
-    moved.spoiled = [name for name, tensor in given.items() if not same_bits(tensor, kept[name])]
-    moved.grad_x_TD, moved.grad_weights_TK = given["x"].grad, given["the weights"].grad
+    moved.spoiled = [name for name, tensor in inputs.items() if not same_bits(tensor, copies[name])]
     moved.grad_rows_RD = rows_RD.grad if rows_RD.requires_grad else None
-    moved.wants = wants
+    note_gradients(moved, inputs["x"], inputs["the weights"], wants=wants)
     return moved
+
+
+def note_gradients(moved: Moved, x_TD: Tensor, weights_TK: Tensor, *, wants: str = "xw") -> None:
+    """Set a movement's gradients to those of its inputs."""
+    moved.grad_x_TD = x_TD.grad
+    moved.grad_weights_TK = weights_TK.grad
+    moved.wants = wants
 
 
 def seen(batch: ExpertBatch, out_TD: Tensor) -> Moved:
@@ -176,18 +195,18 @@ def seen(batch: ExpertBatch, out_TD: Tensor) -> Moved:
 
 def moved(group: Any, rank: int, case: DispatchCase, assembly: Assembly, **how: Any) -> Moved:
     """Return one movement on a new dispatcher."""
-    with opened(group, case, assembly) as moves:
-        return there_and_back(moves, case, rank, dropless=settled_case(assembly), **how)
+    with opened(group, case, assembly) as dispatcher:
+        return there_and_back(dispatcher, case, rank, dropless=settled_case(assembly), **how)
 
 
 def moved_twice(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
-    """Return the same movement twice on one dispatcher, with another movement between."""
+    """Return two equal movements on one dispatcher, with another movement between them."""
     dropless = settled_case(assembly)
-    with opened(group, case, assembly) as moves:
-        first = there_and_back(moves, case, rank, dropless=dropless)
+    with opened(group, case, assembly) as dispatcher:
+        first = there_and_back(dispatcher, case, rank, dropless=dropless)
         other = DispatchCase(tokens=tuple(n + 1 for n in case.tokens), **_sizes(case), seed=case.seed + 17)
-        there_and_back(moves, other, rank, dropless=dropless)
-        return first, there_and_back(moves, case, rank, dropless=dropless)
+        there_and_back(dispatcher, other, rank, dropless=dropless)
+        return first, there_and_back(dispatcher, case, rank, dropless=dropless)
 
 
 def _sizes(case: DispatchCase) -> dict[str, Any]:
@@ -197,13 +216,13 @@ def _sizes(case: DispatchCase) -> dict[str, Any]:
 
 def identity(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:
     """Return the output of combine for the unchanged rows from dispatch."""
-    with opened(group, case, assembly) as moves:
-        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
-        batch, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
+    with opened(group, case, assembly) as dispatcher:
+        plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
+        batch, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
         end = int(batch.offsets_e[-1])
         rows_RD = torch.zeros_like(batch.rows_RD)
         rows_RD[:end] = batch.rows_RD[:end]
-        return moves.combine(rows_RD, handle).detach()
+        return dispatcher.combine(rows_RD, handle).detach()
 
 
 def odd_values(case: DispatchCase, rank: int) -> Tensor:
@@ -217,8 +236,10 @@ def odd_values(case: DispatchCase, rank: int) -> Tensor:
 
 def any_bits(case: DispatchCase, rank: int, columns: int) -> Tensor:
     """Return rows of keys, bf16 (T, columns), of random bits, with NaN patterns, infinities and denormals."""
-    shape, generator = (case.tokens[rank], columns), torch.Generator().manual_seed(case.seed * 100 + rank)
+    shape = (case.tokens[rank], columns)
+    generator = torch.Generator().manual_seed(case.seed * 100 + rank)
     bits_TD = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
+    # A signalling NaN, a quiet one, one of all ones, the smallest denormal, minus zero and infinity.
     for place, pattern in enumerate((0x7F81, 0x7FC1, -1, 0x0001, -(2**15), 0x7F80)):
         bits_TD[place % 3 :: 3, place % columns] = pattern
     return bits_TD.view(torch.bfloat16)
@@ -231,23 +252,24 @@ def key_rows(
 
     Between them: the (source rank, token) of each dispatched row, None for padding. Weights are token numbers.
     """
+    # A token's number is unique in the world, and above 0: dispatched as its weight, it says where a row is from.
     most = max(case.tokens)
-    with opened(group, case, assembly) as moves:
-        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
+    with opened(group, case, assembly) as dispatcher:
+        plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
         number_T = torch.arange(case.tokens[rank], dtype=torch.float32) + rank * most + 1
         numbers_TK = number_T.unsqueeze(1).expand(-1, case.top_k).contiguous()
-        numbered, handle = moves.dispatch(case.x(rank), numbers_TK, plan)
-        bits_TD = any_bits(case, rank, moves.key_columns)
-        batch, _ = moves.redispatch(bits_TD, numbers_TK, handle)
+        numbered, handle = dispatcher.dispatch(case.x(rank), numbers_TK, plan)
+        bits_TD = any_bits(case, rank, dispatcher.key_columns)
+        batch, _ = dispatcher.redispatch(bits_TD, numbers_TK, handle)
         end = int(batch.offsets_e[-1])
         numbers = numbered.row_weights_R[:end].int().tolist()
         tokens = [divmod(number - 1, most) if 0 < number <= most * case.world else None for number in numbers]
-        return batch.rows_RD[:end].detach(), tokens, moves.key_columns
+        return batch.rows_RD[:end].detach(), tokens, dispatcher.key_columns
 
 
 def odd_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:
     """Return the dispatched rows of :func:`odd_values` up to the last group's end."""
-    with opened(group, case, assembly) as moves:
-        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
-        batch, _ = moves.dispatch(odd_values(case, rank), case.weights(rank), plan)
+    with opened(group, case, assembly) as dispatcher:
+        plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
+        batch, _ = dispatcher.dispatch(odd_values(case, rank), case.weights(rank), plan)
         return batch.rows_RD[: int(batch.offsets_e[-1])].detach()

@@ -47,7 +47,8 @@ class Recording(Collectives):
 
     def __init__(self, *, late: bool = False, delay_s: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.late, self.delay_s = late, delay_s
+        self.late = late
+        self.delay_s = delay_s
         self.events: list[Event] = []
         self.overwritten: list[Event] = []
         self._works: list[_Watched] = []
@@ -63,17 +64,18 @@ class Recording(Collectives):
 
     def launch(self, collective: Collective) -> Any:
         """Record the launch and run the collective; a barrier, which sends nothing, is not recorded."""
-        about = next(iter([*collective.inputs, *collective.outputs]), None)
-        if about is None:
+        tensors = [*collective.inputs, *collective.outputs]
+        if not tensors:
             return collective.call([])
-        event = Event("launch", len(self.launches()), collective.kind, tuple(about.shape), str(about.dtype))
+        first = tensors[0]
+        event = Event("launch", len(self.launches()), collective.kind, tuple(first.shape), str(first.dtype))
         self.events.append(event)
         if self.delay_s:
             time.sleep(self.delay_s)
         inputs = [*collective.inputs] if self.late else []
         places = [output.detach().clone() if self.late else output for output in collective.outputs]
         result = collective.call(places)
-        if isinstance(result, Tensor):
+        if isinstance(result, Tensor):  # of a functional collective, whose wait names the result in place of a work
             promised = torch.empty_like(result) if self.late else result
             self._returned[_storage(promised)] = _Watched(self, event, None, inputs, [promised], [result])
             return promised
@@ -104,11 +106,16 @@ class _Watched(dist.Work):
         places: Sequence[Tensor],
     ) -> None:
         super().__init__()
-        self._recording, self._event, self._work = recording, event, work
-        self._inputs, self._kept = inputs, [tensor.detach().clone() for tensor in inputs]
-        self.places, self._late = places, [pair for pair in zip(outputs, places, strict=True) if pair[0] is not pair[1]]
+        self._recording = recording
+        self._event = event
+        self._work = work
+        self._inputs = inputs
+        self._copies = [tensor.detach().clone() for tensor in inputs]
+        self.places = places
+        self._late = [(output, place) for output, place in zip(outputs, places, strict=True) if output is not place]
         self._done = False
         for output, _ in self._late:
+            # Negative, as no count is, and not -1, which is an id.
             output.detach().fill_(float("nan") if output.is_floating_point() else -77)
 
     def deliver(self) -> None:
@@ -118,7 +125,7 @@ class _Watched(dist.Work):
         self._done = True
         event = self._event
         self._recording.events.append(Event("wait", event.number, event.kind, event.shape, event.dtype))
-        if not all(same_bits(a, b) for a, b in zip(self._inputs, self._kept, strict=True)):
+        if not all(same_bits(tensor, copy) for tensor, copy in zip(self._inputs, self._copies, strict=True)):
             self._recording.overwritten.append(event)
         for output, place in self._late:
             output.detach().copy_(place)

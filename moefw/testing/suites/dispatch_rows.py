@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
+from moefw.compose.spec.source import counted
 from moefw.testing.suites import dispatch_assertions as assertions
 from moefw.testing.suites.dispatch_case import DispatchCase, unequal, usual
 from moefw.testing.suites.dispatch_order import equal_in_some_order
@@ -25,9 +26,9 @@ class RowChecks(DispatcherRunner):
 
     def some(self, **settings: Any) -> list[DispatchCase]:
         """Return one case of each world, and one with experts in parts for worlds of 2 and 4."""
-        found = [DispatchCase(tokens=unequal(world), dropped=0.2, top_k=3, seed=7) for world in self.profile.worlds]
-        found += [evolve(case, etp=2, seed=8) for case in found if case.world in (2, 4)]
-        return [evolve(case, **settings) for case in found]
+        cases = [DispatchCase(tokens=unequal(world), dropped=0.2, top_k=3, seed=7) for world in self.profile.worlds]
+        cases += [evolve(case, etp=2, seed=8) for case in cases if case.world in (2, 4)]
+        return [evolve(case, **settings) for case in cases]
 
     def test_tensors_have_the_shapes_and_dtypes_of_the_contract(self) -> None:
         """Rows and outputs in the tokens' dtype, weights fp32, counts int32."""
@@ -43,13 +44,15 @@ class RowChecks(DispatcherRunner):
             return
 
         def look(case: DispatchCase) -> str | None:
-            missing = [rank for rank, seen in enumerate(self.moved(case)) if seen.counts_host is None]
-            return f"rank {missing[0]}: counts on the host are offered and counts_host is None" if missing else None
+            for rank, result in enumerate(self.moved(case)):
+                if result.counts_host is None:
+                    return f"rank {rank}: counts on the host are offered and counts_host is None"
+            return None
 
         self.each(self.some(), look)
 
     def test_rows_come_in_order_of_expert_source_rank_and_token(self) -> None:
-        """And bit for bit as they were sent."""
+        """Each row is its token, bit for bit."""
         self.holds(self.cases(), assertions.form, assertions.groups, assertions.order)
 
     def test_rows_are_moved_bit_for_bit_whatever_they_hold(self) -> None:
@@ -58,12 +61,13 @@ class RowChecks(DispatcherRunner):
 
         def look(case: DispatchCase) -> str | None:
             for rank, rows_RD in enumerate(self.ranks(odd_rows, case)):
-                sent, begin = [odd_values(case, source) for source in range(case.world)], 0
+                sent = [odd_values(case, source) for source in range(case.world)]
+                begin = 0
                 for rows in case.arrivals(rank):
-                    wanted = [sent[source][token] for source, token, _ in rows]
+                    due = [sent[source][token] for source, token, _ in rows]
                     got_RD = rows_RD[begin : begin + len(rows)]
                     begin += len(rows)
-                    if wanted and not same(got_RD, torch.stack(wanted)):
+                    if due and not same(got_RD, torch.stack(due)):
                         return f"rank {rank}: rows with NaN, infinities or denormals are not moved bit for bit"
             return None
 
@@ -76,13 +80,14 @@ class RowChecks(DispatcherRunner):
         def look(case: DispatchCase) -> str | None:
             for rank, (rows_RD, tokens, columns) in enumerate(self.ranks(key_rows, case)):
                 sent = [any_bits(case, source, columns) for source in range(case.world)]
-                wanted_RD = torch.zeros_like(rows_RD)
-                for place, token in enumerate(tokens):
-                    if token is not None:
-                        wanted_RD[place] = sent[token[0]][token[1]]
+                due_RD = torch.zeros_like(rows_RD)
+                for place, origin in enumerate(tokens):
+                    if origin is not None:
+                        source, token = origin
+                        due_RD[place] = sent[source][token]
                 if rows_RD.dtype != torch.bfloat16:
                     return f"rank {rank}: row_keys is offered, and its rows are {rows_RD.dtype}, not bf16"
-                if not same_bits(rows_RD, wanted_RD):
+                if not same_bits(rows_RD, due_RD):
                     return f"rank {rank}: row_keys is offered, and rows of keys are not redispatched bit for bit"
             return None
 
@@ -102,11 +107,12 @@ class RowChecks(DispatcherRunner):
         def look(case: DispatchCase) -> str | None:
             whole = evolve(case, whole=True, dropped=max(case.dropped, 0.2))
             for rank, out_TD in enumerate(self.ranks(identity, whole)):
-                kept_T = (whole.ids(rank) >= 0).sum(1) * whole.etp
-                times_TD = out_TD.double() - kept_T.unsqueeze(1) * whole.x(rank).double()
-                if not (times_TD == 0).all():
-                    token = int((~(times_TD == 0)).any(1).nonzero()[0])
-                    times = f"{int(kept_T[token])} time{'s' * (int(kept_T[token]) != 1)}"
+                times_T = (whole.ids(rank) >= 0).sum(1) * whole.etp
+                error_TD = out_TD.double() - times_T.unsqueeze(1) * whole.x(rank).double()
+                is_wrong_T = (~(error_TD == 0)).any(1)  # NaN is wrong, too
+                if is_wrong_T.any():
+                    token = int(is_wrong_T.nonzero()[0])
+                    times = counted(int(times_T[token]), "time")
                     what = f"token {token} does not come back {times}, once for every kept choice"
                     return f"rank {rank}: {what} and part of an expert"
             return None
@@ -137,10 +143,14 @@ class RowChecks(DispatcherRunner):
         def look(case: DispatchCase) -> str | None:
             for wants in ("w", "x"):
                 ranks = self.ranks(moved, case, wants=wants)
-                lost = assertions.presence(case, ranks, wants=wants) or assertions.gradients(case, ranks)
-                if lost or (lost := assertions.output(case, ranks)):
+                fault = (
+                    assertions.presence(case, ranks, wants=wants)
+                    or assertions.gradients(case, ranks)
+                    or assertions.output(case, ranks)
+                )
+                if fault:
                     alone = "the routing weights" if wants == "w" else "the tokens"
-                    return f"{lost} (only {alone} want a gradient)"
+                    return f"{fault} (only {alone} want a gradient)"
             return None
 
         self.each(self.some() + self.some(skew="one", dropped=0.0), look)
@@ -149,10 +159,10 @@ class RowChecks(DispatcherRunner):
         """Under ``torch.no_grad``, as in evaluation."""
 
         def look(case: DispatchCase) -> str | None:
-            for rank, (wanted, got, saved) in enumerate(self.ranks(without_gradients, case)):
-                if saved:
-                    return f"rank {rank}: under torch.no_grad {saved[0]}"
-                fault = self.different({f"rank {rank}": (wanted, got)})
+            for rank, (with_gradients, without, faults) in enumerate(self.ranks(without_gradients, case)):
+                if faults:
+                    return f"rank {rank}: under torch.no_grad {faults[0]}"
+                fault = self.different({f"rank {rank}": (with_gradients, without)})
                 if fault:
                     return f"{fault} under torch.no_grad"
             return None

@@ -105,8 +105,8 @@ class DispatcherRunner(Suite):
             self.aligned(assembly.parts.dispatch.offers(assembly.site.at(0)), case.row_alignment)
             return assembly
 
-        found: Assembly = self._once(key, make)
-        return found
+        assembly: Assembly = self._once(key, make)
+        return assembly
 
     def aligned(self, offered: Offers, row_alignment: int) -> None:
         """Raise RefusedError if a row alignment is not offered; an alignment of 1 always is."""
@@ -119,7 +119,9 @@ class DispatcherRunner(Suite):
         """Whether the dispatcher runs on ranks that are threads: it uses its group only for collectives."""
 
         def probe() -> bool:
-            for world in (each for each in self.profile.worlds if each > 1):
+            for world in self.profile.worlds:
+                if world == 1:
+                    continue
                 case = DispatchCase(tokens=(1,) * world)
                 try:
                     thread_world(world, moved, case, self.assembly_of(case), timeout_s=self.job_s)
@@ -151,10 +153,10 @@ class DispatcherRunner(Suite):
             raise RefusedError(reason)
 
         try:
-            found: Offers = self._once("offers", make)
+            offered: Offers = self._once("offers", make)
         except RefusedError as refusal:
             pytest.skip(f"{self.plugin.name} refuses: {refusal}")
-        return found
+        return offered
 
     @property
     def ordered(self) -> bool:
@@ -189,8 +191,10 @@ class DispatcherRunner(Suite):
         known = type(self)._known
         if "hung" in known:
             raise known["hung"]
-        home = self.plugin.__module__.partition(".")[0]
-        if "<locals>" in self.plugin.__qualname__ or not any(each.find_spec(home, None) for each in sys.meta_path):
+        # The declaration is pickled by name. A test file of pytest is imported, but may be on no path.
+        package = self.plugin.__module__.partition(".")[0]
+        is_local = "<locals>" in self.plugin.__qualname__
+        if is_local or not any(finder.find_spec(package, None) for finder in sys.meta_path):
             what = f"{self.plugin.__qualname__} cannot be sent to other processes"
             fail(f"{self.plugin.name}: {what}: declare it at the top of a module that can be imported.")
         try:
@@ -206,15 +210,15 @@ class DispatcherRunner(Suite):
 
     def moved(self, case: DispatchCase) -> list[Moved]:
         """Return each rank's results of a case; run once for all checks."""
-        found: list[Moved] = self._once(("moved", case), lambda: self.ranks(moved, case))
-        return found
+        results: list[Moved] = self._once(("moved", case), lambda: self.ranks(moved, case))
+        return results
 
     def holds(self, cases: Sequence[DispatchCase], *assertions: assertions.Assertion) -> None:
         """Fail with the first fault that an assertion finds in the ranks' results; skip if every case is refused."""
 
         def look(case: DispatchCase) -> str | None:
             ranks = self.moved(case)
-            return next(filter(None, (one(case, ranks) for one in assertions)), None)
+            return next(filter(None, (assertion(case, ranks) for assertion in assertions)), None)
 
         self.each(cases, look)
 
@@ -244,8 +248,8 @@ class DispatcherRunner(Suite):
 
     def twice(self, case: DispatchCase) -> list[tuple[Moved, Moved]]:
         """Return each rank's results of the first and the third movement on one dispatcher."""
-        found: list[tuple[Moved, Moved]] = self.ranks(moved_twice, case)
-        return found
+        pairs: list[tuple[Moved, Moved]] = self.ranks(moved_twice, case)
+        return pairs
 
 
 def _on_threads(
@@ -265,25 +269,25 @@ def _on_gloo(function: Callable[..., Any], layer_case: LayerCase, case: Dispatch
 
 def crash(error: BaseException) -> str:
     """Return the sentence for an exception of a rank, with the last lines of its traceback."""
-    said = str(error)
+    message = str(error)
     if isinstance(error, ContractError):
-        if "different collectives" in said or "did not come to" in said:
-            return f"the ranks do not make the same collectives in the same order, and would hang: {said}"
-        if "which awaits" in said:
-            return f"the ranks disagree about what they send each other: {said}"
-        if "Traceback" in said:
-            return _raised(said)
-        if "no answer in time" in said:
-            return f"the ranks hang: some wait for a collective that others do not make: {said}"
-        return f"a rank fails: {said[-1500:]}"
+        if "different collectives" in message or "did not come to" in message:
+            return f"the ranks do not make the same collectives in the same order, and would hang: {message}"
+        if "which awaits" in message:
+            return f"the ranks disagree about what they send each other: {message}"
+        if "Traceback" in message:
+            return _raised(message)
+        if "no answer in time" in message:
+            return f"the ranks hang: some wait for a collective that others do not make: {message}"
+        return f"a rank fails: {message[-1500:]}"
     where = " ".join(getattr(error, "__notes__", []))
     lines = traceback.format_exception(error)[-4:] if not isinstance(error, MoefwError) else []
-    return f"raises {type(error).__name__}: {said} {where}\n{''.join(lines)}"
+    return f"raises {type(error).__name__}: {message} {where}\n{''.join(lines)}"
 
 
-def _raised(said: str) -> str:
+def _raised(message: str) -> str:
     """Return the sentence for the first traceback that is not a consequence of another rank's end."""
-    blocks = re.split(r"^(?=rank \d+: )", said, flags=re.MULTILINE)
+    blocks = re.split(r"^(?=rank \d+: )", message, flags=re.MULTILINE)
     failed = [block.rstrip() for block in blocks if "Traceback" in block]
     cause = next((block for block in failed if not any(words in block for words in GONE)), failed[0])
     lines = cause.splitlines()

@@ -26,13 +26,17 @@ class StateChecks(RowChecks):
         self.each(cases, lambda case: self._unequal(self.ranks(function, case, **how), why))
 
     def _unequal(self, ranks: Sequence[Any], why: str) -> str | None:
+        """Return the first difference in what each rank returned: one pair of movements, a list of them, or by name."""
         for rank, pairs in enumerate(ranks):
-            named = {f"rank {rank}": pairs} if isinstance(pairs, tuple) else pairs
-            named = {f"rank {rank}, {n}": pair for n, pair in enumerate(named)} if isinstance(named, list) else named
+            if isinstance(pairs, tuple):
+                named = {f"rank {rank}": pairs}
+            elif isinstance(pairs, list):
+                named = {f"rank {rank}, {number}": pair for number, pair in enumerate(pairs)}
+            else:
+                named = {f"rank {rank}, {name}": pair for name, pair in pairs.items()}
             fault = self.different(named)
             if fault:
-                where = "" if fault.startswith("rank") else f"rank {rank}, "
-                return f"{where}{fault}: {why}"
+                return f"{fault}: {why}"
         return None
 
     def test_a_call_does_not_depend_on_those_before(self) -> None:
@@ -41,14 +45,14 @@ class StateChecks(RowChecks):
         def look(case: DispatchCase) -> str | None:
             pairs = self.twice(case)
             again = [second for _, second in pairs]
-            wrong = next(filter(None, (one(case, again) for one in assertions.ASSERTIONS)), None)
+            wrong = next(filter(None, (assertion(case, again) for assertion in assertions.ASSERTIONS)), None)
             fault = self.different(pairs) or wrong
             return f"{fault}: a later call on the same dispatcher gives something else" if fault else None
 
         self.each([*self.some(), *self.some(top_k=1, skew="one"), *self.some(row_alignment=4)], look)
 
     def test_nothing_on_the_dispatcher_changes_between_calls(self) -> None:
-        """Nor on its class or its module: the plan and the handle hold all state of a movement."""
+        """The plan and the handle hold all state of a movement. Its class and its module do not change, either."""
 
         def look(case: DispatchCase) -> str | None:
             for rank, changed in enumerate(self.ranks(kept, case)):
@@ -98,7 +102,7 @@ class StateChecks(RowChecks):
         self.same(self.some(), overlap.handles, "a handle or a plan cannot be used again")
 
     def test_redispatch_brings_rows_to_the_places_of_their_dispatch(self) -> None:
-        """Also where no order is promised: in backward, rows meet there what the experts saved."""
+        """Where no order is promised, too: in backward, each row meets what the experts saved for its place."""
 
         def look(case: DispatchCase) -> str | None:
             fault = assertions.different(self.ranks(overlap.same_places, case))
@@ -143,7 +147,7 @@ class StateChecks(RowChecks):
         )
 
     def test_two_runs_give_the_same_bits(self) -> None:
-        """Also when one rank is slow."""
+        """A movement has the same bits when the first or the last rank is slow."""
         self.must_repeat()
         if not self.ordered:
             pytest.skip(f"{self.plugin.name} offers repeats=False: rows come in another order each time")

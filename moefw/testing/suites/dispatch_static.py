@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.testing.suites.dispatch_case import SKEWS, DispatchCase
@@ -13,37 +13,60 @@ from moefw.testing.suites.dispatch_ranks import opened
 from moefw.testing.suites.dispatch_run import DispatcherRunner
 
 
-def budgeted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[tuple[int, int, int, float, int]]:
-    """Return for each skew the rows: all, valid, due by the routing, reported as dropped, valid if dropless."""
-    found = []
-    with opened(group, case, assembly) as moves:
+@frozen
+class Budgeted:
+    """Numbers of rows of a rank: all, valid, due by the routing, reported as left out, and valid if dropless."""
+
+    rows: int
+    valid: int
+    due: int
+    left_out: float
+    valid_if_dropless: int
+
+
+def budgeted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[Budgeted]:
+    """Return the numbers of rows for each skew of the routing."""
+    by_skew = []
+    with opened(group, case, assembly) as dispatcher:
         for seed, skew in enumerate(SKEWS):
-            one = evolve(case, skew=skew, seed=seed)
-            batch, _ = moves.dispatch(one.x(rank), one.weights(rank), moves.plan(one.routing(rank)))
-            said = sum(float(batch.stats.get(name, 0.0)) for name in ("overflow", "dropped_rows"))
-            whole, _ = moves.dispatch(one.x(rank), one.weights(rank), moves.plan(one.routing(rank), dropless=True))
-            due = sum(len(rows) for rows in one.arrivals(rank))
-            found.append((len(batch.rows_RD), int(batch.counts_e.sum()), due, said, int(whole.counts_e.sum())))
-    return found
+            skewed = evolve(case, skew=skew, seed=seed)
+            plan = dispatcher.plan(skewed.routing(rank))
+            batch, _ = dispatcher.dispatch(skewed.x(rank), skewed.weights(rank), plan)
+            dropless_plan = dispatcher.plan(skewed.routing(rank), dropless=True)
+            dropless_batch, _ = dispatcher.dispatch(skewed.x(rank), skewed.weights(rank), dropless_plan)
+            by_skew.append(
+                Budgeted(
+                    rows=len(batch.rows_RD),
+                    valid=int(batch.counts_e.sum()),
+                    due=sum(len(rows) for rows in skewed.arrivals(rank)),
+                    left_out=sum(float(batch.stats.get(name, 0.0)) for name in ("overflow", "dropped_rows")),
+                    valid_if_dropless=int(dropless_batch.counts_e.sum()),
+                )
+            )
+    return by_skew
 
 
 class StaticChecks(DispatcherRunner):
     """Checks of dispatchers that offer only static rows."""
 
     def test_a_static_budget_holds_whatever_the_routing(self) -> None:
-        """And a step that is repeated without it, ``dropless``, drops no rows."""
+        """The number of rows is the same for every routing. A step that is repeated ``dropless`` drops none of them."""
         if tuple(self.offers().get("rows", ())) != ("static",):
             pytest.skip(f"{self.plugin.name} does not offer static rows alone")
 
         def look(case: DispatchCase) -> str | None:
-            for rank, seen in enumerate(self.ranks(budgeted, case)):
-                if len({rows for rows, *_ in seen}) > 1:
-                    return f"rank {rank}: static rows are offered, and there are {[rows for rows, *_ in seen]} rows"
-                for skew, (_, valid, due, said, whole) in zip(SKEWS, seen, strict=True):
-                    if whole != due:
-                        return f"rank {rank}: dropless is ignored: {whole} of {due} rows arrive with {skew} routing"
-                    if valid + said != due:
-                        what = f"{valid} of {due} rows arrive and stats say that {said:g} were left out"
+            for rank, by_skew in enumerate(self.ranks(budgeted, case)):
+                rows = [numbers.rows for numbers in by_skew]
+                if len(set(rows)) > 1:
+                    return f"rank {rank}: static rows are offered, and there are {rows} rows"
+                for skew, numbers in zip(SKEWS, by_skew, strict=True):
+                    due = numbers.due
+                    if numbers.valid_if_dropless != due:
+                        arrive = f"{numbers.valid_if_dropless} of {due} rows arrive"
+                        return f"rank {rank}: dropless is ignored: {arrive} with {skew} routing"
+                    if numbers.valid + numbers.left_out != due:
+                        arrive = f"{numbers.valid} of {due} rows arrive"
+                        what = f"{arrive} and stats say that {numbers.left_out:g} were left out"
                         return f"rank {rank}: {what}: overflow or dropped_rows with {skew} routing"
             return None
 

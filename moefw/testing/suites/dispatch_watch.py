@@ -30,68 +30,72 @@ def kept(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[
     """Return the names of what changed on the dispatcher, its classes and its module, from build to three movements."""
     dropless = settled_case(assembly)
     changed: set[str] = set()
-    with opened(group, case, assembly) as moves:
-        before, outside = snapshot(moves), surroundings(alone=case.world == 1)
-        plan = moves.plan(case.routing(rank), dropless=dropless)
-        changed |= _changes(before, snapshot(moves))
-        batch, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
-        changed |= _changes(before, snapshot(moves))
-        moves.combine(experts(batch, case, rank), handle)
-        changed |= _changes(before, snapshot(moves))
-        for one in (case, other_case(case)):
-            there_and_back(moves, one, rank, dropless=dropless)
-            changed |= _changes(before, snapshot(moves))
+    with opened(group, case, assembly) as dispatcher:
+        before = snapshot(dispatcher)
+        outside = surroundings(alone=case.world == 1)
+        plan = dispatcher.plan(case.routing(rank), dropless=dropless)
+        changed |= _changes(before, snapshot(dispatcher))
+        batch, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
+        changed |= _changes(before, snapshot(dispatcher))
+        dispatcher.combine(experts(batch, case, rank), handle)
+        changed |= _changes(before, snapshot(dispatcher))
+        for micro_batch in (case, other_case(case)):
+            there_and_back(dispatcher, micro_batch, rank, dropless=dropless)
+            changed |= _changes(before, snapshot(dispatcher))
         changed |= _changes(outside, surroundings(alone=case.world == 1))
     return sorted(changed)
 
 
 def surroundings(*, alone: bool) -> dict[str, str]:
-    """Return what of torch a dispatcher leaves as it is; its random numbers where no other thread draws any."""
-    found = {
+    """Return settings of torch that a dispatcher must not change; ``alone``: also the state of its random numbers.
+
+    Threads of one process share that state, so it is looked at only where there is one rank.
+    """
+    state = {
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
         "torch.is_grad_enabled()": str(torch.is_grad_enabled()),
         "torch.are_deterministic_algorithms_enabled()": str(torch.are_deterministic_algorithms_enabled()),
     }
     if alone:
-        found["torch.get_rng_state()"] = str(hash(torch.get_rng_state().numpy().tobytes()))
-    return found
+        state["torch.get_rng_state()"] = str(hash(torch.get_rng_state().numpy().tobytes()))
+    return state
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
-def snapshot(moves: Dispatcher) -> dict[str, str]:
-    """Return what a dispatcher holds by path: its attributes, and data of its classes and of its module."""
-    found = dict(_values("self", moves, DEPTH, set()))
-    for kind in type(moves).__mro__:
+def snapshot(dispatcher: Dispatcher) -> dict[str, str]:
+    """Return the values that a dispatcher holds, by path: its attributes, and data of its classes and of its module."""
+    values = dict(_values("self", dispatcher, DEPTH, set()))
+    for kind in type(dispatcher).__mro__:
         if kind in Dispatcher.__mro__:
             continue
         for name, value in vars(kind).items():
             if not name.startswith("__") and isinstance(value, (Tensor, int, float, *CONTAINERS, types.NoneType)):
-                found |= _values(f"{kind.__name__}.{name}", value, DEPTH, set())
-    for name, value in vars(sys.modules[type(moves).__module__]).items():
+                values |= _values(f"{kind.__name__}.{name}", value, DEPTH, set())
+    for name, value in vars(sys.modules[type(dispatcher).__module__]).items():
         if not name.startswith("__") and isinstance(value, (Tensor, int, float, *CONTAINERS)):
-            found |= _values(f"{type(moves).__module__}.{name}", value, DEPTH, set())
-    return found
+            values |= _values(f"{type(dispatcher).__module__}.{name}", value, DEPTH, set())
+    return values
 
 
 def _values(path: str, value: Any, depth: int, above: set[int]) -> Iterator[tuple[str, str]]:
+    """Yield the values at a path and below. ``above``: ids of the objects on the way, which end circles."""
     if isinstance(value, Tensor):
         yield path, f"{value.dtype} {tuple(value.shape)} {value.detach().flatten().tolist()}"
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, range)):
         yield path, repr(value)
     elif depth and id(value) not in above:
-        yield path, f"{type(value).__name__} {id(value) if not isinstance(value, CONTAINERS) else _size(value)}"
+        # Another object in its place is a change; a container may be a new one with the same contents.
+        identity = len(value) if isinstance(value, CONTAINERS) else id(value)
+        yield path, f"{type(value).__name__} {identity}"
         for name, item in _inside(value):
             yield from _values(f"{path}{name}", item, depth - 1, above | {id(value)})
 
 
-def _size(value: Any) -> int:
-    return len(value)
-
-
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a container or an object with their names behind its path; none of functions and types."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
     elif isinstance(value, (set, frozenset)):
@@ -117,9 +121,9 @@ def recorded(
     """
     with (
         Recording(late=late, delay_s=0.003 if rank == slow else 0.0) as recording,
-        opened(group, case, assembly) as moves,
+        opened(group, case, assembly) as dispatcher,
     ):
-        result = there_and_back(moves, case, rank, dropless=settled_case(assembly))
+        result = there_and_back(dispatcher, case, rank, dropless=settled_case(assembly))
         return result, recording.events, recording.overwritten
 
 
@@ -127,61 +131,62 @@ class _Step(torch.autograd.Function):
     """Work between start and finish, which notes when its backward runs and what is under way then."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, recording: Recording, name: str, found: dict[str, int]) -> Tensor:
-        ctx.noted = recording, name, found
+    def forward(ctx: Any, x: Tensor, recording: Recording, name: str, counts: dict[str, int]) -> Tensor:
+        ctx.noted = recording, name, counts
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        recording, name, found = ctx.noted
-        found[name] = recording.under_way()
+        recording, name, counts = ctx.noted
+        counts[name] = recording.under_way()
         return grads[0], None, None, None
 
 
 def under_way(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, int]:
     """Return how many collectives are under way after each start and finish, and in the backward of work between."""
-    found: dict[str, int] = {}
-    with Recording() as recording, opened(group, case, assembly) as moves:
-        x_TD, weights_TK = case.x(rank).requires_grad_(), case.weights(rank).requires_grad_()
-        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
-        found["plan"] = recording.under_way()
-        pending = moves.start_dispatch(x_TD, weights_TK, plan)
-        found["start_dispatch"] = recording.under_way()
-        beside: Any = _Step.apply(x_TD, recording, "backward of dispatch", found)  # type: ignore[no-untyped-call]
-        batch, handle = moves.finish_dispatch(pending)
-        found["finish_dispatch"] = recording.under_way()
+    counts: dict[str, int] = {}
+    with Recording() as recording, opened(group, case, assembly) as dispatcher:
+        x_TD = case.x(rank).requires_grad_()
+        weights_TK = case.weights(rank).requires_grad_()
+        plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
+        counts["plan"] = recording.under_way()
+        pending = dispatcher.start_dispatch(x_TD, weights_TK, plan)
+        counts["start_dispatch"] = recording.under_way()
+        beside: Any = _Step.apply(x_TD, recording, "backward of dispatch", counts)  # type: ignore[no-untyped-call]
+        batch, handle = dispatcher.finish_dispatch(pending)
+        counts["finish_dispatch"] = recording.under_way()
         rows_RD = experts(batch, case, rank)
-        pending = moves.start_combine(rows_RD, handle)
-        found["start_combine"] = recording.under_way()
-        after: Any = _Step.apply(x_TD, recording, "backward of combine", found)  # type: ignore[no-untyped-call]
-        out_TD = moves.finish_combine(pending)
-        found["finish_combine"] = recording.under_way()
+        pending = dispatcher.start_combine(rows_RD, handle)
+        counts["start_combine"] = recording.under_way()
+        after: Any = _Step.apply(x_TD, recording, "backward of combine", counts)  # type: ignore[no-untyped-call]
+        out_TD = dispatcher.finish_combine(pending)
+        counts["finish_combine"] = recording.under_way()
         torch.autograd.backward([out_TD, beside, after], [case.probe(rank)] * 3)
-        found["the end"] = recording.under_way()
-        pending = moves.start_redispatch(x_TD, weights_TK, handle)
-        found["start_redispatch"] = recording.under_way()
-        moves.finish_dispatch(pending)
-        found["launched"] = len(recording.launches())
-        return found
+        counts["the end"] = recording.under_way()
+        pending = dispatcher.start_redispatch(x_TD, weights_TK, handle)
+        counts["start_redispatch"] = recording.under_way()
+        dispatcher.finish_dispatch(pending)
+        counts["launched"] = len(recording.launches())
+        return counts
 
 
 def sent_again(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[list[Event], list[Event], int]:
     """Return the collectives of a dispatch and of its repetition, and how often ``plan`` was called for the latter."""
     plans = 0
-    with Recording() as recording, opened(group, case, assembly) as moves:
-        plan = moves.plan(case.routing(rank), dropless=settled_case(assembly))
+    with Recording() as recording, opened(group, case, assembly) as dispatcher:
+        plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
         before = len(recording.launches())
-        _, handle = moves.dispatch(case.x(rank), case.weights(rank), plan)
+        _, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
         between = len(recording.launches())
-        inner = type(moves).plan
+        inner = type(dispatcher).plan
 
         def counted(*arguments: Any, **options: Any) -> Any:
             nonlocal plans
             plans += 1
-            return inner(moves, *arguments, **options)
+            return inner(dispatcher, *arguments, **options)
 
-        if hasattr(moves, "__dict__"):
-            moves.__dict__["plan"] = counted
-        moves.redispatch(case.x(rank), case.weights(rank), handle)
+        if hasattr(dispatcher, "__dict__"):  # else it has slots, and its class stays as it is
+            dispatcher.__dict__["plan"] = counted
+        dispatcher.redispatch(case.x(rank), case.weights(rank), handle)
         launches = recording.launches()
         return launches[before:between], launches[between:], plans

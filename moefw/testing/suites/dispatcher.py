@@ -32,8 +32,12 @@ class DispatcherSuite(LayerChecks, WireChecks, StaticChecks, StateChecks, Declar
 
     def _movement(self, case: DispatchCase) -> None:
         def look(case: DispatchCase) -> str | None:
-            calls = zip(*self.twice(case), strict=True)
-            return next(filter(None, (one(case, ranks) for ranks in calls for one in assertions.ASSERTIONS)), None)
+            for ranks in zip(*self.twice(case), strict=True):  # of the first movement, then of the third
+                for assertion in assertions.ASSERTIONS:
+                    fault = assertion(case, ranks)
+                    if fault:
+                        return fault
+            return None
 
         try:
             fault = self.fault(case, look)

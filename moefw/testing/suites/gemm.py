@@ -39,7 +39,7 @@ from moefw.testing.suites.gemm_case import (
     shapes_of,
     terms_of_row_weights,
 )
-from moefw.testing.suites.gemm_passes import Asked, Noting, wanted
+from moefw.testing.suites.gemm_passes import Asked, Noting, values_of_operands
 from moefw.testing.suites.runs import row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
@@ -88,8 +88,8 @@ class GemmSuite(Suite):
     def _formulas(self) -> list[Formula]:
         """Return the formulas of experts to try: the plain one, and the one with all that the GEMM offers."""
         offered = {**silence("gemm"), **self.offers(**self.dims)}["formula"]
-        most = {"clamped": "clamped_swiglu" in offered, "biased_experts": "bias" in offered}
-        return [PLAIN, most] if any(most.values()) else [PLAIN]
+        everything = {"clamped": "clamped_swiglu" in offered, "biased_experts": "bias" in offered}
+        return [PLAIN, everything] if any(everything.values()) else [PLAIN]
 
     def _precisions(self) -> list[str]:
         """Return the recipes of ``rtol`` whose operands the GEMM takes."""
@@ -155,19 +155,20 @@ class GemmSuite(Suite):
             if layer_case is None:
                 continue
             for named in self.pool.run(named_on_this_rank, world, layer_case):
-                sizes = self.dims["dim"], self.dims["expert_dim"]
-                wanted = shapes_of(named.experts, *sizes, bias=layer_case.biased_experts)
+                expected = shapes_of(
+                    named.experts, self.dims["dim"], self.dims["expert_dim"], bias=layer_case.biased_experts
+                )
                 assert not named.twice, f"{name}: canonical() yields {', '.join(named.twice)} twice."
-                shapes = named.shapes
-                unknown, missing = sorted(shapes.keys() - wanted.keys()), sorted(wanted.keys() - shapes.keys())
+                unknown = sorted(named.shapes.keys() - expected.keys())
+                missing = sorted(expected.keys() - named.shapes.keys())
                 says = f"{name}: canonical() on a rank with the experts {list(named.experts)}"
                 assert not unknown, f"{says} yields {', '.join(unknown)}; {', '.join(missing)} is missing."
                 assert not missing, f"{says} does not yield {', '.join(missing)}."
-                for parameter, shape in shapes.items():
-                    right = wanted[parameter]
+                for parameter, shape in named.shapes.items():
+                    right = expected[parameter]
                     assert shape == right, f"{name}: canonical() says {parameter} is {shape}; {right} is right."
-                values = ", ".join(named.uncovered)
-                assert not named.uncovered, f"{name}: canonical() does not name every value of {values} once."
+                uncovered = ", ".join(named.uncovered)
+                assert not named.uncovered, f"{name}: canonical() does not name every value of {uncovered} once."
 
     def test_parts_of_experts_add_up_to_the_whole(self) -> None:
         """With experts in two parts (etp 2), the outputs of two ranks add up to those of whole experts."""
@@ -175,21 +176,26 @@ class GemmSuite(Suite):
             layer_case = self._split(2, {"etp": 2}, formula)
             if layer_case is None:
                 pytest.skip(f"{self.plugin.name} does not take experts in parts")
-            case, name = GemmCase(counts=(3, 0, 1, 5)[: self.dims["num_experts"]], seed=2), self._precisions()[0]
+            case = GemmCase(counts=(3, 0, 1, 5)[: self.dims["num_experts"]], seed=2)
             parts = self.pool.run(computed_on_this_rank, 2, layer_case, case)
             summed = {key: sum(part[key].double() for part in parts) for key in parts[0]}
             bench = self.bench(formula=formula)
             batch, probe = bench.inputs(case, layer_case.dim)
-            wanted = dense(
+            expected = dense(
                 parameters_of(bench.experts), case, batch, probe, bench.alignment, bench.layer_case.activation.clamp
             )
-            terms = terms_of_row_weights(wanted, batch, probe)
-            self._compare(summed, wanted, self.rtol[name], terms, f"{self.plugin.name}, experts in two parts added up")
+            self._compare(
+                summed,
+                expected,
+                rtol=self.rtol[bench.precision],
+                terms=terms_of_row_weights(expected, batch, probe),
+                who=f"{self.plugin.name}, experts in two parts added up",
+            )
 
     def test_operands_are_quantized_for_each_pass(self) -> None:
         """A plugin that offers ``by_pass`` quantizes the operands of all three products of each of its GEMMs."""
         self.promised("by_pass", **self.dims)
-        for (role, during), values in self._noted().items():
+        for (role, during), values in self._values_of_operands().items():
             asked = Noting.recipe.asked[role, during]
             what = f"{self.plugin.name} offers by_pass, but has {asked} values quantized as role {role} during {during}"
             says = f"{what}; the operands have {values}. Multiply through moefw.linear."
@@ -198,7 +204,7 @@ class GemmSuite(Suite):
     def test_each_product_has_a_recipe_of_its_own(self) -> None:
         """A plugin that offers ``named_products`` names each GEMM to the recipe, which may remember earlier steps."""
         self.promised("named_products", **self.dims)
-        self._noted()
+        self._values_of_operands()
         for name in sorted(Noting.recipe.shared):
             which = f"{name!r} serves several GEMMs" if name else "the module's recipe multiplies"
             fix = "Give each GEMM its own recipe, Precision.at(name, groups=...)."
@@ -207,24 +213,27 @@ class GemmSuite(Suite):
     def test_the_recipe_is_told_the_keys_of_the_rows_of_each_gradient(self) -> None:
         """A plugin that offers ``row_keys`` passes ``ExpertBatch.keys_R`` to the recipe in backward."""
         self.promised("row_keys", **self.dims)
-        for (role, during), values in self._noted().items():
+        for (role, during), values in self._values_of_operands().items():
             if role == "grad":
                 keyed = Noting.recipe.keyed[role, during]
                 what = f"{self.plugin.name} offers row_keys, but has {keyed} values of gradients rounded by keys"
                 says = f"{what} during {during}; there are {values}. Call moefw.linear(..., rows)."
                 assert keyed >= values, says
 
-    def _noted(self) -> Asked:
+    def _values_of_operands(self) -> Asked:
         """Run experts once under the counting recipe; return the number of values of each operand."""
         layer_case = replace(self.on(Noting.name), plugins=(*self.on().plugins, Noting))
         experts, assembly = experts_of(layer_case)
         case = GemmCase(counts=(3, 1, 2, 5)[: self.dims["num_experts"]], seed=5)
         alignment = row_alignment(assembly)
-        dtype, size = Noting.recipe.residual_dtype, self.dims["dim"]
-        batch = case.batch(size, dtype, alignment=alignment)
+        dtype = Noting.recipe.residual_dtype
+        dim = self.dims["dim"]
+        batch = case.batch(dim, dtype, alignment=alignment)
         batch = replace(batch, keys_R=torch.arange(1, len(batch.rows_RD) + 1))
-        computed(experts, batch, case.probe(size, dtype, alignment=alignment))
-        return wanted(sum(case.counts), len(case.counts), size, self.dims["expert_dim"])
+        computed(experts, batch, case.probe(dim, dtype, alignment=alignment))
+        return values_of_operands(
+            rows=sum(case.counts), experts=len(case.counts), dim=dim, expert_dim=self.dims["expert_dim"]
+        )
 
     def test_two_batches_in_flight_do_not_meet(self) -> None:
         """Forward A, forward B, backward A, backward B gives the same results as each batch alone."""
@@ -233,15 +242,16 @@ class GemmSuite(Suite):
         alone = [self._compute(bench, case) for case in cases]
         inputs = [bench.inputs(case, self.dims["dim"]) for case in cases]
         outs = [bench.experts(batch) for batch, _ in inputs]
-        for one, out_RD, (batch, probe) in zip(alone, outs, inputs, strict=True):
+        for results, out_RD, (batch, probe) in zip(alone, outs, inputs, strict=True):
             together = {"out": out_RD.detach(), **backward(bench.experts, batch, out_RD, probe)}
-            wrong = differing(one, together)
+            wrong = differing(results, together)
             assert not wrong, f"{self.plugin.name}: with two batches in flight, {wrong} changes."
 
     def test_weight_gradients_may_be_left_for_later(self) -> None:
         """A scheduler that computes them after the gradients of the inputs gets the same bits."""
         self.must_repeat()
-        bench, case = self.bench(formula=self._formulas()[-1]), GemmCase(counts=self._counts(4), seed=4)
+        bench = self.bench(formula=self._formulas()[-1])
+        case = GemmCase(counts=self._counts(4), seed=4)
         batch, probe = bench.inputs(case, self.dims["dim"])
         wrong = differing(self._compute(bench, case), computed_late(bench.experts, batch, probe))
         assert not wrong, f"{self.plugin.name}: {wrong} change if weight gradients are computed later."
@@ -251,9 +261,9 @@ class GemmSuite(Suite):
         bench = self.bench(formula=self._formulas()[-1])
         cases = [GemmCase(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
         alone = [self._compute(bench, case) for case in cases]
-        found = computed_in_step(bench.experts, [bench.inputs(case, self.dims["dim"]) for case in cases])
-        for name, grad in found.items():
-            error = worst_error(grad, torch.stack([one[name].double() for one in alone]).sum(0))
+        grads = computed_in_step(bench.experts, [bench.inputs(case, self.dims["dim"]) for case in cases])
+        for name, grad in grads.items():
+            error = worst_error(grad, torch.stack([results[name].double() for results in alone]).sum(0))
             says = f"{self.plugin.name}: the gradient of {name} over two micro-batches of a step is off by"
             assert error <= SUMMED, f"{says} {error:.1e}; {SUMMED:.0e} is allowed."
 
@@ -263,12 +273,12 @@ class GemmSuite(Suite):
         bench = self.bench(formula=self._formulas()[-1])
         case = GemmCase(counts=self._counts(1), padding=padding)
         batch, probe = bench.inputs(case, self.dims["dim"])
-        given = {"rows_RD": batch.rows_RD, "row_weights_R": batch.row_weights_R, "the gradient of the output": probe}
-        for tensor in given.values():
+        inputs = {"rows_RD": batch.rows_RD, "row_weights_R": batch.row_weights_R, "the gradient of the output": probe}
+        for tensor in inputs.values():
             tensor.data[tensor.data == 0] = -0.0
-        before = {name: tensor.detach().clone() for name, tensor in given.items()}
+        before = {name: tensor.detach().clone() for name, tensor in inputs.items()}
         computed(bench.experts, batch, probe)
-        wrote = ", ".join(name for name, tensor in given.items() if not same_bits(tensor, before[name]))
+        wrote = ", ".join(name for name, tensor in inputs.items() if not same_bits(tensor, before[name]))
         assert not wrote, f"{self.plugin.name} writes into {wrote} in forward or backward. It must not."
 
     def test_forward_and_backward_write_nothing(self) -> None:
@@ -280,9 +290,10 @@ class GemmSuite(Suite):
         assert not wrote, f"{self.plugin.name} writes {wrote} in forward or backward. It must keep nothing."
 
     def test_the_same_rows_give_the_same_bits(self) -> None:
-        """For any random state at construction."""
+        """Experts that are built under different random states give the same results."""
         self.must_repeat()
-        case, results = GemmCase(counts=self._counts(3), seed=3), []
+        case = GemmCase(counts=self._counts(3), seed=3)
+        results = []
         for seed in (1, 2):
             torch.manual_seed(seed)
             results.append(self._compute(self.bench(), case))
@@ -295,7 +306,8 @@ class GemmSuite(Suite):
         needs = assembly.parts.gemm.needs(assembly.site.at(0))
         if any(need.fact == "counts" and "device" not in need.value for need in needs):
             pytest.skip(f"{self.plugin.name} needs counts on the host")
-        bench, case = self.bench(), GemmCase(counts=self._counts(1))
+        bench = self.bench()
+        case = GemmCase(counts=self._counts(1))
         dtype = DTYPES.get(bench.precision, torch.float32)
         try:
             bench.experts(case.batch(self.dims["dim"], dtype, alignment=bench.alignment, on_host=False))
@@ -306,7 +318,8 @@ class GemmSuite(Suite):
     def test_promised_regions_change_no_bit(self) -> None:
         """A region under a policy that it allows gives the same bits. Recompute saves fewer bytes than keep."""
         regions = self.promised("region", **self.dims)
-        case, saved = GemmCase(counts=self._counts(4), seed=4), {}
+        case = GemmCase(counts=self._counts(4), seed=4)
+        saved = {}
         formula = self._formulas()[-1]
         plain = self._compute(self.bench(formula=formula), case)
         for region, mechanism in regions:
@@ -317,14 +330,14 @@ class GemmSuite(Suite):
             assert not wrong, f"{self.plugin.name}: with the region {region} under {mechanism}, {wrong} changes."
             saved[region, mechanism] = saved_bytes(treated.experts, treated.inputs(case, self.dims["dim"])[0])
         for (region, mechanism), size in saved.items():
-            kept = saved.get((region, "keep"))
-            if mechanism == "recompute" and kept is not None:
-                what = (
-                    f"{self.plugin.name} offers to recompute or to keep {region}, but saves {size} bytes for backward"
-                )
-                assert size < kept, f"{what} if recomputed, {kept} if kept. Is context.region({region!r}, ...) used?"
+            if_kept = saved.get((region, "keep"))
+            if mechanism == "recompute" and if_kept is not None:
+                says = f"{self.plugin.name} offers to recompute or to keep {region}, but saves {size} bytes"
+                fix = f"Is context.region({region!r}, ...) used?"
+                assert size < if_kept, f"{says} for backward if recomputed, {if_kept} if kept. {fix}"
 
     def _counts(self, seed: int) -> tuple[int, ...]:
+        """Return numbers of rows of the experts, of which the first has none."""
         generator = torch.Generator().manual_seed(seed)
         return (0, *torch.randint(1, 6, (self.dims["num_experts"] - 1,), generator=generator).tolist())
 
@@ -353,38 +366,55 @@ class GemmSuite(Suite):
         batch, probe = bench.inputs(case, self.dims["dim"])
         with poisoned_memory():
             out_RD = bench.experts(batch)
-            is_, right = (f"{tuple(t.shape)} {t.dtype}" for t in (out_RD, batch.rows_RD))
-            assert is_ == right, f"{self.plugin.name} returns rows of {is_}; {right} is right."
-            got = {"out": out_RD.detach()}
+            form, right = (f"{tuple(t.shape)} {t.dtype}" for t in (out_RD, batch.rows_RD))
+            assert form == right, f"{self.plugin.name} returns rows of {form}; {right} is right."
+            results = {"out": out_RD.detach()}
             assert out_RD.requires_grad, f"{self.plugin.name} returns rows without a gradient."
-            got |= backward(bench.experts, batch, out_RD, probe)
-        weights, rtol = parameters_of(bench.experts), self.rtol[bench.precision]
-        wanted = dense(weights, case, batch, probe, bench.alignment, bench.layer_case.activation.clamp)
+            results |= backward(bench.experts, batch, out_RD, probe)
+        weights = parameters_of(bench.experts)
+        rtol = self.rtol[bench.precision]
+        clamp = bench.layer_case.activation.clamp
+        expected = dense(weights, case, batch, probe, bench.alignment, clamp)
+        # Rows behind the last group are undefined.
         end = sum(case.sizes(bench.alignment))
-        for results in (got, wanted):
-            results |= {key: results[key][:end] for key in ("out", "rows", "row_weights") if key in results}
-        padding = torch.ones(end, dtype=torch.bool)
-        padding[torch.cat(case.valid(bench.alignment))] = False
-        padded = bool(got["out"][padding].any())
-        if not hint and worst_error(got["out"][~padding], wanted["out"][~padding]) > rtol:
-            hint = diagnosis(
-                weights, case, batch, probe, bench.alignment, bench.layer_case.activation.clamp, got["out"], rtol
-            )
-        elif padded:
+        results = _up_to(end, results)
+        expected = _up_to(end, expected)
+        is_padding_R = torch.ones(end, dtype=torch.bool)
+        is_padding_R[torch.cat(case.valid(bench.alignment))] = False
+        valid_error = worst_error(results["out"][~is_padding_R], expected["out"][~is_padding_R])
+        if not hint and valid_error > rtol:
+            hint = diagnosis(weights, case, batch, probe, bench.alignment, clamp, results["out"], rtol)
+        elif results["out"][is_padding_R].any():
             raise AssertionError(f"{self.plugin.name}: rows that pad a group do not give zero. {hint}".strip())
-        terms = terms_of_row_weights(wanted, batch, probe)
-        self._compare(got, wanted, rtol, terms, f"{self.plugin.name} in {bench.precision}", hint)
+        self._compare(
+            results,
+            expected,
+            rtol=rtol,
+            terms=terms_of_row_weights(expected, batch, probe),
+            who=f"{self.plugin.name} in {bench.precision}",
+            hint=hint,
+        )
 
     def _compare(
-        self, got: Mapping[str, Any], wanted: Results, rtol: float, terms: float, what: str, hint: str = ""
+        self, results: Mapping[str, Any], expected: Results, *, rtol: float, terms: float, who: str, hint: str = ""
     ) -> None:
-        largest = {key: value.abs().max().item() if value.numel() else 0.0 for key, value in wanted.items()}
+        """Assert that the error of the output and of each gradient is at most ``rtol`` of the largest value.
+
+        A gradient may nearly cancel: it counts as no smaller than a share of the largest one, that of the rows' weights
+        as no smaller than ``terms``.
+        """
+        largest = {key: value.abs().max().item() if value.numel() else 0.0 for key, value in expected.items()}
         floor = 1e-2 * max(1e-3, *(size for key, size in largest.items() if key != "out"))
-        for key, value in wanted.items():
-            if key not in got:
+        least_scales = {"out": 1e-30, "row_weights": max(floor, terms)}
+        for key, value in expected.items():
+            if key not in results:
                 continue
-            scale = {"out": 1e-30, "row_weights": max(floor, terms)}.get(key, floor)
-            error = worst_error(got[key], value, floor=scale)
+            error = worst_error(results[key], value, floor=least_scales.get(key, floor))
             thing = "the output" if key == "out" else f"the gradient of {key}"
-            says = f"{what}: {thing} is not that of the dense formula (off by {error:.1e} of its largest value)."
+            says = f"{who}: {thing} is not that of the dense formula (off by {error:.1e} of its largest value)."
             assert error <= rtol, f"{says} {hint}".strip()
+
+
+def _up_to(end: int, results: Results) -> Results:
+    """Return results with the rows up to ``end`` alone."""
+    return results | {key: results[key][:end] for key in ("out", "rows", "row_weights")}

@@ -50,13 +50,16 @@ class GemmCase:
 
     def batch(self, dim: int, dtype: torch.dtype, *, alignment: int = 1, on_host: bool = True) -> ExpertBatch:
         """Return the rows as a dispatcher returns them; undefined ones are NaN."""
-        sizes, generator = self.sizes(alignment), torch.Generator().manual_seed(self.seed)
-        total = sum(sizes) + self.tail
-        rows_RD, weights_R = torch.zeros(total, dim), torch.zeros(total)
+        sizes = self.sizes(alignment)
+        generator = torch.Generator().manual_seed(self.seed)
+        end = sum(sizes)
+        rows_RD = torch.zeros(end + self.tail, dim)
+        weights_R = torch.zeros(end + self.tail)
         for places in self.valid(alignment):
             rows_RD[places] = torch.randn(len(places), dim, generator=generator)
             weights_R[places] = torch.rand(len(places), generator=generator) + 0.2
-        rows_RD[sum(sizes) :], weights_R[sum(sizes) :] = torch.nan, torch.nan
+        rows_RD[end:] = torch.nan
+        weights_R[end:] = torch.nan
         return ExpertBatch(
             rows_RD=rows_RD.to(dtype).requires_grad_(),
             row_weights_R=weights_R.requires_grad_(),
@@ -78,13 +81,15 @@ class GemmCase:
 def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.SearchStrategy[GemmCase]:
     """Return a strategy for rows, with experts that have none, one or all of them."""
     some = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7]), min_size=experts, max_size=experts)
-    one = st.tuples(st.integers(0, experts - 1), st.integers(0, 9)).map(
-        lambda drawn: [drawn[1] * (expert == drawn[0]) for expert in range(experts)]
-    )
+
+    def of_one_expert(chosen: int, count: int) -> list[int]:
+        return [count if expert == chosen else 0 for expert in range(experts)]
+
+    all_in_one = st.builds(of_one_expert, st.integers(0, experts - 1), st.integers(0, 9))
     padding = st.tuples(*[st.integers(0, 4)] * experts)
     return st.builds(
         GemmCase,
-        counts=(some | one).map(tuple),
+        counts=(some | all_in_one).map(tuple),
         padding=padding if padded else st.just(()),
         tail=st.integers(1, 5) if tail else st.just(0),
         seed=st.integers(0, 10**6),
@@ -106,8 +111,9 @@ def backward(experts: Any, batch: ExpertBatch, out_RD: Tensor, probe_RD: Tensor)
 
 
 def computed_late(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
-    """Return the same as :func:`computed`, with weight gradients that come after those of the inputs."""
-    later, variables = Wgrads(), _variables(experts, batch)
+    """Return output and gradients, those of weights computed after those of the inputs."""
+    later = Wgrads()
+    variables = _variables(experts, batch)
     with later.collected():
         out_RD: Tensor = experts(batch)
     torch.autograd.backward(out_RD, probe_RD.to(out_RD.dtype))
@@ -118,14 +124,14 @@ def computed_late(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results
     return results
 
 
-def computed_in_step(experts: Any, given: Sequence[tuple[ExpertBatch, Tensor]]) -> Results:
+def computed_in_step(experts: Any, inputs: Sequence[tuple[ExpertBatch, Tensor]]) -> Results:
     """Return the sums of the parameters' gradients over batches that are the micro-batches of one step."""
     with shared_by_micro_batches(experts.parameters()):
-        for batch, probe_RD in given:
+        for batch, probe_RD in inputs:
             out_RD: Tensor = experts(batch)
             torch.autograd.backward(out_RD, probe_RD.to(out_RD.dtype))
-    batch, _ = given[-1]
-    variables = _variables(experts, batch)
+    last_batch, _ = inputs[-1]
+    variables = _variables(experts, last_batch)
     results = _by_name(experts, variables, [variable.grad for variable in variables])
     for variable in variables:
         variable.grad = None
@@ -133,15 +139,17 @@ def computed_in_step(experts: Any, given: Sequence[tuple[ExpertBatch, Tensor]]) 
 
 
 def _variables(experts: Any, batch: ExpertBatch) -> list[Tensor]:
+    """Return the tensors that get gradients: rows, their weights, and the parameters."""
     return [batch.rows_RD, batch.row_weights_R, *experts.parameters()]
 
 
 def _by_name(experts: Any, variables: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Results:
+    """Return the gradients of :func:`_variables` by name, those of parameters by canonical name."""
     pieces: list[Canonical] = list(experts.canonical())
     filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables, grads, strict=True)]
     by_parameter = {id(variable): grad for variable, grad in zip(variables, filled, strict=True)}
-    of_pieces = {piece.name: _whole(piece, piece.of(by_parameter[id(piece.parameter)])) for piece in pieces}
-    return {"rows": filled[0], "row_weights": filled[1], **of_pieces}
+    by_name = {piece.name: _whole(piece, piece.of(by_parameter[id(piece.parameter)])) for piece in pieces}
+    return {"rows": filled[0], "row_weights": filled[1], **by_name}
 
 
 def _whole(piece: Canonical, part: Tensor) -> Tensor:
@@ -184,13 +192,22 @@ def dense(
     return {"out": out_RD.detach(), **filled}
 
 
-def terms_of_row_weights(wanted: Results, batch: ExpertBatch, probe_RD: Tensor) -> float:
-    """Return the size of the terms that add up to the gradient of a row's weight, as they may nearly cancel."""
-    out_RD = wanted["out"]
-    weights_R, probe_RD = batch.row_weights_R.detach()[: len(out_RD)], probe_RD.double()[: len(out_RD)]
-    unweighted_RD = torch.where(weights_R.unsqueeze(1) > 0, out_RD / weights_R.unsqueeze(1), 0.0)
-    sizes_R = probe_RD.norm(dim=1) * unweighted_RD.norm(dim=1)
+def terms_of_row_weights(expected: Results, batch: ExpertBatch, probe_RD: Tensor) -> float:
+    """Return the size of the terms that add up to the gradient of a row's weight, as they may nearly cancel.
+
+    The gradient is the product of the probe with the row before it is weighted; by Cauchy and Schwarz, the product of
+    their norms bounds it.
+    """
+    out_RD = expected["out"]
+    probe_RD = probe_RD.double()[: len(out_RD)]
+    sizes_R = probe_RD.norm(dim=1) * _unweighted(out_RD, batch).norm(dim=1)
     return sizes_R.nan_to_num(0.0).max().item() if len(sizes_R) else 0.0
+
+
+def _unweighted(out_RD: Tensor, batch: ExpertBatch) -> Tensor:
+    """Return the outputs of rows divided by the rows' weights; 0 where those are 0."""
+    weights_R1 = batch.row_weights_R.detach().double()[: len(out_RD)].unsqueeze(1)
+    return torch.where(weights_R1 > 0, out_RD / weights_R1, 0.0)
 
 
 def shapes_of(experts: Iterable[int], dim: int, expert_dim: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
@@ -219,12 +236,14 @@ def named_on_this_rank(layer_case: LayerCase) -> Named:
     """Build the experts of a layer case and return their canonical names."""
     context, assembly = open_context(layer_case)
     experts: Any = assembly.parts.gemm.build(context)
+    # Each name adds 1 to the values that it covers, in a tensor beside the parameter.
     marks = {id(parameter): torch.zeros_like(parameter) for parameter in experts.parameters()}
     shapes: dict[str, tuple[int, ...]] = {}
     twice = []
     for piece in experts.canonical():
         part = piece.of(piece.parameter)
-        twice += [piece.name] if piece.name in shapes else []
+        if piece.name in shapes:
+            twice.append(piece.name)
         shapes[piece.name] = piece.shard.whole(part.shape) if piece.shard else tuple(part.shape)
         if id(piece.parameter) in marks:
             piece.of(marks[id(piece.parameter)]).add_(1.0)
@@ -246,11 +265,9 @@ def computed_on_this_rank(layer_case: LayerCase, case: GemmCase) -> Results:
     experts, assembly = experts_of(layer_case)
     alignment = row_alignment(assembly)
     dtype = assembly.parts.precision.build(open_context(layer_case)[0]).residual_dtype
-    inputs = (
-        case.batch(layer_case.dim, dtype, alignment=alignment),
-        case.probe(layer_case.dim, dtype, alignment=alignment),
-    )
-    return computed(experts, *inputs)
+    batch = case.batch(layer_case.dim, dtype, alignment=alignment)
+    probe_RD = case.probe(layer_case.dim, dtype, alignment=alignment)
+    return computed(experts, batch, probe_RD)
 
 
 def diagnosis(
@@ -264,18 +281,16 @@ def diagnosis(
     rtol: float,
 ) -> str:
     """Return a possible cause of a wrong output; empty if none is known."""
-    swap = {"gate": "up", "up": "gate"}
-    swapped = {
-        ".".join([e, f"{swap.get(part[:-5], part[:-5])}_proj", w]): weights[f"{e}.{part}.{w}"]
-        for e, part, w in (name.split(".") for name in weights)
-    }
-    wanted = dense(swapped, case, batch, probe, alignment, clamp)["out"]
-    if worst_error(out_RD, wanted[: len(out_RD)]) <= rtol:
+    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    swapped = {}
+    for name, weight in weights.items():
+        expert, projection, kind = name.split(".")
+        swapped[f"{expert}.{swap.get(projection, projection)}.{kind}"] = weight
+    out_swapped_RD = dense(swapped, case, batch, probe, alignment, clamp)["out"][: len(out_RD)]
+    if worst_error(out_RD, out_swapped_RD) <= rtol:
         return "It fits if canonical() has gate_proj and up_proj the wrong way round."
-    wanted = dense(weights, case, batch, probe, alignment, clamp)["out"]
-    weights_R = batch.row_weights_R.detach().double().unsqueeze(1)[: len(out_RD)]
-    unweighted = torch.where(weights_R > 0, wanted[: len(out_RD)] / weights_R, 0.0)
-    if worst_error(out_RD, unweighted) <= rtol:
+    expected_RD = dense(weights, case, batch, probe, alignment, clamp)["out"][: len(out_RD)]
+    if worst_error(out_RD, _unweighted(expected_RD, batch)) <= rtol:
         return "It fits if the row weights are left out."
     return ""
 
@@ -284,13 +299,13 @@ def saved_bytes(experts: Any, batch: ExpertBatch) -> int:
     """Return the bytes that a forward in a layer saves for backward, without parameters and input rows."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*experts.parameters(), batch.rows_RD)}
     sizes: dict[int, int] = {}
-    kept = []
+    alive = []  # else the address of a tensor that is freed might be that of a later one
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known and output_of(tensor) is None:
             sizes[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)
+            alive.append(tensor)
         return tensor
 
     with inside(WeakValueDictionary()), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -298,6 +313,6 @@ def saved_bytes(experts: Any, batch: ExpertBatch) -> int:
     return sum(sizes.values())
 
 
-def differing(one: Results, other: Results) -> str:
+def differing(first: Results, second: Results) -> str:
     """Return the names of the tensors that differ in a bit."""
-    return ", ".join(key for key, value in one.items() if not same_bits(value, other[key]))
+    return ", ".join(key for key, value in first.items() if not same_bits(value, second[key]))

@@ -38,12 +38,16 @@ class NotingRecipe(Precision):
         self.asked: Asked = Counter()
         self.keyed: Asked = Counter()
         self.shared: set[str] = set()
-        self._name, self._widths = "", set[int]()
+        self._name = ""
+        """Of the GEMM, as ``at`` was told it; empty for the recipe of the module."""
+        self._widths = set[int]()
+        """Widths of the inputs: a recipe that sees two serves two GEMMs."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Return a recipe of a GEMM, with the same counts."""
         recipe = copy(self)
-        recipe._name, recipe._widths = name if groups is not None else "", set()
+        recipe._name = "" if groups is None else name
+        recipe._widths = set()
         return recipe
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
@@ -82,9 +86,14 @@ class Noting(PrecisionPlugin):
         return self.recipe
 
 
-def wanted(rows: int, experts: int, dim: int, expert_dim: int) -> Asked:
-    """Return the number of values in each operand of the two GEMMs, if all experts have rows."""
-    weights = experts * 3 * dim * expert_dim
-    inputs, grads = rows * (dim + expert_dim), rows * (2 * expert_dim + dim)
-    values: Mapping[Role, int] = {"input": inputs, "weight": weights, "grad": grads}
+def values_of_operands(rows: int, experts: int, dim: int, expert_dim: int) -> Asked:
+    """Return the number of values in each operand of the two GEMMs, if all experts have rows.
+
+    The first GEMM has gate and up side by side, ``dim`` to ``2 * expert_dim``; the second is ``expert_dim`` to ``dim``.
+    """
+    values: Mapping[Role, int] = {
+        "input": rows * (dim + expert_dim),
+        "weight": experts * 3 * dim * expert_dim,
+        "grad": rows * (2 * expert_dim + dim),
+    }
     return Counter({(role, during): values[role] for during, roles in PRODUCTS.items() for role in roles})

@@ -23,7 +23,8 @@ from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.parallel.opened_layout import open_by
 from moefw.testing.suites.base import Suite
 
-MAX_RANKS, MAX_SECONDS = 4096, 1.0
+MAX_RANKS = 4096
+MAX_SECONDS = 1.0
 
 
 class LayoutSuite(Suite):
@@ -51,8 +52,8 @@ class LayoutSuite(Suite):
         options = st.just({}) if self.drawn is None else self.drawn
 
         def arranged(drawn: tuple[Mapping[str, Any], int]) -> Any:
-            layout = self.layout(drawn[0])
-            return next(self._fitting(layout, drawn[1]), None)
+            drawn_options, multiple = drawn
+            return next(self._fitting(self.layout(drawn_options), multiple), None)
 
         plans = st.tuples(options, st.integers(1, 6)).map(arranged)
         return plans.filter(lambda plan: plan is not None)
@@ -68,6 +69,7 @@ class LayoutSuite(Suite):
                     continue
 
     def _smallest(self, layout: Any) -> int:
+        """Return the smallest world that the layout arranges; more than ``max_world`` if it refuses to say."""
         try:
             return int(layout.plan(None).world)
         except PlanError:
@@ -93,29 +95,27 @@ class LayoutSuite(Suite):
         def check(plan: LayoutPlan) -> None:
             places = [plan.coordinates(rank) for rank in range(plan.world)]
             for mesh in self.meshes:
-                seen: dict[tuple[int, ...], int] = {}
+                rank_by_position: dict[tuple[int, ...], int] = {}
                 for rank, place in enumerate(places):
-                    here = tuple(place[axis] for axis in mesh)
-                    inside = all(0 <= place[axis] < plan.sizes[axis] for axis in mesh)
-                    assert inside, (
-                        f"{self.plugin.name}: rank {rank} stands at {here} of {tuple(mesh)}, outside the mesh."
-                    )
-                    says = (
-                        f"{self.plugin.name}: ranks {seen.get(here)} and {rank} have the same place in {tuple(mesh)}."
-                    )
-                    assert here not in seen, says
-                    seen[here] = rank
+                    position = tuple(place[axis] for axis in mesh)
+                    is_inside = all(0 <= place[axis] < plan.sizes[axis] for axis in mesh)
+                    says = f"{self.plugin.name}: rank {rank} stands at {position} of {tuple(mesh)}, outside the mesh."
+                    assert is_inside, says
+                    other = rank_by_position.get(position)
+                    says = f"{self.plugin.name}: ranks {other} and {rank} have the same place in {tuple(mesh)}."
+                    assert other is None, says
+                    rank_by_position[position] = rank
 
         self.for_all(check, self.plans())
 
     def test_groups_are_the_ranks_that_share_all_other_coordinates(self) -> None:
         """Compared with the definition by coordinates: members, ascending, for any order of the axes."""
-        axes = st.sampled_from([some for mesh in self.meshes for some in _subsets(mesh)])
+        axes = st.sampled_from(list(self._sets_of_axes()))
         self.for_all(self._check_groups, st.tuples(self.plans(), axes, st.booleans()))
 
     def test_groups_partition_the_world(self) -> None:
         """Every rank is in one group over given axes, and all its members agree."""
-        axes = st.sampled_from([some for mesh in self.meshes for some in _subsets(mesh)])
+        axes = st.sampled_from(list(self._sets_of_axes()))
 
         def check(drawn: tuple[LayoutPlan, tuple[str, ...]]) -> None:
             plan, over = drawn
@@ -124,8 +124,9 @@ class LayoutSuite(Suite):
                 says = f"{self.plugin.name}: the group of rank {rank} over {over} is {group}"
                 assert rank in group, f"{says}, without the rank."
                 assert len(group) == math.prod(plan.sizes[axis] for axis in over), f"{says}, not of the axes' size."
-                other = next((one for one in group if tuple(plan.group(one, over)) != tuple(group)), None)
-                assert other is None, f"{says}, but rank {other} of it is in another group: groups overlap."
+                for member in group:
+                    agrees = tuple(plan.group(member, over)) == tuple(group)
+                    assert agrees, f"{says}, but rank {member} of it is in another group: groups overlap."
 
         self.for_all(check, st.tuples(self.plans(), axes))
 
@@ -162,8 +163,8 @@ class LayoutSuite(Suite):
         """A plan has the requested world; any other answer is a PlanError with the reason."""
         drawn = st.tuples(st.just({}) if self.drawn is None else self.drawn, st.integers(1, self.max_world))
 
-        def check(asked: tuple[Mapping[str, Any], int]) -> None:
-            options, world = asked
+        def check(example: tuple[Mapping[str, Any], int]) -> None:
+            options, world = example
             plan = self._plan(self.layout(options), world)
             if plan is not None:
                 assert plan.world == world, f"{self.plugin.name} arranges {plan.world} ranks when asked for {world}."
@@ -180,7 +181,7 @@ class LayoutSuite(Suite):
             pytest.skip(f"{self.plugin.name} does not arrange {world} ranks")
         for rank in range(plan.world):
             plan.coordinates(rank)
-        for axes in (some for mesh in self.meshes for some in _subsets(mesh)):
+        for axes in self._sets_of_axes():
             for rank in range(0, plan.world, plan.world // 4 or 1):
                 plan.group(rank, axes)
         for side in COPIES:
@@ -191,25 +192,31 @@ class LayoutSuite(Suite):
 
     def test_opened_groups_are_those_of_the_plan(self) -> None:
         """On real ranks: members in the plan's order, sizes, positions, None for a single rank, each group once."""
-        tried = 0
+        any_opened = False
         for options in (self.options, *self.opened):
             layout = self.layout(options)
             for world in self.profile.worlds:
                 plan = self._plan(layout, world)
                 if plan is not None:
-                    tried += 1
-                    for rank, seen in enumerate(self.pool.run(open_on_this_rank, world, layout, world, self.meshes)):
-                        self._check_opened(plan, rank, seen)
-        if not tried:
+                    any_opened = True
+                    ranks = self.pool.run(open_on_this_rank, world, layout, world, self.meshes)
+                    for rank, opened in enumerate(ranks):
+                        self._check_opened(plan, rank, opened)
+        if not any_opened:
             pytest.skip(f"{self.plugin.name} arranges none of the worlds {self.profile.worlds} with these options")
+
+    def _sets_of_axes(self) -> Iterator[tuple[str, ...]]:
+        """Yield every nonempty set of axes of each mesh."""
+        for mesh in self.meshes:
+            yield from _subsets(mesh)
 
     def _plan(self, layout: Any, world: int) -> LayoutPlan | None:
         """Return the plan of a world; None if it is refused by a PlanError with a message."""
         try:
             plan: LayoutPlan = layout.plan(world)
         except PlanError as error:
-            said = bool(error.problems and error.problems[0].what)
-            assert said, f"{self.plugin.name} refuses {world} ranks without a message."
+            has_message = bool(error.problems and error.problems[0].what)
+            assert has_message, f"{self.plugin.name} refuses {world} ranks without a message."
             return None
         except Exception as error:
             what = f"{self.plugin.name} refuses {world} ranks with {type(error).__name__}: {error}."
@@ -217,54 +224,62 @@ class LayoutSuite(Suite):
         return plan
 
     def _check_groups(self, drawn: tuple[LayoutPlan, tuple[str, ...], bool]) -> None:
-        plan, axes, turned = drawn
+        """Assert that groups over some axes of a mesh, named in either order, are those by coordinates."""
+        plan, axes, reverse = drawn
         mesh = next(mesh for mesh in self.meshes if set(axes) <= set(mesh))
+        other_axes = [axis for axis in mesh if axis not in axes]
         places = [plan.coordinates(rank) for rank in range(plan.world)]
-        asked = axes[::-1] if turned else axes
+        over = axes[::-1] if reverse else axes
         for rank, place in enumerate(places):
-            alike = [
+            members = [
                 other
-                for other, there in enumerate(places)
-                if all(there[axis] == place[axis] for axis in mesh if axis not in axes)
+                for other, other_place in enumerate(places)
+                if all(other_place[axis] == place[axis] for axis in other_axes)
             ]
-            got = tuple(plan.group(rank, asked))
-            says = f"{self.plugin.name}: the group of rank {rank} over {asked} is {got}; by coordinates it is {alike}"
-            assert sorted(got) == alike, f"{says}."
-            assert list(got) == alike, f"{says}, in ascending order."
+            group = tuple(plan.group(rank, over))
+            says = (
+                f"{self.plugin.name}: the group of rank {rank} over {over} is {group}; by coordinates it is {members}"
+            )
+            assert sorted(group) == members, f"{says}."
+            assert list(group) == members, f"{says}, in ascending order."
 
     def _check_copies(self, drawn: tuple[LayoutPlan, Side]) -> None:
+        """Assert that the rows of copies are in order, hold every copy once, and are the same for each of them."""
         plan, side = drawn
         for rank in range(plan.world):
             rows = plan.copies(rank, side)
             says = f"{self.plugin.name}: the copies of rank {rank}, {side}, are {rows}"
             group = plan.group(rank, COPIES[side])
             assert len({len(row) for row in rows}) == 1, f"{says}: the rows are of unequal length."
-            ascending = all(list(line) == sorted(line) for line in (*rows, *zip(*rows, strict=True)))
-            assert ascending, f"{says}: ranks ascend along a row, and from row to row in one place."
-            all_of_them = sorted(itertools.chain(*rows))
-            assert all_of_them == list(group), f"{says}; together they are {COPIES[side]}, {group}, each once."
-            other = next((one for one in group if plan.copies(one, side) != rows), None)
-            assert other is None, f"{says}, but rank {other} of them says {plan.copies(other or 0, side)}."
+            columns = zip(*rows, strict=True)
+            ascend = all(list(ranks) == sorted(ranks) for ranks in (*rows, *columns))
+            assert ascend, f"{says}: ranks ascend along a row, and from row to row in one place."
+            all_ranks = sorted(itertools.chain(*rows))
+            assert all_ranks == list(group), f"{says}; together they are {COPIES[side]}, {group}, each once."
+            for other in group:
+                rows_of_other = plan.copies(other, side)
+                assert rows_of_other == rows, f"{says}, but rank {other} of them says {rows_of_other}."
 
-    def _check_opened(self, plan: LayoutPlan, rank: int, seen: Opened) -> None:
+    def _check_opened(self, plan: LayoutPlan, rank: int, opened: Opened) -> None:
+        """Assert that a rank sees the groups of the plan."""
         name = self.plugin.name
-        assert seen.rank == rank, f"{name}: the layout opened on rank {rank} says that it is rank {seen.rank}."
-        assert seen.ranks_per_node >= 1, f"{name}: ranks_per_node is {seen.ranks_per_node}; 1 is the least."
-        for axes, group in seen.groups.items():
-            wanted = plan.group(rank, axes)
+        assert opened.rank == rank, f"{name}: the layout opened on rank {rank} says that it is rank {opened.rank}."
+        assert opened.ranks_per_node >= 1, f"{name}: ranks_per_node is {opened.ranks_per_node}; 1 is the least."
+        for axes, group in opened.groups.items():
+            planned = plan.group(rank, axes)
             says = f"{name}: on rank {rank} of {plan.world}, the group over {axes}"
-            assert group.size == len(wanted), f"{says} has size {group.size}; the plan says {len(wanted)}."
-            place = wanted.index(rank)
-            assert group.index == place, f"{says} has this rank at {group.index}; the plan says {place}."
-            if len(wanted) == 1:
+            assert group.size == len(planned), f"{says} has size {group.size}; the plan says {len(planned)}."
+            index = planned.index(rank)
+            assert group.index == index, f"{says} has this rank at {group.index}; the plan says {index}."
+            if len(planned) == 1:
                 assert group.members is None, f"{says} is this rank alone, and should be None."
                 continue
-            assert group.members is not None, f"{says} is None; the plan says {wanted}."
-            assert group.members == wanted, f"{says} is {group.members}; the plan says {wanted}."
-            assert group.heard == wanted, f"{says} gathers {group.heard}; the plan's order is {wanted}."
-        both = " and ".join(next(iter(seen.twice), ()))
-        says = f"{name}: on rank {rank} of {plan.world}, {both} are the same ranks"
-        assert not seen.twice, f"{says} and have two groups; the same ranks have one."
+            assert group.members is not None, f"{says} is None; the plan says {planned}."
+            assert group.members == planned, f"{says} is {group.members}; the plan says {planned}."
+            assert group.heard == planned, f"{says} gathers {group.heard}; the plan's order is {planned}."
+        for first, second in opened.twice:
+            says = f"{name}: on rank {rank} of {plan.world}, {first} and {second} are the same ranks"
+            raise AssertionError(f"{says} and have two groups; the same ranks have one.")
 
 
 @dataclass(frozen=True)
@@ -294,28 +309,27 @@ def open_on_this_rank(declaration: Any, world: int, meshes: Sequence[Sequence[st
     opened: dict[tuple[int, ...], tuple[str, Any]] = {}
     twice = []
 
-    def open_again(name: str, ranks: tuple[int, ...], group: Any) -> None:
-        first, known = opened.setdefault(ranks, (name, group))
-        if group is not known:
-            twice.append((first, name))
+    def note_group(name: str, ranks: tuple[int, ...], group: Any) -> None:
+        first_name, first_group = opened.setdefault(ranks, (name, group))
+        if group is not first_group:
+            twice.append((first_name, name))
 
-    for axes in dict.fromkeys(some for mesh in meshes for some in _subsets(mesh)):
+    # Every rank in the same order: opening a group is a collective.
+    for axes in dict.fromkeys(itertools.chain.from_iterable(map(_subsets, meshes))):
         group = layout.group(*axes)
-        seen = OpenedGroup(layout.size(*axes), layout.index(*axes), None)
-        open_again(f"group{axes}", layout.plan.group(layout.rank, axes), group)
+        note_group(f"group{axes}", layout.plan.group(layout.rank, axes), group)
+        members = None
+        heard: tuple[int, ...] = ()
         if group is not None:
-            own, heard = (
-                torch.tensor([dist.get_rank()]),
-                [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())],
-            )
-            dist.all_gather(heard, own, group=group)
             members = tuple(dist.get_process_group_ranks(group))
-            seen = OpenedGroup(seen.size, seen.index, members, tuple(int(one) for one in heard))
-        groups[axes] = seen
+            gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+            dist.all_gather(gathered, torch.tensor([dist.get_rank()]), group=group)
+            heard = tuple(int(rank) for rank in gathered)
+        groups[axes] = OpenedGroup(layout.size(*axes), layout.index(*axes), members, heard)
     for side in COPIES:
         for row in layout.plan.copies(layout.rank, side):
             if layout.rank in row:
-                open_again(f"copies of {side}", row, layout.open(row))
+                note_group(f"copies of {side}", row, layout.open(row))
     return Opened(layout.rank, layout.ranks_per_node, groups, tuple(twice))
 
 

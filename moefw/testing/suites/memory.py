@@ -87,15 +87,22 @@ class MemorySuite(Suite):
         if self.regions:
             return self.regions
         assembly = self.model((), world=1).assemble()
-        site, mechanism = assembly.site.at(0), getattr(self.plugin, "mechanism", None)
-        parts = (assembly.parts.model, assembly.parts.attention, assembly.parts.gemm)
-        offers = [part.offers(site).get("region", ()) for part in parts]
-        found = [region for offer in offers if offer != ANY for region, way in offer if way == mechanism]
-        if found and getattr(type(self._built(found)), "wrap_movement", None) is MemoryPolicy.wrap_movement:
-            found = [region for region in found if region not in self.movements]
-        if not found:
+        site = assembly.site.at(0)
+        mechanism = getattr(self.plugin, "mechanism", None)
+        regions = []
+        for part in (assembly.parts.model, assembly.parts.attention, assembly.parts.gemm):
+            offered = part.offers(site).get("region", ())
+            if offered != ANY:
+                regions += [region for region, allowed in offered if allowed == mechanism]
+        if regions and not self._repeats_movements(regions):
+            regions = [region for region in regions if region not in self.movements]
+        if not regions:
             pytest.skip(f"nothing here allows {mechanism}, the mechanism of {self.plugin.name}; set regions and parts")
-        return found
+        return regions
+
+    def _repeats_movements(self, regions: Sequence[str]) -> bool:
+        """Return whether the policy has a ``wrap_movement`` of its own: that of the base cannot repeat a movement."""
+        return getattr(type(self._built(regions)), "wrap_movement", None) is not MemoryPolicy.wrap_movement
 
     def policy(self) -> Any:
         """Build and return the policy."""
@@ -105,6 +112,7 @@ class MemorySuite(Suite):
         return policy
 
     def _built(self, regions: Sequence[str]) -> Any:
+        """Return the policy for the first of the regions. It need not treat more to be looked at."""
         context, assembly = open_context(self.model(regions[:1], world=1))
         return assembly.parts.memory[0].build(context)
 
@@ -138,13 +146,11 @@ class MemorySuite(Suite):
         for region in self._offered():
             if region not in self.holding:
                 plans = self._observe((region,))[0].plans
-                says = (
-                    f"{self.plugin.name}: with the region {region}, dispatchers plan {plans} times instead of {plain}."
-                )
-                assert plans == plain, f"{says} The region does not hold the dispatch."
+                says = f"{self.plugin.name}: with the region {region}, dispatchers plan {plans} times"
+                assert plans == plain, f"{says} instead of {plain}. The region does not hold the dispatch."
 
     def test_a_region_runs_once_in_forward(self) -> None:
-        """And at most once more in backward."""
+        """A region runs at most once more in backward."""
         calls, _ = probe_region(self.policy(), self._offered()[0])
         says = f"{self.plugin.name} runs a region"
         assert calls[0] == 1, f"{says} {calls[0]} times in forward; once is right."
@@ -153,16 +159,20 @@ class MemorySuite(Suite):
     def test_a_region_gets_what_it_is_given_and_returns_what_it_returns(self) -> None:
         """Positional arguments, keywords, structures, None, and gradients of all inputs, closures included."""
         region = self._offered()[0]
-        _, wanted = probe_region(None, region)
+        _, plain = probe_region(None, region)
         try:
-            _, got = probe_region(self.policy(), region)
+            _, treated = probe_region(self.policy(), region)
         except Exception as error:
             what = f"{self.plugin.name} does not pass arguments or results on as they are"
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
-        for name, value in wanted.items():
-            same = name in got and type(got[name]) is type(value)
-            same = same and (self._agrees(name, got[name], value) if isinstance(value, Tensor) else got[name] == value)
-            assert same, f"{self.plugin.name}: {name} of a region is not what it is without the policy."
+        for name, value in plain.items():
+            says = f"{self.plugin.name}: {name} of a region is not what it is without the policy."
+            assert name in treated, says
+            assert type(treated[name]) is type(value), says
+            if isinstance(value, Tensor):
+                assert self._agrees(name, treated[name], value), says
+            else:
+                assert treated[name] == value, says
 
     def test_tensors_without_elements_come_back(self) -> None:
         """A rank may have no tokens."""
@@ -182,12 +192,14 @@ class MemorySuite(Suite):
 
     def test_regions_are_told_apart(self) -> None:
         """A policy that wraps two functions runs the right one."""
-        policy, name = self.policy(), self._offered()[0]
-        wrapped: list[Callable[..., Any]] = [policy.wrap(name, _Adds(number)) for number in (1.0, 2.0)]
+        policy = self.policy()
+        region = self._offered()[0]
+        # Both wrapped before either runs: a policy may keep the function that it wrapped last.
+        adds_1: Callable[..., Any] = policy.wrap(region, _Adds(1.0))
+        adds_2: Callable[..., Any] = policy.wrap(region, _Adds(2.0))
         x = torch.ones(3, requires_grad=True)
-        outs = [function(x) for function in wrapped]
-        right = all(torch.equal(out, x + number) for out, number in zip(outs, (1.0, 2.0), strict=True))
-        assert right, f"{self.plugin.name}: of two wrapped functions, the wrong one runs."
+        are_right = torch.equal(adds_1(x), x + 1.0) and torch.equal(adds_2(x), x + 2.0)
+        assert are_right, f"{self.plugin.name}: of two wrapped functions, the wrong one runs."
 
     def test_no_gradient_is_wanted_in_evaluation(self) -> None:
         """Under ``no_grad``, a region gives the same values and saves nothing for backward."""
@@ -198,16 +210,18 @@ class MemorySuite(Suite):
         assert right, f"{self.plugin.name} changes what a region gives under no_grad."
 
     def test_a_region_that_is_not_there_is_refused(self) -> None:
-        """With a message that names the region."""
-        name, refusal = self.plugin.name, self._refusal("nowhere")
+        """The error is a PlanError whose message names the region."""
+        name = self.plugin.name
+        refusal = self._refusal("nowhere")
         what = f"{name} accepts the region 'nowhere', which is not there."
         assert refusal is not None, f"{what} Let needs() ask for each region, as MemoryPlugin.needs does."
-        said = f"{type(refusal).__name__}: {refusal}"
-        assert isinstance(refusal, PlanError), f"{name} refuses a region that is not there with no PlanError ({said})."
-        named = "nowhere" in str(refusal)
-        assert named, f"{name}: the refusal of a region that is not there does not name it ({said})."
+        error = f"{type(refusal).__name__}: {refusal}"
+        assert isinstance(refusal, PlanError), f"{name} refuses a region that is not there with no PlanError ({error})."
+        is_named = "nowhere" in str(refusal)
+        assert is_named, f"{name}: the refusal of a region that is not there does not name it ({error})."
 
     def _refusal(self, region: str) -> MoefwError | None:
+        """Return the error that refuses to treat a region; None if it is accepted."""
         try:
             self.model((region,)).assemble()
         except MoefwError as error:
@@ -215,6 +229,7 @@ class MemorySuite(Suite):
         return None
 
     def _observe(self, regions: Sequence[str], *, in_flight: bool = False, language: float = 1.0) -> list[Observed]:
+        """Return every rank's results with the given regions treated; run once for all checks of the class."""
         key = tuple(regions), in_flight, language
         if key not in self._runs:
             self._runs[key] = list(self.pool.run(observed, self.world, self.model(regions), in_flight, language))
@@ -227,23 +242,31 @@ class MemorySuite(Suite):
 
     def _same(self, plain: Sequence[Observed], treated: Sequence[Observed], what: str) -> None:
         """Assert equal bits. The policy may add statistics."""
-        for rank, (one, other) in enumerate(zip(plain, treated, strict=True)):
+        for rank, (before, after) in enumerate(zip(plain, treated, strict=True)):
             where = f"{self.plugin.name}: with {what}, rank {rank} has"
-            wrong = [key for key, value in one.values.items() if not same_bits(other.values.get(key, _NONE), value)]
+            wrong = [key for key, value in before.values.items() if not same_bits(after.values.get(key, _NONE), value)]
             assert not wrong, f"{where} other bits in {', '.join(sorted(wrong)[:3])}."
-            floor = FLOOR * max(grad.abs().max().item() for grad in one.grads.values())
-            wrong = [key for key, grad in one.grads.items() if not self._near(other.grads.get(key, _NONE), grad, floor)]
+            floor = FLOOR * max(grad.abs().max().item() for grad in before.grads.values())
+            wrong = [
+                key for key, grad in before.grads.items() if not self._near(after.grads.get(key, _NONE), grad, floor)
+            ]
             says = f"gradients that are off by more than {self.rtol:g}" if self.rtol else "other bits in the gradient"
             assert not wrong, f"{where} {says} of {', '.join(sorted(wrong)[:3])}."
 
-    def _agrees(self, name: str, got: Tensor, wanted: Tensor) -> bool:
-        return self._near(got, wanted) if name.startswith("the gradient") else same_bits(got, wanted)
+    def _agrees(self, name: str, got: Tensor, expected: Tensor) -> bool:
+        """Return whether a tensor of a region is right: a gradient within ``rtol``, any other bit for bit."""
+        return self._near(got, expected) if name.startswith("the gradient") else same_bits(got, expected)
 
-    def _near(self, got: Tensor, wanted: Tensor, floor: float = 1e-30) -> bool:
-        return same_bits(got, wanted) or 0.0 < self.rtol >= worst_error(got, wanted, floor=floor)
+    def _near(self, got: Tensor, expected: Tensor, floor: float = 1e-30) -> bool:
+        """Return whether a gradient has the same bits or, if the plugin offers ``rtol``, is within it."""
+        if same_bits(got, expected):
+            return True
+        return self.rtol > 0.0 and worst_error(got, expected, floor=floor) <= self.rtol
 
 
 class _Adds:
+    """A function that adds a number."""
+
     def __init__(self, number: float) -> None:
         self.number = number
 

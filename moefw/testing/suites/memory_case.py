@@ -33,7 +33,8 @@ class _CountingPlans:
     """A dispatcher whose plans are counted."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.plans = inner, 0
+        self.inner = inner
+        self.plans = 0
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
         """Count the call, and plan."""
@@ -52,9 +53,11 @@ def observed(layer_case: LayerCase, in_flight: bool, language: float) -> Observe
     """
     model, assembly, layout, shared = open_model(layer_case)
     counters = []
-    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
-        counters.append(_CountingPlans(layer.dispatcher))
-        layer.dispatcher = counters[-1]  # type: ignore[assignment]
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            counter = _CountingPlans(module.dispatcher)
+            module.dispatcher = counter  # type: ignore[assignment]
+            counters.append(counter)
     scale = torch.tensor(1.0 / assembly.spec.train.tokens_per_step)
     batches = global_batch(assembly, layout, 0)[:MICRO_BATCHES]
     values: dict[str, Tensor] = {}
@@ -62,8 +65,8 @@ def observed(layer_case: LayerCase, in_flight: bool, language: float) -> Observe
     for number, batch in enumerate(batches):
         output = model(replace(batch, loss_scale=scale))
         values[f"the loss of micro-batch {number}"] = output.loss_sum.detach()
-        for at, layer_stats in output.layers.items():
-            place = f"of layer {at} in micro-batch {number}"
+        for layer, layer_stats in output.layers.items():
+            place = f"of layer {layer} in micro-batch {number}"
             values[f"expert_ids {place}"] = layer_stats.expert_ids_TK
             values |= {f"stats[{name!r}] {place}": value.detach() for name, value in layer_stats.stats.items()}
             values |= {f"aux_losses[{name!r}] {place}": value for name, value in layer_stats.aux_losses.items()}
@@ -89,7 +92,7 @@ def probe_region(policy: MemoryPolicy | None, region: str) -> tuple[tuple[int, i
     calls = []
     generator = torch.Generator().manual_seed(0)
     first, second, closed = (torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(3))
-    given = Routing(expert_ids_TK=torch.arange(4).view(2, 2), weights_TK=second)
+    routing_argument = Routing(expert_ids_TK=torch.arange(4).view(2, 2), weights_TK=second)
 
     def function(x: Tensor, routing: Routing, *, scale: float, names: tuple[str, ...], nothing: None) -> Any:
         calls.append((x.shape, scale, names, nothing, type(routing), routing.expert_ids_TK.tolist()))
@@ -98,13 +101,20 @@ def probe_region(policy: MemoryPolicy | None, region: str) -> tuple[tuple[int, i
         return hidden.square(), Routing(expert_ids_TK=routing.expert_ids_TK, weights_TK=hidden, stats=stats), None, 7
 
     wrapped = function if policy is None else policy.wrap(region, function)
-    out, routing, nothing, number = wrapped(first, given, scale=0.5, names=("a", "b"), nothing=None)
+    out, routing, nothing, number = wrapped(first, routing_argument, scale=0.5, names=("a", "b"), nothing=None)
     after_forward = len(calls)
-    seen = {"the arguments": calls[0], "a result that is None": nothing, "a result that is a number": number}
-    seen |= {"a returned tensor": out.detach(), "a tensor in a returned structure": routing.weights_TK.detach()}
-    seen |= {"ids in a returned structure": routing.expert_ids_TK, "statistics": routing.stats["sum"]}
+    seen = {
+        "the arguments": calls[0],
+        "a result that is None": nothing,
+        "a result that is a number": number,
+        "a returned tensor": out.detach(),
+        "a tensor in a returned structure": routing.weights_TK.detach(),
+        "ids in a returned structure": routing.expert_ids_TK,
+        "statistics": routing.stats["sum"],
+    }
     (out.sum() + (routing.weights_TK * 0.3).sum()).backward()
-    for name, leaf in (("an argument", first), ("a tensor in an argument", second), ("a closed-over tensor", closed)):
+    leaves = {"an argument": first, "a tensor in an argument": second, "a closed-over tensor": closed}
+    for name, leaf in leaves.items():
         seen[f"the gradient of {name}"] = None if leaf.grad is None else leaf.grad.clone()
     return (after_forward, len(calls)), seen
 

@@ -67,7 +67,8 @@ class OptimizerMemorySuite(Suite):
 
     def test_an_update_is_that_of_the_optimizer(self) -> None:
         """Parameters keep their dtype, and parameters and states stay within ``rtol`` of the untreated ones."""
-        (plain,), (treated,) = (self.pool.run(rested, 1, self.model(memory), STEPS) for memory in (False, True))
+        (plain,) = self.pool.run(rested, 1, self.model(False), STEPS)
+        (treated,) = self.pool.run(rested, 1, self.model(True), STEPS)
         assert plain.states.keys() == treated.states.keys(), f"{self.plugin.name}: other states than without it."
         lr = SMALL["train"]["lr"]
         for name, value in plain.parameters.items():
@@ -79,47 +80,51 @@ class OptimizerMemorySuite(Suite):
 
     def test_the_same_steps_again_give_the_same_bits(self) -> None:
         """Random draws depend on the seed, the step and the element."""
-        (one,), (other,) = (self.pool.run(rested, 1, self.model(True), STEPS) for _ in range(2))
-        self._same(one, other, "when the run is repeated")
+        (first,) = self.pool.run(rested, 1, self.model(True), STEPS)
+        (second,) = self.pool.run(rested, 1, self.model(True), STEPS)
+        self._same(first, second, "when the run is repeated")
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_no_layout_changes_a_bit(self, layout: str) -> None:
-        """Nor does a rank's share. A state has the shape of the part of its parameter that the rank stores."""
+        """A rank's share of the parameters changes no bit. A state has the shape of the part that the rank stores."""
         (alone,) = self.pool.run(rested, 1, self.model(True), STEPS)
-        held = self.pool.run(rested, 2, self.model(True, world=2, parallel=LAYOUTS[layout]), STEPS)
-        for one in held:
-            assert one.shaped, f"{self.plugin.name}: with {layout}, a state is not sharded as its parameter is."
-            self._same(alone, one, f"with {layout}")
+        ranks = self.pool.run(rested, 2, self.model(True, world=2, parallel=LAYOUTS[layout]), STEPS)
+        for on_rank in ranks:
+            assert on_rank.shaped, f"{self.plugin.name}: with {layout}, a state is not sharded as its parameter is."
+            self._same(alone, on_rank, f"with {layout}")
 
     def test_an_optimizer_that_does_not_offer_its_states_is_refused(self) -> None:
-        """With a message that names the optimizer's region."""
-        name, refusal = self.plugin.name, self._refusal({**SMALL["train"], "optimizer": {"use": "closed"}})
+        """The error is a PlanError whose message names the optimizer's region."""
+        name = self.plugin.name
+        refusal = self._refusal({**SMALL["train"], "optimizer": {"use": "closed"}})
         what = f"{name} accepts an optimizer that does not offer its states."
         assert refusal is not None, f"{what} Let needs() ask for the region, as OptimizerMemoryPlugin.needs does."
-        said = f"{type(refusal).__name__}: {refusal}"
-        assert isinstance(refusal, PlanError), f"{name} refuses such an optimizer with no PlanError ({said})."
-        named = "region optimizer" in str(refusal)
-        assert named, f"{name}: the refusal of such an optimizer does not name the region ({said})."
+        error = f"{type(refusal).__name__}: {refusal}"
+        assert isinstance(refusal, PlanError), f"{name} refuses such an optimizer with no PlanError ({error})."
+        is_named = "region optimizer" in str(refusal)
+        assert is_named, f"{name}: the refusal of such an optimizer does not name the region ({error})."
 
     def _refusal(self, train: Mapping[str, Any]) -> MoefwError | None:
+        """Return the error that refuses the policy with a section ``train``; None if it is accepted."""
         try:
             self.model(True, train=train).assemble()
         except MoefwError as error:
             return error
         return None
 
-    def _close(self, what: str, got: torch.Tensor, wanted: torch.Tensor, scale: float) -> None:
+    def _close(self, what: str, got: torch.Tensor, expected: torch.Tensor, scale: float) -> None:
+        """Assert that a tensor is off by at most ``rtol`` of ``scale``, or in no bit without ``rtol``."""
         if self.rtol is None:
-            assert same_bits(got, wanted), f"{self.plugin.name}: {what} has other bits than without it."
+            assert same_bits(got, expected), f"{self.plugin.name}: {what} has other bits than without it."
             return
-        far = (got.double() - wanted.double()).abs().max().item()
-        assert far <= self.rtol * scale, (
-            f"{self.plugin.name}: {what} is {far:.2g} off; {self.rtol * scale:.2g} is right."
-        )
+        error = (got.double() - expected.double()).abs().max().item()
+        allowed = self.rtol * scale
+        assert error <= allowed, f"{self.plugin.name}: {what} is {error:.2g} off; {allowed:.2g} is right."
 
-    def _same(self, one: Rested, other: Rested, when: str) -> None:
-        pairs = [("parameters", one.parameters, other.parameters)]
-        pairs += [(key, tensors, other.states[key]) for key, tensors in one.states.items()]
+    def _same(self, first: Rested, second: Rested, when: str) -> None:
+        """Assert that two runs end with the same bits in all tensors of the second, which may be those of a rank."""
+        pairs = [("parameters", first.parameters, second.parameters)]
+        pairs += [(key, tensors, second.states[key]) for key, tensors in first.states.items()]
         for kind, before, after in pairs:
             wrong = [name for name in after if not same_bits(before[name], after[name])]
             assert not wrong, f"{self.plugin.name}: {when}, {kind} has other bits in {', '.join(sorted(wrong)[:3])}."

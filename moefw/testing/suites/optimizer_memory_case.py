@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from moefw.compose.optimizer import build_optimizer
+from moefw.core.contracts import Layout
+from moefw.core.records import Canonical
 from moefw.runtime.naming import by_parameter, joined
 from moefw.runtime.parallel.pieces import all_of, is_shared_out, local, whole
 from moefw.testing.layer_case import LayerCase
@@ -44,19 +46,30 @@ def rested(layer_case: LayerCase, steps: int) -> Rested:
     for step in range(steps):
         give_gradients(model, step)
         optimizer.step()
-    found = Rested(parameters={}, states={}, shaped=True)
+    parameters: dict[str, Tensor] = {}
+    states: dict[str, dict[str, Tensor]] = {}
+    shaped = True
     for parameter, pieces in by_parameter(model):
-        held: Mapping[str, Tensor] = optimizer.state[parameter]
-        shaped = {key: value for key, value in held.items() if value.dim()}
-        for value in shaped.values():
-            same = value.shape == parameter.shape and local(value).shape == local(parameter).shape
-            found.shaped = found.shaped and same and is_shared_out(value) == is_shared_out(parameter)
-        every = {"": whole(parameter.detach()), **{key: whole(value) for key, value in shaped.items()}}
+        all_states: Mapping[str, Tensor] = optimizer.state[parameter]
+        own_states = {key: value for key, value in all_states.items() if value.dim()}  # not a count of steps
+        for value in own_states.values():
+            same_shape = value.shape == parameter.shape and local(value).shape == local(parameter).shape
+            if not same_shape or is_shared_out(value) != is_shared_out(parameter):
+                shaped = False
+        # Collective: every rank joins the pieces in one order.
+        whole_parameter = whole(parameter.detach())
+        whole_states = {key: whole(value) for key, value in own_states.items()}
         for piece in pieces:
-            for key, value in every.items():
-                tensor = piece.of(value).clone()
-                if piece.shard is not None:
-                    tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
-                (found.states.setdefault(key, {}) if key else found.parameters)[piece.name] = tensor
+            parameters[piece.name] = _joined(piece, whole_parameter, layout)
+            for key, value in whole_states.items():
+                states.setdefault(key, {})[piece.name] = _joined(piece, value, layout)
     shared.close()
-    return found
+    return Rested(parameters=parameters, states=states, shaped=shaped)
+
+
+def _joined(piece: Canonical, value: Tensor, layout: Layout) -> Tensor:
+    """Return a piece of a parameter or of a state, whole. Collective if ranks have parts of it."""
+    tensor = piece.of(value).clone()
+    if piece.shard is None:
+        return tensor
+    return joined(tensor, piece.shard, layout.group(piece.shard.axis))

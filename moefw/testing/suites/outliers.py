@@ -29,8 +29,8 @@ def with_outlier(x: Tensor, axis: int) -> Tensor:
     return x
 
 
-def error_by_row(got: Tensor, wanted: Tensor, axis: int) -> float:
-    """Return the largest error of a row (``axis`` -2) or column (-1), as a share of the largest wanted value in it."""
-    across = -3 - axis
-    error = (got.detach().double() - wanted.double()).abs().amax(across)
-    return (error / wanted.double().abs().amax(across)).max().item()
+def error_by_row(got: Tensor, expected: Tensor, axis: int) -> float:
+    """Return the largest error of a row (``axis`` -2) or column (-1), as a share of the largest right value in it."""
+    other_axis = -1 if axis == -2 else -2
+    error = (got.detach().double() - expected.double()).abs().amax(other_axis)
+    return (error / expected.double().abs().amax(other_axis)).max().item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -62,27 +63,28 @@ class PipelineSuite(Suite):
     def test_every_rank_has_as_many_stages(self) -> None:
         """``rank_of`` gives each rank ``chunks`` stages."""
         for case in self._cases():
-            found = Counter(map(case.rank_of, case.stages))
-            stray = [rank for rank in found if rank not in range(case.ranks)]
+            num_stages = Counter(map(case.rank_of, case.stages))
+            stray = [rank for rank in num_stages if rank not in range(case.ranks)]
             assert not stray, f"{case} rank_of puts a stage on rank {stray[0]}, which does not exist."
             chunks = case.schedule.chunks
             for rank in range(case.ranks):
-                says = f"{case} rank_of puts {found[rank]} of {len(case.stages)} stages on rank {rank}"
-                assert found[rank] == chunks, f"{says}, where chunks is {chunks}."
+                says = f"{case} rank_of puts {num_stages[rank]} of {len(case.stages)} stages on rank {rank}"
+                assert num_stages[rank] == chunks, f"{says}, where chunks is {chunks}."
 
     def test_every_pass_runs_once_on_the_rank_of_its_stage(self) -> None:
-        """For each stage and micro-batch one forward, and one backward, whole or in parts."""
+        """Each stage has one forward and one backward, whole or in parts, of each micro-batch."""
         for case in self._accepted():
             order = case.order()
             assert len(order) == case.ranks, f"{case} order lists the passes of {len(order)} ranks."
             ran = Counter(_passes(order))
-            for rank, one in ((rank, one) for rank, actions in enumerate(order) for one in actions):
-                says = f"{case} rank {rank} runs {one}"
-                assert one.stage in case.stages, f"{says}, but there are {len(case.stages)} stages."
-                assert one.micro_batch in range(case.count), f"{says}, of a micro-batch that does not exist."
-                right = case.rank_of(one.stage)
-                assert rank == right, f"{says}, but the stage is on rank {right}."
-            for word, stage, number in _wanted(case):
+            for rank, actions in enumerate(order):
+                for action in actions:
+                    says = f"{case} rank {rank} runs {action}"
+                    assert action.stage in case.stages, f"{says}, but there are {len(case.stages)} stages."
+                    assert action.micro_batch in range(case.count), f"{says}, of a micro-batch that does not exist."
+                    right = case.rank_of(action.stage)
+                    assert rank == right, f"{says}, but the stage is on rank {right}."
+            for word, stage, number in _required_passes(case):
                 times = ran[word, stage, number]
                 says = f"{case} rank {case.rank_of(stage)} runs the {word} of micro-batch {number} in stage {stage}"
                 assert times == 1, f"{says} {times} times, not once."
@@ -92,12 +94,13 @@ class PipelineSuite(Suite):
         for case in self._accepted():
             for rank, actions in enumerate(case.order()):
                 kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
-                for one in (one for one in actions if one.kind != "F"):
-                    kinds[one.stage, one.micro_batch].append(one.kind)
-                for (stage, number), found in kinds.items():
+                for action in actions:
+                    if action.kind != "F":
+                        kinds[action.stage, action.micro_batch].append(action.kind)
+                for (stage, number), passes in kinds.items():
                     says = f"{case} rank {rank} runs the backward of micro-batch {number} in stage {stage} as"
-                    right = found in (["B"], ["I", "W"])
-                    assert right, f"{says} {' and '.join(found)}: it is B, or I and later W."
+                    is_right = passes in (["B"], ["I", "W"])
+                    assert is_right, f"{says} {' and '.join(passes)}: it is B, or I and later W."
 
     def test_the_order_can_be_played_to_its_end(self) -> None:
         """No rank waits for a pass that nobody runs, or that waits for this rank."""
@@ -111,15 +114,17 @@ class PipelineSuite(Suite):
         """Every rank asks for the order of all, and sends what the others expect by it."""
         orders = [(case, case.order()) for case in self._accepted()]
         for (case, order), other in zip(orders, self._accepted(), strict=True):
-            for rank, (once, again) in enumerate(zip(order, other.order(), strict=True)):
-                at = next((at for at, pair in enumerate(zip(once, again, strict=False)) if pair[0] != pair[1]), None)
-                assert at is None, f"{case} asked again, rank {rank} runs {again[at]} in place of {once[at]}."
-                assert len(once) == len(again), f"{case} asked again, rank {rank} runs {len(again)} passes."
+            for rank, (actions, actions_again) in enumerate(zip(order, other.order(), strict=True)):
+                says = f"{case} asked again, rank {rank} runs"
+                for action, action_again in zip(actions, actions_again, strict=False):
+                    assert action == action_again, f"{says} {action_again} in place of {action}."
+                assert len(actions) == len(actions_again), f"{says} {len(actions_again)} passes."
 
     def test_check_batches_refuses_what_order_cannot_do_and_nothing_that_it_can(self) -> None:
         """A refusal has a reason and a fix. ``order`` cannot do numbers for which it raises or makes other passes."""
         for case in self._cases():
-            problems, fails = case.problems(), _fails(case)
+            problems = case.problems()
+            fails = _fails(case)
             for problem in problems:
                 says = f"{case} check_batches refuses without"
                 assert problem.what, f"{says} a reason."
@@ -129,34 +134,42 @@ class PipelineSuite(Suite):
 
     def test_a_model_trains_as_in_one_stage(self) -> None:
         """On real ranks: loss and all gradients. Each rank is told the same order."""
-        tried = [numbers for world in self.profile.worlds if world > 1 for numbers in self._near(2 * world, world)]
-        if not tried:
+        cases: list[_Case] = []
+        for world in self.profile.worlds:
+            if world > 1:
+                cases += self._near(2 * world, world)
+        if not cases:
             pytest.skip(f"{self.plugin.name} runs on none of {self.profile.worlds} ranks")
-        for case in tried:
+        for case in cases:
             fails = _fails(case)
             assert not fails, f"{case} it is not run: {fails}"
-            parts = {**self.parts, self.section: self.chosen}
-            made = partial(model_case, count=case.count, layers=max(3, len(case.stages)), plugins=(self.plugin,))
-            staged = made(case.ranks, parts=parts)
+            model = partial(
+                model_case,
+                count=case.count,
+                layers=max(3, len(case.stages)),
+                parts={**self.parts, self.section: self.chosen},
+                plugins=(self.plugin,),
+            )
+            staged = model(case.ranks)
             orders = self.pool.run(told, case.ranks, staged, case.ranks, case.count)
             for rank, order in enumerate(orders):
                 assert order == orders[0], f"{case} on rank {rank} of a run, order returns something else."
-            (alone,) = self.pool.run(stepped, 1, made(1, parts=parts))
+            (alone,) = self.pool.run(stepped, 1, model(1))
             ranks = self.pool.run(stepped, case.ranks, staged)
-            for rank, found in enumerate(ranks):
-                assert abs(found.loss / alone.loss - 1) <= RTOL, f"{case} the loss is {found.loss}, not {alone.loss}."
-                for name, grad in found.grads.items():
+            for rank, result in enumerate(ranks):
+                assert abs(result.loss / alone.loss - 1) <= RTOL, f"{case} the loss is {result.loss}, not {alone.loss}."
+                for name, grad in result.grads.items():
                     error = worst_error(grad, alone.grads[name], floor=1e-30)
                     says = f"{case} the gradient of {name} on rank {rank} is off by"
                     assert error <= RTOL, f"{says} {error:.1e} of its largest value."
             assert orders[0] == case.order(), f"{case} in a run, order returns something else."
-            missing = sorted(alone.grads.keys() - {name for found in ranks for name in found.grads})
+            missing = sorted(alone.grads.keys() - {name for result in ranks for name in result.grads})
             assert not missing, f"{case} no rank has {missing[0]}."
 
     def _near(self, count: int, world: int) -> list[_Case]:
         """Return the case of so many ranks whose number of micro-batches is nearest, if there is one."""
-        able = [case for case in self._cases((world,)) if not case.problems()]
-        return sorted(able, key=lambda case: abs(case.count - count))[:1]
+        accepted = [case for case in self._cases((world,)) if not case.problems()]
+        return sorted(accepted, key=lambda case: abs(case.count - count))[:1]
 
     def _cases(self, ranks: Sequence[int] = ()) -> list[_Case]:
         """Return the numbers to try, with a declaration whose options are read as from a spec."""
@@ -165,14 +178,15 @@ class PipelineSuite(Suite):
         assert not problems, f"{self.plugin.name}: the options {self.options} do not read: {problems[0]}"
         return [_Case(read, each, count) for each in ranks or self.ranks for count in self.micro_batches]
 
-    def _accepted(self) -> Iterator[_Case]:
-        able = [case for case in self._cases() if not case.problems()]
+    def _accepted(self) -> list[_Case]:
+        """Return the cases that ``check_batches`` accepts, of which there must be one."""
+        accepted = [case for case in self._cases() if not case.problems()]
         numbers = f"{tuple(self.micro_batches)} micro-batches on {tuple(self.ranks)} ranks"
-        assert able, f"{self.plugin.name}: check_batches refuses all of {numbers}."
-        return iter(able)
+        assert accepted, f"{self.plugin.name}: check_batches refuses all of {numbers}."
+        return accepted
 
 
-def _wanted(case: _Case) -> Iterator[tuple[str, int, int]]:
+def _required_passes(case: _Case) -> Iterator[tuple[str, int, int]]:
     """Yield what is to run: forward or backward, stage, micro-batch."""
     for word in ("forward", "backward"):
         for stage in case.stages:
@@ -181,19 +195,26 @@ def _wanted(case: _Case) -> Iterator[tuple[str, int, int]]:
 
 
 def _passes(order: Sequence[Sequence[Action]]) -> list[tuple[str, int, int]]:
-    """Return what an order runs: forward or backward, stage, micro-batch. Weight gradients are no pass of their own."""
+    """Return the passes of an order: forward or backward, stage, micro-batch. ``W`` is part of a backward."""
     words = {"F": "forward", "B": "backward", "I": "backward"}
-    return [(words[one.kind], one.stage, one.micro_batch) for actions in order for one in actions if one.kind in words]
+    return [
+        (words[action.kind], action.stage, action.micro_batch)
+        for action in itertools.chain.from_iterable(order)
+        if action.kind in words
+    ]
 
 
 def _fails(case: _Case) -> str:
-    """Return how an order fails, or nothing if all passes run."""
+    """Return why an order fails, in a sentence; empty if all passes run."""
     try:
         order = case.order()
         timeline(order, lambda _: 1)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    wanted, runs = {*_wanted(case)}, {*_passes(order)}
-    if wanted - runs:
-        return f"it leaves out {len(wanted - runs)} passes."
-    return f"it runs {len(runs - wanted)} passes of what does not exist." if runs - wanted else ""
+    required = {*_required_passes(case)}
+    passes = {*_passes(order)}
+    if required - passes:
+        return f"it leaves out {len(required - passes)} passes."
+    if passes - required:
+        return f"it runs {len(passes - required)} passes of what does not exist."
+    return ""

@@ -20,7 +20,7 @@ from moefw.training.engine import Engine
 
 @frozen
 class Stepped:
-    """What a rank says after a step. ``grads``: by canonical name, of this rank's stages."""
+    """Results of a rank's step: the loss, and the gradients of this rank's stages by canonical name."""
 
     loss: float
     grads: Mapping[str, Tensor]
@@ -31,8 +31,8 @@ def model_case(
 ) -> LayerCase:
     """Return a case with ``layers``, one more that predicts a further token, and ``count`` micro-batches a step."""
     sizes = {"num_layers": layers, "mtp_layers": 1}
-    given = {**parts, "parallel": {"pp": ranks}}
-    case = whole_model(ranks, parts=given, plugins=plugins, micro_batch=1, sizes=sizes)
+    parts = {**parts, "parallel": {"pp": ranks}}
+    case = whole_model(ranks, parts=parts, plugins=plugins, micro_batch=1, sizes=sizes)
     train = {**case.parts["train"], "tokens_per_step": count * case.parts["train"]["seq_len"]}
     return LayerCase(tokens=case.tokens, parts={**case.parts, "train": train}, plugins=plugins)
 

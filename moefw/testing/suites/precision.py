@@ -61,6 +61,7 @@ PASSES: Sequence[Pass] = ("fprop", "dgrad")
 KEPT: Sequence[tuple[Role, Pass]] = (("input", "wgrad"), ("weight", "dgrad"))
 """Roles of saved operands, and the product of backward that uses each."""
 FIRST: Sequence[tuple[Role, Pass]] = (("input", "fprop"), ("grad", "dgrad"))
+"""Roles of which one read makes two operands: for this product, and for that of the weight gradient."""
 
 OPERANDS = st.builds(
     Operand,
@@ -103,7 +104,8 @@ class PrecisionSuite(Suite):
     def _fitting(self, **settings: Any) -> LayerCase:
         """Return a layer case with a GEMM that takes the operands."""
         refusals = []
-        for gemm in self.gemms if "gemm" not in self.parts else (self.parts["gemm"],):
+        gemms = (self.parts["gemm"],) if "gemm" in self.parts else self.gemms
+        for gemm in gemms:
             layer_case = self.layer_case(**{**self._dims, **settings}, parts={"gemm": gemm})
             try:
                 layer_case.assemble()
@@ -115,6 +117,7 @@ class PrecisionSuite(Suite):
         raise AssertionError(says)
 
     def _offered(self, fact: str) -> Any:
+        """Return the value of a fact that the recipe offers; None if it offers none."""
         assembly = self._fitting().assemble()
         return assembly.parts.precision.offers(assembly.site.at(0)).get(fact)
 
@@ -125,35 +128,38 @@ class PrecisionSuite(Suite):
         assert operand, f"{self.plugin.name} does not offer operand: no GEMM can tell whether it fits."
         assert operand != ANY, f"{self.plugin.name} offers any operand; a recipe makes a certain one."
         if not NATIVE.keys() & set(operand):
-            made = self.recipe().quantize(torch.zeros(self.block, self.block), role="input", during="fprop")
+            quantized = self.recipe().quantize(torch.zeros(self.block, self.block), role="input", during="fprop")
             says = f"{self.plugin.name} offers operands that no GEMM takes: a tensor that is called {operand[0]}."
-            assert not isinstance(made, Tensor), f"{says} Offer its dtype, or operands that multiply themselves."
+            assert not isinstance(quantized, Tensor), f"{says} Offer its dtype, or operands that multiply themselves."
 
     def test_operands_have_the_shape_of_what_they_stand_for(self) -> None:
-        """For any role, pass, number of rows and strides. The dtype is the offered one."""
-        recipe, dtype = self.recipe(), self._native()
+        """For any role, pass, number of rows and strides, and in the offered dtype."""
+        recipe = self.recipe()
+        offered_dtype = self._native()
 
-        def check(one: Operand) -> None:
-            both = (evolve(one, turned=turned) for turned in (False, True))
-            for drawn, given in itertools.product(both, self._given(recipe)):
-                x = drawn.tensor(self.block, given)
+        def check(example: Operand) -> None:
+            both_strides = (evolve(example, turned=turned) for turned in (False, True))
+            for drawn, dtype in itertools.product(both_strides, self._dtypes_of_inputs(recipe)):
+                x = drawn.tensor(self.block, dtype)
                 operand = self._quantize(recipe, x, drawn)
-                if not _alone(recipe, drawn):
+                if not _stands_alone(recipe, drawn):
                     continue
                 says = f"{self.plugin.name}: the operand of {tuple(x.shape)} {x.dtype} ({_where(drawn)}) is"
                 assert operand.shape == x.shape, f"{says} {tuple(operand.shape)}; the shape must stay."
-                right = dtype or operand.dtype
+                right = offered_dtype or operand.dtype
                 assert operand.dtype == right, f"{says} {operand.dtype}; {right} is what the recipe offers."
 
         self.for_all(check, OPERANDS)
 
     def test_operands_are_close_to_what_they_stand_for(self) -> None:
         """Within the stated error. If a recipe states none and only casts, its own dtype stays unchanged."""
-        recipe, allowed = self.recipe(), self._rtol()
-        dtype = None if recipe.by_pass or self._stated() is not None else self._native()
+        recipe = self.recipe()
+        allowed = self._rtol()
+        only_casts = not recipe.by_pass and self._stated() is None
+        dtype = self._native() if only_casts else None
 
         def check(drawn: Operand) -> None:
-            if not _alone(recipe, drawn):
+            if not _stands_alone(recipe, drawn):
                 return
             x = drawn.tensor(self.block, torch.float32)
             error = worst_error(self._quantize(recipe, x, drawn).detach(), x.detach())
@@ -168,7 +174,8 @@ class PrecisionSuite(Suite):
 
     def test_an_outlier_costs_other_rows_nothing(self) -> None:
         """Scales run along what a product sums over: each row of it has an error relative to its own largest value."""
-        recipe, allowed = self.recipe(), self._rtol()
+        recipe = self.recipe()
+        allowed = self._rtol()
         offered = self._offered("row_scales")
         roles = get_args(Role) if offered in (None, ANY) else offered
         if not roles:
@@ -182,17 +189,21 @@ class PrecisionSuite(Suite):
                 x = with_outlier(drawn.tensor(self.block, torch.float32).detach(), axis)
                 operands = [self._quantize(recipe, x, drawn)]
                 if during == "dgrad" and role == "weight":
-                    one = _of_a_gemm(recipe, drawn)
-                    kept = one.keep(x, one.quantize(x, role=role, during="fprop"), role=role, during=during)
-                    operands.append(_made_of(kept))
+                    # A weight in dgrad may also be made of what forward kept of it.
+                    of_gemm = _of_a_gemm(recipe, drawn)
+                    used = of_gemm.quantize(x, role=role, during="fprop")
+                    operands.append(_made_of(of_gemm.keep(x, used, role=role, during=during)))
                 error = max(error_by_row(operand, x, axis) for operand in operands)
                 line = {-2: "row", -1: "column"}[axis]
                 what = f"{self.plugin.name}: beside an outlier {line}, an operand ({_where(drawn)}) is off by"
                 assert error <= allowed, f"{what} {error:.1e} of a {line}'s largest value; {says}"
-        for role in ("grad", "input") if recipe.by_pass and {"grad", "input"} <= {*roles} else ():
-            error = self._error_of_wgrad(recipe, role)
-            what = f"{self.plugin.name}: beside an outlier column of role {role}, the weight gradient is off by"
-            assert error <= 2 * allowed, f"{what} {error:.1e} of a row's largest value; {says}"
+        # The weight gradient sums over rows: an outlier in a column of one factor is a row or a column of the product.
+        factors: tuple[Role, Role] = ("grad", "input")
+        if recipe.by_pass and {*factors} <= {*roles}:
+            for role in factors:
+                error = self._error_of_wgrad(recipe, role)
+                what = f"{self.plugin.name}: beside an outlier column of role {role}, the weight gradient is off by"
+                assert error <= 2 * allowed, f"{what} {error:.1e} of a row's largest value; {says}"
 
     def _error_of_wgrad(self, recipe: Any, outlier: Role) -> float:
         """Return the error of a weight gradient. One factor has an outlier column, which makes a row or a column."""
@@ -200,22 +211,28 @@ class PrecisionSuite(Suite):
         for seed, role in enumerate(get_args(Role)):
             drawn = Operand(rows=128, blocks=1, experts=0, turned=False, role=role, during="wgrad", seed=seed)
             x = drawn.tensor(self.block, torch.float32).detach()
-            factors[role] = (with_outlier(x, -1) if role == outlier else x).to(recipe.residual_dtype)
-        one, rows, dy = _of_a_gemm(recipe, drawn), factors["input"], factors["grad"]
-        kept = one.keep(rows, one.quantize(rows, role="input", during="fprop"), role="input", during="wgrad")
-        got = one.quantize(dy, role="grad", during="wgrad").mT @ _made_of(kept)
-        return error_by_row(got, dy.double().mT @ rows.double(), -2 if outlier == "grad" else -1)
+            if role == outlier:
+                x = with_outlier(x, -1)
+            factors[role] = x.to(recipe.residual_dtype)
+        rows = factors["input"]
+        dy = factors["grad"]
+        of_gemm = _of_a_gemm(recipe, drawn)
+        used = of_gemm.quantize(rows, role="input", during="fprop")
+        kept = of_gemm.keep(rows, used, role="input", during="wgrad")
+        wgrad = of_gemm.quantize(dy, role="grad", during="wgrad").mT @ _made_of(kept)
+        return error_by_row(wgrad, dy.double().mT @ rows.double(), -2 if outlier == "grad" else -1)
 
     def test_gradients_flow_straight_through(self) -> None:
         """The gradient of the sum of an operand is one everywhere, in the dtype of the tensor."""
-        recipe, allowed = self.recipe(), self._rtol()
+        recipe = self.recipe()
+        allowed = self._rtol()
 
-        def check(one: Operand) -> None:
-            both = (evolve(one, turned=turned) for turned in (False, True))
-            for drawn, given in itertools.product(both, self._given(recipe)):
-                if not _alone(recipe, drawn):
+        def check(example: Operand) -> None:
+            both_strides = (evolve(example, turned=turned) for turned in (False, True))
+            for drawn, dtype in itertools.product(both_strides, self._dtypes_of_inputs(recipe)):
+                if not _stands_alone(recipe, drawn):
                     continue
-                x = drawn.tensor(self.block, given)
+                x = drawn.tensor(self.block, dtype)
                 operand = self._quantize(recipe, x, drawn)
                 where = f"({_where(drawn)})"
                 assert operand.requires_grad, f"{self.plugin.name}: no gradient flows through an operand {where}."
@@ -224,18 +241,19 @@ class PrecisionSuite(Suite):
                 fits = grad.dtype == x.dtype and grad.shape == x.shape
                 says = f"{self.plugin.name}: the gradient through an operand {where} is"
                 assert fits, f"{says} {tuple(grad.shape)} {grad.dtype}; {tuple(x.shape)} {x.dtype} is right."
-                straight = worst_error(grad, torch.ones_like(grad)) <= allowed
-                assert straight, f"{says} not that of the identity."
+                is_identity = worst_error(grad, torch.ones_like(grad)) <= allowed
+                assert is_identity, f"{says} not that of the identity."
 
         self.for_all(check, OPERANDS)
 
     def test_what_is_kept_for_backward_makes_the_operand(self) -> None:
         """Inputs for wgrad and weights for dgrad, with the shape and the accuracy of the operand itself."""
-        recipe, allowed = self.recipe(), self._rtol()
+        recipe = self.recipe()
+        allowed = self._rtol()
 
         def check(drawn: Operand) -> None:
             role, during = KEPT[drawn.seed % len(KEPT)]
-            if not _alone(recipe, evolve(drawn, during=during)):
+            if not _stands_alone(recipe, evolve(drawn, during=during)):
                 return
             x = drawn.tensor(self.block, torch.float32 if role == "weight" else recipe.residual_dtype).detach()
             used = self._quantize(recipe, x, evolve(drawn, role=role, during="fprop"))
@@ -249,15 +267,16 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_operands_of_a_step_are_those_of_each_pass(self) -> None:
-        """What all micro-batches of a step share are the operands that ``quantize`` makes of the weight."""
+        """The operands of a weight that all micro-batches of a step share have the bits of those of ``quantize``."""
         recipe = self.recipe()
 
         def check(drawn: Operand) -> None:
             weight = evolve(drawn, role="weight").tensor(self.block, torch.float32).detach()
-            one = _of_a_gemm(recipe, drawn)
-            shared = one.weight_operands(weight, PASSES)
+            of_gemm = _of_a_gemm(recipe, drawn)
+            shared = of_gemm.weight_operands(weight, PASSES)
             for during in PASSES:
-                alone = one.quantize(weight, role="weight", during=during if one.by_pass else "fprop")
+                # Without separate operands, backward has those of forward.
+                alone = of_gemm.quantize(weight, role="weight", during=during if of_gemm.by_pass else "fprop")
                 same = same_bits(shared[during](), alone)
                 what = f"{self.plugin.name}: the operand of {tuple(weight.shape)} that a step shares"
                 assert same, f"{what} (role weight during {during}) has other bits than that of quantize."
@@ -265,15 +284,19 @@ class PrecisionSuite(Suite):
         self.for_all(check, OPERANDS)
 
     def test_operands_made_in_one_read_are_those_of_each_pass(self) -> None:
-        """Those of an input in fprop and wgrad, and of a gradient in dgrad and wgrad."""
+        """Of an input for fprop and wgrad, and of a gradient for dgrad and wgrad, bit for bit."""
         recipe = self.recipe()
 
         def check(drawn: Operand) -> None:
             role, first = FIRST[drawn.seed % len(FIRST)]
             drawn = evolve(drawn, role=role, experts=0, during=first)
-            x, one = drawn.tensor(self.block, recipe.residual_dtype).detach(), _of_a_gemm(recipe, drawn)
-            made = both_ways(x, role, one, RowGroups())
-            for during, operand in {first: made[0], "wgrad": _made_of(made[1])}.items() if made else ():
+            x = drawn.tensor(self.block, recipe.residual_dtype).detach()
+            made_in_one_read = both_ways(x, role, _of_a_gemm(recipe, drawn), RowGroups())
+            if made_in_one_read is None:
+                return
+            operand_of_first, kept = made_in_one_read
+            operands: Mapping[Pass, Any] = {first: operand_of_first, "wgrad": _made_of(kept)}
+            for during, operand in operands.items():
                 same = same_bits(operand, self._quantize(recipe, x, evolve(drawn, during=during)))
                 what = f"{self.plugin.name}: the operand of {tuple(x.shape)} (role {role} during {during})"
                 assert same, f"{what} that is made in one read has other bits than that of quantize."
@@ -282,19 +305,22 @@ class PrecisionSuite(Suite):
 
     def test_operands_of_the_weight_gradient_make_it_together(self) -> None:
         """If passes have separate operands: the product over rows with the saved input is close."""
-        recipe, allowed = self.recipe(), 2 * self._rtol()
+        recipe = self.recipe()
+        allowed = 2 * self._rtol()
         if not recipe.by_pass:
             pytest.skip(f"{self.plugin.name} has the operands of forward in backward")
 
         def check(drawn: Operand) -> None:
             drawn = evolve(drawn, during="wgrad")
-            grad, x = evolve(drawn, role="grad"), evolve(drawn, role="input", seed=drawn.seed + 1)
-            dy, rows = (one.tensor(self.block, recipe.residual_dtype).detach() for one in (grad, x))
-            used = self._quantize(recipe, rows, evolve(x, during="fprop"))
-            kept = _of_a_gemm(recipe, x).keep(rows, used, role="input", during="wgrad")
-            got = self._quantize(recipe, dy, grad).mT @ _made_of(kept)
+            grad = evolve(drawn, role="grad")
+            inputs = evolve(drawn, role="input", seed=drawn.seed + 1)
+            dy = grad.tensor(self.block, recipe.residual_dtype).detach()
+            rows = inputs.tensor(self.block, recipe.residual_dtype).detach()
+            used = self._quantize(recipe, rows, evolve(inputs, during="fprop"))
+            kept = _of_a_gemm(recipe, inputs).keep(rows, used, role="input", during="wgrad")
+            wgrad = self._quantize(recipe, dy, grad).mT @ _made_of(kept)
             what = f"{self.plugin.name}: the weight gradient of {tuple(rows.shape)}, the product of its operands, is"
-            error = worst_error(got, dy.double().mT @ rows.double())
+            error = worst_error(wgrad, dy.double().mT @ rows.double())
             assert error <= allowed, f"{what} off by {error:.1e}; {allowed:.0e} is twice what is stated."
 
         self.for_all(check, OPERANDS)
@@ -305,30 +331,29 @@ class PrecisionSuite(Suite):
 
         def check(drawn: Operand) -> None:
             x = drawn.tensor(self.block, torch.float32)
-            one = _of_a_gemm(recipe, drawn)
-            first, second = (self._quantize(one, x, drawn) for _ in range(2))
-            same = same_bits(first, second)
+            of_gemm = _of_a_gemm(recipe, drawn)
+            same = same_bits(self._quantize(of_gemm, x, drawn), self._quantize(of_gemm, x, drawn))
             assert same, f"{self.plugin.name}: an operand ({_where(drawn)}) has other bits the second time."
 
         self.for_all(check, OPERANDS)
 
     def test_quantize_writes_nothing(self) -> None:
         """Neither to the recipe nor to its input. Meters may record, because they change no operand."""
-        whole = self.recipe()
-        turns = zip(itertools.cycle((7, 0, 32)), itertools.product(get_args(Role), get_args(Pass)))
-        for seed, (rows, (role, during)) in enumerate(turns):
+        recipe_of_layer = self.recipe()
+        for seed, (role, during) in enumerate(itertools.product(get_args(Role), get_args(Pass))):
+            rows = (7, 0, 32)[seed % 3]
             drawn = Operand(rows=rows, blocks=1, experts=seed % 3, turned=False, role=role, during=during, seed=seed)
-            recipe = _of_a_gemm(whole, drawn)
+            recipe = _of_a_gemm(recipe_of_layer, drawn)
             before = held(recipe)
             x = drawn.tensor(self.block, torch.float32)
-            kept = x.detach().clone()
+            copy = x.detach().clone()
             operand = self._quantize(recipe, x, drawn)
             if operand.requires_grad and operand.numel():
                 torch.autograd.grad(operand, x, torch.ones_like(operand), allow_unused=True)
             measured = {f"{place}.largest" for place in _meters(recipe)}
             wrote = ", ".join(name for name in changed(before, held(recipe)) if name not in measured)
             assert not wrote, f"{self.plugin.name} writes {wrote} in quantize. A recipe keeps nothing."
-            assert same_bits(x, kept), f"{self.plugin.name} writes into the tensor that it quantizes."
+            assert same_bits(x, copy), f"{self.plugin.name} writes into the tensor that it quantizes."
 
     def test_the_residual_dtype_is_one_that_flows(self) -> None:
         """A floating dtype that torch adds natively."""
@@ -370,19 +395,24 @@ class PrecisionSuite(Suite):
         (operand, *others) = self._offered("operand") or ("",)
         return None if others else NATIVE.get(operand)
 
-    def _given(self, recipe: Any) -> Sequence[torch.dtype]:
+    def _dtypes_of_inputs(self, recipe: Any) -> Sequence[torch.dtype]:
         """Return the dtypes of quantized tensors: of weights, and of the residual stream."""
         return tuple(dict.fromkeys((torch.float32, recipe.residual_dtype)))
 
     def _stated(self) -> float | None:
-        stated: float | None = self._offered("rtol") if self.rtol is None else self.rtol
-        return stated
+        """Return the error that the suite sets, or else the plugin offers; None if neither does."""
+        if self.rtol is not None:
+            return self.rtol
+        offered: float | None = self._offered("rtol")
+        return offered
 
     def _rtol(self) -> float:
+        """Return the error that is allowed: as stated, or that of a cast to the residual dtype."""
         stated = self._stated()
         return RTOL.get(self.recipe().residual_dtype, 4e-2) if stated is None else stated
 
     def _quantize(self, recipe: Any, x: Tensor, drawn: Operand) -> Tensor:
+        """Return the operand of a drawn tensor. An exception fails the check, with the tensor that raises it."""
         try:
             operand: Tensor = _of_a_gemm(recipe, drawn).quantize(x, role=drawn.role, during=drawn.during)
         except Exception as error:
@@ -397,17 +427,20 @@ def _of_a_gemm(recipe: Any, drawn: Operand) -> Any:
 
 
 def _made_of(kept: SavedOperand) -> Any:
+    """Return the operand that backward makes of what was kept for it."""
     return kept.operand(kept.tensors)
 
 
 def _meters(recipe: Any) -> Iterator[str]:
     """Yield the paths of a recipe's meters, in the form of ``changed``."""
-    for name, part in recipe.named_modules() if isinstance(recipe, nn.Module) else ():
+    if not isinstance(recipe, nn.Module):
+        return
+    for name, part in recipe.named_modules():
         if isinstance(part, Meter):
             yield "".join(f"._modules.{step}" for step in name.split(".") if step).strip(".")
 
 
-def _alone(recipe: Any, drawn: Operand) -> bool:
+def _stands_alone(recipe: Any, drawn: Operand) -> bool:
     """Return whether an operand must be close to its tensor by itself. Those of wgrad may be close only as a pair."""
     return not (recipe.by_pass and drawn.during == "wgrad")
 

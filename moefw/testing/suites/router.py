@@ -31,6 +31,8 @@ from moefw.testing.suites.watch import changed, held, same_bits
 
 UPDATES = 300
 """Number of updates of a router's state on the same tokens."""
+_CHOICES = ("expert_ids_TK", "weights_TK")
+"""The tensors of a routing that say where tokens go."""
 NEAR_TIES = 0.05
 """Largest difference of an expert's load, 1 = fair share: a few choices between nearly equal scores."""
 
@@ -53,7 +55,8 @@ class RouterSuite(Suite):
 
     def learned_router(self) -> Any:
         """Return a router with state that was updated once."""
-        router, tokens = self.router(), Tokens(sequences=4, positions=8, seed=7)
+        router = self.router()
+        tokens = Tokens(sequences=4, positions=8, seed=7)
         router.update(summed([router(tokens.x(self.dims["dim"]), tokens.batch())]))
         return router
 
@@ -87,13 +90,14 @@ class RouterSuite(Suite):
             x_TD = tokens.x(self.dims["dim"])
             other_TD = torch.where(mask_T.unsqueeze(1), x_TD, 3.0 - x_TD).detach()
             batch = tokens.batch(loss_scale=torch.tensor(0.1))
-            routing, other = router(x_TD, batch), router(other_TD, batch)
+            routing = router(x_TD, batch)
+            other = router(other_TD, batch)
             name = self.plugin.name
             assert (routing.expert_ids_TK[~mask_T] == -1).all(), f"{name} sends masked tokens to experts."
             assert not routing.weights_TK[~mask_T].any(), f"{name} gives weights to masked tokens."
-            for what, one, two in compared(routing, other):
-                close = torch.allclose(one.double(), two.double(), rtol=1e-5, atol=1e-6)
-                assert close, f"{name}: {what} changes with what masked tokens hold. They are padding."
+            for what, value, other_value in compared(routing, other):
+                are_close = torch.allclose(value.double(), other_value.double(), rtol=1e-5, atol=1e-6)
+                assert are_close, f"{name}: {what} changes with what masked tokens hold. They are padding."
             (grad_TD,) = torch.autograd.grad(routing.weights_TK.sum() * 1.7, x_TD, allow_unused=True)
             if grad_TD is not None:
                 assert not grad_TD[~mask_T].any(), f"{name} gives gradients to masked tokens."
@@ -118,7 +122,9 @@ class RouterSuite(Suite):
         """Gradients of the tokens and of the router's parameters are compared with finite differences."""
         router = self.learned_router()
         tokens = Tokens(sequences=2, positions=5, seed=3)
-        x_TD, batch, name = tokens.x(self.dims["dim"]), tokens.batch(), self.plugin.name
+        x_TD = tokens.x(self.dims["dim"])
+        batch = tokens.batch()
+        name = self.plugin.name
         probe_TK = torch.randn(tokens.num_tokens, self.dims["top_k"], generator=torch.Generator().manual_seed(1))
 
         def value() -> tuple[Tensor, Tensor]:
@@ -126,15 +132,15 @@ class RouterSuite(Suite):
             return (routing.weights_TK * probe_TK).sum(dtype=torch.float64), routing.expert_ids_TK
 
         assert value()[0].requires_grad, f"{name}: weights_TK carry no gradient, so the router cannot learn."
-        steep = {}
+        steepest = {}
         for what, variable in {"the tokens": x_TD, **dict(router.named_parameters())}.items():
             (grad,) = torch.autograd.grad(value()[0], variable, allow_unused=True)
-            found = slopes(value, variable, torch.zeros_like(variable) if grad is None else grad)
-            steep[what] = found.steepest
-            says = f"{name}: the gradient of {what} is not the slope of the weights ({found})."
-            assert found.agree(3e-2), says
-        assert steep.pop("the tokens") > 1e-6, f"{name}: no gradient reaches the tokens."
-        assert max(steep.values(), default=0.0) > 1e-6, f"{name}: no gradient reaches its parameters."
+            measured = slopes(value, variable, torch.zeros_like(variable) if grad is None else grad)
+            steepest[what] = measured.steepest
+            says = f"{name}: the gradient of {what} is not the slope of the weights ({measured})."
+            assert measured.agree(3e-2), says
+        assert steepest.pop("the tokens") > 1e-6, f"{name}: no gradient reaches the tokens."
+        assert max(steepest.values(), default=0.0) > 1e-6, f"{name}: no gradient reaches its parameters."
 
     def test_auxiliary_losses_are_attached_once_and_scaled(self) -> None:
         """The backward of the weights adds ``loss_scale`` times the gradient of each auxiliary loss."""
@@ -150,16 +156,17 @@ class RouterSuite(Suite):
         for what, variable in {"the tokens": x_TD, **dict(router.named_parameters())}.items():
             for scale in (0.5, 2.0):
                 grad = self._attached(router, x_TD, tokens.batch(loss_scale=torch.tensor(scale)), variable)
-                found = slopes(value, variable, grad / scale)
+                measured = slopes(value, variable, grad / scale)
                 says = (
                     f"{self.plugin.name}: with loss_scale {scale}, the gradient that auxiliary losses give to {what} "
-                    f"is {found.ratio:.3g} times loss_scale times their slope; once is right."
+                    f"is {measured.ratio:.3g} times loss_scale times their slope; once is right."
                 )
-                assert found.agree(3e-2, noise=2e-4 * abs(value()[0].item())), says
+                assert measured.agree(3e-2, noise=2e-4 * abs(value()[0].item())), says
 
     def test_auxiliary_losses_are_attached_in_training_only(self) -> None:
         """They change no gradient in evaluation or without a loss scale."""
-        router, tokens = self.learned_router(), Tokens(sequences=2, positions=8, seed=5)
+        router = self.learned_router()
+        tokens = Tokens(sequences=2, positions=8, seed=5)
         x_TD = tokens.x(self.dims["dim"])
         for training, scale in ((False, torch.tensor(1.0)), (True, None)):
             router.train(training)
@@ -170,7 +177,8 @@ class RouterSuite(Suite):
 
     def test_forward_and_backward_write_nothing(self) -> None:
         """A router is constant between updates: micro-batches may be in flight, and forwards may be repeated."""
-        router, tokens = self.learned_router(), Tokens(sequences=2, positions=5, seed=1)
+        router = self.learned_router()
+        tokens = Tokens(sequences=2, positions=5, seed=1)
         for training in (True, False):
             router.train(training)
             before = held(router)
@@ -185,63 +193,76 @@ class RouterSuite(Suite):
     def test_declared_state_is_fp32_buffers(self) -> None:
         """``state_spec`` names existing buffers, in fp32 and of the declared shape."""
         router = self.router()
-        buffers, name = dict(router.named_buffers()), self.plugin.name
+        name = self.plugin.name
+        buffers = dict(router.named_buffers())
         for state in router.state_spec():
             assert state.name in buffers, f"{name} declares the state {state.name!r} and has no buffer of that name."
             buffer = buffers[state.name]
+            form = f"{tuple(buffer.shape)} {buffer.dtype}"
+            declared = f"{state.shape} torch.float32"
             fits = tuple(buffer.shape) == state.shape and buffer.dtype == torch.float32
-            is_, says = f"{tuple(buffer.shape)} {buffer.dtype}", f"{state.shape} torch.float32"
-            assert fits, f"{name}: the buffer {state.name!r} is {is_}; state_spec says {says}."
+            assert fits, f"{name}: the buffer {state.name!r} is {form}; state_spec says {declared}."
 
     def test_update_depends_on_the_reduced_statistics_alone(self) -> None:
         """Equal sums lead to equal state, for any earlier forwards and any order of micro-batches."""
-        fresh, used, turned = self.router(), self.router(), self.router()
+        name = self.plugin.name
+        fresh = self.router()
+        used = self.router()
+        reordered = self.router()
         batches = [Tokens(sequences=2, positions=5, seed=seed) for seed in range(3)]
         routings = [fresh(tokens.x(self.dims["dim"]), tokens.batch()) for tokens in batches]
         other = Tokens(sequences=3, positions=7, seed=9)
         used(other.x(self.dims["dim"]), other.batch())
-        reduced, name = summed(routings), self.plugin.name
-        kept = {key: value.clone() for key, value in reduced.items()}
+        reduced = summed(routings)
+        copies = {key: value.clone() for key, value in reduced.items()}
         before = held(fresh)
         fresh.update(reduced)
-        assert all(same_bits(reduced[key], kept[key]) for key in kept), f"{name}: update() changes what it is given."
+        is_unchanged = all(same_bits(reduced[key], copy) for key, copy in copies.items())
+        assert is_unchanged, f"{name}: update() changes what it is given."
         states = [state.name for state in fresh.state_spec()]
         wrote = [path for path in changed(before, held(fresh)) if path not in states]
         assert not wrote, f"{name}: update() writes {', '.join(wrote)}, which state_spec() does not declare."
-        used.update(kept)
-        turned.update(summed(routings[::-1]))
+        used.update(copies)
+        reordered.update(summed(routings[::-1]))
         for state in states:
-            one, two, three = (getattr(router, state) for router in (fresh, used, turned))
-            assert one.dtype == torch.float32, f"{name}: update() turns {state!r} into {one.dtype}."
+            tensor = getattr(fresh, state)
+            assert tensor.dtype == torch.float32, f"{name}: update() turns {state!r} into {tensor.dtype}."
             says = f"{name}: update() of {state!r} depends on more than the reduced statistics."
-            assert same_bits(one, two), says
-            assert torch.allclose(one, three, rtol=1e-5), f"{name}: {state!r} depends on the order of micro-batches."
-        fresh.update({key: torch.zeros_like(value) for key, value in kept.items()})
+            assert same_bits(tensor, getattr(used, state)), says
+            says = f"{name}: {state!r} depends on the order of micro-batches."
+            assert torch.allclose(tensor, getattr(reordered, state), rtol=1e-5), says
+        fresh.update({key: torch.zeros_like(value) for key, value in copies.items()})
         finite = all(getattr(fresh, state).isfinite().all() for state in states)
         assert finite, f"{name}: update() after a step without tokens leaves state that is not finite."
 
     def test_updates_do_not_make_the_load_less_even(self) -> None:
         """Tokens that prefer the same experts are routed again and again: the largest load does not grow."""
-        router, tokens = self._with_state(), Tokens(sequences=4, positions=16, seed=11)
-        x_TD, largest = tokens.x(self.dims["dim"]).detach() + 1.0, []
+        router = self._with_state()
+        tokens = Tokens(sequences=4, positions=16, seed=11)
+        x_TD = tokens.x(self.dims["dim"]).detach() + 1.0  # what tokens share makes them prefer the same experts
+        largest_loads = []
         for _ in range(UPDATES):
             routing = router(x_TD, tokens.batch())
-            largest.append(int(routing.expert_ids_TK.flatten().add(1).bincount()[1:].max()))
+            largest_loads.append(int(routing.expert_ids_TK.flatten().add(1).bincount()[1:].max()))
             router.update(summed([routing]))
-        first, last = largest[0], sum(largest[-10:]) / 10
+        first = largest_loads[0]
+        last = sum(largest_loads[-10:]) / 10
         says = f"{self.plugin.name}: after {UPDATES} updates on the same tokens, an expert has up to {last:g} choices"
         assert last <= first, f"{says} instead of {first}. Is the sign of the update right?"
 
     def test_state_changes_no_weight_of_the_same_choices(self) -> None:
         """State decides which experts are chosen. With recorded routes it has no effect."""
-        fresh, learned, tokens = self._with_state(), self.learned_router(), Tokens(sequences=4, positions=8, seed=7)
+        fresh = self._with_state()
+        learned = self.learned_router()
+        tokens = Tokens(sequences=4, positions=8, seed=7)
         x_TD = tokens.x(self.dims["dim"])
         batch = tokens.batch(routes={0: fresh(x_TD, tokens.batch()).expert_ids_TK})
-        same = same_bits(*(router(x_TD, batch).weights_TK for router in (fresh, learned)))
+        same = same_bits(fresh(x_TD, batch).weights_TK, learned(x_TD, batch).weights_TK)
         names = ", ".join(state.name for state in fresh.state_spec())
         assert same, f"{self.plugin.name}: the weights of the same choices depend on {names}."
 
     def _with_state(self) -> Any:
+        """Return a router; skip the check if it has no state."""
         router = self.router()
         if not router.state_spec():
             pytest.skip(f"{self.plugin.name} has no state")
@@ -260,42 +281,48 @@ class RouterSuite(Suite):
         router = self.learned_router()
 
         def check(tokens: Tokens) -> None:
-            x_TD, batch = tokens.x(self.dims["dim"]), tokens.batch(loss_scale=torch.tensor(0.3))
+            x_TD = tokens.x(self.dims["dim"])
+            batch = tokens.batch(loss_scale=torch.tensor(0.3))
             first = router(x_TD, batch)
-            for what, one, two in compared(first, router(x_TD, batch)):
+            for what, value, value_again in compared(first, router(x_TD, batch)):
                 says = f"{self.plugin.name}: {what} differs when the same micro-batch is routed again."
-                assert same_bits(one, two), f"{says} Draw by Batch.seeds_B and position, not by call."
+                assert same_bits(value, value_again), f"{says} Draw by Batch.seeds_B and position, not by call."
 
         self.for_all(check, TOKENS)
 
     def test_two_routers_compute_the_same_bits(self) -> None:
-        """For any random state at construction, as in different processes."""
+        """Routers that are built under different random states, as in different processes, are the same."""
         self.must_repeat()
-        tokens, name = Tokens(sequences=3, positions=5, seed=4), self.plugin.name
-        runs = []
+        name = self.plugin.name
+        tokens = Tokens(sequences=3, positions=5, seed=4)
+        routings: list[Routing] = []
+        grads_of_runs: list[list[Tensor]] = []
         for seed in (1, 2):
             torch.manual_seed(seed)
-            router, x_TD = self.router(), tokens.x(self.dims["dim"])
+            router = self.router()
+            x_TD = tokens.x(self.dims["dim"])
             routing = router(x_TD, tokens.batch(loss_scale=torch.tensor(0.3)))
             grads: Sequence[Tensor | None] = ()
             if routing.weights_TK.requires_grad:
                 probe = torch.linspace(-1, 1, routing.weights_TK.numel()).view_as(routing.weights_TK)
                 variables = [x_TD, *router.parameters()]
                 grads = torch.autograd.grad((routing.weights_TK * probe).sum(), variables, allow_unused=True)
-            runs.append((routing, [grad for grad in grads if grad is not None]))
-        for what, one, two in compared(runs[0][0], runs[1][0]):
-            assert same_bits(one, two), f"{name}: {what} differs between two equal routers."
-        for one, two in zip(runs[0][1], runs[1][1], strict=True):
-            assert same_bits(one, two), f"{name}: gradients differ between two equal routers."
+            routings.append(routing)
+            grads_of_runs.append([grad for grad in grads if grad is not None])
+        for what, first, second in compared(*routings):
+            assert same_bits(first, second), f"{name}: {what} differs between two equal routers."
+        for first, second in zip(*grads_of_runs, strict=True):
+            assert same_bits(first, second), f"{name}: gradients differ between two equal routers."
 
     def test_recorded_routes_are_replayed(self) -> None:
         """``Batch.routes`` from an earlier forward decides, for any current parameters."""
-        router, earlier = self.router(seed=0), self.router(seed=1)
+        router = self.router(seed=0)
+        earlier = self.router(seed=1)
 
         def check(tokens: Tokens) -> None:
-            x_TD, layer = tokens.x(self.dims["dim"]), 0
+            x_TD = tokens.x(self.dims["dim"])
             recorded_TK = earlier(x_TD, tokens.batch()).expert_ids_TK
-            routing = router(x_TD, tokens.batch(routes={layer: recorded_TK}))
+            routing = router(x_TD, tokens.batch(routes={0: recorded_TK}))
             says = f"{self.plugin.name} does not replay Batch.routes."
             assert torch.equal(routing.expert_ids_TK, recorded_TK), f"{says} Take the ids that Batch.route() returns."
             self._complain(misshapen(routing, tokens, self.dims))
@@ -304,8 +331,9 @@ class RouterSuite(Suite):
 
     def test_a_model_trains_on_two_ranks_like_on_one(self) -> None:
         """With a partition of tokens or sequences, the layout changes nothing; otherwise, ranks agree."""
-        alone, both = (self._train(world, micro_batch) for world, micro_batch in ((1, 8), (2, 2)))
-        name, (first, second) = self.plugin.name, both
+        name = self.plugin.name
+        (alone,) = self._train(world=1, micro_batch=8)
+        first, second = self._train(world=2, micro_batch=2)
         finite = all(torch.tensor(result.loss).isfinite() for result in first.results)
         assert finite, f"{name}: the loss of a model on two ranks is not finite."
         assert first.results == second.results, f"{name}: two ranks disagree on the results of a step."
@@ -313,16 +341,14 @@ class RouterSuite(Suite):
             assert same_bits(tensor, second.state[state]), f"{name}: the state {state!r} differs between two ranks."
         if self._partition(required=False) not in ("token", "sequence"):
             return
-        for one, two in zip(alone[0].results, first.results, strict=True):
-            says = f"{name}: two ranks do not train like one, although routing looks at one"
-            same = two.loss == pytest.approx(one.loss, rel=1e-5)
-            assert same, f"{says} {self._partition()} (losses {one.loss:.7f} and {two.loss:.7f})."
-            apart = (torch.tensor(two.load_LE) - torch.tensor(one.load_LE)).abs().max().item()
-            assert apart <= NEAR_TIES, (
-                f"{says} {self._partition()}: an expert's load differs by {apart:.3f} of a share."
-            )
-            same = two.aux_losses == pytest.approx(one.aux_losses, rel=1e-4)
-            assert same, f"{says} {self._partition()}: {one.aux_losses} and {two.aux_losses}."
+        for on_one, on_two in zip(alone.results, first.results, strict=True):
+            says = f"{name}: two ranks do not train like one, although routing looks at one {self._partition()}"
+            same = on_two.loss == pytest.approx(on_one.loss, rel=1e-5)
+            assert same, f"{says} (losses {on_one.loss:.7f} and {on_two.loss:.7f})."
+            difference = (torch.tensor(on_two.load_LE) - torch.tensor(on_one.load_LE)).abs().max().item()
+            assert difference <= NEAR_TIES, f"{says}: an expert's load differs by {difference:.3f} of a share."
+            same = on_two.aux_losses == pytest.approx(on_one.aux_losses, rel=1e-4)
+            assert same, f"{says}: {on_one.aux_losses} and {on_two.aux_losses}."
 
     def _train(self, world: int, micro_batch: int) -> list[Trained]:
         sizes = {"num_experts": self.dims["num_experts"], "top_k": self.dims["top_k"]}
@@ -350,12 +376,14 @@ class RouterSuite(Suite):
         return torch.zeros_like(variable) if grad is None else grad
 
     def _check_sequences(self, router: nn.Module, tokens: Tokens, partition: str) -> None:
-        x_TD, batch = tokens.x(self.dims["dim"]), tokens.batch(loss_scale=torch.tensor(0.3))
+        """Assert that sequences routed one by one, the last first, get what they get together."""
+        x_TD = tokens.x(self.dims["dim"])
+        batch = tokens.batch(loss_scale=torch.tensor(0.3))
         whole = router(x_TD, batch)
-        parts = [of_sequences(batch, x_TD, [number]) for number in reversed(range(tokens.sequences))]
-        routings = [router(*part) for part in parts][::-1]
+        routings = [router(*of_sequences(batch, x_TD, [number])) for number in reversed(range(tokens.sequences))]
+        routings.reverse()
         says = f"{self.plugin.name} offers to look at one {partition} at a time, but"
-        joined = {key: torch.cat([getattr(one, key) for one in routings]) for key in ("expert_ids_TK", "weights_TK")}
+        joined = {key: torch.cat([getattr(routing, key) for routing in routings]) for key in _CHOICES}
         self._same_choices(whole, joined, f"{says} the routing of a sequence depends on the other sequences.")
         for kind in ("stats", "aux_losses"):
             total = summed(routings, kind)
@@ -364,21 +392,25 @@ class RouterSuite(Suite):
                 assert same, f"{says} {kind}[{key!r}] depends on how sequences are split over micro-batches."
 
     def _check_tokens(self, router: nn.Module, tokens: Tokens) -> None:
-        x_TD, says = tokens.x(self.dims["dim"]), f"{self.plugin.name} offers to look at one token at a time, but"
+        """Assert that tokens get the same choices without half of the others, and in another order."""
+        says = f"{self.plugin.name} offers to look at one token at a time, but"
+        x_TD = tokens.x(self.dims["dim"])
         whole = router(x_TD, tokens.batch())
         mask_BS = torch.rand(tokens.sequences, tokens.positions, generator=torch.Generator().manual_seed(1)) < 0.5
-        some = router(x_TD, tokens.batch(mask_BS=mask_BS))
+        without_others = router(x_TD, tokens.batch(mask_BS=mask_BS))
         mask_T = mask_BS.flatten()
-        left = {key: getattr(some, key)[mask_T] for key in ("expert_ids_TK", "weights_TK")}
-        those = {key: getattr(whole, key)[mask_T] for key in ("expert_ids_TK", "weights_TK")}
-        self._same_choices(Routing(**those), left, f"{says} the routing of a token depends on the others.")
+        expected = {key: getattr(whole, key)[mask_T] for key in _CHOICES}
+        alone = {key: getattr(without_others, key)[mask_T] for key in _CHOICES}
+        self._same_choices(Routing(**expected), alone, f"{says} the routing of a token depends on the others.")
+        # In evaluation, where nothing is drawn: a draw depends on a token's place.
         router.eval()
-        flat = router(x_TD, Tokens(sequences=1, positions=tokens.num_tokens).batch(seeds_B=None))
+        batch = Tokens(sequences=1, positions=tokens.num_tokens).batch(seeds_B=None)
+        in_order = router(x_TD, batch)
         order = torch.randperm(tokens.num_tokens, generator=torch.Generator().manual_seed(tokens.seed))
-        turned = router(x_TD[order], Tokens(sequences=1, positions=tokens.num_tokens).batch(seeds_B=None))
+        permuted = router(x_TD[order], batch)
         router.train()
-        back = {key: getattr(turned, key)[order.argsort()] for key in ("expert_ids_TK", "weights_TK")}
-        self._same_choices(flat, back, f"{says} the routing of a token depends on its place among the others.")
+        restored = {key: getattr(permuted, key)[order.argsort()] for key in _CHOICES}
+        self._same_choices(in_order, restored, f"{says} the routing of a token depends on its place among the others.")
 
     def _same_choices(self, whole: Routing, other: Mapping[str, Tensor], says: str) -> None:
         same_ids = torch.equal(whole.expert_ids_TK, other["expert_ids_TK"])

@@ -60,47 +60,56 @@ SEQUENCES = st.builds(Tokens, sequences=st.integers(2, 4), positions=st.integers
 def summed(routings: Sequence[Routing], kind: str = "stats") -> dict[str, Tensor]:
     """Return statistics, or auxiliary losses, added up as the engine does: in fp64."""
     names = getattr(routings[0], kind)
-    return {name: torch.stack([getattr(one, kind)[name].double() for one in routings]).sum(0) for name in names}
+    return {name: torch.stack([getattr(routing, kind)[name].double() for routing in routings]).sum(0) for name in names}
 
 
 def of_sequences(batch: Batch, x_TD: Tensor, chosen: Sequence[int]) -> tuple[Tensor, Batch]:
     """Return some sequences of a micro-batch as a micro-batch."""
-    names = ("ids_BS", "labels_BS", "mask_BS", "seeds_B")
-    taken = {name: value[chosen] for name in names if (value := getattr(batch, name)) is not None}
+    assert batch.seeds_B is not None, "a batch of the suite has seeds"
     x_BSD = x_TD.detach().view(*batch.ids_BS.shape, -1)
-    return x_BSD[chosen].flatten(0, 1), Batch(**taken, loss_scale=batch.loss_scale)
+    part = Batch(
+        ids_BS=batch.ids_BS[chosen],
+        labels_BS=batch.labels_BS[chosen],
+        mask_BS=None if batch.mask_BS is None else batch.mask_BS[chosen],
+        seeds_B=batch.seeds_B[chosen],
+        loss_scale=batch.loss_scale,
+    )
+    return x_BSD[chosen].flatten(0, 1), part
 
 
-def compared(one: Routing, two: Routing) -> Iterator[tuple[str, Tensor, Tensor]]:
+def compared(first: Routing, second: Routing) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name and both values of each comparable tensor of two routings."""
-    yield "expert_ids_TK", one.expert_ids_TK, two.expert_ids_TK
-    yield "weights_TK", one.weights_TK, two.weights_TK
+    yield "expert_ids_TK", first.expert_ids_TK, second.expert_ids_TK
+    yield "weights_TK", first.weights_TK, second.weights_TK
     for kind in ("stats", "aux_losses"):
-        for name, value in getattr(one, kind).items():
-            yield f"{kind}[{name!r}]", value, getattr(two, kind)[name]
+        for name, value in getattr(first, kind).items():
+            yield f"{kind}[{name!r}]", value, getattr(second, kind)[name]
 
 
 def misshapen(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Iterator[str]:
     """Yield the faults that make a routing unusable for dispatchers."""
-    ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
-    shape, experts = (tokens.num_tokens, dims["top_k"]), dims["num_experts"]
+    ids_TK = routing.expert_ids_TK
+    weights_TK = routing.weights_TK
+    shape = (tokens.num_tokens, dims["top_k"])
+    num_experts = dims["num_experts"]
     if tuple(ids_TK.shape) != shape or ids_TK.dtype != torch.int64:
         yield f"expert_ids_TK is {tuple(ids_TK.shape)} {ids_TK.dtype}; {shape} torch.int64 is right."
         return
     if tuple(weights_TK.shape) != shape or weights_TK.dtype != torch.float32:
         yield f"weights_TK is {tuple(weights_TK.shape)} {weights_TK.dtype}; {shape} torch.float32 is right."
         return
-    if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < experts:
-        yield f"expert_ids_TK holds ids outside -1..{experts - 1}."
+    if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < num_experts:
+        yield f"expert_ids_TK holds ids outside -1..{num_experts - 1}."
     if weights_TK[ids_TK < 0].any():
         yield "weights_TK is not zero where a choice is dropped."
     if not weights_TK.isfinite().all():
         yield "weights_TK is not finite."
     same_TKK = (ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)) & (ids_TK >= 0).unsqueeze(2)
-    if same_TKK.tril(-1).any():
+    if same_TKK.tril(-1).any():  # below the diagonal: every choice is the same as itself
         yield "a token chooses the same expert twice."
-    if routing.scores_TE is not None and tuple(routing.scores_TE.shape) != (shape[0], experts):
-        yield f"scores_TE is {tuple(routing.scores_TE.shape)}; {(shape[0], experts)} is right."
+    shape_TE = (tokens.num_tokens, num_experts)
+    if routing.scores_TE is not None and tuple(routing.scores_TE.shape) != shape_TE:
+        yield f"scores_TE is {tuple(routing.scores_TE.shape)}; {shape_TE} is right."
     for kind, values in (("stats", routing.stats), ("aux_losses", routing.aux_losses)):
         for name, value in values.items():
             if value.requires_grad:
@@ -113,16 +122,19 @@ def misshapen(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Iter
 
 def miscounted(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Iterator[str]:
     """Yield the faults in the counts of a routing."""
-    experts, ids_TK, mask_T = dims["num_experts"], routing.expert_ids_TK, tokens.batch().mask_T
+    num_experts = dims["num_experts"]
+    ids_TK = routing.expert_ids_TK
+    mask_T = tokens.batch().mask_T
     counts_E = routing.stats.get("tokens_per_expert")
-    if counts_E is None or tuple(counts_E.shape) != (experts,) or counts_E.dtype != torch.float32:
-        yield f"stats hold no tokens_per_expert ({experts}) in fp32."
+    if counts_E is None or tuple(counts_E.shape) != (num_experts,) or counts_E.dtype != torch.float32:
+        yield f"stats hold no tokens_per_expert ({num_experts}) in fp32."
         return
-    kept_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=experts)
-    valid = tokens.num_tokens if mask_T is None else int(mask_T.sum())
-    if (counts_E < kept_E).any() or counts_E.sum() != valid * dims["top_k"]:
+    kept_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=num_experts)  # without choices that a capacity drops
+    num_valid = tokens.num_tokens if mask_T is None else int(mask_T.sum())
+    num_choices = num_valid * dims["top_k"]
+    if (counts_E < kept_E).any() or counts_E.sum() != num_choices:
         yield (
-            f"tokens_per_expert adds up to {counts_E.sum():g}; {valid} valid tokens make {valid * dims['top_k']} "
+            f"tokens_per_expert adds up to {counts_E.sum():g}; {num_valid} valid tokens make {num_choices} "
             "choices, those that are dropped afterwards included and masked tokens left out."
         )
     if routing.counts_host is not None and list(routing.counts_host) != kept_E.tolist():

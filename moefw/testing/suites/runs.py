@@ -67,9 +67,11 @@ def global_batch(assembly: Assembly, layout: Layout, step: int) -> list[Batch]:
     shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)
     tokens_BS = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(step))
     seeds_B = step * len(tokens_BS) + torch.arange(len(tokens_BS))
-    mine = [whole.tensor_split(layout.size("dp"))[layout.index("dp")] for whole in (tokens_BS, seeds_B)]
-    pieces = zip(*(whole.split(train.micro_batch) for whole in mine), strict=True)
-    return [Batch(ids_BS=ids[:, :-1], labels_BS=ids[:, 1:], seeds_B=seeds) for ids, seeds in pieces]
+    own_tokens, own_seeds = (
+        of_all.tensor_split(layout.size("dp"))[layout.index("dp")] for of_all in (tokens_BS, seeds_B)
+    )
+    pieces = zip(own_tokens.split(train.micro_batch), own_seeds.split(train.micro_batch), strict=True)
+    return [Batch(ids_BS=tokens[:, :-1], labels_BS=tokens[:, 1:], seeds_B=seeds) for tokens, seeds in pieces]
 
 
 @dataclass(kw_only=True)

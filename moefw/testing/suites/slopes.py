@@ -8,7 +8,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-DIRECTIONS, STEP, HALVINGS = 5, 1e-2, 4
+DIRECTIONS = 5
+STEP = 1e-2
+"""Largest step, as a share of a direction with random normal entries."""
+HALVINGS = 4
+"""How often the step is halved, at most, until the slope has settled."""
 SETTLED = 2e-2
 """Relative difference between the slopes over a step and over half of it, below which the slope counts as measured."""
 
@@ -51,7 +55,8 @@ def slopes(value: Value, variable: Tensor, grad: Tensor) -> Slopes:
     Directions without a stable slope are left out, such as those along which choices change at every step size.
     """
     generator = torch.Generator().manual_seed(0)
-    measured, claimed = [], []
+    measured: list[float] = []
+    claimed: list[float] = []
     for _ in range(DIRECTIONS):
         direction = torch.randn(variable.shape, generator=generator).to(variable.dtype)
         slope = _slope(value, variable, direction)
@@ -62,29 +67,31 @@ def slopes(value: Value, variable: Tensor, grad: Tensor) -> Slopes:
 
 
 def _slope(value: Value, variable: Tensor, direction: Tensor) -> float | None:
-    kept, (here, chosen) = variable.detach().clone(), value()
+    """Return the slope along a direction; None if it does not settle as the step is halved."""
+    value_at_origin, choices = value()
     step = STEP
-    before = _difference(value, variable, kept, direction, step, chosen)
+    previous = _difference(value, variable, direction, step, choices)
     for _ in range(HALVINGS):
         step /= 2
-        slope = _difference(value, variable, kept, direction, step, chosen)
-        noise = 1e-6 * (1.0 + abs(here.item())) / step
-        if slope is not None and before is not None and abs(slope - before) <= SETTLED * abs(slope) + noise:
+        slope = _difference(value, variable, direction, step, choices)
+        noise = 1e-6 * (1.0 + abs(value_at_origin.item())) / step  # of the rounding of fp32, divided by the step
+        if slope is not None and previous is not None and abs(slope - previous) <= SETTLED * abs(slope) + noise:
             return slope
-        before = slope
+        previous = slope
     return None
 
 
-def _difference(
-    value: Value, variable: Tensor, kept: Tensor, direction: Tensor, step: float, chosen: Tensor
-) -> float | None:
+def _difference(value: Value, variable: Tensor, direction: Tensor, step: float, choices: Tensor) -> float | None:
+    """Return the central difference along a direction; None if other choices are made at one of its ends."""
+    origin = variable.detach().clone()
     ends = []
-    for sign in (1.0, -1.0):
-        variable.data.copy_(kept + sign * step * direction)
-        end, choices = value()
-        if not torch.equal(choices, chosen):
-            variable.data.copy_(kept)
-            return None
-        ends.append(end.item())
-    variable.data.copy_(kept)
+    try:
+        for sign in (1.0, -1.0):
+            variable.data.copy_(origin + sign * step * direction)
+            end, choices_at_end = value()
+            if not torch.equal(choices_at_end, choices):
+                return None
+            ends.append(end.item())
+    finally:
+        variable.data.copy_(origin)
     return (ends[0] - ends[1]) / (2 * step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator, Mapping, Set
 from functools import partial
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-_NOT_OURS = ("torch.", "builtins", "moefw.core", "abc", "typing", "hypothesis", "threading")
+_FOREIGN = ("torch.", "builtins", "moefw.core", "abc", "typing", "hypothesis", "threading")
+"""Modules of base classes whose data on the class is not the part's own."""
 
 
 def held(part: object) -> dict[str, object]:
@@ -21,10 +23,10 @@ def held(part: object) -> dict[str, object]:
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """Return the names of the values that changed."""
-    missing = object()
+    missing = object()  # None is a value
     names = before.keys() | after.keys()
-    found = {name for name in names if before.get(name, missing) != after.get(name, missing)}
-    return sorted(name.replace("._buffers", "").replace("._parameters", "").strip(".") for name in found)
+    paths = [name for name in names if before.get(name, missing) != after.get(name, missing)]
+    return sorted(path.replace("._buffers", "").replace("._parameters", "").strip(".") for path in paths)
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -33,22 +35,29 @@ def bits(tensor: Tensor) -> bytes:
     return bytes(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors have one dtype, one shape and the same bits."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    one, other = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(one, other)
+    first_bytes, second_bytes = (
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)
+    )
+    return torch.equal(first_bytes, second_bytes)
 
 
-def worst_error(got: Tensor, wanted: Tensor, *, floor: float = 1e-30) -> float:
-    """Return the largest error as a share of the largest wanted value (at least ``floor``); infinite for NaN."""
-    if got.shape != wanted.shape:
+def worst_error(got: Tensor, expected: Tensor, *, floor: float = 1e-30) -> float:
+    """Return the largest error as a share of the largest right value, at least ``floor``.
+
+    Infinite for NaN and for a tensor of another shape; 0 for tensors without elements.
+    """
+    if got.shape != expected.shape:
         return float("inf")
     if not got.numel():
         return 0.0
-    error = (got.double() - wanted.double()).abs().max().item()
-    return error / max(wanted.abs().max().item(), floor) if error == error else float("inf")
+    error = (got.double() - expected.double()).abs().max().item()
+    if math.isnan(error):
+        return float("inf")
+    return error / max(expected.abs().max().item(), floor)
 
 
 def _walk(thing: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, object]]:
@@ -68,6 +77,7 @@ def _walk(thing: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, ob
 
 
 def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a container, function or object by name; none of types, modules and functions written in C."""
     if isinstance(thing, Mapping):
         yield from ((str(key), value) for key, value in thing.items())
     elif isinstance(thing, list | tuple):
@@ -82,24 +92,28 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents
-            except ValueError:
+            except ValueError:  # a variable that is not bound yet
                 continue
     elif not isinstance(thing, type | types.ModuleType | types.BuiltinFunctionType):
         yield from _attributes(thing)
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an object's attributes and slots, and the data of its own classes. A process group is not looked into."""
     if type(thing).__module__.startswith("torch.distributed"):
         return
-    yield from vars(thing).items() if hasattr(thing, "__dict__") else ()
+    if hasattr(thing, "__dict__"):
+        yield from vars(thing).items()
     for kind in type(thing).__mro__:
         slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
+        names = (slots,) if isinstance(slots, str) else slots
+        for name in names:
             if not name.startswith("__") and hasattr(thing, name):
                 yield name, getattr(thing, name)
-        if not kind.__module__.startswith(_NOT_OURS):
+        if not kind.__module__.startswith(_FOREIGN):
             yield from ((name, value) for name, value in vars(kind).items() if _is_data(name, value))
 
 
 def _is_data(name: str, value: Any) -> bool:
+    """Return whether a class attribute is a value that a method may change: neither private nor code."""
     return not name.startswith("_") and isinstance(value, list | dict | set | int | float | Tensor)
