@@ -106,11 +106,12 @@ class Operations(Mode):
 
     def moved(self, nbytes: int) -> None:
         """Note one operator that reads and writes so many bytes."""
-        here = self._here()
-        here.operators += 1
-        here.nbytes += nbytes
+        done = self._done_here()
+        done.operators += 1
+        done.nbytes += nbytes
 
-    def _here(self) -> _Done:
+    def _done_here(self) -> _Done:
+        """Return the record of the running place and phase."""
         places = self.recorder.places
         if is_done_for_step():
             phase = "once"
@@ -163,7 +164,7 @@ class Operations(Mode):
             groups=groups,
             during=during,
         )
-        self._here().products[product] += 1
+        self._done_here().products[product] += 1
 
     def _launched(self, func: Any, args: Any, kwargs: Any) -> None:
         with _disable_current_modes():  # reading it clones and splits tensors: not the model's work
@@ -186,7 +187,7 @@ class Operations(Mode):
         transfer = Transfer(
             kind=kind, group=self._name(ranks), ranks=len(ranks), node=node_bytes, network=network_bytes
         )
-        self._here().transfers[transfer] += 1
+        self._done_here().transfers[transfer] += 1
 
     def sent_to_all(self, kind: str, ranks: Sequence[int], nbytes: int) -> None:
         """Note one collective over ``ranks`` in which this rank sends as much to each."""
