@@ -63,7 +63,7 @@ def offers(**facts: Any) -> Offers:
 
 def need(fact: str, value: Any, *, reason: str, fix: str = "", option: str = "") -> Need:
     """Return a need. Raises PluginError for an unknown fact, or a string where a tuple is due."""
-    return Need(fact, value, reason, fix, option)
+    return Need(fact=fact, value=value, reason=reason, fix=fix, option=option)
 
 
 FACTS: Final[Mapping[str, Fact]] = {

@@ -166,7 +166,7 @@ class MemoryPlugin(Plugin):
         if self.runs_again and "layer" in self.regions:
             reason = "a layer that runs again dispatches again, and goes backward along its first dispatch"
             fix = "Name regions inside the layer: attention, router, dispatch, experts."
-            needs.append(Need("repeats", True, reason, fix, "regions"))
+            needs.append(Need("repeats", True, reason, fix=fix, option="regions"))
         return needs
 
     def build(self, context: BuildContext) -> MemoryPolicy:

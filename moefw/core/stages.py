@@ -129,7 +129,9 @@ class Batch:
     def route(self, layer: int, num_tokens: int, top_k: int) -> Tensor | None:
         """Return the recorded ``expert_ids_TK`` of a layer, or None. Raises ContractError on a wrong shape or dtype."""
         ids_TK = None if self.routes is None else self.routes.get(layer)
-        if ids_TK is None or (ids_TK.shape == (num_tokens, top_k) and ids_TK.dtype == torch.int64):
+        if ids_TK is None:
+            return None
+        if ids_TK.shape == (num_tokens, top_k) and ids_TK.dtype == torch.int64:
             return ids_TK
         actual = f"the routes of layer {layer} are {tuple(ids_TK.shape)} {ids_TK.dtype}"
         expected = f"({num_tokens}, {top_k}) torch.int64: an id for each choice of each token"

@@ -34,7 +34,7 @@ class Head(nn.Module, Named):
         """Return logits ``(T, v)``, or with labels, :func:`losses` ``(N, t)``."""
         if labels_NT is None:
             return linear(x_TD, self.weight, self.precision)
-        return losses(x_TD, self.weight, labels_NT, self.precision, self.tp, chunk)
+        return losses(x_TD, self.weight, labels_NT, precision=self.precision, tp=self.tp, chunk=chunk)
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (vocabulary, D)."""
@@ -42,7 +42,7 @@ class Head(nn.Module, Named):
 
 
 def losses(
-    x_MD: Tensor, weight_vD: Tensor, labels_NT: Tensor, precision: Precision, tp: TensorParallel, chunk: int
+    x_MD: Tensor, weight_vD: Tensor, labels_NT: Tensor, *, precision: Precision, tp: TensorParallel, chunk: int
 ) -> Tensor:
     """Return the cross entropy ``(N, t)``, fp32, of this rank's part of the tokens; 0 where the label is -100.
 

@@ -293,7 +293,7 @@ class Transformer(nn.Module):
         weight_vD = self.embed.weight
         if labels_NT is None:
             return linear(x_MD, weight_vD, self.precision)
-        return losses(x_MD, weight_vD, labels_NT, self.precision, self.tp, chunk)
+        return losses(x_MD, weight_vD, labels_NT, precision=self.precision, tp=self.tp, chunk=chunk)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """Return ``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.

@@ -79,7 +79,7 @@ class Gathering:
         apart: Set[nn.Parameter] = frozenset(),
     ) -> M:
         """Make the module's parameters a unit, except those of inner units and ``apart``. Return the module."""
-        unit = self._unit(module, side, dtype, codec, name, apart)
+        unit = self._unit(module, side, dtype=dtype, codec=codec, name=name, apart=apart)
         if unit is not None:
             module.register_forward_pre_hook(unit.before, prepend=True)
             module.register_forward_hook(unit.after)
@@ -87,7 +87,7 @@ class Gathering:
 
     def root(self, model: M, apart: Set[nn.Parameter]) -> M:
         """Make all parameters outside units one more unit, ``root_unit``, around the calls of all others."""
-        self.root_unit = self._unit(model, "dense", None, None, "", apart)
+        self.root_unit = self._unit(model, "dense", dtype=None, codec=None, name="", apart=apart)
         if self.root_unit is not None:
             for unit in self.units:
                 unit.order = self.root_unit.order
@@ -97,14 +97,16 @@ class Gathering:
         self,
         module: nn.Module,
         side: Side,
+        *,
         dtype: torch.dtype | None,
         codec: WeightCodec | None,
         name: str,
         apart: Set[nn.Parameter],
     ) -> Unit | None:
+        """Return a unit of the module's parameters that are in none yet, or None if no other rank shares them."""
         rows = self.layout.plan.copies(self.layout.rank, side)
         if len(rows[0]) == 1:
-            return None  # no other rank shares the parameters
+            return None
         unit = Unit(self, rows)
         for path, owner in module.named_modules():
             for key, parameter in [*owner.named_parameters(recurse=False)]:

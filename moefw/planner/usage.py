@@ -44,9 +44,9 @@ class _LayersNotRun:
     def at(self, moment: int) -> tuple[int, int]:
         """Saved bytes and bytes of gradients that these layers hold at a moment.
 
-        The recorded layer is any of the row. Its forward is the last one, so the others count as saved from its begin.
-        In backward, j of the n others are done and hold gradients, n - j hold what they saved. The sum is linear in j,
-        so the most is at one end, and only the larger of both counts.
+        The recorded layer may be any of the row. In forward it counts as the last one: what the others save is there
+        from its begin on. In backward, j of the n others are done and hold gradients, and n - j hold what they saved.
+        The sum is linear in j, so its maximum is at one end: only the larger of both counts.
         """
         if moment < self.since:
             return 0, 0
@@ -110,11 +110,11 @@ class Usage:
                      - sum of saved(s) over the stages in which the recorded micro-batch is in flight at this pass
                      + what was received for later passes + what is still being sent
 
-        The schedule has each recorded pass once for each micro-batch; the largest value counts. It may be negative:
-        where a rank has begun with a later stage, the recording has more in flight than the rank. Passes of weight
-        gradients are not recorded. Only those passes count that have gradients of earlier ones, or have none, as the
-        recording: the first backward of a stage has none, nor has a forward before all backwards. Yields nothing
-        without a pipeline.
+        The second sum is in the recording already. The schedule has each recorded pass once for each micro-batch; the
+        largest value counts. Passes of weight gradients are not recorded. Only those passes count that begin with
+        gradients of earlier ones, if the recording did, and only those that begin without, if it did not: the first
+        backward of a stage begins without, and so does a forward before all backwards. Yields nothing without a
+        pipeline.
         """
         link = self._batch.link
         if link is None:
@@ -133,8 +133,11 @@ class Usage:
                 continue
             received.pop((kind, stage, step.micro_batch), None)
             if kind != "W" and self._has_gradients(step, stages_with_gradients) is self._gradients_exist:
-                recorded_stages = [own for own in saved if own < stage or (own == stage and kind == "B")]
-                recorded = sum(saved[own] for own in recorded_stages)
+                # In its forward through a stage, the recorded micro-batch is in flight in the rank's stages before; in
+                # its backward, in this one, too. It has gone back through those behind.
+                recorded = sum(saved[own] for own in saved if own < stage)
+                if kind == "B":
+                    recorded += saved[stage]
                 beside = sum(in_flight[own] * saved[own] for own in saved) - recorded
                 beside += sum(received.values())
                 beside += min(num_sends, UNDER_WAY) * link.sent

@@ -96,7 +96,7 @@ class _Partial(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse_BHS, sinks_H, documents_BS = ctx.saved_tensors
         visible = Visible(ctx.ranks.cut, replace(ctx.mask, documents_BS=documents_BS), q, ctx.scale)
-        gradients = _Gradients(grad, q, out, lse_BHS, visible, k.shape[-1])
+        gradients = _Gradients(grad=grad, q=q, out=out, lse_BHS=lse_BHS, visible=visible, key_width=k.shape[-1])
         grad_kv = ctx.ranks.visit_back(torch.cat([k, v], -1), gradients.of)
         grad_k, grad_v = grad_kv.to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
         grad_sinks = sink_gradient(grad, out, lse_BHS, sinks_H) if ctx.needs_input_grad[3] else None

@@ -184,7 +184,7 @@ def start(
     instead, from which the rows are gathered.
     """
     sent, rows = _gathered(sent, codec, rows)
-    movement = _Movement(forward, dual, codec, rows, sent[0].dtype)
+    movement = _Movement(forward=forward, dual=dual, codec=codec, rows=rows, dtype=sent[0].dtype)
     return Pending(buffers=_Start.apply(movement, *sent), flight=movement, detail=detail)  # type: ignore[no-untyped-call]
 
 
@@ -192,7 +192,9 @@ def _gathered(
     tensors: Sequence[Tensor], codec: Codec | None, rows: Permutation | None
 ) -> tuple[Sequence[Tensor], Permutation | None]:
     """Return the tensors with tokens replaced by rows, unless the codec packs tokens."""
-    if rows is None or (codec is not None and isinstance(codec, PermutingCodec)):
+    if rows is None:
+        return tensors, None
+    if codec is not None and isinstance(codec, PermutingCodec):
         return tensors, rows
     return [rows.gather(tensors[0]), *tensors[1:]], None
 

@@ -218,7 +218,9 @@ class _StepWeight:
 
 def _scattered(grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor:
     """Return the sum of the gradients of each row, of shape ``shape``."""
-    summed: Tensor = torch.ops.aten.embedding_dense_backward(grad_ND, rows_N, shape[0], -1, False)
+    summed: Tensor = torch.ops.aten.embedding_dense_backward(
+        grad_ND, rows_N, num_weights=shape[0], padding_idx=-1, scale_grad_by_freq=False
+    )
     return summed
 
 

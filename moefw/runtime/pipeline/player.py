@@ -90,7 +90,7 @@ class Player:
         self._calls[key] = call
         if isinstance(output, Passed):
             self._passed[key] = [torch.empty_like(tensor, device="meta") for tensor in output.tensors]
-            self._pass_on(stage, "forward", output.tensors, number, self._inputs)
+            self._pass_on(stage, "forward", output.tensors, number=number, inbox=self._inputs)
             return replace(output, tensors=())
         # The last stage: backward begins with the scale of the loss as the gradient of each of its terms.
         scales = [batch.loss_scale for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -113,12 +113,13 @@ class Player:
             input_grads = [
                 buffer.zero_() if grad is None else grad for grad, buffer in zip(input_grads, buffers, strict=True)
             ]
-        self._pass_on(stage, "backward", cast("Sequence[Tensor]", input_grads), number, self._grads)
+        passed = cast("Sequence[Tensor]", input_grads)
+        self._pass_on(stage, "backward", passed, number=number, inbox=self._grads)
 
     def _pass_on(
-        self, stage: int, direction: Direction, tensors: Sequence[Tensor], number: int, inbox: dict[Key, Wait]
+        self, stage: int, direction: Direction, tensors: Sequence[Tensor], *, number: int, inbox: dict[Key, Wait]
     ) -> None:
-        """Send tensors to the next stage, or put them into its inbox if it is on this rank."""
+        """Send tensors of a micro-batch to the next stage, or put them into its inbox if it is on this rank."""
         if self.link.leaves(stage, direction):
             self.link.send(stage, direction, tensors, number=number)
             return
