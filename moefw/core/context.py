@@ -68,21 +68,21 @@ class ExpertGroup:
 
     def owners(self, expert_ids_TK: Tensor) -> Tensor:
         """Return the ranks that hold the experts, ``(T, K * etp)`` int64; -1 for a dropped choice."""
-        share_TK = expert_ids_TK.div(self.local_experts, rounding_mode="floor")
+        ep_rank_TK = expert_ids_TK.div(self.local_experts, rounding_mode="floor")  # -1 stays -1
         if self.etp == 1:
-            return share_TK
-        parts = torch.arange(self.etp, device=share_TK.device)
-        owner = share_TK.unsqueeze(-1) * self.etp + parts
-        return owner.masked_fill((share_TK < 0).unsqueeze(-1), -1).flatten(1)
+            return ep_rank_TK
+        etp_ranks = torch.arange(self.etp, device=ep_rank_TK.device)
+        owners = ep_rank_TK.unsqueeze(-1) * self.etp + etp_ranks  # (T, K, etp)
+        return owners.masked_fill((ep_rank_TK < 0).unsqueeze(-1), -1).flatten(1)
 
     def parts(self, expert_ids_TK: Tensor) -> Tensor:
         """Return the choices, with each part of an expert numbered as an expert: ``(T, K * etp)`` int64.
 
         The parts of rank ``r`` are numbered from ``r * local_experts``; -1 for a dropped choice.
         """
-        owner = self.owners(expert_ids_TK)
-        within = expert_ids_TK.remainder(self.local_experts).repeat_interleave(self.etp, 1)
-        return (owner * self.local_experts + within).masked_fill(owner < 0, -1)
+        owners = self.owners(expert_ids_TK)
+        local_ids = expert_ids_TK.remainder(self.local_experts).repeat_interleave(self.etp, 1)
+        return (owners * self.local_experts + local_ids).masked_fill(owners < 0, -1)
 
 
 class BuildContext(Protocol):

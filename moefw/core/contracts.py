@@ -149,7 +149,7 @@ class Attention(ABC):
 
 
 class CachedAttention(Attention):
-    """Attention that goes on behind earlier tokens, of which it needs only what it made of them."""
+    """Attention that can go on behind earlier tokens, given what it computed of them, such as keys and values."""
 
     reach: int | None = None
     """How many earlier positions a token sees, and the caller keeps. None: all."""
@@ -294,11 +294,13 @@ class Precision(ABC):
         They are made once for all micro-batches of a step. What they hold is held until its end.
         """
 
-        def made(during: Pass) -> Callable[[], Any]:
+        def operand_of(during: Pass) -> Callable[[], Any]:
             operand = self.quantize(weight, role="weight", during=during)
             return lambda: operand
 
-        return {during: made(during) for during in passes} if self.by_pass else dict.fromkeys(passes, made("fprop"))
+        if self.by_pass:
+            return {during: operand_of(during) for during in passes}
+        return dict.fromkeys(passes, operand_of("fprop"))  # one for all passes
 
     def weight_codec(self) -> WeightCodec | None:
         """Return the codec with which sharded weights are gathered. None: they are gathered in ``weight_dtype``.
@@ -341,8 +343,8 @@ class MemoryPolicy(ABC):
         ``finish(pending, *args)`` returns the received batch and a handle. ``again(handle, *args)`` repeats the
         movement and returns the batch. Raises PlanError if the policy does not support movements.
         """
-        what = f"region {region!r} is a movement of rows, which {type(self).__name__} cannot treat."
-        raise PlanError(what, "Name other regions, or a policy that knows how to repeat a movement.")
+        problem = f"region {region!r} is a movement of rows, which {type(self).__name__} cannot treat."
+        raise PlanError(problem, "Name other regions, or a policy that knows how to repeat a movement.")
 
 
 class LayoutPlan(ABC):

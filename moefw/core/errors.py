@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
 
 from attrs import frozen
+
+MOST_LISTED: Final = 16
+"""The most known names that an error lists; of more, it lists the nearest."""
 
 
 @frozen
@@ -21,8 +25,8 @@ class Problem:
     where: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.where}: " if self.where else ""
-        return f"{head}{self.what}{' ' + self.fix if self.fix else ''}"
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text} {self.fix}" if self.fix else text
 
 
 class MoefwError(Exception):
@@ -96,5 +100,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = closest(name, choices)
     if close is not None:
         return f"Did you mean {close!r}?"
-    few = choices if len(choices) <= 16 else difflib.get_close_matches(name, choices, 5, cutoff=0.0)
-    return f"{'Known' if few is choices else 'Nearest'}: {', '.join(few)}." if choices else ""
+    if not choices:
+        return ""
+    if len(choices) <= MOST_LISTED:
+        return f"Known: {', '.join(choices)}."
+    return f"Nearest: {', '.join(difflib.get_close_matches(name, choices, 5, cutoff=0.0))}."

@@ -51,19 +51,19 @@ class Need:
     option: str = ""
 
     def __attrs_post_init__(self) -> None:
-        _look_at(self.fact, self.value)
+        _check_fact(self.fact, self.value)
 
 
 def offers(**facts: Any) -> Offers:
     """Return checked offers. Raises PluginError for an unknown fact, or a string where a tuple is due."""
     for name, value in facts.items():
-        _look_at(name, value)
+        _check_fact(name, value)
     return facts
 
 
 def need(fact: str, value: Any, *, reason: str, fix: str = "", option: str = "") -> Need:
     """Return a need. Raises PluginError for an unknown fact, or a string where a tuple is due."""
-    return Need(fact, value, reason, fix, option)
+    return Need(fact=fact, value=value, reason=reason, fix=fix, option=option)
 
 
 FACTS: Final[Mapping[str, Fact]] = {
@@ -99,7 +99,8 @@ FACTS: Final[Mapping[str, Fact]] = {
 }
 
 
-def _look_at(name: str, value: Any) -> None:
+def _check_fact(name: str, value: Any) -> None:
+    """Raise PluginError for an unknown fact, or a string where a tuple is due."""
     if name not in FACTS:
         raise PluginError(f"{name!r} is not a fact that parts agree on.", nearest(name, FACTS))
     if FACTS[name].rule == "one of" and isinstance(value, str) and value != ANY:

@@ -157,12 +157,17 @@ class MemoryPlugin(Plugin):
     regions: tuple[str, ...]
 
     def needs(self, site: Site) -> Sequence[Need]:
-        """Return the need for each named region to allow this policy's mechanism, and that of a layer run again."""
+        """Return the need for each named region to allow this policy's mechanism.
+
+        A layer that runs again also needs a dispatcher that brings rows in the same order each time.
+        """
         reason = "a policy can only treat a region that is there and allows it"
         needs = [Need("region", (region, self.mechanism), reason, option="regions") for region in self.regions]
-        again = "a layer that runs again dispatches again, and goes backward along its first dispatch"
-        fix = "Name regions inside the layer: attention, router, dispatch, experts."
-        return needs + [Need("repeats", True, again, fix, "regions")] * (self.runs_again and "layer" in self.regions)
+        if self.runs_again and "layer" in self.regions:
+            reason = "a layer that runs again dispatches again, and goes backward along its first dispatch"
+            fix = "Name regions inside the layer: attention, router, dispatch, experts."
+            needs.append(Need("repeats", True, reason, fix=fix, option="regions"))
+        return needs
 
     def build(self, context: BuildContext) -> MemoryPolicy:
         """Return the policy."""
@@ -245,12 +250,15 @@ class ModelPlugin(Plugin):
 
     @classmethod
     def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]] | None:
-        """Return what a preset says in a spec, ``{"model": {...}, "attention": {...}}``; None: it is unknown.
+        """Return the sections of a spec that a preset fills, ``{"model": {...}, "attention": {...}}``.
 
-        A spec overrides it option by option. Raises SpecError for a preset that is known and cannot be read.
+        None: it is unknown. A spec overrides them option by option. Raises SpecError for a preset that is known and
+        cannot be read.
         """
         options = cls.presets().get(preset)
-        return None if options is None else {"model": options}
+        if options is None:
+            return None
+        return {"model": options}
 
     def dims(self) -> Dims:
         """Return the sizes of the MoE layers."""

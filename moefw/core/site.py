@@ -28,7 +28,9 @@ class Activation:
     @property
     def clamp(self) -> tuple[float, float] | None:
         """``limit`` and ``alpha``; None: nothing is clamped."""
-        return (self.limit or 7.0, self.alpha or 1.702) if self.kind == "clamped_swiglu" else None
+        if self.kind != "clamped_swiglu":
+            return None
+        return self.limit or 7.0, self.alpha or 1.702
 
 
 @frozen(kw_only=True)
@@ -64,11 +66,15 @@ class Machine:
         """
         package, _, part = name.partition(".")
         try:
-            found = importlib.util.find_spec(package)
+            spec = importlib.util.find_spec(package)
         except (ModuleNotFoundError, ValueError):
             return False
-        folders = (found and found.submodule_search_locations) or ()
-        return found is not None and (not part or any(any(Path(one).rglob(f"{part}.*")) for one in folders))
+        if spec is None:
+            return False
+        if not part:
+            return True
+        folders = spec.submodule_search_locations or ()
+        return any(any(Path(folder).rglob(f"{part}.*")) for folder in folders)
 
 
 @frozen(kw_only=True)

@@ -24,9 +24,9 @@ T_ = TypeVar("T_")
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,))
 def stage(cls: type[T_]) -> type[T_]:
     """Make ``cls`` a dataclass whose tensors FSDP2 and ``torch.compile`` find, frozen to type checkers and suites."""
-    made = dataclass(slots=True, kw_only=True, eq=False)(cls)
-    register_dataclass(made)
-    return made
+    stage_class = dataclass(slots=True, kw_only=True, eq=False)(cls)
+    register_dataclass(stage_class)
+    return stage_class
 
 
 @stage
@@ -77,18 +77,24 @@ class Batch:
     @property
     def row_places(self) -> Tensor:
         """Where in its row each position is: ``(S)`` int64."""
-        return torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device) if self.places_S is None else self.places_S
+        if self.places_S is not None:
+            return self.places_S
+        return torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device)
 
     @property
     def places(self) -> Tensor:
         """Where in its sequence each position is: ``(S)`` int64."""
-        return self.row_places if self.lengths is None else cast("Tensor", self.positions_BS)[0]
+        if self.lengths is None:
+            return self.row_places
+        return cast("Tensor", self.positions_BS)[0]  # a pack has one row, and its positions are those in sequences
 
     @property
     def draws(self) -> tuple[Tensor, Tensor] | None:
         """Seeds ``(B)`` and places ``(S)`` of tokens' keys; of a pack ``(T)``, ``(T, 1)``. None: nothing is drawn."""
-        if self.seeds_B is None or self.lengths is None:
-            return None if self.seeds_B is None else (self.seeds_B, self.places)
+        if self.seeds_B is None:
+            return None
+        if self.lengths is None:
+            return self.seeds_B, self.places
         return self.seeds_B[self._documents_S], self.places.unsqueeze(1)
 
     @property
@@ -123,11 +129,13 @@ class Batch:
     def route(self, layer: int, num_tokens: int, top_k: int) -> Tensor | None:
         """Return the recorded ``expert_ids_TK`` of a layer, or None. Raises ContractError on a wrong shape or dtype."""
         ids_TK = None if self.routes is None else self.routes.get(layer)
-        if ids_TK is None or (ids_TK.shape == (num_tokens, top_k) and ids_TK.dtype == torch.int64):
+        if ids_TK is None:
+            return None
+        if ids_TK.shape == (num_tokens, top_k) and ids_TK.dtype == torch.int64:
             return ids_TK
-        what = f"the routes of layer {layer} are {tuple(ids_TK.shape)} {ids_TK.dtype}"
-        wanted = f"({num_tokens}, {top_k}) torch.int64: an id for each choice of each token"
-        raise ContractError(f"{what} and not {wanted}.", "Hand over expert_ids_TK of the same tokens.")
+        actual = f"the routes of layer {layer} are {tuple(ids_TK.shape)} {ids_TK.dtype}"
+        expected = f"({num_tokens}, {top_k}) torch.int64: an id for each choice of each token"
+        raise ContractError(f"{actual} and not {expected}.", "Hand over expert_ids_TK of the same tokens.")
 
 
 @stage

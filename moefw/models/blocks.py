@@ -39,7 +39,7 @@ class Stream:
     ahead: Mapping[int, Tensor] = field(default_factory=dict)
     """Embeddings of the tokens 1, 2, ... positions ahead, for multi-token prediction."""
     hidden: tuple[Tensor, ...] = ()
-    """What the head reads to predict the next token, and further ones, as far as it is known."""
+    """What the head reads, ``(t, D)`` each: for the next token, and for further ones, as far as they are computed."""
 
     @property
     def passed(self) -> tuple[Tensor, ...]:
@@ -124,6 +124,7 @@ class MoEBlock(Block):
         sent = self.moe.send(self._mlp_norm(stream.x_TD), stream.batch, beside=stream)
         if not sent.routing.pooled:
             return sent
+        # The stream carries it to the losses behind all layers.
         pooled = (*stream.pooled, sent.routing.pooled)
         return replace(sent, routing=replace(sent.routing, pooled={}), beside=replace(stream, pooled=pooled))
 

@@ -35,12 +35,15 @@ class Decoder(Sizes, ModelPlugin):
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:
         """Return named sizes."""
-        found = {name: preset_sections(name) for name in PRESETS}
-        return {name: sections["model"] for name, sections in found.items() if sections is not None}
+        by_name = {name: preset_sections(name) for name in PRESETS}
+        return {name: sections["model"] for name, sections in by_name.items() if sections is not None}
 
     @classmethod
     def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]] | None:
-        """Return what a preset says: a name, or the path of a ``config.json`` of Hugging Face or of its folder."""
+        """Return the sections of a spec that a preset fills; None: it is unknown.
+
+        ``preset``: a name, or the path of a ``config.json`` of Hugging Face or of its folder.
+        """
         is_path = "/" in preset or preset.endswith(".json")
         return sections_of(Path(preset)) if is_path else preset_sections(preset)
 
@@ -61,11 +64,15 @@ class Decoder(Sizes, ModelPlugin):
         ``dispatch`` may only be kept or recomputed (repeated), because the experts save the rows that it returns.
         """
         regions = ["layer", "attn_norm", "attention", "mlp_norm"]
-        regions += ["router", "experts"] if self.moe_layers() else []
-        regions += ["shared_experts"] if self.shared_expert_dim and self.moe_layers() else []
-        regions += ["dense_mlp"] if self.has_dense_layers else []
+        if self.moe_layers():
+            regions += ["router", "experts"]
+        if self.moe_layers() and self.shared_expert_dim:
+            regions += ["shared_experts"]
+        if self.has_dense_layers:
+            regions += ["dense_mlp"]
         treated = [(region, mechanism) for region in regions for mechanism in ("keep", "recompute", "offload")]
-        treated += [("dispatch", mechanism) for mechanism in ("keep", "recompute")] if self.moe_layers() else []
+        if self.moe_layers():
+            treated += [("dispatch", "keep"), ("dispatch", "recompute")]
         return moefw.offers(
             region=tuple(treated),
             split=("pp", "cp", "tp"),
@@ -100,14 +107,14 @@ class Decoder(Sizes, ModelPlugin):
 
     def _check_layers(self) -> Iterator[moefw.Problem]:
         if self.num_dense_layers > self.num_layers:
-            what = f"{self.num_dense_layers} dense layers are more than the {self.num_layers} layers."
-            yield moefw.Problem(what, "Use at most num_layers.", "num_dense_layers")
+            problem = f"{self.num_dense_layers} dense layers are more than the {self.num_layers} layers."
+            yield moefw.Problem(problem, "Use at most num_layers.", "num_dense_layers")
 
     def _check_dense_layers(self) -> Iterator[moefw.Problem]:
         for index, layer in enumerate(self.dense_layers):
             if not self.num_dense_layers <= layer < self.num_layers:
-                what = f"layer {layer} is none of the layers {self.num_dense_layers} to {self.num_layers - 1}."
-                yield moefw.Problem(what, "Layers count from 0.", f"dense_layers[{index}]")
+                problem = f"layer {layer} is none of the layers {self.num_dense_layers} to {self.num_layers - 1}."
+                yield moefw.Problem(problem, "Layers count from 0.", f"dense_layers[{index}]")
 
     def _check_gate(self) -> Iterator[moefw.Problem]:
         if self.shared_expert_gate and not self.shared_expert_dim:
@@ -116,8 +123,8 @@ class Decoder(Sizes, ModelPlugin):
     def _check_activation(self) -> Iterator[moefw.Problem]:
         for name in ("limit", "alpha"):
             if self.activation.kind == "swiglu" and getattr(self.activation, name) is not None:
-                what = f"{name} is no option of swiglu, which clamps nothing."
-                yield moefw.Problem(what, "Leave it out, or use kind: clamped_swiglu.", f"activation.{name}")
+                problem = f"{name} is no option of swiglu, which clamps nothing."
+                yield moefw.Problem(problem, "Leave it out, or use kind: clamped_swiglu.", f"activation.{name}")
 
     def build(self, context: moefw.ModelContext) -> Any:
         """Return the transformer."""

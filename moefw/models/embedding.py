@@ -35,10 +35,12 @@ class Embedding(nn.Module, Named):
         holders: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
-        self.tp, self.holders = tp, holders
-        here = range(vocab_size // tp.size * tp.index, vocab_size // tp.size * (tp.index + 1))
-        self.pad_row = here.index(pad_id) if pad_id is not None and pad_id in here else None
-        self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, dim))
+        self.tp = tp
+        self.holders = holders
+        num_rows = vocab_size // tp.size
+        own_ids = range(num_rows * tp.index, num_rows * (tp.index + 1))
+        self.pad_row = own_ids.index(pad_id) if pad_id is not None and pad_id in own_ids else None
+        self.weight = nn.Parameter(torch.empty(num_rows, dim))
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """Return ``(t, D)`` for this rank's part of the tokens; ``ids_T`` are those of all tokens."""
@@ -46,8 +48,8 @@ class Embedding(nn.Module, Named):
             return lookup(self.weight, ids_T, self.pad_row)
         own_T = ids_T - self.tp.index * len(self.weight)
         absent_T = (own_T < 0) | (own_T >= len(self.weight))
-        found_TD = lookup(self.weight, own_T.masked_fill(absent_T, 0), self.pad_row)
-        return self.tp.reduce(found_TD.masked_fill(absent_T.unsqueeze(1), 0.0))
+        rows_TD = lookup(self.weight, own_T.masked_fill(absent_T, 0), self.pad_row)
+        return self.tp.reduce(rows_TD.masked_fill(absent_T.unsqueeze(1), 0.0))
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (vocabulary, D)."""
@@ -58,16 +60,18 @@ def lookup(weight_VD: Tensor, rows_N: Tensor, pad_row: int | None) -> Tensor:
     """Return the rows ``(N, D)`` of a weight. ``pad_row`` gets no gradient."""
     if has_plain_gradient(weight_VD):
         return F.embedding(rows_N, weight_VD, pad_row)
-    found_ND: Tensor = _Lookup.apply(weight_VD, rows_N, pad_row)  # type: ignore[no-untyped-call]
-    return found_ND
+    rows_ND: Tensor = _Lookup.apply(weight_VD, rows_N, pad_row)  # type: ignore[no-untyped-call]
+    return rows_ND
 
 
 class _Lookup(torch.autograd.Function):
-    """Adds the gradients of rows to that of the step."""
+    """Rows of a weight. Backward adds their gradients to the weight's gradient of the step."""
 
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, rows_N: Tensor, pad_row: int | None) -> Tensor:
-        ctx.weight, ctx.shape, ctx.pad_row = WeightUse(weight_VD), weight_VD.shape, pad_row
+        ctx.weight = WeightUse(weight_VD)
+        ctx.shape = weight_VD.shape
+        ctx.pad_row = pad_row
         ctx.save_for_backward(rows_N)
         return F.embedding(rows_N, weight_VD)
 
@@ -100,13 +104,18 @@ class _CrossEntropy(torch.autograd.Function):
         size = logits_Tv.shape[1]
         own_T = labels_T - tp.index * size
         absent_T = (own_T < 0) | (own_T >= size)
-        own_T, ignored_T = own_T.masked_fill(absent_T, 0), labels_T == IGNORED
+        own_T = own_T.masked_fill(absent_T, 0)
+        ignored_T = labels_T == IGNORED
         label_T = logits_Tv.gather(1, own_T.unsqueeze(1)).squeeze(1).float()
-        shares = _shares if tp.group is None else _split_shares
-        shares_Tv, loss_T = shares(logits_Tv, label_T, absent_T, tp)
+        if tp.group is None:
+            shares_Tv, loss_T = _shares(logits_Tv, label_T)
+        else:
+            shares_Tv, loss_T = _split_shares(logits_Tv, label_T, absent_T, tp)
         ctx.save_for_backward(shares_Tv, own_T, absent_T, ignored_T)
-        ctx.tp, ctx.dtype, part = tp, logits_Tv.dtype, tp.shard(0)
+        ctx.tp = tp
+        ctx.dtype = logits_Tv.dtype
         loss_T = loss_T.masked_fill(ignored_T, 0.0)
+        part = tp.shard(0)
         return loss_T if part is None else part.of(loss_T).clone()
 
     @staticmethod
@@ -118,19 +127,20 @@ class _CrossEntropy(torch.autograd.Function):
             grad_T = grad_t.new_empty(len(own_T))
             all_gather(grad_T, grad_t.contiguous(), group=ctx.tp.group)
         grad_T = grad_T.masked_fill(ignored_T, 0.0).unsqueeze(1)
+        # softmax(z), less 1 at the label: only the rank that has the label's logit subtracts it.
         grad_Tv = shares_Tv * grad_T
         grad_Tv.scatter_add_(1, own_T.unsqueeze(1), -grad_T.masked_fill(absent_T.unsqueeze(1), 0.0))
         return grad_Tv.to(ctx.dtype), None, None
 
 
-def _shares(logits_Tv: Tensor, label_T: Tensor, absent_T: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+def _shares(logits_Tv: Tensor, label_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return shares and losses. The largest share is that of the largest logit, ``1 / sum exp(z - max)``."""
     shares_Tv = logits_Tv.softmax(1, dtype=torch.float32)
     return shares_Tv, logits_Tv.amax(1).float() - label_T - shares_Tv.amax(1).log()
 
 
 def _split_shares(logits_Tv: Tensor, label_T: Tensor, absent_T: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Return shares and losses of a vocabulary that is split over tp."""
+    """Return shares and losses of a vocabulary that is split over tp. ``absent_T``: another rank has the label."""
     peak_T = logits_Tv.amax(1).float()
     dist.all_reduce(peak_T, dist.ReduceOp.MAX, group=tp.group)
     shares_Tv = (logits_Tv - peak_T.unsqueeze(1)).exp_()

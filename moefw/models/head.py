@@ -26,14 +26,15 @@ class Head(nn.Module, Named):
 
     def __init__(self, vocab_size: int, dim: int, precision: Precision, tp: TensorParallel) -> None:
         super().__init__()
-        self.precision, self.tp = precision, tp
+        self.precision = precision
+        self.tp = tp
         self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, dim))
 
     def forward(self, x_TD: Tensor, labels_NT: Tensor | None = None, chunk: int = 0) -> Tensor:
         """Return logits ``(T, v)``, or with labels, :func:`losses` ``(N, t)``."""
         if labels_NT is None:
             return linear(x_TD, self.weight, self.precision)
-        return losses(x_TD, self.weight, labels_NT, self.precision, self.tp, chunk)
+        return losses(x_TD, self.weight, labels_NT, precision=self.precision, tp=self.tp, chunk=chunk)
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (vocabulary, D)."""
@@ -41,7 +42,7 @@ class Head(nn.Module, Named):
 
 
 def losses(
-    x_MD: Tensor, weight_vD: Tensor, labels_NT: Tensor, precision: Precision, tp: TensorParallel, chunk: int
+    x_MD: Tensor, weight_vD: Tensor, labels_NT: Tensor, *, precision: Precision, tp: TensorParallel, chunk: int
 ) -> Tensor:
     """Return the cross entropy ``(N, t)``, fp32, of this rank's part of the tokens; 0 where the label is -100.
 
@@ -50,8 +51,9 @@ def losses(
     ``by_pass``.
     """
     x_MD = precision.quantize(x_MD, role="input", during="fprop")
-    given = (x_MD, weight_vD, labels_NT, precision, tp, chunk)
-    loss_Nt: Tensor = _Losses.apply(*given)  # type: ignore[no-untyped-call]
+    loss_Nt: Tensor = _Losses.apply(  # type: ignore[no-untyped-call]
+        x_MD, weight_vD, labels_NT, precision, tp, chunk
+    )
     return loss_Nt
 
 
@@ -69,41 +71,47 @@ class _Losses(torch.autograd.Function):
         chunk: int,
     ) -> Tensor:
         ctx.weight = WeightUse(weight_vD)
-        made_vD, kept = ctx.weight.operands(weight_vD, precision)
+        operand_vD, saved_weight = ctx.weight.operands(weight_vD, precision)
         own_M = labels_NT.flatten() - tp.index * len(weight_vD)
         absent_M = (own_M < 0) | (own_M >= len(weight_vD))
         own_M = own_M.masked_fill(absent_M, 0)
         log_sums_M, label_M = x_MD.new_empty(2, len(x_MD), dtype=torch.float32)
         for rows in _chunks(len(x_MD), chunk):
-            z_cv = (x_MD[rows] @ made_vD.mT).float()
+            z_cv = (x_MD[rows] @ operand_vD.mT).float()
             log_sums_M[rows] = z_cv.logsumexp(1)
             label_M[rows] = z_cv.gather(1, own_M[rows].unsqueeze(1)).squeeze(1)
         if tp.group is not None:
             log_sums_M, label_M = _of_all_parts(log_sums_M, label_M.masked_fill(absent_M, 0.0), tp)
         ignored_NT = labels_NT == IGNORED
-        ctx.save_for_backward(x_MD, own_M, absent_M, ignored_NT, log_sums_M, *kept.tensors)
-        ctx.made, ctx.tp, ctx.chunk = kept.operand, tp, chunk
-        loss_NT, part = (log_sums_M - label_M).view_as(labels_NT).masked_fill(ignored_NT, 0.0), tp.shard(1)
+        ctx.save_for_backward(x_MD, own_M, absent_M, ignored_NT, log_sums_M, *saved_weight.tensors)
+        ctx.make_weight_operand = saved_weight.operand
+        ctx.tp = tp
+        ctx.chunk = chunk
+        loss_NT = (log_sums_M - label_M).view_as(labels_NT).masked_fill(ignored_NT, 0.0)
+        part = tp.shard(1)
         return loss_NT if part is None else part.of(loss_NT).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_Nt: Tensor) -> tuple[Tensor | None, ...]:
-        x_MD, own_M, absent_M, ignored_NT, log_sums_M, *kept = ctx.saved_tensors
-        made_vD, grad_x, grad_weight = ctx.made(kept), torch.empty_like(x_MD), None
+        x_MD, own_M, absent_M, ignored_NT, log_sums_M, *weight_tensors = ctx.saved_tensors
+        operand_vD = ctx.make_weight_operand(weight_tensors)
+        grad_x_MD = torch.empty_like(x_MD)
+        grad_weight = None
         grad_M = _of_all_tokens(grad_Nt, ctx.tp).masked_fill(ignored_NT, 0.0).flatten()
         minus_M = -grad_M.masked_fill(absent_M, 0.0)
         for rows in _chunks(len(x_MD), ctx.chunk):
-            grad_cv = (x_MD[rows] @ made_vD.mT).float().sub_(log_sums_M[rows].unsqueeze(1)).exp_()
-            grad_cv.mul_(grad_M[rows].unsqueeze(1)).scatter_add_(
-                1, own_M[rows].unsqueeze(1), minus_M[rows].unsqueeze(1)
-            )
-            operands = grad_cv.to(x_MD.dtype), x_MD[rows]
-            del grad_cv
-            torch.mm(operands[0], made_vD, out=grad_x[rows])
-            part = ctx.weight.gradient(ctx, 1, partial(tuple, operands))
-            grad_weight = part if grad_weight is None else grad_weight.add_(part)
-        return grad_x, grad_weight, None, None, None, None
+            # The gradient of logits is softmax(z), less 1 at the label, each times the gradient of the row's loss.
+            grad_cv = (x_MD[rows] @ operand_vD.mT).float().sub_(log_sums_M[rows].unsqueeze(1)).exp_()
+            grad_cv.mul_(grad_M[rows].unsqueeze(1))
+            grad_cv.scatter_add_(1, own_M[rows].unsqueeze(1), minus_M[rows].unsqueeze(1))
+            wgrad_operands = (grad_cv.to(x_MD.dtype), x_MD[rows])
+            del grad_cv  # fp32: before the products, which need memory of their own
+            torch.mm(wgrad_operands[0], operand_vD, out=grad_x_MD[rows])
+            # Bound now, not by a closure: weight gradients may be computed after the loop, in a pass of their own.
+            grad_of_chunk = ctx.weight.gradient(ctx, 1, partial(tuple, wgrad_operands))
+            grad_weight = grad_of_chunk if grad_weight is None else grad_weight.add_(grad_of_chunk)
+        return grad_x_MD, grad_weight, None, None, None, None
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
@@ -120,7 +128,7 @@ def _of_all_parts(log_sums_M: Tensor, label_M: Tensor, tp: TensorParallel) -> tu
 
 
 def _of_all_tokens(grad_Nt: Tensor, tp: TensorParallel) -> Tensor:
-    """Return ``(N, T)``."""
+    """Return the gradients of all tokens, ``(N, T)``, given those of each rank's part."""
     if tp.group is None:
         return grad_Nt
     by_rank = grad_Nt.new_empty(tp.size, *grad_Nt.shape)

@@ -29,7 +29,8 @@ class SwiGLU(nn.Module):
         activation: Activation = Activation(),  # noqa: B008
     ) -> None:
         super().__init__()
-        self.tp, self.clamp = tp, activation.clamp
+        self.tp = tp
+        self.clamp = activation.clamp
         gate, up, down = (precision.at(f"{name}_proj", groups=1) for name in ("gate", "up", "down"))
         self.gate_proj = Linear(dim, hidden_dim, gate, shard=tp.shard(0))
         self.up_proj = Linear(dim, hidden_dim, up, shard=tp.shard(0))
@@ -37,9 +38,11 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         """Return ``(t, D)`` for this rank's part of the tokens of ``batch``."""
-        x_TD, rows = self.tp.gather(x_tD), batch.rows
+        x_TD = self.tp.gather(x_tD)
+        rows = batch.rows
         shared = SharedInput(x_TD)
-        gate_TF, up_TF = self.gate_proj(x_TD, rows, shared), self.up_proj(x_TD, rows, shared)
+        gate_TF = self.gate_proj(x_TD, rows, shared)
+        up_TF = self.up_proj(x_TD, rows, shared)
         out_tD: Tensor = self.down_proj(swiglu(gate_TF, up_TF, self.clamp), rows)
         return out_tD
 

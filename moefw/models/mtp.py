@@ -58,7 +58,9 @@ class MTPBlock(MoEBlock):
 
 def labels_of_next(batch: Batch) -> Tensor:
     """Return the label of each token, ``(B, S)``; -100 (no loss) for padding."""
-    return batch.labels_BS if batch.mask_BS is None else batch.labels_BS.masked_fill(~batch.mask_BS, IGNORED)
+    if batch.mask_BS is None:
+        return batch.labels_BS
+    return batch.labels_BS.masked_fill(~batch.mask_BS, IGNORED)
 
 
 def ids_ahead(batch: Batch, depth: int) -> Tensor:
@@ -69,6 +71,7 @@ def ids_ahead(batch: Batch, depth: int) -> Tensor:
     next_BS = torch.cat([batch.ids_BS[:, 1:], batch.labels_BS[:, -1:].clamp(min=0)], dim=1)
     if batch.lengths is None or batch.documents_BS is None:
         return _shifted(next_BS, depth - 1, 0)
+    # A pack: its sequences are documents, and padding is none of them.
     sequence_BS = batch.documents_BS if batch.mask_BS is None else batch.documents_BS.masked_fill(~batch.mask_BS, -1)
     next_BS = torch.where(_goes_on(sequence_BS, 1), next_BS, batch.labels_BS.clamp(min=0))
     return _shifted(next_BS, depth - 1, 0) * _goes_on(sequence_BS, depth - 1)
@@ -83,7 +86,8 @@ def labels_ahead(batch: Batch, depth: int) -> Tensor:
     if batch.documents_BS is not None:
         labels_BS = labels_BS.masked_fill(~_goes_on(batch.documents_BS, depth), IGNORED)
     if batch.mask_BS is not None:
-        labels_BS = labels_BS.masked_fill(~(batch.mask_BS & _shifted(batch.mask_BS, depth, False)), IGNORED)
+        neither_is_padding_BS = batch.mask_BS & _shifted(batch.mask_BS, depth, False)
+        labels_BS = labels_BS.masked_fill(~neither_is_padding_BS, IGNORED)
     return labels_BS
 
 
@@ -93,6 +97,7 @@ def _goes_on(documents_BS: Tensor, steps: int) -> Tensor:
 
 
 def _shifted(values_BS: Tensor, steps: int, fill: int) -> Tensor:
-    """Return the values ``steps`` positions ahead."""
+    """Return the values ``steps`` positions ahead, and ``fill`` beyond the end."""
     steps = min(steps, values_BS.shape[1])
-    return torch.cat([values_BS[:, steps:], values_BS.new_full((len(values_BS), steps), fill)], dim=1)
+    beyond = values_BS.new_full((len(values_BS), steps), fill)
+    return torch.cat([values_BS[:, steps:], beyond], dim=1)

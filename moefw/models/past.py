@@ -20,20 +20,26 @@ class Past:
 
     @classmethod
     def of(cls, tokens: int, layers: Mapping[int, Any], blocks: nn.ModuleList, *, padding: int) -> Past:
-        """Return ``tokens`` tokens, of which ``layers`` holds what attentions return, with ``padding`` behind them."""
-        attentions: Mapping[int, Any] = {layer: blocks[layer].attention for layer in layers}
-        return cls(
-            tokens=tokens,
-            layers={layer: within_reach(layers[layer], one.reach, padding) for layer, one in attentions.items()},
-        )
+        """Return the past of ``tokens`` tokens, of which each attention keeps what lies within its reach.
+
+        ``layers``: what the attention of each layer returned, with ``padding`` positions behind the tokens.
+        """
+        reachable = {}
+        for layer, tensors in layers.items():
+            attention: Any = blocks[layer].attention
+            reachable[layer] = within_reach(tensors, attention.reach, padding)
+        return cls(tokens=tokens, layers=reachable)
 
 
-def within_reach(made: Any, reach: int | None, padding: int) -> Any:
-    """Return the last ``reach`` positions of tensors ``(..., positions, width)``, after ``padding`` is cut off."""
+def within_reach(tensors: Any, reach: int | None, padding: int) -> Any:
+    """Return the last ``reach`` positions of a tree of tensors ``(..., positions, width)``; None: all of them.
+
+    ``padding``: the positions behind them that are cut off before.
+    """
 
     def needed(whole: Tensor) -> Tensor:
         end = whole.shape[-2] - padding
         first = 0 if reach is None else max(0, end - reach)
         return whole.narrow(-2, first, end - first)
 
-    return tree_map(needed, made)
+    return tree_map(needed, tensors)

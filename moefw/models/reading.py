@@ -85,7 +85,7 @@ class Reading:
 
         def predict(stream: Stream) -> Tensor:
             (logits_Tv,) = self._model.predictions(stream)
-            logits_VT = self._tp.gather(logits_Tv.t())  # tp gathers along the first dimension
+            logits_VT = self._tp.gather(logits_Tv.t())  # the vocabulary comes first: ranks of tp hold parts of it
             return cut.gather(logits_VT.t().unflatten(0, stream.batch.ids_BS.shape), batch.lengths)
 
         logits_BSV, stream = self._staged.relay(batch, predict, past)

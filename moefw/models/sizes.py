@@ -9,8 +9,10 @@ from attrs.validators import and_, ge, gt, le, optional
 
 from moefw.core.site import Activation
 
-WIDEST, MOST = 2**22, 2**14
-"""Upper limits of a matrix's columns, and of heads and experts. Larger values are mistakes."""
+WIDEST = 2**22
+"""Upper limit of a matrix's columns. Larger values are mistakes."""
+MOST = 2**14
+"""Upper limit of the numbers of layers, heads and experts. Larger values are mistakes."""
 
 
 @frozen(kw_only=True)
@@ -43,7 +45,9 @@ class Sizes:
     def moe_layers(self) -> Sequence[int]:
         """Return the numbers of the layers with experts. Those that predict further tokens are behind all others."""
         layers = range(self.num_dense_layers, self.num_layers + self.mtp_layers)
-        return [layer for layer in layers if layer not in self.dense_layers] if self.dense_layers else layers
+        if not self.dense_layers:
+            return layers
+        return [layer for layer in layers if layer not in self.dense_layers]
 
     @property
     def has_dense_layers(self) -> bool:

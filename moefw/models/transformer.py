@@ -83,9 +83,11 @@ class Transformer(nn.Module):
     # The forward.
 
     def forward(self, batch: Batch) -> Output:
-        """Return the summed losses of a micro-batch, and statistics of its MoE layers. Only in training: all losses.
+        """Return the summed losses of a micro-batch, and statistics of its MoE layers.
 
-        A pipeline only evaluates like this: the last stage has the losses, the others zero. Collective over pp.
+        In training, these are the losses of the next token, of further ones, and of routers; in evaluation, that of the
+        next token. A pipeline only evaluates like this: the last stage has the loss, the others zero. Collective over
+        pp. Raises ContractError if a pipeline is in training.
         """
         if not self.link.is_whole:
             if self.training:
@@ -111,6 +113,7 @@ class Transformer(nn.Module):
         def own_positions(values_BS: Tensor) -> Tensor:
             return cut.own(values_BS, 1, batch.lengths).flatten()
 
+        # The tokens ahead and the labels are those of whole sequences: they are computed before cp cuts these.
         depths = self._mtp_depths(stage) if with_mtp else []
         ids = [batch.ids_BS] if stage.is_first else []
         ids += [ids_ahead(batch, depth) for depth in depths]
@@ -126,6 +129,7 @@ class Transformer(nn.Module):
         batch = replace(cut.part(batch), part=self.tp.shard(0), cp=cut.size)
         if self.draws:
             batch = keyed(batch)
+        # All layers share one table of positions: any attention of this rank makes it.
         attention = next((block.attention for block in self.layers if isinstance(block, Block)), None)
         # A stage of layers that predict further tokens gets what the head reads to predict the tokens before.
         is_behind_norm = stage.layers.start >= self.options.num_layers
@@ -150,10 +154,10 @@ class Transformer(nn.Module):
         if not ids:
             return ()
         assert self.embed is not None, "a stage that embeds holds the embedding"
-        # The embedding gives each rank of tp its part of the rows, so rows are put rank by rank.
-        by_rank = torch.stack([*ids]).unflatten(1, (self.tp.size, -1)).transpose(0, 1)
-        embedded_TD: Tensor = self.embed(by_rank.flatten())
-        return _parts(embedded_TD.to(self.residual_dtype), len(ids))
+        # The lookup gives each rank of tp one run of tokens: let that be its part of each of the several.
+        by_rank = torch.stack([*ids]).unflatten(1, (self.tp.size, -1)).transpose(0, 1)  # (tp, N, t)
+        embedded_MD: Tensor = self.embed(by_rank.flatten())  # M = N t
+        return _parts(embedded_MD.to(self.residual_dtype), len(ids))
 
     def normalise(self, stream: Stream) -> Stream:
         """Make what the head reads to predict the next token."""
@@ -167,7 +171,7 @@ class Transformer(nn.Module):
         named = {
             f"mtp_{depth}_loss": loss * (self.options.mtp_coeff / len(further)) for depth, loss in enumerate(further, 1)
         }
-        if stream.pooled:
+        if stream.pooled:  # losses over all MoE layers, which any router of them computes
             router: Any = next(block.moe.router for block in self.layers if isinstance(block, MoEBlock))
             named |= router.over_layers(stream.pooled)
         return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=named)
@@ -190,12 +194,12 @@ class Transformer(nn.Module):
         hidden = [self.tp.gather(hidden_tD) for hidden_tD in stream.hidden]
         x_MD = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
         if self.head is not None:
-            result: Tensor = self.head(x_MD, labels_NT, chunk)
-            return result
+            logits_or_losses: Tensor = self.head(x_MD, labels_NT, chunk)
+            return logits_or_losses
         assert self.embed is not None, "the head is tied to the embedding"
         if labels_NT is None:
             return linear(x_MD, self.embed.weight, self.precision)
-        return losses(x_MD, self.embed.weight, labels_NT, self.precision, self.tp, chunk)
+        return losses(x_MD, self.embed.weight, labels_NT, precision=self.precision, tp=self.tp, chunk=chunk)
 
     # The same, for whoever runs it in pieces: phase by phase, stage by stage, or without losses.
 
@@ -213,7 +217,9 @@ class Transformer(nn.Module):
 
     def leave(self, stage: Stage, stream: Stream) -> Passed | Output:
         """Return the output of a stage, given the end of its stream."""
-        return self.end(stream) if stage.is_last else Passed(tensors=stream.passed, layers=stream.layers)
+        if stage.is_last:
+            return self.end(stream)
+        return Passed(tensors=stream.passed, layers=stream.layers)
 
     @property
     def stages(self) -> Sequence[ModelStage]:
@@ -251,14 +257,17 @@ class Transformer(nn.Module):
     def _build_embedding(self, context: ModelContext) -> Embedding | None:
         """The embedding, if a stage of this rank needs it."""
         options = self.options
-        needs_embedding = [
-            stage.is_first or bool(self._mtp_depths(stage)) or (stage.is_last and options.tie_embeddings)
-            for stage in self.link.stages
-        ]
+        needs_embedding = [self._needs_embedding(stage) for stage in self.link.stages]
         if not any(needs_embedding[stage.index] for stage in self._held):
             return None
         copies = holders(context.stages, needs_embedding)
         return Embedding(options.vocab_size, options.dim, self.tp, options.pad_id, holders=copies)
+
+    def _needs_embedding(self, stage: Stage) -> bool:
+        """Whether a stage embeds tokens, of the batch or further ahead, or has the head that is tied to it."""
+        if stage.is_first or self._mtp_depths(stage):
+            return True
+        return stage.is_last and self.options.tie_embeddings
 
     def _build_block(self, layer: int, context: ModelContext) -> nn.Module:
         if not self._holds(layer):
@@ -304,9 +313,13 @@ class Transformer(nn.Module):
             return None
         if kind == "embed":
             return options.embed_init_std
-        if kind in ("o_proj", "down_proj"):
-            return 0.0 if options.zero_init else options.init_std / (2 * options.num_layers) ** 0.5
-        return 0.0 if options.zero_init and kind == "head" else options.init_std
+        writes_into_stream = kind in ("o_proj", "down_proj")
+        if options.zero_init and (writes_into_stream or kind == "head"):
+            return 0.0
+        if writes_into_stream:
+            std: float = options.init_std / (2 * options.num_layers) ** 0.5
+            return std
+        return options.init_std
 
 
 def _parts(x_MC: Tensor, count: int) -> Sequence[Tensor]:

@@ -34,12 +34,16 @@ class Gathering:
     """Takes the place of :class:`moefw.runtime.parallel.sharding.Sharding`.
 
     ``shards``: the shape of this rank's shard of each parameter. ``operations`` is told FSDP's collectives and copies.
-    ``reduced``: when gradients are reduced: after the backward of their unit in each micro-batch, or in the last one of
-    a step, or after the last pass of a pipeline. Until then parameters have gradients in fp32.
+    ``reduced``: when gradients are reduced: after the backward of their unit in each micro-batch (``micro_batch``), in
+    the last one of a step (``step``), or after the last pass of a pipeline (``pipeline``). Until then parameters have
+    gradients in fp32.
     """
 
     def __init__(self, layout: Layout, recorder: Recorder, operations: Operations, reduced: Reduced) -> None:
-        self.layout, self.recorder, self.operations, self.reduced = layout, recorder, operations, reduced
+        self.layout = layout
+        self.recorder = recorder
+        self.operations = operations
+        self.reduced = reduced
         self.units: list[Unit] = []
         self.root_unit: Unit | None = None
         self.shards: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -55,7 +59,8 @@ class Gathering:
         """Let micro-batches add up the gradients of a gathered parameter, if that is not reduced after each."""
         if self.reduced != "micro_batch":
             gathered.grad_dtype = torch.float32
-            gathered.grad, stored.grad = stored.grad, None
+            gathered.grad = stored.grad
+            stored.grad = None
             self._adding_up.enter_context(shared_by_micro_batches((), gathered={gathered: gathered}))
 
     def give_gradients(self) -> None:
@@ -74,7 +79,7 @@ class Gathering:
         apart: Set[nn.Parameter] = frozenset(),
     ) -> M:
         """Make the module's parameters a unit, except those of inner units and ``apart``. Return the module."""
-        unit = self._unit(module, side, dtype, codec, name, apart)
+        unit = self._unit(module, side, dtype=dtype, codec=codec, name=name, apart=apart)
         if unit is not None:
             module.register_forward_pre_hook(unit.before, prepend=True)
             module.register_forward_hook(unit.after)
@@ -82,7 +87,7 @@ class Gathering:
 
     def root(self, model: M, apart: Set[nn.Parameter]) -> M:
         """Make all parameters outside units one more unit, ``root_unit``, around the calls of all others."""
-        self.root_unit = self._unit(model, "dense", None, None, "", apart)
+        self.root_unit = self._unit(model, "dense", dtype=None, codec=None, name="", apart=apart)
         if self.root_unit is not None:
             for unit in self.units:
                 unit.order = self.root_unit.order
@@ -92,11 +97,13 @@ class Gathering:
         self,
         module: nn.Module,
         side: Side,
+        *,
         dtype: torch.dtype | None,
         codec: WeightCodec | None,
         name: str,
         apart: Set[nn.Parameter],
     ) -> Unit | None:
+        """Return a unit of the module's parameters that are in none yet, or None if no other rank shares them."""
         rows = self.layout.plan.copies(self.layout.rank, side)
         if len(rows[0]) == 1:
             return None
@@ -105,10 +112,12 @@ class Gathering:
             for key, parameter in [*owner.named_parameters(recurse=False)]:
                 if parameter in apart or parameter in self.shards:
                     continue
-                encode = codec if parameter.ndim > 1 else None
-                if encode is not None:
-                    encode.require(".".join(filter(None, (name, path, key))), parameter.shape, unit.shards)
-                self.shards[parameter] = unit.add(_Sharded(owner, key, parameter, dtype, encode))
+                codec_of_matrix = codec if parameter.ndim > 1 else None
+                if codec_of_matrix is not None:
+                    full_name = ".".join(filter(None, (name, path, key)))
+                    codec_of_matrix.require(full_name, parameter.shape, unit.shards)
+                sharded = _Sharded(owner=owner, key=key, parameter=parameter, dtype=dtype, codec=codec_of_matrix)
+                self.shards[parameter] = unit.add(sharded)
         self.units.append(unit)
         return unit
 
@@ -117,8 +126,8 @@ class Gathering:
 class _Order:
     """State that the units under one root share.
 
-    ``forward``: the units in the order of forward. ``gathered``: the buffer of the last all-gather. ``reduced``: the
-    input of the last reduction.
+    ``forward``: the units in the order of forward. ``gathered``: the flat buffer of the last all-gather in forward,
+    which FSDP keeps until the next one is copied. ``reduced``: the input of the last reduction, kept until the next.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -140,6 +149,7 @@ class _Sharded:
 
 
 State = Literal["idle", "forward", "backward", "done"]
+"""``done``: its gradients have been reduced in this backward."""
 Reduced = Literal["micro_batch", "step", "pipeline"]
 
 
@@ -147,19 +157,23 @@ Reduced = Literal["micro_batch", "step", "pipeline"]
 class Unit:
     """Parameters that are gathered together over the ranks of a row; each of the ``rows`` holds the same.
 
-    ``sharing``: the ranks of this row. ``copying``: those that hold the same shard. ``elements``: of all, padded.
-    ``grads``: the gradients of this rank's shard, fp32.
+    ``shards``: the number of ranks that share them. ``sharing``: the ranks of this row. ``copying``: the ranks that
+    hold the same shard. ``elements``: of all parameters, padded. ``grads``: the gradients of this rank's shard, fp32.
     """
 
     def __init__(self, sharding: Gathering, rows: Sequence[Sequence[int]]) -> None:
-        self.sharding, self.shards = sharding, len(rows[0])
-        self.sharing, self.copying = rows[0], [row[0] for row in rows]
+        self.sharding = sharding
+        self.shards = len(rows[0])
+        self.sharing = rows[0]
+        self.copying = [row[0] for row in rows]
         self.order = _Order(self)
         self.parameters: list[nn.Parameter] = []
         self.elements = 0
         self.grads: Tensor | None = None
-        self._given: list[_Sharded] = []
+        self._to_gather: list[_Sharded] = []
+        """Parameters that the module still has as they are stored; none once the unit has run."""
         self._nbytes = 0
+        """Bytes of all parameters as they are gathered, padded."""
         self._reordered = 0
         """Bytes of parameters that are not sharded along their first dimension: gathered chunks are concatenated."""
         self._cast = 0
@@ -169,55 +183,70 @@ class Unit:
         self._codes: Tensor | None = None
         self._state: State = "idle"
         self._places: Tensor | None = None
+        """Memory of the gathered parameters; None while they are freed."""
         self._ahead: Tensor | None = None
+        """Flat buffer of an all-gather that the unit before in backward began."""
         self._indices: list[int] = []
+        """Where in the order of forward the unit ran, once for each of its calls."""
         self._reduced: Tensor | None = None
+        """The shard's gradients while they are summed over ``copying``."""
 
-    def add(self, given: _Sharded) -> tuple[int, ...]:
-        """Include a parameter. Return the shape of its first shard."""
-        shape = given.parameter.shape
-        dim = self._dim(given)
-        self._given.append(given)
-        self.parameters.append(given.parameter)
-        self.elements += given.parameter.numel() * self._padded(shape[0], dim) // shape[0]
+    def add(self, sharded: _Sharded) -> tuple[int, ...]:
+        """Include a parameter. Return the shape of its first shard, the largest."""
+        shape = sharded.parameter.shape
+        dim = self._dim(sharded)
+        self._to_gather.append(sharded)
+        self.parameters.append(sharded.parameter)
+        self.elements += sharded.parameter.numel() * self._padded(shape[0], dim) // shape[0]
         return tuple(-(-size // self.shards) if axis == dim else size for axis, size in enumerate(shape))
 
-    def _dim(self, given: _Sharded) -> int:
-        return 0 if given.codec is not None else even_dim(given.parameter.shape, self.shards)
+    def _dim(self, sharded: _Sharded) -> int:
+        """Return the dimension along which a parameter is sharded: the first one if a codec encodes its rows."""
+        return 0 if sharded.codec is not None else even_dim(sharded.parameter.shape, self.shards)
 
     def _padded(self, rows: int, dim: int) -> int:
+        """Return the size of the first dimension with padding: FSDP pads only along the first one."""
         return rows if dim else -(-rows // self.shards) * self.shards
 
     def _become_gathered(self) -> None:
         """Give the modules their parameters as they are gathered, once. Units that do not run stay as they are."""
-        given, self._given = self._given, []
-        self.parameters = [self._gathered(one) for one in given] or self.parameters
+        if not self._to_gather:
+            return
+        to_gather = self._to_gather
+        self._to_gather = []
+        self.parameters = [self._gathered(sharded) for sharded in to_gather]
 
-    def _gathered(self, given: _Sharded) -> nn.Parameter:
-        value, dim = given.parameter.detach(), self._dim(given)
-        if given.codec is not None:
-            parts = given.codec.encode(value)
-            value, nbytes = GatheredWeight(parts, given.codec.rows), sum(part.nbytes for part in parts)
-        else:
-            value = torch.empty_like(value, dtype=given.dtype or value.dtype)
+    def _gathered(self, sharded: _Sharded) -> nn.Parameter:
+        """Replace a parameter by one as it is gathered, and count its bytes."""
+        dim = self._dim(sharded)
+        stored = sharded.parameter.detach()
+        value: Tensor
+        if sharded.codec is None:
+            value = torch.empty_like(stored, dtype=sharded.dtype or stored.dtype)
             nbytes = value.nbytes
+        else:
+            parts = sharded.codec.encode(stored)
+            value = GatheredWeight(parts, sharded.codec.rows)
+            nbytes = sum(part.nbytes for part in parts)
         self._nbytes += nbytes * self._padded(len(value), dim) // len(value)
-        self._reordered += nbytes if dim else 0
-        if given.codec is not None:
+        if dim > 0:
+            self._reordered += nbytes
+        if sharded.codec is not None:
             self._encoded += nbytes // self.shards
-        elif value.dtype != given.parameter.dtype:
+        elif value.dtype != stored.dtype:
             self._cast += nbytes // self.shards
-        made = nn.Parameter(value)
-        setattr(given.owner, given.key, made)
-        self.sharding.shards[made] = self.sharding.shards.pop(given.parameter)
-        self.sharding.recorder.label(made.parts if isinstance(made, GatheredWeight) else [made], PARAMETERS)
-        self.sharding.add_up(made, given.parameter)
-        return made
+        gathered = nn.Parameter(value)
+        setattr(sharded.owner, sharded.key, gathered)
+        self.sharding.shards[gathered] = self.sharding.shards.pop(sharded.parameter)
+        memory = gathered.parts if isinstance(gathered, GatheredWeight) else [gathered]
+        self.sharding.recorder.label(memory, PARAMETERS)
+        self.sharding.add_up(gathered, sharded.parameter)
+        return gathered
 
     def before(self, module: nn.Module | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Gather, before the forward of the module."""
+        """Gather, before the forward of the module. Return its arguments, whose gradients end the unit's backward."""
         self._become_gathered()
-        if self._state == "backward":
+        if self._state == "backward":  # a memory policy runs the module again
             self._gather(in_forward=False)
             return args
         self._state = "forward"
@@ -225,21 +254,22 @@ class Unit:
         leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not leaves or not torch.is_grad_enabled():
             return args
-        passed = dict(zip(map(id, leaves), _After.apply(self, *leaves), strict=True))  # type: ignore[no-untyped-call]
-        given: tuple[Any, ...] = tree_map_only(Tensor, lambda leaf: passed.get(id(leaf), leaf), args)
-        return given
+        watched_leaves = _EndOfBackward.apply(self, *leaves)  # type: ignore[no-untyped-call]
+        watched = dict(zip(map(id, leaves), watched_leaves, strict=True))
+        watched_args: tuple[Any, ...] = tree_map_only(Tensor, lambda leaf: watched.get(id(leaf), leaf), args)
+        return watched_args
 
     def after(self, module: nn.Module | None, args: Any, outputs: Any) -> None:
         """Free the parameters, after the forward of the module."""
         if self._state == "backward":
             return
-        again = in_backward()
-        if not again:
+        runs_again = in_backward()
+        if not runs_again:
             self._places = None
             self._indices.append(len(self.order.forward))
             self.order.forward.append(self)
         self._state = "idle"
-        if again or self.order.root is self:  # FSDP takes a unit that runs again in backward for a root
+        if runs_again or self.order.root is self:  # FSDP takes a unit that runs again in backward for a root
             self.order.gathered = None
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -247,7 +277,8 @@ class Unit:
 
     def reduce(self) -> None:
         """Free the parameters, after the backward of the module, and reduce their gradients, if it is time."""
-        self._state, self._places = "done", None
+        self._state = "done"
+        self._places = None
         if self.sharding.reduced == "micro_batch":
             self._reduce()
         elif self.sharding.reduced == "step":
@@ -268,17 +299,20 @@ class Unit:
             self.sharding.recorder.label([parameter.grad], GRADIENTS)
 
     def _reduce(self) -> None:
-        given = [parameter for parameter in self.parameters if parameter.grad is not None]
-        if not given:
+        """Allocate and free as FSDP's reduce-scatter does, and add the result to this rank's ``grads``."""
+        with_grad = [parameter for parameter in self.parameters if parameter.grad is not None]
+        if not with_grad:
             return
-        self.order.reduced = self._reduced = None
-        grads: list[Any] = [parameter.grad for parameter in given]
-        for parameter in given:
+        self.order.reduced = None
+        self._reduced = None
+        grads: list[Any] = [parameter.grad for parameter in with_grad]
+        for parameter in with_grad:
             parameter.grad = None
-        for at in range(len(grads)):
-            if even_dim(grads[at].shape, self.shards):
-                grads[at] = torch.empty_like(grads[at])
-                self.sharding.operations.moved(2 * grads[at].nbytes)
+        # By index: each gradient is freed when its reordered copy takes its place, and a loop variable would hold it.
+        for index in range(len(grads)):
+            if even_dim(grads[index].shape, self.shards):
+                grads[index] = torch.empty_like(grads[index])
+                self.sharding.operations.moved(2 * grads[index].nbytes)
         self.order.reduced = torch.empty(self.elements)
         self.sharding.operations.moved(sum(grad.nbytes for grad in grads) + self.order.reduced.nbytes)
         grads.clear()
@@ -298,23 +332,28 @@ class Unit:
             self.reduce()
         self._state = "idle"
         self._indices.clear()
-        self._reduced = self.order.reduced = None
+        self._reduced = None
+        self.order.reduced = None
         self.order.forward.clear()
 
     def _backward(self, grad: Tensor) -> None:
+        """Gather, before the backward of the module, and begin to gather the unit that backward reaches next."""
         if self._state == "backward":
             return
         self._state = "backward"
         self._gather(in_forward=False)
-        if self._indices and (index := self._indices.pop()):
-            target = self.order.forward[index - 1]
-            if target._places is None and target._ahead is None:
-                target._ahead = target._all_gather()
+        index = self._indices.pop() if self._indices else 0
+        if index > 0:
+            next_in_backward = self.order.forward[index - 1]
+            if next_in_backward._places is None and next_in_backward._ahead is None:
+                next_in_backward._ahead = next_in_backward._all_gather()
 
     def _gather(self, *, in_forward: bool) -> None:
+        """Make the parameters' memory from a flat buffer of an all-gather, one that was begun ahead if there is one."""
         if self._places is not None:
             return
-        arrived, self._ahead = self._all_gather() if self._ahead is None else self._ahead, None
+        arrived = self._all_gather() if self._ahead is None else self._ahead
+        self._ahead = None
         if in_forward:
             self.order.gathered = None
         self._places = self._buffer(self._nbytes)
@@ -324,6 +363,7 @@ class Unit:
             self.order.gathered = arrived
 
     def _all_gather(self) -> Tensor:
+        """Return the flat buffer of an all-gather. What it sends is made before, and freed when it has arrived."""
         if self._codes is None:
             with made_for_step():
                 self._codes = torch.empty(self._encoded, dtype=torch.uint8)
@@ -337,13 +377,14 @@ class Unit:
         return arrived
 
     def _buffer(self, nbytes: int) -> Tensor:
+        """Return memory that FSDP allocates for gathered parameters."""
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         self.sharding.recorder.label([buffer], GATHERED)
         return buffer
 
 
-class _After(torch.autograd.Function):
-    """Reduces the gradients of a unit when those of its inputs are there."""
+class _EndOfBackward(torch.autograd.Function):
+    """Identity of a unit's inputs. Its backward, the last of the unit, reduces the unit's gradients."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:

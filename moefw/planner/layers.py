@@ -42,17 +42,27 @@ class RunLayer:
     number: int
     more: int = 0
 
+    @property
+    def stands_for(self) -> int:
+        """The number of layers that it stands for, itself included."""
+        return 1 + self.more
+
 
 def run_layers(assembly: Assembly, model: InPhases) -> list[RunLayer]:
-    """Return the layers that are run. Both neighbours of one that stands for others are like it."""
-    found = list[RunLayer]()
-    for one in model.stages:
-        for _, numbers in groupby(one.stage.layers, key=lambda number: _kind(assembly, model, number)):
-            found += _of_row([*numbers])
-    return found
+    """Return the layers that are run. Both neighbours of one that stands for others are like it.
+
+    So whatever its memory owes to the layer before or behind it, such as a unit that FSDP gathers ahead, is that of any
+    layer inside a row of layers that are alike.
+    """
+    layers: list[RunLayer] = []
+    for model_stage in model.stages:
+        for _, alike in groupby(model_stage.stage.layers, key=lambda number: _kind(assembly, model, number)):
+            layers += _run_of_row([*alike])
+    return layers
 
 
-def _of_row(numbers: list[int]) -> list[RunLayer]:
+def _run_of_row(numbers: list[int]) -> list[RunLayer]:
+    """Return those that run of a row of layers that are alike: three at most. The middle one stands for the rest."""
     if len(numbers) <= 3:
         return [RunLayer(number) for number in numbers]
     first, middle, *_, last = numbers
@@ -61,26 +71,33 @@ def _of_row(numbers: list[int]) -> list[RunLayer]:
 
 def unlike_positions(assembly: Assembly, micro_batches: int) -> list[int]:
     """Return the positions on pp to measure: of those with stages that are alike, the one with most in flight."""
-    stages = assembly.stages
-    if len(stages) == 1:
+    if len(assembly.stages) == 1:
         return [0]
-    order, found = assembly.parts.pipeline.order(len(stages), micro_batches), dict[Any, int]()
-    for position, own in enumerate(stages):
-        kinds = [(one.is_first, one.is_last, [_facts(assembly, number) for number in one.layers]) for one in own]
-        best = found.setdefault(repr(kinds), position)
-        if most_in_flight(order[position]) > most_in_flight(order[best]):
-            found[repr(kinds)] = position
-    return sorted(found.values())
+    order = assembly.parts.pipeline.order(len(assembly.stages), micro_batches)
+    chosen: dict[str, int] = {}
+    for position, stages in enumerate(assembly.stages):
+        kinds = repr(
+            [(stage.is_first, stage.is_last, [_facts(assembly, number) for number in stage.layers]) for stage in stages]
+        )
+        if kinds not in chosen or most_in_flight(order[position]) > most_in_flight(order[chosen[kinds]]):
+            chosen[kinds] = position
+    return sorted(chosen.values())
 
 
 def _kind(assembly: Assembly, model: InPhases, number: int) -> Any:
-    """Return what is equal for layers that are alike: class, facts, and the modules kept in high precision."""
+    """Return what is equal for layers that are alike: class of the module, and facts."""
     return type(model.layers[number]), _facts(assembly, number)
 
 
 def _facts(assembly: Assembly, number: int) -> Any:
-    layer, precision = assembly.layers.get(number), assembly.parts.precision
+    """Return what a spec says about a layer, to be compared.
+
+    The facts of its MoE layer, the modules that its recipe keeps in high precision, and whether it predicts a token
+    further ahead. A recipe may count layers from the end, by a negative number.
+    """
+    layer = assembly.layers.get(number)
     names = [f"layers.{at}.{module}" for module in MODULES for at in (number, number - assembly.site.num_layers)]
-    high = tuple(precision.keeps_high_precision(name) for name in names)
-    further = number >= assembly.site.num_layers - getattr(assembly.parts.model, "mtp_layers", 0)
-    return layer and repr(sorted(layer.facts.items())), high, further
+    in_high_precision = tuple(assembly.parts.precision.keeps_high_precision(name) for name in names)
+    num_further = getattr(assembly.parts.model, "mtp_layers", 0)
+    predicts_further = number >= assembly.site.num_layers - num_further
+    return layer and repr(sorted(layer.facts.items())), in_high_precision, predicts_further

@@ -38,13 +38,14 @@ WEIGHTS: Final = "weights"
 
 
 def measure(assembly: Assembly, micro_batches: int) -> Ledger:
-    """Return the ledger of a rank for steps of ``micro_batches``: of the stage of a pipeline that needs most memory.
+    """Return the ledger of a rank for steps of ``micro_batches``: at the position on pp that needs most memory.
 
-    Routing is even. It has no peak if a part raises MoefwError or RuntimeError, the errors of what is missing or needs
-    values.
+    Routing is even. The ledger has no peak if a part raises MoefwError or RuntimeError, the errors of what is missing
+    or needs values.
     """
-    found = [measure_at(assembly, micro_batches, position) for position in unlike_positions(assembly, micro_batches)]
-    return max(found, key=lambda one: (one.peak_bytes or 0, one.held.device))
+    positions = unlike_positions(assembly, micro_batches)
+    ledgers = [measure_at(assembly, micro_batches, position) for position in positions]
+    return max(ledgers, key=lambda ledger: (ledger.peak_bytes or 0, ledger.held.device))
 
 
 def try_to_build(assembly: Assembly) -> str:
@@ -62,40 +63,49 @@ def try_to_build(assembly: Assembly) -> str:
 
 
 def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
-    """Return the ledger of a rank at a position on pp."""
-    parts = assembly.parts
+    """Return the ledger of a rank at a position on pp, for steps of ``count`` micro-batches."""
     try:
-        found = _ledger(assembly, count, position)
+        ledger = _ledger(assembly, count, position)
     except (MoefwError, RuntimeError) as error:
         held = _held(_that_builds(assembly), count, position)
         return evolve(held, unknown=str(error))
-    if not parts.memory:
-        rows = tuple(evolve(row, without_policies=row.saved) for row in found.regions)
-        return evolve(found, regions=rows)
-    plain = evolve(assembly, parts=evolve(parts, memory=()))
-    with _recorded(plain, 1, position, gradients=False) as (batch, _, _):
+    if not assembly.parts.memory:
+        rows = tuple(evolve(row, without_policies=row.saved) for row in ledger.regions)
+        return evolve(ledger, regions=rows)
+    without_policies = evolve(assembly, parts=evolve(assembly.parts, memory=()))
+    with _recorded(without_policies, 1, position, gradients=False) as (batch, _, _):
         batch.forward()
-        return evolve(found, regions=_beside(found.regions, _regions(batch)))
+        return evolve(ledger, regions=_with_bytes_without_policies(ledger.regions, _regions(batch)))
 
 
 def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
+    """Return the ledger at a position. Its peak is that of a micro-batch or that of the update, if this is larger.
+
+    A micro-batch behind the first one begins with gradients, and needs more than the first. In a pipeline, a pass
+    before there are gradients may have more micro-batches in flight than any pass later, so there both are measured.
+    """
     with _recorded(assembly, count, position, gradients=count > 1) as (batch, layout, shared):
         batch.forward()
         batch.backward()
-        usage, regions, pools = Usage(batch, gradients=count > 1), _regions(batch), _labelled(batch, POOL)
-        found = _with_held(batch, layout, shared, count)
-        step = Peak(place="optimizer", operands=0, saved=0, gathered=0, passing=found.held.step_passing)
-        peaks = [usage.peak(found.held.gradients), step]
-        found = evolve(found, regions=regions, work=tuple(batch.work()), pools=pools)
+        usage = Usage(batch, gradients=count > 1)
+        # Before the optimizer is built, which allocates storages of its own.
+        regions = _regions(batch)
+        pools = _labelled(batch, POOL)
+        ledger = _with_held(batch, layout, shared, count)
+        all_gradients = ledger.held.gradients
+        update = Peak(place="optimizer", operands=0, saved=0, gathered=0, passing=ledger.held.step_passing)
+        peaks = [usage.peak(all_gradients), update]
+        ledger = evolve(ledger, regions=regions, work=tuple(batch.work()), pools=pools)
     if assembly.layout.sizes.get("pp", 1) > 1 and count > 1:
         with _recorded(assembly, count, position, gradients=False) as (batch, _, _):
             batch.forward()
             batch.backward()
-            peaks.append(Usage(batch, gradients=False).peak(found.held.gradients))
-    return evolve(found, peak=max(peaks, key=lambda one: one.total))
+            peaks.append(Usage(batch, gradients=False).peak(all_gradients))
+    return evolve(ledger, peak=max(peaks, key=lambda peak: peak.total))
 
 
 def _held(assembly: Assembly, count: int, position: int) -> Ledger:
+    """Return a ledger with what is known without running a micro-batch."""
     with _recorded(assembly, count, position, gradients=False) as (batch, layout, shared):
         return _with_held(batch, layout, shared, count)
 
@@ -104,8 +114,13 @@ def _held(assembly: Assembly, count: int, position: int) -> Ledger:
 def _recorded(
     assembly: Assembly, count: int, position: int, *, gradients: bool
 ) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
-    """Open the first rank of a position on pp."""
-    recorder, shared, plan = Recorder(), Shared(), assembly.layout
+    """Open the first rank of a position on pp: a recorded micro-batch that has not run, the layout, what parts share.
+
+    All inside lies on tensors without memory, and routing is even.
+    """
+    recorder = Recorder()
+    shared = Shared()
+    plan = assembly.layout
     rank = next(rank for rank in range(plan.world) if plan.coordinates(rank).get("pp", 0) == position)
     with ExitStack() as stack:
         stack.enter_context(fake_tensor_world(rank, plan.world))
@@ -119,19 +134,28 @@ def _recorded(
 
 
 def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> Ledger:
-    train, model = batch.assembly.spec.train, batch.model
+    """Return a ledger with what the rank holds all the time. Builds an optimizer and makes a step with it."""
+    train = batch.assembly.spec.train
+    model = batch.model
     tokens = train.micro_batch * train.seq_len
-    buffers, states = _labelled(batch, BUFFERS), measure_states(batch, layout, shared)
+    bytes_per_token = 2 * INT64  # ids and labels
+    if train.masks_documents:
+        bytes_per_token += 2 * INT64 + BOOL  # positions, documents and mask
+    buffers = _labelled(batch, BUFFERS)
+    states = measure_states(batch, layout, shared)
     stored = {parameter: prod(batch.stored(parameter)) * FP32 for parameter in model.parameters()}
-    flat = max((_flat(family, layout, stored) for family in Gradients(model, layout).families), default=0)
+    summed_flat = max((_summed_flat(family, layout, stored) for family in Gradients(model, layout).families), default=0)
+    # The update needs the gradients of what this rank stores, in fp32, where micro-batches add up in another dtype or
+    # in whole parameters. Gradients are added up over ranks before the optimizer allocates, so only the larger counts.
+    gradients_for_update = sum(stored.values()) - batch.main_gradients()
     held = Held(
         parameters=sum(stored.values()),
         gradients=batch.main_gradients(),
         optimizer=states.device,
         buffers=buffers,
-        batch=count * (4 * INT64 + BOOL if train.masks_documents else 2 * INT64) * tokens + INT64 * train.micro_batch,
+        batch=count * bytes_per_token * tokens + INT64 * train.micro_batch,
         host=states.host,
-        step_passing=max(states.passing, flat) + sum(stored.values()) - batch.main_gradients(),
+        step_passing=max(states.passing, summed_flat) + gradients_for_update,
     )
     return Ledger(
         world=layout.plan.world,
@@ -144,63 +168,90 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     )
 
 
-def _flat(family: Family, layout: Layout, stored: Mapping[nn.Parameter, int]) -> int:
-    """Return the bytes of a family's gradients if they are added up flat over ranks."""
-    return sum(stored[one] for one in family.parameters) if layout.size(*family.summed_over) > 1 else 0
+def _summed_flat(family: Family, layout: Layout, stored: Mapping[nn.Parameter, int]) -> int:
+    """Return the bytes of the one buffer in which a family's gradients are added up over ranks; 0 if on one rank."""
+    if layout.size(*family.summed_over) == 1:
+        return 0
+    return sum(stored[parameter] for parameter in family.parameters)
 
 
 def _labelled(batch: MicroBatch, kind: str) -> int:
+    """Return the bytes of the storages in use that have a label."""
     recorder = batch.recorder
     return sum(life.nbytes for life in recorder.alive(recorder.now) if life.kind == kind)
 
 
 def _regions(batch: MicroBatch) -> tuple[RegionTotals, ...]:
-    """Return the bytes between forward and backward, by kind of layer and region."""
-    times = {layer.number: 1 + layer.more for layer in batch.layers}
-    found: dict[tuple[str, str], Counter[str]] = {}
+    """Return the bytes between forward and backward, by kind of layer and region.
+
+    Bytes of a layer that ran count for all layers that it stands for, except those of a pool: it holds the tensors of
+    all layers.
+    """
+    stands_for = {layer.number: layer.stands_for for layer in batch.layers}
+    columns: dict[tuple[str, str], Counter[str]] = {}
     layers: dict[tuple[str, str], set[int]] = {}
 
-    def add(column: str, place: Place, nbytes: int, *, name: str = "", once: bool = False) -> None:
-        number = place.layer
-        kind = OUTSIDE if number is None else "moe" if number in batch.assembly.layers else "dense"
-        key = kind, name or place.region
-        found.setdefault(key, Counter())[column] += nbytes * (1 if once or number is None else times[number])
-        layers.setdefault(key, set()).update(() if number is None else [number])
+    def add(column: str, place: Place, nbytes: int, *, row: str, times: int) -> None:
+        kind = _kind_of_layer(batch.assembly, place.layer)
+        columns.setdefault((kind, row), Counter())[column] += nbytes * times
+        numbers = layers.setdefault((kind, row), set())
+        if place.layer is not None:
+            numbers.add(place.layer)
+
+    def times(place: Place) -> int:
+        return 1 if place.layer is None else stands_for[place.layer]
 
     for life in batch.saved():
-        weights = life.of_weights or life.kind == GATHERED
+        # Autograd does not save the inputs of a region that runs again: its policy was given them.
         place = life.saved_in or life.given_to or life.made_in
-        add("saved", place, life.nbytes, name=WEIGHTS if weights else "")
+        is_copy_of_weights = life.of_weights or life.kind == GATHERED
+        row = WEIGHTS if is_copy_of_weights else place.region
+        add("saved", place, life.nbytes, row=row, times=times(place))
     for place, nbytes in batch.offloaded.items():
-        add("offloaded", place, nbytes)
+        add("offloaded", place, nbytes, row=place.region, times=times(place))
     for life in batch.recorder.alive(batch.recorder.now):
         if life.kind == POOL:
-            add("stashed", life.made_in, life.nbytes, once=True)
+            add("stashed", life.made_in, life.nbytes, row=life.made_in.region, times=1)
     return tuple(
-        RegionTotals(kind=kind, region=name, layers=sum(times[n] for n in layers[kind, name]) or 1, **columns)
-        for (kind, name), columns in found.items()
+        RegionTotals(kind=kind, region=row, layers=sum(stands_for[n] for n in layers[kind, row]) or 1, **nbytes)
+        for (kind, row), nbytes in columns.items()
     )
 
 
-def _beside(rows: tuple[RegionTotals, ...], plain: tuple[RegionTotals, ...]) -> tuple[RegionTotals, ...]:
-    """Return the rows with their bytes without policies."""
-    by_name = {(row.kind, row.region): row for row in rows}
-    for row in plain:
-        key = row.kind, row.region
-        by_name[key] = evolve(by_name.get(key, evolve(row, saved=0)), without_policies=row.saved)
-    return tuple(by_name.values())
+def _kind_of_layer(assembly: Assembly, number: int | None) -> str:
+    if number is None:
+        return OUTSIDE
+    return "moe" if number in assembly.layers else "dense"
+
+
+def _with_bytes_without_policies(
+    rows: tuple[RegionTotals, ...], without_policies: tuple[RegionTotals, ...]
+) -> tuple[RegionTotals, ...]:
+    """Return the rows, each with the bytes that the region saves without policies, from a second measurement.
+
+    A region that saves only without policies becomes a row of its own.
+    """
+    by_region = {(row.kind, row.region): row for row in rows}
+    for plain in without_policies:
+        key = plain.kind, plain.region
+        row = by_region.get(key, evolve(plain, saved=0))
+        by_region[key] = evolve(row, without_policies=plain.saved)
+    return tuple(by_region.values())
 
 
 def _that_builds(assembly: Assembly) -> Assembly:
-    """Return an assembly with the same parameters that builds on any machine. It cannot run."""
+    """Return an assembly with the same parameters and optimizer that builds on any machine. It cannot run.
+
+    It has no dispatcher, no memory policies for activations, and in all modules the precision's fallback.
+    """
     precision = _Fallback(assembly.parts.precision)
-    policies = tuple(one for one in assembly.parts.memory if isinstance(one, OptimizerMemoryPlugin))
+    policies = tuple(policy for policy in assembly.parts.memory if isinstance(policy, OptimizerMemoryPlugin))
     parts = evolve(assembly.parts, dispatch=_NoDispatcher(), precision=precision, memory=policies)
     return evolve(assembly, parts=parts, registry=_Unwatched())
 
 
 class _Unwatched(Registry):
-    """Registry that lets parts build that no distribution declares."""
+    """Registry that lets parts build that no distribution declares, such as the two below."""
 
     def __init__(self) -> None:
         pass

@@ -38,6 +38,7 @@ from moefw.runtime.pipeline.stage import Arrived, ModelStage
 from moefw.runtime.pipeline.transfers import Step
 
 FP32: Final = 4
+"""Bytes of an element."""
 BUFFERS: Final = "buffers"
 BATCH: Final = "batch"
 POOL: Final = "pool"
@@ -48,16 +49,17 @@ SAVED: Final = (None, GATHERED)
 
 @final
 class MicroBatch:
-    """A model and its recorded micro-batch. Moments count changes of the memory in use.
+    """A model and its recorded micro-batch. A moment is a number of changes of the memory in use.
 
-    ``count``: the micro-batches of a step. ``gradients``: whether those of an earlier one are there. ``layers``: those
-    that run. ``offloaded``: bytes of host memory by place.
+    ``count``: the number of micro-batches of a step. ``gradients``: whether gradients of an earlier micro-batch exist
+    when this one begins. ``layers``: the layers that run. ``offloaded``: bytes of host memory by place.
     """
 
     def __init__(
         self, assembly: Assembly, layout: Layout, shared: Shared, recorder: Recorder, *, count: int, gradients: bool
     ) -> None:
-        self.assembly, self.recorder = assembly, recorder
+        self.assembly = assembly
+        self.recorder = recorder
         self._reduced: Reduced = "micro_batch"
         if assembly.spec.train.reduce_gradients == "step" and count > 1:
             self._reduced = "step" if layout.size("pp") == 1 else "pipeline"
@@ -67,26 +69,38 @@ class MicroBatch:
             assembly, layout, torch.device("cpu"), shared, shard_by=self._shard_by, watch=recorder.places
         )
         self.model = model
-        every = [RunLayer(number) for number in range(assembly.site.num_layers)]
-        self.layers = run_layers(assembly, self.model) if isinstance(self.model, InPhases) else every
+        if isinstance(self.model, InPhases):
+            self.layers = run_layers(assembly, self.model)
+        else:
+            self.layers = [RunLayer(number) for number in range(assembly.site.num_layers)]
         self.steps: Sequence[Step] = model.link.steps(count) if layout.size("pp") > 1 else ()
         """What this rank does in a step of a pipeline; empty if there is none."""
         self.passes: dict[tuple[str, int], range] = {}
-        """When each kind of pass runs through each stage of this rank, with what it receives."""
+        """The moments of the one recorded pass of each kind, ``F`` or ``B``, through each stage of this rank.
+
+        A pass begins where the one before ends, so the buffers that it receives count as its own.
+        """
         self.link: Unconnected | None = None
         self.saved_in: dict[int, range] = {}
-        """The moments between which each stage saves what its backward needs."""
+        """The moments between which forward of each stage saves what its backward needs."""
         self._played: Iterator[Any] | None = None
-        self._rows: list[tuple[RunLayer, int]] = []
-        self._began: list[int] = []
-        self._done: list[int] = []
+        self._boundary_before: list[tuple[RunLayer, int]] = []
+        """The layers that ran, each with the boundary before it. The next boundary is behind it."""
+        self._forward_reached: list[int] = []
+        """The moment at which forward reached each boundary between two layers."""
+        self._backward_reached: list[int] = []
+        """The moment at which backward had the gradients of all tensors at each boundary."""
         self.operations.learn_weights(self.model)
         recorder.label(self.model.parameters(), PARAMETERS)
         recorder.label(self.model.buffers(), BUFFERS)
-        self._begin_gradients(given=gradients)
+        self._begin_gradients(exist=gradients)
         self.offloaded: Counter[Place] = Counter()
-        self.begin = self.turn = self.end = recorder.now
-        """The moments before forward, between forward and backward, and after backward."""
+        self.begin = recorder.now
+        """The moment before forward."""
+        self.turn = recorder.now
+        """The moment between forward and backward."""
+        self.end = recorder.now
+        """The moment after backward."""
         self._loss: Tensor | None = None
 
     def _shard_by(self, layout: Layout) -> Any:
@@ -100,25 +114,29 @@ class MicroBatch:
 
     def stored(self, parameter: nn.Parameter) -> Sequence[int]:
         """Return the shape of what this rank stores of a parameter, in fp32."""
-        return self.sharding.shards.get(parameter, parameter.shape) if self.sharding else parameter.shape
+        if self.sharding is None:
+            return parameter.shape
+        return self.sharding.shards.get(parameter, parameter.shape)
 
     @contextmanager
     def weights_shared(self) -> Iterator[None]:
         """Enter the block in which micro-batches share the operands of weights that are not gathered."""
         gathered = {parameter for unit in self.units for parameter in unit.parameters}
-        own = [one for one in self.model.parameters() if one not in gathered]
-        with shared_by_micro_batches(own), self.sharding.open() if self.sharding else nullcontext():
+        not_gathered = [parameter for parameter in self.model.parameters() if parameter not in gathered]
+        adding_up = nullcontext() if self.sharding is None else self.sharding.open()
+        with shared_by_micro_batches(not_gathered), adding_up:
             yield
 
     def operands(self) -> int:
         """Return the bytes of the operands that micro-batches share, those of layers that did not run included."""
-        times: dict[int | None, int] = {layer.number: 1 + layer.more for layer in self.layers}
-        alive = (life for life in self.recorder.alive(self.recorder.now) if life.kind == OPERANDS)
-        return sum(life.nbytes * times.get(life.made_in.layer, 1) for life in alive)
+        num_alike: dict[int | None, int] = {layer.number: layer.stands_for for layer in self.layers}
+        operands = [life for life in self.recorder.alive(self.recorder.now) if life.kind == OPERANDS]
+        return sum(life.nbytes * num_alike.get(life.made_in.layer, 1) for life in operands)
 
     def forward(self) -> None:
         """Run forward."""
-        recorder, batch = self.recorder, self._batch()
+        recorder = self.recorder
+        batch = self._batch()
         recorder.off_device.clear()
         if self.steps:
             self._forward_in_stages(batch)
@@ -129,8 +147,9 @@ class MicroBatch:
         self.offloaded.update(recorder.off_device)
 
     def backward(self) -> None:
-        """Run backward."""
-        recorder, loss = self.recorder, self._loss
+        """Run backward. What the micro-batch leaves behind gets its label: gradients, or the pool of a policy."""
+        recorder = self.recorder
+        loss = self._loss
         if self._played is not None:
             for _ in self._played:
                 raise AssertionError("all forwards come before the first backward")
@@ -140,24 +159,26 @@ class MicroBatch:
                         unit.reduce_once()
         else:
             assert loss is not None, "forward comes before backward"
-            self._loss = None
+            self._loss = None  # like ``del loss`` below: a reference to the graph would keep its storages in use
             with recorder.places.phase("backward"), self.operations:
                 loss.backward()
                 del loss
                 self._end_units()
         self.end = recorder.now
-        shards = [unit.grads for unit in self.units if unit.grads is not None]
-        recorder.label([*shards, *(p.grad for p in self.model.parameters() if p.grad is not None)], GRADIENTS)
+        gradients = [unit.grads for unit in self.units if unit.grads is not None]
+        gradients += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        recorder.label(gradients, GRADIENTS)
         for life in recorder.alive(self.end):
             if life.began > self.begin and life.kind is None:
                 life.kind = POOL
 
     def work(self) -> Iterator[Work]:
         """Yield the operators that ran, by layer, region and pass."""
-        return self.operations.work({layer.number: 1 + layer.more for layer in self.layers})
+        return self.operations.work({layer.number: layer.stands_for for layer in self.layers})
 
     def _forward(self, batch: Batch) -> Tensor:
-        model, root = self.model, self.sharding.root_unit if self.sharding else None
+        model = self.model
+        root = None if self.sharding is None else self.sharding.root_unit
         if root is not None:
             root.before(None, ())
         if any(layer.more for layer in self.layers):
@@ -174,17 +195,21 @@ class MicroBatch:
         model = self.model
         if self.sharding is not None and self.sharding.root_unit is not None:
             self.sharding.root_unit.before(None, ())
-        stages = [ModelStage(one.stage, partial(self._through, one.stage), one.awaited) for one in model.stages]
-        self.link = Unconnected(model.link, [one.stage for one in stages], self.operations)
+        stages = [
+            ModelStage(stage=whole.stage, run=partial(self._through, whole.stage), awaited=whole.awaited)
+            for whole in model.stages
+        ]
+        self.link = Unconnected(model.link, [shortened.stage for shortened in stages], self.operations)
         link: Any = self.link
         self._played = Player(OwnStages(stages, link), [batch]).play(self._pass)
-        for one in stages:
+        for shortened in stages:
             began = self.recorder.now
-            next(self._played)
-            self.saved_in[one.stage.index] = range(began, self.recorder.now)
+            next(self._played)  # the player yields after each forward
+            self.saved_in[shortened.stage.index] = range(began, self.recorder.now)
 
     @contextmanager
     def _pass(self, action: Action) -> Iterator[None]:
+        """Record one pass of a stage."""
         began = max((window.stop for window in self.passes.values()), default=self.begin)
         with self.recorder.places.phase("forward" if action.kind == "F" else "backward"), self.operations:
             yield
@@ -197,12 +222,12 @@ class MicroBatch:
             unit.end()
 
     def _through(self, stage: Stage, arrived: Arrived) -> Any:
-        """Run those layers of a stage that are run."""
+        """Run a stage with those of its layers that are run. Return the stage's output."""
         model = self.model
         value = model.enter(stage, arrived.batch, arrived.tensors)
         for layer in self.layers:
             if layer.number in stage.layers:
-                self._rows.append((layer, len(self._began)))
+                self._boundary_before.append((layer, len(self._forward_reached)))
                 self._mark(value)
                 for phase in model.phases_of(layer.number):
                     value = phase(value)
@@ -210,24 +235,26 @@ class MicroBatch:
         return model.leave(stage, value)
 
     def _mark(self, value: Any) -> None:
-        """Record the current moment, and the moment at which backward reaches ``value``."""
-        at = len(self._began)
-        self._began.append(self.recorder.now)
-        self._done.append(0)
+        """Add a boundary: the current moment, and the one at which backward has the gradients of ``value``."""
+        boundary = len(self._forward_reached)
+        self._forward_reached.append(self.recorder.now)
+        self._backward_reached.append(0)
 
-        def done(grad: Tensor) -> None:
-            self._done[at] = self.recorder.now
+        def reached(grad: Tensor) -> None:
+            self._backward_reached[boundary] = self.recorder.now  # the last tensor's gradient decides
 
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(done)
+                leaf.register_hook(reached)
 
     def spans(self) -> Iterator[tuple[RunLayer, range, range]]:
         """Yield the layers that stand for others, with the moments of their forward and of their backward."""
-        for layer, at in self._rows:
+        for layer, before in self._boundary_before:
             if layer.more:
-                forward = range(self._began[at], self._began[at + 1])
-                yield layer, forward, range(self._done[at + 1], self._done[at])
+                behind = before + 1
+                forward = range(self._forward_reached[before], self._forward_reached[behind])
+                backward = range(self._backward_reached[behind], self._backward_reached[before])
+                yield layer, forward, backward
 
     def saved(self) -> Iterator[Life]:
         """Yield the storages that forward leaves for backward, without batch, gradients and pools."""
@@ -236,19 +263,21 @@ class MicroBatch:
     def _batch(self) -> Batch:
         train = self.assembly.spec.train
         ids_BS = torch.zeros(train.micro_batch, train.seq_len, dtype=torch.int64)
-        labels_BS, seeds_B = ids_BS.clone(), torch.arange(train.micro_batch)
+        labels_BS = ids_BS.clone()
+        seeds_B = torch.arange(train.micro_batch)
         batch = Batch(ids_BS=ids_BS, labels_BS=labels_BS, seeds_B=seeds_B, loss_scale=torch.ones(()))
         batch = as_trained(batch, train)
-        given = (ids_BS, labels_BS, seeds_B, batch.positions_BS, batch.documents_BS, batch.mask_BS)
-        self.recorder.label([tensor for tensor in given if tensor is not None], BATCH)
+        tensors = (ids_BS, labels_BS, seeds_B, batch.positions_BS, batch.documents_BS, batch.mask_BS)
+        self.recorder.label([tensor for tensor in tensors if tensor is not None], BATCH)
         return batch
 
-    def _begin_gradients(self, *, given: bool) -> None:
+    def _begin_gradients(self, *, exist: bool) -> None:
+        """Choose the dtype of gradients that FSDP does not shard. Make all gradients, if they ``exist`` already."""
         in_units = {parameter for unit in self.units for parameter in unit.parameters}
-        whole = [parameter for parameter in self.model.parameters() if parameter not in in_units]
-        add_up_in(self._main_dtype, whole)
-        if given:
-            for parameter in whole:
+        unsharded = [parameter for parameter in self.model.parameters() if parameter not in in_units]
+        add_up_in(self._main_dtype, unsharded)
+        if exist:
+            for parameter in unsharded:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             if self.sharding is not None:
                 self.sharding.give_gradients()
@@ -265,9 +294,14 @@ class MicroBatch:
 
     def main_gradients(self) -> int:
         """Return the bytes of all gradients between micro-batches."""
-        shards = self.sharding.shards if self.sharding else {}
-        sizes = {True: FP32, False: self._main_dtype.itemsize}
-        return sum(prod(self._summed(one)) * sizes[one in shards or one.dim() < 2] for one in self.model.parameters())
+        shards = {} if self.sharding is None else self.sharding.shards
+        nbytes = 0
+        for parameter in self.model.parameters():
+            # ``train.main_gradients`` is the dtype of matrices that FSDP does not shard; all others add up in fp32.
+            in_fp32 = parameter in shards or parameter.dim() < 2
+            itemsize = FP32 if in_fp32 else self._main_dtype.itemsize
+            nbytes += prod(self._summed(parameter)) * itemsize
+        return nbytes
 
     def _summed(self, parameter: nn.Parameter) -> Sequence[int]:
         """Return the shape in which micro-batches add up the gradient of a parameter."""
@@ -275,13 +309,19 @@ class MicroBatch:
 
 
 def as_trained(batch: Batch, train: TrainSpec) -> Batch:
-    """Return a batch with masks as ``train`` makes them, of one document a sequence, or as a full pack of them."""
+    """Return the batch with positions, documents and mask, if ``train`` masks documents; otherwise as it is.
+
+    Each sequence is one document. With packing, the batch becomes one row, a full pack: of its sequences where packing
+    is ``static``, otherwise of one document as long as all of them.
+    """
     if not train.masks_documents:
         return batch
     rows, length = batch.ids_BS.shape
     if train.packing != "none":
         lengths = (length,) * rows if train.packing == "static" else (rows * length,)
-        batch = replace(batch, ids_BS=batch.ids_BS.view(1, -1), labels_BS=batch.labels_BS.view(1, -1), lengths=lengths)
+        ids_BS = batch.ids_BS.view(1, -1)
+        labels_BS = batch.labels_BS.view(1, -1)
+        batch = replace(batch, ids_BS=ids_BS, labels_BS=labels_BS, lengths=lengths)
     zeros_BS = torch.zeros_like(batch.ids_BS)
     mask_BS = torch.ones_like(zeros_BS, dtype=torch.bool)
     return replace(batch, positions_BS=zeros_BS, documents_BS=zeros_BS.clone(), mask_BS=mask_BS)

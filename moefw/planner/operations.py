@@ -45,7 +45,7 @@ _LOOKUPS: Final = (aten.embedding, aten.gather, aten.index, aten.index_select)
 
 @define
 class _Done:
-    """What is done in one place."""
+    """Operators that ran in one place. ``operators`` and ``nbytes``: number and bytes of all but the products."""
 
     products: Counter[Product] = Factory(Counter)
     transfers: Counter[Transfer] = Factory(Counter)
@@ -57,13 +57,15 @@ class _Done:
 class Operations(Mode):
     """Dispatch mode that notes the operators of a model by layer, region and pass, in forward and backward.
 
-    Of two operands in backward that are no weights, a product of the shape of a weight is its gradient.
+    A product in backward is a weight gradient if neither operand is a weight and the result has the shape of one.
     """
 
     def __init__(self, recorder: Recorder, layout: Layout) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder, self.layout = recorder, layout
+        self.recorder = recorder
+        self.layout = layout
         self._weights: set[frozenset[int]] = set()
+        """The two sizes of each matrix among the weights, in either order: a gradient may come transposed."""
         self._fake = active_fake_mode()
         self._done: dict[tuple[Place, str], _Done] = {}
 
@@ -78,19 +80,23 @@ class Operations(Mode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.is_view or func.namespace == "prim" or active_fake_mode() is not self._fake:
-            return result
+            return result  # in another fake mode, DTensor computes shapes
         operator = func.overloadpacket
         if operator in _FIRST_FACTOR:
-            at = _FIRST_FACTOR[operator]
-            self._multiplied(operator, args[at], args[at + 1], result)
+            first = _FIRST_FACTOR[operator]
+            self._multiplied(operator, args[first], args[first + 1], result)
         elif operator is torch.ops.moefw.add_wgrad:
             main, grad_RO, x_RI = args[:3]
             shape = grad_RO.shape[-1], x_RI.shape[-1], len(x_RI)
-            self._product(operator, grad_RO, shape, prod(main.shape[:-2]), "wgrad")
+            self._product(operator, grad_RO, shape, groups=prod(main.shape[:-2]), during="wgrad")
         elif operator is _ATTENTION:
-            self._attended(operator, *args[:3], over_width=(1, 1))
+            query, key, value = args[:3]
+            # Scores are a product over the width of keys; the result is one over as many values.
+            self._attended(operator, query, key, value, num_of_query_width=1, num_of_value_width=1)
         elif operator is _ATTENTION_BACKWARD:
-            self._attended(operator, *args[1:4], over_width=(3, 2))
+            query, key, value = args[1:4]
+            # Scores once more, and gradients of queries and keys; gradients of probabilities and of values.
+            self._attended(operator, query, key, value, num_of_query_width=3, num_of_value_width=2)
         elif func.namespace in ("c10d", "_c10d_functional"):
             if func is not WAIT:
                 self._launched(func, args, kwargs)
@@ -100,49 +106,88 @@ class Operations(Mode):
 
     def moved(self, nbytes: int) -> None:
         """Note one operator that reads and writes so many bytes."""
-        here = self._here()
-        here.operators += 1
-        here.nbytes += nbytes
+        done = self._done_here()
+        done.operators += 1
+        done.nbytes += nbytes
 
-    def _here(self) -> _Done:
+    def _done_here(self) -> _Done:
+        """Return the record of the running place and phase."""
         places = self.recorder.places
-        phase = "once" if is_done_for_step() else "recompute" if places.runs_again else places.here.phase
+        if is_done_for_step():
+            phase = "once"
+        elif places.runs_again:
+            phase = "recompute"
+        else:
+            phase = places.here.phase
         return self._done.setdefault((places.here, phase), _Done())
 
     def _multiplied(self, operator: Any, a: Tensor, b: Tensor, result: Tensor) -> None:
+        """Note a product of matrices, ``a`` (..., m, k) with ``b`` (..., k, n), or of groups of them.
+
+        Of a grouped product, one of the three has a dimension of groups and the others have their rows end to end.
+        """
         batch = prod(a.shape[:-2])
         groups = max(batch, prod(b.shape[:-2]), prod(result.shape[:-2]))
-        backward = self.recorder.places.in_backward
         of_weights = any(life.of_weights or life.kind in WEIGHTS for life in self.recorder.of([a, b]))
-        is_wgrad = backward and not of_weights and frozenset(result.shape[-2:]) in self._weights
-        during = "wgrad" if is_wgrad else "dgrad" if backward else "fprop"
-        self._product(operator, a, (batch * a.shape[-2], b.shape[-1], a.shape[-1]), groups, during)
+        if not self.recorder.places.in_backward:
+            during = "fprop"
+        elif not of_weights and frozenset(result.shape[-2:]) in self._weights:
+            during = "wgrad"
+        else:
+            during = "dgrad"
+        shape = (batch * a.shape[-2], b.shape[-1], a.shape[-1])
+        self._product(operator, a, shape, groups=groups, during=during)
 
     def _attended(
-        self, operator: Any, query: Tensor, key: Tensor, value: Tensor, *, over_width: tuple[int, int]
+        self,
+        operator: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        num_of_query_width: int,
+        num_of_value_width: int,
     ) -> None:
-        """Note attention's core. ``over_width``: the number of its products over the widths of query and value."""
-        width = over_width[0] * query.shape[-1] + over_width[1] * value.shape[-1]
+        """Note attention's core: so many products over the width of queries and keys, and over that of values."""
+        width = num_of_query_width * query.shape[-1] + num_of_value_width * value.shape[-1]
         shape = prod(query.shape[:-1]), key.shape[-2], width
-        self._product(operator, query, shape, prod(query.shape[:-2]), "fprop" if operator is _ATTENTION else "dgrad")
+        during = "fprop" if operator is _ATTENTION else "dgrad"
+        self._product(operator, query, shape, groups=prod(query.shape[:-2]), during=during)
 
-    def _product(self, operator: Any, like: Tensor, shape: tuple[int, int, int], groups: int, during: str) -> None:
-        dtype = str(like.dtype).removeprefix("torch.")
-        self._here().products[Product(str(operator).removeprefix("aten."), dtype, shape, groups, during)] += 1
+    def _product(
+        self, operator: Any, operand: Tensor, shape: tuple[int, int, int], *, groups: int, during: str
+    ) -> None:
+        product = Product(
+            operator=str(operator).removeprefix("aten."),
+            dtype=str(operand.dtype).removeprefix("torch."),
+            shape=shape,
+            groups=groups,
+            during=during,
+        )
+        self._done_here().products[product] += 1
 
     def _launched(self, func: Any, args: Any, kwargs: Any) -> None:
-        with _disable_current_modes():
+        with _disable_current_modes():  # reading it clones and splits tensors: not the model's work
             collective = collective_of(func, args, kwargs)
         sent = {peer: sum(tensor.nbytes for tensor in tensors) for peer, tensors in collective.to.items()}
         self.sent(collective.kind, dist.get_process_group_ranks(collective.group), sent)
 
     def sent(self, kind: str, ranks: Sequence[int], nbytes: Mapping[int, int]) -> None:
         """Note one collective over ``ranks``. ``nbytes``: what this rank sends to each, by position in ``ranks``."""
-        layout, links = self.layout, Counter[bool]()
+        layout = self.layout
+        node_bytes = 0
+        network_bytes = 0
         for peer, count in nbytes.items():
-            if ranks[peer] != layout.rank:
-                links[ranks[peer] // layout.ranks_per_node == layout.rank // layout.ranks_per_node] += count
-        self._here().transfers[Transfer(kind, self._name(ranks), len(ranks), links[True], links[False])] += 1
+            if ranks[peer] == layout.rank:
+                continue
+            if ranks[peer] // layout.ranks_per_node == layout.rank // layout.ranks_per_node:
+                node_bytes += count
+            else:
+                network_bytes += count
+        transfer = Transfer(
+            kind=kind, group=self._name(ranks), ranks=len(ranks), node=node_bytes, network=network_bytes
+        )
+        self._done_here().transfers[transfer] += 1
 
     def sent_to_all(self, kind: str, ranks: Sequence[int], nbytes: int) -> None:
         """Note one collective over ``ranks`` in which this rank sends as much to each."""
@@ -150,11 +195,13 @@ class Operations(Mode):
 
     def _name(self, ranks: Sequence[int]) -> str:
         """Return the axes whose group these ranks are; where there are none, the number of ranks."""
-        plan, rank = self.layout.plan, self.layout.rank
-        for names in ([(axis,) for axis in plan.sizes], [("ep", "etp"), *COPIES.values(), STAGE]):
-            found = [" x ".join(axes) for axes in names if plan.group(rank, axes) == tuple(ranks)]
-            if found:
-                return " or ".join(found)
+        plan = self.layout.plan
+        single_axes = [(axis,) for axis in plan.sizes]
+        combined_axes = [("ep", "etp"), *COPIES.values(), STAGE]
+        for candidates in (single_axes, combined_axes):
+            names = [" x ".join(axes) for axes in candidates if plan.group(self.layout.rank, axes) == tuple(ranks)]
+            if names:
+                return " or ".join(names)
         return f"{len(ranks)} ranks"
 
     def work(self, layers: Mapping[int | None, int]) -> Iterator[Work]:
@@ -165,8 +212,8 @@ class Operations(Mode):
                 layers=layers.get(place.layer, 1),
                 region=place.region,
                 phase=phase,
-                products=tuple(evolve(one, times=times) for one, times in done.products.items()),
-                transfers=tuple(evolve(one, times=times) for one, times in done.transfers.items()),
+                products=tuple(evolve(product, times=times) for product, times in done.products.items()),
+                transfers=tuple(evolve(transfer, times=times) for transfer, times in done.transfers.items()),
                 operators=done.operators,
                 nbytes=done.nbytes,
             )
@@ -178,9 +225,11 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 2 * sum(map(_nbytes, args[0]))
     written = None if "out" in kwargs else result
     nbytes = sum(map(_nbytes, tensors_in((args, kwargs, written))))
-    return nbytes - _nbytes(args[0]) + _nbytes(result) if func.overloadpacket in _LOOKUPS else nbytes
+    if func.overloadpacket in _LOOKUPS:
+        return nbytes - _nbytes(args[0]) + _nbytes(result)
+    return nbytes
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; those of the storage where an expanded one has fewer."""
+    """Return the bytes of a tensor. An expanded one has no more than its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

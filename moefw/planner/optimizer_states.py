@@ -1,8 +1,8 @@
-"""Memory of the optimizer: it is built for the layers that run, and makes a step."""
+"""Memory of the optimizer, measured: it is built for the parameters of the layers that run, and makes one step."""
 
 from __future__ import annotations
 
-from collections import Counter
+from itertools import accumulate
 
 import torch
 from attrs import frozen
@@ -24,15 +24,27 @@ class States:
 
 
 def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
-    """Return the states of all parameters. A layer that did not run has those of the layer that stands for it."""
+    """Return the states of all parameters, measured while an optimizer is built and makes one step.
+
+    The optimizer gets parameters of this rank's shapes, fp32 without values, in a module with the model's names. Those
+    of a layer that did not run are left out: the layer that stands for it counts that many times.
+
+    ``device`` and ``host``: bytes of each state tensor when the step has ended, by where its storage lies, times the
+    parameters that its own one stands for. ``passing``: the maximum, over all moments from before the build to the end
+    of the step, of the bytes in use that were allocated since and are free at the end. It is not multiplied by the
+    layers that a parameter stands for.
+    """
     recorder = batch.recorder
-    number, stored = _times(batch), nn.Module()
+    num_alike = _num_alike(batch)
+    stored = nn.Module()
     copies: dict[nn.Parameter, int] = {}
+    """The number of parameters that each one of the optimizer stands for."""
     for name, parameter in batch.model.named_parameters():
-        if number.get(parameter, 1):
-            made = nn.Parameter(torch.empty(*batch.stored(parameter)))
-            _put(stored, name, made)
-            copies[made] = number.get(parameter, 1)
+        copy_count = num_alike.get(parameter, 1)
+        if copy_count:
+            shard = nn.Parameter(torch.empty(*batch.stored(parameter)))
+            _register(stored, name, shard)
+            copies[shard] = copy_count
     before = recorder.now
     assembly = batch.assembly
     with recorder.places.phase("optimizer"):
@@ -41,42 +53,51 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
         for parameter in copies:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    found: Counter[bool] = Counter()
-    for parameter, times in copies.items():
-        for value in optimizer.state[parameter].values():
-            if isinstance(value, Tensor):
-                found[recorder.is_off_device(value)] += times * value.nbytes
-    return States(device=found[False], host=found[True], passing=_most(batch, before))
+    device_bytes = 0
+    host_bytes = 0
+    for parameter, copy_count in copies.items():
+        for state in optimizer.state[parameter].values():
+            if not isinstance(state, Tensor):
+                continue
+            if recorder.is_off_device(state):
+                host_bytes += copy_count * state.nbytes
+            else:
+                device_bytes += copy_count * state.nbytes
+    return States(device=device_bytes, host=host_bytes, passing=_most_temporary(batch, before))
 
 
-def _times(batch: MicroBatch) -> dict[nn.Parameter, int]:
-    """Return the number of parameters that each parameter of a layer stands for; 0: its layer does not run."""
-    run = {layer.number: 1 + layer.more for layer in batch.layers}
+def _num_alike(batch: MicroBatch) -> dict[nn.Parameter, int]:
+    """Return the number of parameters that each parameter of a layer stands for; 0: its layer does not run.
+
+    Parameters outside of layers are not in it. It is empty if all layers run.
+    """
     if not any(layer.more for layer in batch.layers):
         return {}
-    layers = enumerate(batch.model.layers)
-    return {parameter: run.get(number, 0) for number, layer in layers for parameter in layer.parameters()}
+    stands_for = {layer.number: layer.stands_for for layer in batch.layers}
+    return {
+        parameter: stands_for.get(number, 0)
+        for number, layer in enumerate(batch.model.layers)
+        for parameter in layer.parameters()
+    }
 
 
-def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under a dotted name, with plain modules on the way to it."""
     *path, key = name.split(".")
-    for each in path:
-        if not hasattr(root, each):
-            root.add_module(each, nn.Module())
-        root = getattr(root, each)
-    root.register_parameter(key, parameter)
+    module = root
+    for child in path:
+        if not hasattr(module, child):
+            module.add_module(child, nn.Module())
+        module = getattr(module, child)
+    module.register_parameter(key, parameter)
 
 
-def _most(batch: MicroBatch, since: int) -> int:
-    """Return the maximum of the bytes that were allocated after a moment and are free now."""
+def _most_temporary(batch: MicroBatch, since: int) -> int:
+    """Return the maximum of the bytes in use that were allocated after a moment and are free now."""
     recorder = batch.recorder
     changes = [0] * (recorder.now + 1 - since)
     for life in recorder.lives:
         if life.began > since and life.ended <= recorder.now:
             changes[life.began - since] += life.nbytes
             changes[life.ended - since] -= life.nbytes
-    total = most = 0
-    for change in changes:
-        total += change
-        most = max(most, total)
-    return most
+    return max(accumulate(changes))

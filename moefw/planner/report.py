@@ -127,8 +127,8 @@ class Work:
 class Ledger:
     """The memory of one rank in bytes, and its work. All ranks of a pipeline's stage are alike.
 
-    ``stages`` and ``position``: the size of pp, and where on it the rank is that is told of: one that needs most.
-    ``in_flight``: the most forwards of stages that it has run and not run back; regions are of one micro-batch.
+    ``stages`` and ``position``: the size of pp, and the rank's position on it, one that needs most memory.
+    ``in_flight``: the most forwards of stages whose backward has not run; regions are of one micro-batch.
     ``pools``: bytes that policies keep from step to step. ``peak`` is None if a part cannot run on this machine;
     ``unknown`` is the reason, and only ``held`` is known.
     """
@@ -153,7 +153,7 @@ class Ledger:
 
     @property
     def ranks(self) -> str:
-        """The ranks that hold it, in words; of a pipeline, those that need most."""
+        """The ranks that have this ledger, in words; in a pipeline, those that need most memory."""
         if self.stages == 1:
             return "the rank" if self.world == 1 else f"each of {self.world} ranks"
         ranks = self.world // self.stages
@@ -172,12 +172,16 @@ class Ledger:
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Ledger:
         """Return the ledger of :meth:`to_data`."""
-        known = {field.name: data[field.name] for field in fields(cls)}
-        known |= {"held": Held(**data["held"]), "peak": data["peak"] and Peak(**data["peak"])}
-        known |= {"regions": tuple(RegionTotals(**row) for row in data["regions"])}
-        return cls(**known | {"work": tuple(_work_of(row) for row in data["work"])})
+        values = {field.name: data[field.name] for field in fields(cls)}
+        values["held"] = Held(**data["held"])
+        values["peak"] = None if data["peak"] is None else Peak(**data["peak"])
+        values["regions"] = tuple(RegionTotals(**row) for row in data["regions"])
+        values["work"] = tuple(_work_of(row) for row in data["work"])
+        return cls(**values)
 
 
 def _work_of(data: Mapping[str, Any]) -> Work:
-    products = tuple(Product(**{**row, "shape": tuple(row["shape"])}) for row in data["products"])
-    return Work(**{**data, "products": products, "transfers": tuple(Transfer(**row) for row in data["transfers"])})
+    values = dict(data)
+    values["products"] = tuple(Product(**{**row, "shape": tuple(row["shape"])}) for row in data["products"])
+    values["transfers"] = tuple(Transfer(**row) for row in data["transfers"])
+    return Work(**values)

@@ -21,7 +21,7 @@ SENT: Final = "send"
 
 @define
 class OwnStages:
-    """The stages of a rank, and what stands in for the way between them."""
+    """The stages of a rank, and what takes the place of the transfers between them."""
 
     stages: Sequence[ModelStage]
     link: Link
@@ -29,15 +29,21 @@ class OwnStages:
 
 @final
 class Unconnected:
-    """Stands in for :class:`moefw.runtime.pipeline.link.Link`: what is received is there, what is sent is noted."""
+    """Takes the place of :class:`moefw.runtime.pipeline.link.Link`, without peers.
+
+    What is received is in its buffers at once, without values. What is sent is noted, not kept: the player holds one
+    micro-batch, and :mod:`moefw.planner.usage` adds the sends under way.
+    """
 
     def __init__(self, link: Link, own: Sequence[Stage], operations: Operations) -> None:
         self.playing: Action | None = None
         self.received: dict[tuple[str, int], int] = {}
         """Bytes that forward and backward of each stage receive."""
         self.sent = 0
-        """The most bytes that are sent at once."""
-        self._link, self._own, self._operations = link, own, operations
+        """The most bytes that one pass sends."""
+        self._link = link
+        self._own = own
+        self._operations = operations
 
     def steps(self, micro_batches: int) -> Sequence[Step]:
         """Return the passes of one micro-batch: forward through all stages of the rank, and back."""
@@ -68,7 +74,7 @@ class Unconnected:
     def receive(
         self, stage: int, direction: Direction, buffers: tuple[Tensor, ...], *, number: int = 0
     ) -> Callable[[], tuple[Tensor, ...]]:
-        """Note what is received, and return what returns it."""
+        """Note what is received. Return a function that returns the buffers at once."""
         self.received["F" if direction == "forward" else "B", stage] = sum(buffer.nbytes for buffer in buffers)
         return lambda: buffers
 

@@ -1,4 +1,10 @@
-"""Memory use of a recorded micro-batch at each moment, with the layers added that did not run."""
+"""Memory use of a recorded micro-batch at each moment, with what was not run added by arithmetic.
+
+Layers that did not run are added (:class:`_LayersNotRun`), and, in a pipeline, the micro-batches that are in flight
+beside the recorded one (:meth:`Usage._bytes_beside_passes`). What a rank holds all the time is in
+:class:`moefw.planner.report.Held`. A moment is a number of changes of the memory in use, as in
+:class:`moefw.recording.recorder.Recorder`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +14,27 @@ from typing import final
 
 from attrs import frozen
 
+from moefw.core.records import Action
 from moefw.planner.micro_batch import MicroBatch
 from moefw.planner.report import Peak
-from moefw.recording.recorder import GATHERED, GRADIENTS
+from moefw.recording.recorder import GATHERED, GRADIENTS, Life
 from moefw.runtime.pipeline.link import UNDER_WAY
+from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
 from moefw.runtime.pipeline.transfers import Receive
 
 
 @frozen
-class _Others:
-    """Layers that did not run: bytes that they save from moment ``since``, and bytes of their gradients."""
+class _LayersNotRun:
+    """Bytes of the layers that did not run and that one recorded layer stands for.
+
+    With U(t) the bytes in use at moment t, and n the number of these layers:
+
+    - ``saved`` = n (U(end of forward) - U(begin of forward)): what forward of the recorded layer left for backward;
+    - ``gradients`` = ``saved`` + n (U(end of backward) - U(begin of backward)): backward freed what was saved, so the
+      rest of its change is that of gradients. It is negative where gradients of earlier micro-batches are freed.
+
+    ``since``: the begin of the recorded layer's forward. ``backward``: the moments of its backward.
+    """
 
     saved: int
     gradients: int
@@ -25,96 +42,167 @@ class _Others:
     backward: range
 
     def at(self, moment: int) -> tuple[int, int]:
-        """Return their saved bytes and those of their gradients. In their own backward, only the larger counts."""
+        """Saved bytes and bytes of gradients that these layers hold at a moment.
+
+        The recorded layer may be any of the row. In forward it counts as the last one: what the others save is there
+        from its begin on. In backward, j of the n others are done and hold gradients, and n - j hold what they saved.
+        The sum is linear in j, so its maximum is at one end: only the larger of both counts.
+        """
         if moment < self.since:
             return 0, 0
-        done = moment >= self.backward.stop or (moment >= self.backward.start and self.gradients > self.saved)
-        return (0, self.gradients) if done else (self.saved, 0)
+        if moment >= self.backward.stop:
+            return 0, self.gradients
+        if moment >= self.backward.start and self.gradients > self.saved:
+            return 0, self.gradients
+        return self.saved, 0
 
 
 @final
 class Usage:
-    """Bytes in use, without parameters, buffers, tokens and pools. ``gradients``: those of earlier ones are there."""
+    """Bytes in use from the begin to the end of a recorded micro-batch.
+
+    Parameters, buffers, tokens, operands that micro-batches share, and pools do not count. ``gradients``: whether
+    gradients of earlier micro-batches exist when this one begins.
+    """
 
     def __init__(self, batch: MicroBatch, *, gradients: bool) -> None:
         self._batch = batch
-        change = batch.frees_gradients or not gradients
-        self._kinds = (None, GATHERED, GRADIENTS) if change else (None, GATHERED)
-        self._given = gradients
-        changes = [0] * (batch.end + 1)
-        for life in batch.recorder.lives:
-            if life.kind in self._kinds:
-                changes[life.began] += life.nbytes
-                if life.ended <= batch.end:
-                    changes[life.ended] -= life.nbytes
-        self._bytes = list(accumulate(changes))
-        self._others = list(self._not_run())
-        self._beside = list(self._beyond_one(gradients))
+        self._gradients_exist = gradients
+        self._counted_kinds: tuple[str | None, ...] = (None, GATHERED)
+        # Gradients that stay as they are count in Held.gradients alone. They change only if this micro-batch is the
+        # first that makes them, or the last one of a step, which reduces and frees those of all.
+        if batch.frees_gradients or not gradients:
+            self._counted_kinds = (None, GATHERED, GRADIENTS)
+        self._recorded_bytes = self._sum_of_changes()
+        self._not_run = list(self._layers_not_run())
+        self._beside = list(self._bytes_beside_passes())
 
-    def _not_run(self) -> Iterator[_Others]:
-        use = self._bytes
+    def _sum_of_changes(self) -> list[int]:
+        """Bytes in use at each moment up to the end, of the storages that were recorded."""
+        end = self._batch.end
+        changes = [0] * (end + 1)
+        for life in self._batch.recorder.lives:
+            if life.kind in self._counted_kinds:
+                changes[life.began] += life.nbytes
+                if life.ended <= end:
+                    changes[life.ended] -= life.nbytes
+        return list(accumulate(changes))
+
+    def _layers_not_run(self) -> Iterator[_LayersNotRun]:
+        in_use = self._recorded_bytes
         for layer, forward, backward in self._batch.spans():
-            saved = use[forward.stop] - use[forward.start]
-            gradients = saved + use[backward.stop] - use[backward.start]
-            yield _Others(layer.more * saved, layer.more * gradients, forward.start, backward)
+            saved = in_use[forward.stop] - in_use[forward.start]
+            gradients = saved + in_use[backward.stop] - in_use[backward.start]
+            yield _LayersNotRun(layer.more * saved, layer.more * gradients, forward.start, backward)
 
     def _at(self, moment: int) -> int:
-        """Return the bytes in use with one micro-batch in flight."""
-        return self._bytes[moment] + sum(sum(one.at(moment)) for one in self._others)
+        """Bytes in use at a moment, of the recorded micro-batch in all layers."""
+        return self._recorded_bytes[moment] + sum(sum(layers.at(moment)) for layers in self._not_run)
 
-    def _beyond_one(self, gradients: bool) -> Iterator[tuple[range, int]]:
-        """Yield when each pass through a stage of a pipeline runs, and the most that is held beside it.
+    def _bytes_beside_passes(self) -> Iterator[tuple[range, int]]:
+        """Yield the moments of each recorded pass of a pipeline, and the most bytes that are held beside it.
 
-        That is saved by the micro-batches in flight, received for later passes, and under way. The first backward of a
-        stage finds no ``gradients``, nor does a forward before all backwards.
+        One micro-batch was recorded: forward through the stages of this rank, in their order, and back. Here the whole
+        schedule of the rank is played without running it. Before each pass, with m(s) the micro-batches in flight in
+        stage s, and saved(s) the bytes that each of them leaves there, measured over the recorded forward of s:
+
+            beside = sum of m(s) saved(s) over all stages of the rank
+                     - sum of saved(s) over the stages in which the recorded micro-batch is in flight at this pass
+                     + what was received for later passes + what is still being sent
+
+        The second sum is in the recording already. The schedule has each recorded pass once for each micro-batch; the
+        largest value counts. Passes of weight gradients are not recorded. Only those passes count that begin with
+        gradients of earlier ones, if the recording did, and only those that begin without, if it did not: the first
+        backward of a stage begins without, and so does a forward before all backwards. Yields nothing without a
+        pipeline.
         """
-        batch, link = self._batch, self._batch.link
+        link = self._batch.link
         if link is None:
             return
-        own = {stage: self._at(span.stop) - self._at(span.start) for stage, span in batch.saved_in.items()}
-        held, most = dict.fromkeys(own, 0), dict[tuple[str, int], int]()
-        received, sent, begun = dict[tuple[str, int, int], int](), 0, set[int]()
-        for step in batch.steps:
-            kind, stage = "B" if step.kind == "I" else step.kind, step.stage
+        saved = {stage: self._at(span.stop) - self._at(span.start) for stage, span in self._batch.saved_in.items()}
+        in_flight = dict.fromkeys(saved, 0)
+        most: dict[tuple[str, int], int] = {}
+        received: dict[tuple[str, int, int], int] = {}
+        num_sends = 0
+        stages_with_gradients: set[int] = set()
+        for step in self._batch.steps:
+            stage = step.stage
+            kind = "B" if step.kind == "I" else step.kind  # recorded as one backward
             if isinstance(step, Receive):
                 received[kind, stage, step.micro_batch] = link.received[kind, stage]
                 continue
             received.pop((kind, stage, step.micro_batch), None)
-            found = stage in begun if kind == "B" else bool(begun)
-            if kind != "W" and found is gradients:
-                counted = [one for one in own if one < stage or (one == stage and kind == "B")]
-                others = sum(held[one] * own[one] for one in own) - sum(own[one] for one in counted)
-                others += sum(received.values()) + min(sent, UNDER_WAY) * link.sent
-                most[kind, stage] = max(others, most.get((kind, stage), others))
-            begun |= {stage} if kind == "B" else set()
-            sent += kind != "W"
-            held[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[step.kind]
-        yield from ((batch.passes[key], others) for key, others in most.items())
+            if kind != "W" and self._has_gradients(step, stages_with_gradients) is self._gradients_exist:
+                # In its forward through a stage, the recorded micro-batch is in flight in the rank's stages before; in
+                # its backward, in this one, too. It has gone back through those behind.
+                recorded = sum(saved[own] for own in saved if own < stage)
+                if kind == "B":
+                    recorded += saved[stage]
+                beside = sum(in_flight[own] * saved[own] for own in saved) - recorded
+                beside += sum(received.values())
+                beside += min(num_sends, UNDER_WAY) * link.sent
+                most[kind, stage] = max(beside, most.get((kind, stage), beside))
+            if kind == "B":
+                stages_with_gradients.add(stage)
+            if kind != "W":
+                num_sends += 1
+            in_flight[stage] += CHANGE_IN_FLIGHT[step.kind]
+        for recorded_pass, beside in most.items():
+            yield self._batch.passes[recorded_pass], beside
 
-    def _gradients_at(self, moment: int) -> int:
-        alive = self._batch.recorder.alive(moment)
-        return sum(life.nbytes for life in alive if life.kind == GRADIENTS and life.kind in self._kinds)
+    @staticmethod
+    def _has_gradients(action: Action, stages_with_gradients: set[int]) -> bool:
+        """Whether gradients of earlier micro-batches exist when a pass begins: in a backward, those of its stage."""
+        if action.kind == "F":
+            return bool(stages_with_gradients)
+        return action.stage in stages_with_gradients
 
     def _beside_at(self, moment: int) -> int:
-        """Return the most that is held beside the micro-batch at a moment."""
-        return max((held for window, held in self._beside if window.start <= moment <= window.stop), default=0)
+        """Most bytes that are held beside the recorded micro-batch at a moment."""
+        # Both ends count: a pass may have its peak in its last moment, which is the first one of the next.
+        return max((beside for span, beside in self._beside if span.start <= moment <= span.stop), default=0)
+
+    def _counted_at(self, moment: int) -> list[Life]:
+        """Recorded storages in use at a moment, of the kinds that count."""
+        return [life for life in self._batch.recorder.alive(moment) if life.kind in self._counted_kinds]
+
+    def _gradients_at(self, moment: int) -> int:
+        """Bytes of recorded gradients at a moment; 0 where they stay as they are."""
+        return sum(life.nbytes for life in self._counted_at(moment) if life.kind == GRADIENTS)
 
     def peak(self, all_gradients: int) -> Peak:
-        """Return the peak of the micro-batch. ``all_gradients``: bytes of all gradients between micro-batches."""
-        batch, recorder = self._batch, self._batch.recorder
-        windows = [window for window, _ in self._beside] or [range(batch.begin, batch.end)]
-        moments = [moment for window in windows for moment in range(window.start, window.stop + 1)]
+        """Peak of the micro-batch, and its terms in bytes.
+
+        ``all_gradients``: bytes of all gradients of the rank between micro-batches, which Held.gradients counts all the
+        time. So the term ``gradients`` is the difference to them: bytes of gradients at the peak, less those at the
+        begin if gradients of earlier micro-batches existed there, and less ``all_gradients`` if none did.
+        """
+        batch = self._batch
+        spans = [span for span, _ in self._beside] or [range(batch.begin, batch.end)]
+        moments = [moment for span in spans for moment in range(span.start, span.stop + 1)]
         moment = max(moments, key=lambda at: self._at(at) + self._beside_at(at))
-        alive = [life for life in recorder.alive(moment) if life.kind in self._kinds]
-        kept = set(batch.saved())
-        missing_saved, missing_gradients = map(sum, zip((0, 0), *(one.at(moment) for one in self._others), strict=True))
-        by = {
-            "gathered": sum(life.nbytes for life in alive if life.kind == GATHERED),
-            "saved": sum(life.nbytes for life in alive if life.kind is None and life in kept),
-            "passing": sum(life.nbytes for life in alive if life.kind is None and life not in kept),
-        }
-        place = max((life for life in recorder.lives if life.began <= moment), key=lambda life: life.began).made_in
-        by["saved"] += missing_saved + self._beside_at(moment)
-        gradients = missing_gradients + self._gradients_at(moment) - self._gradients_at(batch.begin)
-        gradients -= 0 if self._given else all_gradients
-        return Peak(place=str(place), operands=batch.operands(), gradients=gradients, **by)
+        alive = self._counted_at(moment)
+        left_for_backward = set(batch.saved())
+        unlabelled = [life for life in alive if life.kind is None]
+        not_run = [layers.at(moment) for layers in self._not_run]
+        gathered = sum(life.nbytes for life in alive if life.kind == GATHERED)
+        saved = sum(life.nbytes for life in unlabelled if life in left_for_backward)
+        saved += sum(saved for saved, _ in not_run) + self._beside_at(moment)
+        passing = sum(life.nbytes for life in unlabelled if life not in left_for_backward)
+        gradients = self._gradients_at(moment) - self._gradients_at(batch.begin)
+        gradients += sum(gradients for _, gradients in not_run)
+        if not self._gradients_exist:
+            gradients -= all_gradients
+        last_allocated = max((life for life in batch.recorder.lives if life.began <= moment), key=_began)
+        return Peak(
+            place=str(last_allocated.made_in),
+            operands=batch.operands(),
+            saved=saved,
+            gathered=gathered,
+            passing=passing,
+            gradients=gradients,
+        )
+
+
+def _began(life: Life) -> int:
+    return life.began

@@ -24,8 +24,9 @@ class Collective:
 
     ``to``: the tensors sent to each rank. ``places``: the parts of ``outputs`` that receive the tensors of each rank.
     With an ``operation``, the only place is this rank's, which receives the reduction over all ranks. ``call`` runs the
-    operator with the given outputs. ``answer`` returns the operator's result for the given work handle. A functional
-    collective has no ``outputs`` and no ``places``: it returns a tensor, and ``places_in`` are the places in that.
+    operator with other outputs in place of its own. ``answer`` makes the operator's result from a work handle. A
+    functional collective has no ``outputs`` and no ``places``: it returns a tensor, in which ``places_in`` finds the
+    places.
     """
 
     kind: str
@@ -76,20 +77,24 @@ def collective_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     name = f"{func.namespace}::{func.__name__.partition('.')[0]}"
     read = _READ.get(name)
     if read is None:
-        what = f"{name} is not among the collectives that are known here."
-        raise ContractError(what, f"Use one of {', '.join(sorted(_READ))}.")
+        problem = f"{name} is not among the collectives that are known here."
+        raise ContractError(problem, f"Use one of {', '.join(sorted(_READ))}.")
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    boxed, group_name = given.pop("process_group", None), given.pop("group_name", None)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    # ``c10d`` names the group by a boxed object, ``_c10d_functional`` by a string.
+    boxed = arguments.pop("process_group", None)
+    group_name = arguments.pop("group_name", None)
     group = _resolve_process_group(group_name) if boxed is None else ProcessGroup.unbox(boxed)
-    fields = read(group, *given.values())
+    fields = read(group, *arguments.values())
 
     def call(outputs: Sequence[Tensor]) -> Any:
-        others = {id(old): new for old, new in zip(fields.get("outputs", ()), outputs, strict=True)}
-        return func(*tree_map_only(Tensor, lambda tensor: others.get(id(tensor), tensor), args), **kwargs)
+        replacements = {id(old): new for old, new in zip(fields.get("outputs", ()), outputs, strict=True)}
+        replaced_args = tree_map_only(Tensor, lambda tensor: replacements.get(id(tensor), tensor), args)
+        return func(*replaced_args, **kwargs)
 
     def answer(work: dist.Work) -> Any:
-        return (args[0], work.boxed()) if len(func._schema.returns) > 1 else work.boxed()
+        returns_outputs = len(func._schema.returns) > 1
+        return (args[0], work.boxed()) if returns_outputs else work.boxed()
 
     return Collective(group=group, call=call, answer=answer, **fields)
 
@@ -158,22 +163,22 @@ def _reduce_scatter_list(
 
 def _all_reduce(group: ProcessGroup, tensors: list[Tensor], operation: Any, *_: Any) -> _Fields:
     """Return an all-reduce as a send of this rank's tensors to each peer, which reduces them locally."""
-    given = [tensor.detach().clone() for tensor in tensors]
+    sent = [tensor.detach().clone() for tensor in tensors]  # it writes its result over what it sends
     return {
         "kind": "all-reduce",
         "outputs": tensors,
-        "to": dict.fromkeys(range(group.size()), given),
+        "to": dict.fromkeys(range(group.size()), sent),
         "places": {group.rank(): tensors},
         "operation": _kind_of(operation),
     }
 
 
 def _broadcast(group: ProcessGroup, tensors: list[Tensor], root: int, *_: Any) -> _Fields:
-    given = [tensor.detach().clone() for tensor in tensors]
+    sent = [tensor.detach().clone() for tensor in tensors]  # all ranks write into what the root sends
     return {
         "kind": "broadcast",
         "outputs": tensors,
-        "to": dict.fromkeys(range(group.size()), given) if root == group.rank() else {},
+        "to": dict.fromkeys(range(group.size()), sent) if root == group.rank() else {},
         "places": {root: tensors},
     }
 
@@ -225,10 +230,12 @@ _READ: Final[Mapping[str, Callable[..., _Fields]]] = {
 
 def _split(tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> dict[int, list[Tensor]]:
     """Return the rows for each rank; without sizes, equal parts."""
-    return _each(tensor.split(list(sizes or [len(tensor) // group.size()] * group.size())))
+    equal_sizes = [len(tensor) // group.size()] * group.size()
+    return _each(tensor.split(list(sizes or equal_sizes)))
 
 
 def _each(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """Return one tensor for each rank, in their order."""
     return {rank: [tensor] for rank, tensor in enumerate(tensors)}
 
 

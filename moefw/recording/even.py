@@ -26,7 +26,7 @@ class EvenChoice(Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator; replace the indices."""
         if holds_dtensor(types):
-            return NotImplemented
+            return NotImplemented  # its local tensors come here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in _CHOOSING or not args[0].is_floating_point():
@@ -39,10 +39,13 @@ class EvenChoice(Mode):
 
 
 def _spread(shape: torch.Size, dim: int, count: int) -> Tensor:
-    """Return indices below ``count``, int64, that differ along ``dim``."""
-    chosen = shape[dim]
-    rows = torch.arange(shape.numel() // max(1, chosen))
-    first = torch.zeros_like(rows) if chosen == count else rows
-    indices = (first.unsqueeze(1) + torch.arange(chosen) * count // max(1, chosen)) % count
-    *others, last = [*shape[:dim], *shape[dim:][1:], chosen]
-    return indices.view(*others, last).movedim(-1, dim).contiguous()
+    """Return indices below ``count``, int64, of shape ``shape``, that differ along ``dim``."""
+    num_chosen = shape[dim]
+    num_rows = shape.numel() // max(1, num_chosen)
+    rows = torch.arange(num_rows)
+    # Where all are chosen, as by a sort, the order stays: every row begins with index 0.
+    first = torch.zeros_like(rows) if num_chosen == count else rows
+    steps = torch.arange(num_chosen) * count // max(1, num_chosen)
+    indices = (first.unsqueeze(1) + steps) % count  # (rows, chosen)
+    sizes_of_rows = [*shape[:dim], *shape[dim:][1:]]
+    return indices.view(*sizes_of_rows, num_chosen).movedim(-1, dim).contiguous()

@@ -54,26 +54,30 @@ def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
 
 @final
 class _RealIndices(Mode):
-    """Dispatch mode that runs operators on indices alone outside of the fake world, with values."""
+    """Dispatch mode that runs operators on indices alone with values, outside of the mode of fake tensors.
+
+    A tensor is fake if it has no values. Results of operators with a fake input are fake.
+    """
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, with values if all of its inputs have them."""
+        """Run an operator, with values if all of its inputs have them and are indices."""
         if holds_dtensor(types):
-            return NotImplemented
+            return NotImplemented  # its local tensors come here
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default or active_fake_mode() is not self.fake:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs)  # in another fake mode, DTensor computes shapes
         tensors = [*tensors_in((args, kwargs))]
         if not tensors:
-            return self._made(func, args, kwargs)
+            return self._created(func, args, kwargs)
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if all(tensor.dtype in INDICES for tensor in tensors):
-                return self._real(func, args, kwargs)
+                return self._run_with_values(func, args, kwargs)
             return func(*args, **kwargs)
+        # A constant has its value although it is fake: PyTorch reads it itself.
         if func is torch.ops.aten._local_scalar_dense.default and tensors[0].constant is None:  # type: ignore[attr-defined]
             return _read(tensors[0])
         _refuse_writes(func, args)
@@ -81,7 +85,7 @@ class _RealIndices(Mode):
             return _grouped(args, kwargs)
         return func(*args, **kwargs)
 
-    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _created(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator without tensor inputs; indices have values."""
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype in INDICES:
@@ -89,14 +93,16 @@ class _RealIndices(Mode):
                 return func(*args, **kwargs)
         return result
 
-    def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator whose inputs have values. Of its results, only indices keep theirs."""
         with unset_fake_temporarily():
             result = func(*args, **kwargs)
             if func.namespace in ("c10d", "_c10d_functional") and func is not WAIT:
+                # The fake process group has left its outputs as they were.
                 _as_if_all_were_alike(collective_of(func, args, kwargs), result)
-        return tree_map_only(Tensor, self._without_values, result)
+        return tree_map_only(Tensor, self._fake_unless_indices, result)
 
-    def _without_values(self, tensor: Tensor) -> Tensor:
+    def _fake_unless_indices(self, tensor: Tensor) -> Tensor:
         if tensor.dtype in INDICES or isinstance(tensor, FakeTensor):
             return tensor
         return self.fake.from_tensor(tensor, static_shapes=True)
@@ -108,12 +114,12 @@ def _read(tensor: Tensor) -> bool | float:
         return True
     if tensor.is_floating_point():
         return 0.0
-    what = f"an integer ({tensor.dtype}) is read on the host that depends on values, and here there are none."
-    raise ContractError(what, "Measure with tensors that have values, or take it from shapes and indices.")
+    problem = f"an integer ({tensor.dtype}) is read on the host that depends on values, and here there are none."
+    raise ContractError(problem, "Measure with tensors that have values, or take it from shapes and indices.")
 
 
 def _grouped(args: Any, kwargs: Any) -> Tensor:
-    """Return a grouped product of another dtype than bf16, the only one for which PyTorch infers shapes."""
+    """Return a grouped product of fake tensors of any dtype. PyTorch infers its shape only for bf16."""
     narrow_args, narrow_kwargs = tree_map_only(FakeTensor, _narrow, (args, kwargs))
     product: Tensor = torch.ops.aten._grouped_mm.default(*narrow_args, **narrow_kwargs)
     return product.new_empty(product.shape, dtype=args[0].dtype)
@@ -130,15 +136,15 @@ def _refuse_writes(func: Any, args: Sequence[Any]) -> None:
             continue
         for tensor in tensors_in(value):
             if not isinstance(tensor, FakeTensor) and tensor.dtype in INDICES:
-                what = f"{func} writes values that depend on floating-point numbers into {tensor.dtype} indices."
-                raise ContractError(what, "Measure with tensors that have values.")
+                problem = f"{func} writes values that depend on floating-point numbers into {tensor.dtype} indices."
+                raise ContractError(problem, "Measure with tensors that have values.")
 
 
 def _as_if_all_were_alike(collective: Collective, result: Any) -> None:
-    """Fill what a collective receives: every rank sends what this one does.
+    """Write what a collective receives, as if every rank sent what this one does.
 
-    From another rank comes what this one sends to itself or, if sizes differ, to the rank that lies as far behind it as
-    the other one lies before it.
+    From another rank comes what this one sends to itself. If sizes differ, it is what this rank sends to the rank that
+    lies as far behind it as the other one lies before it. A sum is the size of the group times this rank's part.
     """
     if collective.kind == "recv":
         raise ContractError("indices are received from one rank: unknown where all ranks are alike.")
@@ -146,9 +152,11 @@ def _as_if_all_were_alike(collective: Collective, result: Any) -> None:
     received = collective.places if collective.places_in is None else collective.places_in(result)
     for sender, places in received.items():
         to_itself = collective.to.get(rank, places)
-        for at, place in enumerate(places):
-            sent = to_itself[at]
+        for index, place in enumerate(places):
+            sent = to_itself[index]
+            if sent.shape != place.shape and place.numel():
+                sent = collective.to[(2 * rank - sender) % size][index]
             if place.numel():
-                place.copy_(sent if sent.shape == place.shape else collective.to[(2 * rank - sender) % size][at])
+                place.copy_(sent)
             if collective.operation == dist.ReduceOp.SUM:
                 place.mul_(size)

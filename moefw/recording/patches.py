@@ -52,11 +52,11 @@ def resizes_told(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
     resize = torch.UntypedStorage.resize_
 
     @wraps(resize)
-    def resizes(storage: torch.UntypedStorage, size: int) -> None:
+    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
         told(storage)
 
-    with mock.patch.object(torch.UntypedStorage, "resize_", resizes):
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_and_tell):
         yield
 
 
@@ -64,28 +64,34 @@ def resizes_told(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
 def fsdp_told(
     gathering: Callable[[], AbstractContextManager[None]], reducing: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Enter these while FSDP gathers parameters and reduces gradients, and no mode while DTensor computes shapes."""
+    """Enter ``gathering`` while FSDP gathers parameters, and ``reducing`` while it reduces gradients.
+
+    While DTensor computes shapes, no dispatch mode is active: its operators are not the model's.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    def told(function: Callable[..., Any], doing: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
-        def does(*args: Any, **kwargs: Any) -> Any:
-            with doing():
+    def called_inside(
+        entered: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with entered():
                 return function(*args, **kwargs)
 
-        return does
+        return wrapper
 
-    def unseen(*args: Any, **kwargs: Any) -> Any:
+    compute_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def compute_shapes_unseen(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            return shaping(*args, **kwargs)
+            return compute_shapes(*args, **kwargs)
 
-    shaping = ShardingPropagator._propagate_tensor_meta_non_cached
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(ShardingPropagator, shaping.__name__, unseen))
+        stack.enter_context(mock.patch.object(ShardingPropagator, compute_shapes.__name__, compute_shapes_unseen))
         for name in ("unshard", "wait_for_unshard"):
-            function = told(getattr(FSDPParamGroup, name), gathering)
+            function = called_inside(gathering, getattr(FSDPParamGroup, name))
             stack.enter_context(mock.patch.object(FSDPParamGroup, name, function))
-        reduce = told(vars(_fsdp_param_group)["foreach_reduce"], reducing)
+        reduce = called_inside(reducing, vars(_fsdp_param_group)["foreach_reduce"])
         stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", reduce))
         yield

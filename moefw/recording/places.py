@@ -1,4 +1,8 @@
-"""The place of a step at any time: its phase and the innermost region of a layer, also in backward."""
+"""The place of a step at any time: its phase and the innermost region of a layer, also in backward.
+
+Backward runs outside of all regions, but each of its nodes was created inside one. Autograd numbers nodes as they are
+created, so the number of the running node tells between which two borders of regions forward created it.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +44,20 @@ Seen = Callable[[Tensor, Place], None]
 class Places:
     """Follows a step through its phases and the regions whose functions :meth:`inside` and :meth:`around` wrap.
 
-    ``saved`` is called for each tensor that autograd saves in forward, ``given`` for each input of a region with a
-    memory policy.
+    ``saved`` is called for each tensor that autograd saves in forward, ``policy_input`` for each input of a region with
+    a memory policy.
     """
 
-    def __init__(self, *, saved: Seen, given: Seen) -> None:
-        self._saved, self._given = saved, given
+    def __init__(self, *, saved: Seen, policy_input: Seen) -> None:
+        self._saved = saved
+        self._policy_input = policy_input
         self._phase = _BUILD
         self._inside: list[Place] = []
-        self._numbers: list[int] = []
-        self._regions: list[Place] = []
+        """The regions that are entered now, the innermost last."""
+        self._border_numbers: list[int] = []
+        """At each border of a region, in order, the number that autograd gives to its next node."""
+        self._border_places: list[Place] = []
+        """The place behind each border."""
 
     @property
     def here(self) -> Place:
@@ -57,7 +65,7 @@ class Places:
         if self._inside:
             return evolve(self._inside[-1], phase=self._phase)
         if self._phase == "backward":
-            return evolve(self._of_node(), phase=self._phase)
+            return evolve(self._place_of_running_node(), phase=self._phase)
         return Place(self._phase)
 
     @property
@@ -73,14 +81,15 @@ class Places:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Enter a phase. In ``forward``, saved tensors are reported."""
-        before, self._phase = self._phase, name
+        phase_before = self._phase
+        self._phase = name
         try:
             with ExitStack() as stack:
                 if name == "forward":
                     stack.enter_context(self._hooks())
                 yield
         finally:
-            self._phase = before
+            self._phase = phase_before
 
     def inside(self, region: str, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function of a region, wrapped."""
@@ -90,67 +99,74 @@ class Places:
         """Return the function of a region under its memory policy, wrapped. Its inputs are reported."""
         place = Place(_BUILD, region, layer)
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def report_inputs_and_call(*args: Any, **kwargs: Any) -> Any:
             if self._phase == "forward":
                 for leaf in tree_leaves((args, kwargs)):
                     if isinstance(leaf, Tensor):
-                        self._given(leaf, evolve(place, phase=self._phase))
+                        self._policy_input(leaf, evolve(place, phase=self._phase))
             return treated(*args, **kwargs)
 
-        return self._marked(called, place)
+        return self._marked(report_inputs_and_call, place)
 
     def _marked(self, function: Callable[..., Any], place: Place) -> Callable[..., Any]:
+        """Return a function, wrapped so that it runs in a place."""
+
         def inside(*args: Any, **kwargs: Any) -> Any:
             self._inside.append(place)
-            self._moved()
+            self._add_border()
             try:
                 with ExitStack() as stack:
                     if self._phase == "forward":
+                        # Again in each region: a policy around it may have entered hooks of its own meanwhile.
                         stack.enter_context(self._hooks())
                     return function(*args, **kwargs)
             finally:
                 self._inside.pop()
-                self._moved()
+                self._add_border()
 
         return inside
 
     def _hooks(self) -> Any:
         """Return hooks that report a tensor and then call the hooks in force, because hooks do not stack."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is None:
-            return saved_tensors_hooks(_Tells(self, _as_it_is), _unpacked)
-        pack, unpack = outer
-        return ExitStack() if isinstance(pack, _Tells) else saved_tensors_hooks(_Tells(self, pack), unpack)
+        hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks_in_force is None:
+            return saved_tensors_hooks(_ReportingPack(self, _without_graph), _unpacked)
+        pack, unpack = hooks_in_force
+        if isinstance(pack, _ReportingPack):
+            return ExitStack()  # they report already
+        return saved_tensors_hooks(_ReportingPack(self, pack), unpack)
 
     def tell_saved(self, tensor: Tensor) -> None:
         """Report that autograd saves a tensor here."""
         self._saved(tensor, self.here)
 
-    def _moved(self) -> None:
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
-        self._regions.append(self._inside[-1] if self._inside else Place(_BUILD))
+    def _add_border(self) -> None:
+        self._border_numbers.append(torch._C._autograd._get_sequence_nr())
+        self._border_places.append(self._inside[-1] if self._inside else Place(_BUILD))
 
-    def _of_node(self) -> Place:
+    def _place_of_running_node(self) -> Place:
+        """Return the place where forward created the node that backward runs now."""
         node = torch._C._current_autograd_node()
-        if node is None or not self._numbers:
+        if node is None or not self._border_numbers:
             return Place(_BUILD)
-        before = bisect_right(self._numbers, node._sequence_nr()) - 1
-        return self._regions[before] if before >= 0 else Place(_BUILD)
+        last_border_before = bisect_right(self._border_numbers, node._sequence_nr()) - 1
+        return self._border_places[last_border_before] if last_border_before >= 0 else Place(_BUILD)
 
 
 @final
-class _Tells:
-    """Reports a saved tensor, and packs it with ``pack``."""
+class _ReportingPack:
+    """Hook that reports a saved tensor, and packs it with ``pack``."""
 
     def __init__(self, places: Places, pack: Callable[[Tensor], Any]) -> None:
-        self._places, self._pack = places, pack
+        self._places = places
+        self._pack = pack
 
     def __call__(self, tensor: Tensor) -> Any:
         self._places.tell_saved(tensor)
         return self._pack(tensor)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _without_graph(tensor: Tensor) -> Tensor:
     """Return the tensor without its graph: a result that referenced its own graph would never be freed."""
     return tensor.detach() if tensor.requires_grad else tensor
 

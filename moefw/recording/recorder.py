@@ -1,4 +1,9 @@
-"""Record of every storage of a step, from allocation to end."""
+"""Record of every storage of a step, from allocation to end.
+
+Storages count, not tensors: views share the memory of what they view. A storage begins when an operator returns it for
+the first time, and ends when Python's last reference to it goes, or when it is resized. Time is a number of such
+changes, so it is the same in every run.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +52,9 @@ class Life:
     """Whether it was computed from parameters alone: a copy in another dtype."""
     ended: int = FOREVER
     saved_in: Place | None = None
+    """Where autograd saved it first, in forward."""
     given_to: Place | None = None
+    """The first region with a memory policy that it is an input of, in forward."""
     kind: str | None = None
     """Label, such as ``parameters``; None: no label."""
 
@@ -66,18 +73,21 @@ class Recorder(Mode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places = Places(saved=self._saved, given=self._given)
+        self.places = Places(saved=self._note_saved, policy_input=self._note_policy_input)
         self.lives: list[Life] = []
         self.now = 0
         self.off_device: Counter[Place] = Counter()
         self.operators: set[str] = set()
-        self.peak_bytes = self.peak_moment = 0
+        self.peak_bytes = 0
+        self.peak_moment = 0
         self.peak_place = self.places.here
         self._in_use = 0
         self._lives: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
         """The life of each known storage; None: it has no bytes."""
         self._off_device: set[Storage] = set()
+        """Storages in host memory."""
         self._fake: Any = None
+        """The mode of fake tensors in which recording began; None: tensors have values."""
 
     def start(self) -> None:
         """Reset the peak."""
@@ -114,7 +124,7 @@ class Recorder(Mode):
     def __enter__(self) -> Recorder:
         """Start recording."""
         self._fake = active_fake_mode()
-        self._resizes = resizes_told(self._resized)
+        self._resizes = resizes_told(self._note_size)
         self._resizes.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -131,74 +141,87 @@ class Recorder(Mode):
         if holds_dtensor(types):
             return NotImplemented  # its local tensors come here
         kwargs = kwargs or {}
-        waits = func is WAIT and self._fake is not None
-        result = args[0] if waits else func(*args, **kwargs)
+        is_fake_wait = func is WAIT and self._fake is not None  # a fake one would return a new tensor
+        result = args[0] if is_fake_wait else func(*args, **kwargs)
         self.operators.add(str(func))
         if active_fake_mode() is self._fake:  # in another one, DTensor computes shapes
             for tensor in tensors_in(result):
-                self._see(tensor, func, (args, kwargs))
+                self._note_result(tensor, func, (args, kwargs))
         return result
 
-    def _see(self, tensor: Tensor, func: Any, arguments: Any) -> None:
+    def _note_result(self, tensor: Tensor, func: Any, arguments: Any) -> None:
+        """Begin the lives of a result's storages that are not known, and note new sizes of those that are."""
         storages = _storages(tensor)
         if is_host_memory() and not storages <= self._off_device:
-            made = storages - self._off_device
-            self._off_device |= made
-            self.off_device[self.places.here] += sum(storage.nbytes() for storage in made)
+            new_storages = storages - self._off_device
+            self._off_device |= new_storages
+            self.off_device[self.places.here] += sum(storage.nbytes() for storage in new_storages)
         if storages <= self._off_device or self._is_view_of_unknown(storages, func):
             return
         for storage in storages:
-            if storage not in self._lives:
-                self._lives[storage] = self._began(storage, tensor, func, arguments)
+            if storage in self._lives:
+                self._note_size(storage)
             else:
-                self._resized(storage)
+                self._lives[storage] = self._life_of_result(storage, tensor, func, arguments)
 
     def _is_view_of_unknown(self, storages: set[Storage], func: Any) -> bool:
         """Return whether a tensor is in memory that no operator returned: a backend allocated it, as gloo does."""
         is_view = getattr(func, "is_view", False) and func is not torch.ops.aten.lift_fresh.default
         return is_view and not any(storage in self._lives for storage in storages)
 
-    def _began(self, storage: Storage, tensor: Tensor, func: Any, arguments: Any) -> Life | None:
+    def _life_of_result(self, storage: Storage, tensor: Tensor, func: Any, arguments: Any) -> Life | None:
         name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         sources = [*self.of(tensors_in(arguments))]
         of_weights = bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
-        return self._life(storage, name, of_weights=of_weights)
+        return self._begin(storage, name, of_weights=of_weights)
 
-    def _resized(self, storage: Storage) -> None:
-        """Record that a known storage has another size now, if it has."""
+    def _note_size(self, storage: Storage) -> None:
+        """End the life of a known storage if it has another size now, and begin another one."""
         if storage not in self._lives:
             return
         life = self._lives[storage]
-        if storage.nbytes() == (0 if life is None else life.nbytes):
+        known_nbytes = 0 if life is None else life.nbytes
+        if storage.nbytes() == known_nbytes:
             return
         if life is not None:
-            self._ended(life)
-        self._lives[storage] = self._life(storage, "resize", of_weights=False)
+            self._end(life)
+        self._lives[storage] = self._begin(storage, "resize", of_weights=False)
 
-    def _life(self, storage: Storage, name: str, *, of_weights: bool) -> Life | None:
+    def _begin(self, storage: Storage, name: str, *, of_weights: bool) -> Life | None:
+        """Begin the life of a storage. Return None if it has no bytes."""
         nbytes = storage.nbytes()
         if not nbytes:
             return None
         self.now += 1
-        life = Life(nbytes, self.now, self.places.here, name, of_weights, kind=OPERANDS if is_made_for_step() else None)
+        life = Life(
+            nbytes=nbytes,
+            began=self.now,
+            made_in=self.places.here,
+            tensor=name,
+            of_weights=of_weights,
+            kind=OPERANDS if is_made_for_step() else None,
+        )
         self.lives.append(life)
-        weakref.finalize(storage, self._ended, life).atexit = False
+        weakref.finalize(storage, self._end, life).atexit = False
         self._in_use += nbytes
         if self._in_use > self.peak_bytes:
-            self.peak_bytes, self.peak_moment, self.peak_place = self._in_use, self.now, self.places.here
+            self.peak_bytes = self._in_use
+            self.peak_moment = self.now
+            self.peak_place = self.places.here
         return life
 
-    def _ended(self, life: Life) -> None:
+    def _end(self, life: Life) -> None:
+        """End a life, unless it has ended by a new size of its storage before that was freed."""
         if life.ended == FOREVER:
             self.now += 1
             life.ended = self.now
             self._in_use -= life.nbytes
 
-    def _saved(self, tensor: Tensor, place: Place) -> None:
+    def _note_saved(self, tensor: Tensor, place: Place) -> None:
         for life in self.of([tensor]):
             life.saved_in = life.saved_in or place
 
-    def _given(self, tensor: Tensor, place: Place) -> None:
+    def _note_policy_input(self, tensor: Tensor, place: Place) -> None:
         for life in self.of([tensor]):
             life.given_to = life.given_to or place
 

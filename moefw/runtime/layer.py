@@ -80,8 +80,13 @@ class MoELayer(nn.Module):
         movement: Callable[..., Callable[..., Any]] = lambda _, finish, __: finish,
     ) -> None:
         super().__init__()
-        self.number, self.router, self.experts, self.shared_expert = number, router, experts, shared_expert
-        self.dispatcher, self.first_expert, self.budgeted = dispatcher, first_expert, budgeted
+        self.number = number
+        self.router = router
+        self.experts = experts
+        self.shared_expert = shared_expert
+        self.dispatcher = dispatcher
+        self.first_expert = first_expert
+        self.budgeted = budgeted
         self._route = region("router", router.__call__)
         self._experts = region("experts", experts.__call__)
         self._shared = None if shared_expert is None else region("shared_experts", shared_expert.__call__)
@@ -115,12 +120,20 @@ class MoELayer(nn.Module):
         The shared expert reads its tokens through a graph node of its own. Its gradients are summed there before they
         are added to those of other phases, so a cut between phases changes no bit.
         """
-        x_TD, routing, batch = sent.x_TD, sent.routing, sent.batch
+        x_TD = sent.x_TD
+        routing = sent.routing
+        batch = sent.batch
         shared_TD = None if self._shared is None else self._shared(x_TD.view_as(x_TD), batch)
         rows, handle = self._arrive(sent.pending, x_TD, routing.weights_TK)
         if self.first_expert is not None and batch.keys_T is not None:
-            keys_T, weights_TK = batch.own(batch.keys_T), routing.weights_TK
-            rows = with_keys(rows, handle, keys_T, weights_TK, self.dispatcher, first_expert=self.first_expert)
+            rows = with_keys(
+                rows,
+                handle,
+                keys_T=batch.own(batch.keys_T),
+                weights_TK=routing.weights_TK,
+                dispatcher=self.dispatcher,
+                first_expert=self.first_expert,
+            )
         return Received(
             rows=rows,
             handle=handle,
@@ -132,15 +145,18 @@ class MoELayer(nn.Module):
 
     def compute(self, received: Received) -> Returning:
         """Run the routed experts, and start the combine."""
-        rows, routing = received.rows, received.routing
-        stats: Mapping[str, Tensor] = rows.stats
+        rows = received.rows
+        routing = received.routing
+        stats_of_rows: Mapping[str, Tensor] = rows.stats
         if self.budgeted and not received.dropless:
-            with computing_on(valid := StaticRows(rows)):
-                rows_RD, stats = self._experts(rows), valid.stats
+            static_rows = StaticRows(rows)
+            with computing_on(static_rows):
+                rows_RD = self._experts(rows)
+            stats_of_rows = static_rows.stats  # with what memory policies have reported
         else:
             rows_RD = self._experts(rows)
         layer_stats = LayerStats(
-            stats={**routing.stats, **stats} if stats else routing.stats,
+            stats={**routing.stats, **stats_of_rows} if stats_of_rows else routing.stats,
             aux_losses=routing.aux_losses,
             expert_ids_TK=routing.expert_ids_TK if routing.choices_TK is None else routing.choices_TK,
         )
@@ -155,6 +171,7 @@ class MoELayer(nn.Module):
     def _finish_dispatch(
         self, pending: Pending, x_TD: Tensor, weights_TK: Tensor
     ) -> tuple[ExpertBatch, DispatchHandle]:
+        """Finish a dispatch. A policy keeps the tokens and weights, from which it dispatches again."""
         return self.dispatcher.finish_dispatch(pending)
 
     def _dispatch_again(self, handle: DispatchHandle, x_TD: Tensor, weights_TK: Tensor) -> ExpertBatch:

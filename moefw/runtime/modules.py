@@ -34,7 +34,9 @@ class Linear(nn.Module, Named):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.precision, self.shard, self.rows = precision, shard, rows
+        self.precision = precision
+        self.shard = shard
+        self.rows = rows
         shape = (out_dim, in_dim) if shard is None else shard.shape((out_dim, in_dim))
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
@@ -45,7 +47,8 @@ class Linear(nn.Module, Named):
         out = linear(x, weight, self.precision, rows, shared=shared)
         if self.bias is None:
             return out
-        return out + (self.bias if self.rows is None else self.bias[self.rows]).to(out.dtype)
+        bias = self.bias if self.rows is None else self.bias[self.rows]
+        return out + bias.to(out.dtype)
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (out_dim, in_dim) and ``bias`` (out_dim), if there is one."""
@@ -65,7 +68,8 @@ class RowParallelLinear(nn.Module, Named):
         self, in_dim: int, out_dim: int, precision: Precision, tp: TensorParallel, *, bias: bool = False
     ) -> None:
         super().__init__()
-        self.precision, self.tp = precision, tp
+        self.precision = precision
+        self.tp = tp
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim // tp.size))
         self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
 

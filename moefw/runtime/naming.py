@@ -39,7 +39,8 @@ def by_parameter(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Canonica
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of routed experts, which are on the expert mesh."""
-    return {p for module in model.modules() if isinstance(module, ExpertGemm) for p in module.parameters()}
+    gemms = [module for module in model.modules() if isinstance(module, ExpertGemm)]
+    return {parameter for gemm in gemms for parameter in gemm.parameters()}
 
 
 def by_side(model: nn.Module) -> dict[Side, dict[str, Stateful]]:
@@ -78,13 +79,14 @@ def _saved(part: Stateful) -> Iterator[tuple[str, Tensor]]:
 def _by_expert(experts: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield views of the meters' saved state as ``{e}.gate_up.scale``, independent of how a GEMM stacks its experts."""
     numbers = dict.fromkeys(piece.name.split(".", 1)[0] for piece in experts.canonical())
-    found: dict[str, list[Tensor]] = {}
+    by_name: dict[str, list[Tensor]] = {}
     for meter in experts.modules():
         if isinstance(meter, Meter):
             for name, tensor in _saved(meter):
-                found.setdefault(f"{meter.gemm}.{name}", []).extend(tensor.unbind())
-    for name, tensors in found.items():
-        yield from ((f"{e}.{name}", tensor) for e, tensor in zip(numbers, tensors, strict=True))
+                by_name.setdefault(f"{meter.gemm}.{name}", []).extend(tensor.unbind())
+    for name, tensors in by_name.items():
+        for number, tensor in zip(numbers, tensors, strict=True):
+            yield f"{number}.{name}", tensor
 
 
 def joined(part: Tensor, shard: Shard, group: ProcessGroup | None) -> Tensor:
@@ -109,11 +111,16 @@ def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None
 
 
 def _draw(piece: Canonical, target: Tensor, seed: int, deviation: float | None) -> None:
+    """Fill ``target``, this rank's part of the named tensor."""
     if deviation is None:
         target.fill_(1.0)
         return
-    whole = draw(piece.name, piece.shard.whole(target.shape) if piece.shard else target.shape, deviation, seed=seed)
-    target.copy_(piece.shard.of(whole) if piece.shard else whole)
+    if piece.shard is None:
+        target.copy_(draw(piece.name, target.shape, deviation, seed=seed))
+        return
+    # All ranks draw the whole tensor, and each keeps its part.
+    whole = draw(piece.name, piece.shard.whole(target.shape), deviation, seed=seed)
+    target.copy_(piece.shard.of(whole))
 
 
 def draw(name: str, shape: Sequence[int], deviation: float, *, seed: int) -> Tensor:
@@ -122,7 +129,7 @@ def draw(name: str, shape: Sequence[int], deviation: float, *, seed: int) -> Ten
     Values beyond are drawn again. Equal in every PyTorch version, unlike ``trunc_normal_``.
     """
     key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)  # 63 bits: seeds are int64
     drawn = torch.empty(shape).normal_(0.0, deviation, generator=generator)
     while (beyond := drawn.abs() > 3 * deviation).any():
         drawn = torch.where(beyond, torch.empty(shape).normal_(0.0, deviation, generator=generator), drawn)

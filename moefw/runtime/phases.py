@@ -40,13 +40,15 @@ class PhaseCall:
     def run(self, phase: Phase, inputs: Any) -> Any:
         """Return ``phase(inputs)``. Its graph ends at the inputs."""
         leaves, structure = tree_flatten(inputs)
-        places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if places:
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if indices:
+            # The detached inputs need no gradient: the anchor makes the cut a node of the graph all the same.
             anchor = torch.empty(0, requires_grad=True)
-            self._grads = [None] * len(places)
-            cut = _Cut.apply(self._grads, anchor, *(leaves[at].detach() for at in places))  # type: ignore[no-untyped-call]
-            for at, tensor in zip(places, cut, strict=True):
-                leaves[at] = tensor
+            detached = [leaves[index].detach() for index in indices]
+            self._grads = [None] * len(indices)
+            cut = _Cut.apply(self._grads, anchor, *detached)  # type: ignore[no-untyped-call]
+            for index, tensor in zip(indices, cut, strict=True):
+                leaves[index] = tensor
         outputs = phase(tree_unflatten(leaves, structure))
         self._edges = [
             get_gradient_edge(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -66,15 +68,18 @@ class PhaseCall:
 
 
 class _Cut(torch.autograd.Function):
-    """End of a graph. Unlike a leaf, it does not hold the values of its tensors."""
+    """End of a graph. Unlike a leaf, it does not hold the values of its tensors.
+
+    ``grads``: a list of one place for each of the tensors, into which backward writes their gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, found: list[Tensor | None], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.found = found
+    def forward(ctx: Any, grads: list[Tensor | None], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.grads = grads
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        ctx.found[:] = grads
+        ctx.grads[:] = grads
         return (None, None, *(None for _ in grads))

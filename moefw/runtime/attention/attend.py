@@ -41,15 +41,22 @@ def attend(
     """
     check(q_BHSd, k_BGSd, v_BGSe, mask, sinks_H)
     scale = 1.0 / sqrt(q_BHSd.shape[-1]) if scale is None else scale
+    # Documents one by one need no mask. With a past, queries are fewer than keys, and lengths do not cut them.
     by_document = mask.lengths is not None and q_BHSd.shape[2] == k_BGSd.shape[2]
-    lengths, documents_BS = (mask.lengths, None) if by_document else (None, mask.documents_BS)
-    given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, documents_BS, lengths, mask.window, scale)
-    out_BHSe, lse_BHS = _Attend.apply(*given)  # type: ignore[no-untyped-call]
+    lengths = mask.lengths if by_document else None
+    documents_BS = None if by_document else mask.documents_BS
+    # Autograd sees only tensors that are arguments themselves, so the fields of the mask are passed one by one.
+    out_BHSe, lse_BHS = _Attend.apply(  # type: ignore[no-untyped-call]
+        q_BHSd, k_BGSd, v_BGSe, sinks_H, documents_BS, lengths, mask.window, scale
+    )
     return out_BHSe, lse_BHS
 
 
 def behind(past: Sequence[Tensor] | None, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return what is ``made`` of tokens, ``(..., positions, width)``, behind that of the ``past``, if there is one."""
+    """Return tensors ``made`` of tokens, such as keys and values, each behind that of the ``past``, if there is one.
+
+    All have shape ``(..., positions, width)``.
+    """
     if past is None:
         return tuple(made)
     return tuple(torch.cat(pair, -2) for pair in zip(past, made, strict=True))
@@ -57,17 +64,18 @@ def behind(past: Sequence[Tensor] | None, made: Sequence[Tensor]) -> tuple[Tenso
 
 def check(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, mask: Mask, sinks_H: Tensor | None) -> None:
     """Raise ContractError if the arguments of :func:`attend` do not fit each other."""
-    (batch, heads, queries, width), (groups, keys) = q_BHSd.shape, k_BGSd.shape[1:3]
-    sizes: tuple[tuple[str, Tensor | None, tuple[int, ...]], ...] = (
+    batch, heads, queries, width = q_BHSd.shape
+    groups, keys = k_BGSd.shape[1:3]
+    expected_shapes: tuple[tuple[str, Tensor | None, tuple[int, ...]], ...] = (
         ("k", k_BGSd, (batch, groups, keys, width)),
         ("v", v_BGSe, (batch, groups, keys, v_BGSe.shape[-1])),
         ("sinks", sinks_H, (heads,)),
         ("documents", mask.documents_BS, (batch, keys)),
     )
     wrong = [
-        f"{name} is {tuple(found.shape)} and not {wanted}"
-        for name, found, wanted in sizes
-        if found is not None and found.shape != wanted
+        f"{name} is {tuple(tensor.shape)} and not {expected}"
+        for name, tensor, expected in expected_shapes
+        if tensor is not None and tensor.shape != expected
     ]
     if groups < 1 or heads % groups:
         wrong.append(f"{heads} heads of queries do not share {groups} heads of keys evenly")
@@ -96,16 +104,19 @@ class _Attend(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        made = []
-        for q_S, k_S, v_S in _apart(lengths, q, k, v):
-            made.append(kernels.forward(q_S, k_S, v_S, _scores(q_S, k_S, documents_BS, window, scale)))
-        out, lse_BHS = (_joined(parts) for parts in zip(*made, strict=True))
+        results = []
+        for q_S, k_S, v_S in _by_document(lengths, q, k, v):
+            scores = _scores(q_S, k_S, documents_BS, window, scale)
+            results.append(kernels.forward(q_S, k_S, v_S, scores))
+        out, lse_BHS = (_joined(parts) for parts in zip(*results, strict=True))
         if sinks_H is not None:
             out, lse_BHS = with_sinks(out, lse_BHS, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
         ctx.mark_non_differentiable(lse_BHS)
         ctx.set_materialize_grads(False)
-        ctx.lengths, ctx.window, ctx.scale = lengths, window, scale
+        ctx.lengths = lengths
+        ctx.window = window
+        ctx.scale = scale
         return out, lse_BHS
 
     @staticmethod
@@ -114,20 +125,20 @@ class _Attend(torch.autograd.Function):
         if grad is None:
             return (None,) * 8
         q, k, v, out, lse_BHS, sinks_H, documents_BS = ctx.saved_tensors
-        made, grad_sinks = [], None
-        for grad_S, q_S, k_S, v_S, out_S, lse_S in _apart(ctx.lengths, grad, q, k, v, out, lse_BHS):
-            scores, lse_S = _scores(q_S, k_S, documents_BS, ctx.window, ctx.scale), lse_S.contiguous()
-            made.append(kernels.backward(grad_S, q_S, k_S, v_S, out_S, lse_S, scores))
-        if ctx.needs_input_grad[3]:
-            grad_sinks = sink_gradient(grad, out, lse_BHS, sinks_H)
-        return *(_joined(parts) for parts in zip(*made, strict=True)), grad_sinks, None, None, None, None
+        grads = []
+        for grad_S, q_S, k_S, v_S, out_S, lse_S in _by_document(ctx.lengths, grad, q, k, v, out, lse_BHS):
+            scores = _scores(q_S, k_S, documents_BS, ctx.window, ctx.scale)
+            grads.append(kernels.backward(grad_S, q_S, k_S, v_S, out_S, lse_S.contiguous(), scores))
+        grad_q, grad_k, grad_v = (_joined(parts) for parts in zip(*grads, strict=True))
+        grad_sinks = sink_gradient(grad, out, lse_BHS, sinks_H) if ctx.needs_input_grad[3] else None
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None
 
 
-def _apart(lengths: Sequence[int] | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _by_document(lengths: Sequence[int] | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield each tensor's part for each of the documents, which stand one behind another along positions."""
     if lengths is None:
         return iter([tensors])
-    return zip(*(one.split(lengths, 2) for one in tensors), strict=True)
+    return zip(*(tensor.split(lengths, 2) for tensor in tensors), strict=True)
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
@@ -135,7 +146,9 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, documents_BS: Tensor | None, window: int | None, scale: float) -> kernels.Scores:
-    mask, queries, keys = Mask(window=window, documents_BS=documents_BS), q.shape[2], k.shape[2]
+    mask = Mask(window=window, documents_BS=documents_BS)
+    queries = q.shape[2]
+    keys = k.shape[2]
     if mask.is_plain(queries, keys):
         return kernels.Scores(scale, causal=True)
     return kernels.Scores(scale, causal=False, visible_BHSS=mask.visible(queries, keys, q.device))

@@ -31,7 +31,7 @@ def attend(
     """
     check(q_BHSd, k_BGSd, v_BGSe, mask, sinks_H)
     run = _compiled() if takes_kernels(q_BHSd) else flex_attention
-    out_BHSe, made = run(
+    out_BHSe, aux = run(
         q_BHSd,
         k_BGSd,
         v_BGSe,
@@ -40,20 +40,28 @@ def attend(
         enable_gqa=q_BHSd.shape[1] != k_BGSd.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    lse_BHS: Tensor = made.lse
+    lse_BHS: Tensor = aux.lse
     if sinks_H is not None:
-        whole_BHS = torch.logaddexp(lse_BHS, sinks_H.to(lse_BHS.dtype).unsqueeze(-1))
-        out_BHSe = (out_BHSe * (lse_BHS - whole_BHS).exp().unsqueeze(-1)).to(out_BHSe.dtype)
-        lse_BHS = whole_BHS
+        # As in ``with_sinks``, but differentiable: here autograd, not a Function, has the gradient of the sinks.
+        lse_with_sinks_BHS = torch.logaddexp(lse_BHS, sinks_H.to(lse_BHS.dtype).unsqueeze(-1))
+        out_BHSe = (out_BHSe * (lse_BHS - lse_with_sinks_BHS).exp().unsqueeze(-1)).to(out_BHSe.dtype)
+        lse_BHS = lse_with_sinks_BHS
     return out_BHSe, lse_BHS.detach()
 
 
 def block_mask(mask: Mask, q_BHSd: Tensor, k_BGSd: Tensor) -> BlockMask:
     """Return the blocks of scores that have visible keys, for all heads."""
-    queries, keys = q_BHSd.shape[2], k_BGSd.shape[2]
-    batch = None if mask.documents_BS is None else len(q_BHSd)
-    sees, device = mask_function(mask, queries, keys), q_BHSd.device
-    return create_block_mask(sees, batch, None, queries, keys, device, _compile=takes_kernels(q_BHSd))
+    queries = q_BHSd.shape[2]
+    keys = k_BGSd.shape[2]
+    return create_block_mask(
+        mask_function(mask, queries, keys),
+        B=None if mask.documents_BS is None else len(q_BHSd),
+        H=None,
+        Q_LEN=queries,
+        KV_LEN=keys,
+        device=q_BHSd.device,
+        _compile=takes_kernels(q_BHSd),
+    )
 
 
 def mask_function(mask: Mask, queries: int, keys: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -78,12 +78,13 @@ def backward(
     kernel = _KERNELS[q_BHSd.device.type]
     grad, q, k, v, out = _widened(kernel, grad_BHSe, q_BHSd, k_BGSd, v_BGSe, out_BHSe)
     grad_q, grad_k, grad_v = kernel.backward(grad, q, k, v, out, lse_BHS, scores)
-    widths = q_BHSd.shape[-1], v_BGSe.shape[-1]
-    return _narrowed(grad_q, widths[0]), _narrowed(grad_k, widths[0]), _narrowed(grad_v, widths[1])
+    key_width = q_BHSd.shape[-1]
+    value_width = v_BGSe.shape[-1]
+    return _narrowed(grad_q, key_width), _narrowed(grad_k, key_width), _narrowed(grad_v, value_width)
 
 
 def _widened(kernel: _Kernel, *tensors: Tensor) -> list[Tensor]:
-    """Return heads padded with zeros to the widest, with adjacent elements."""
+    """Return heads padded with zeros to the widest, with adjacent elements. Zeros change no score and no value."""
     widest = max(x.shape[-1] for x in tensors)
     width = widest + -widest % kernel.alignment
     padded = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors)
@@ -91,65 +92,119 @@ def _widened(kernel: _Kernel, *tensors: Tensor) -> list[Tensor]:
 
 
 def _narrowed(x: Tensor, width: int) -> Tensor:
-    """Return the first ``width`` elements of heads, in storage of their own."""
+    """Return the first ``width`` elements of heads, in storage of their own: a view would keep the wider one."""
     return x if x.shape[-1] == width else x.narrow(-1, 0, width).clone()
 
 
 def _bias(q: Tensor, visible_BHSS: Tensor | None, alignment: int) -> Tensor | None:
-    """Return what a mask adds to scores, with rows a multiple of ``alignment`` elements apart."""
+    """Return what a mask adds to scores, 0 or -inf, with rows a multiple of ``alignment`` elements apart."""
     if visible_BHSS is None:
         return None
     keys = visible_BHSS.shape[-1]
-    bias = q.new_full((*visible_BHSS.shape[:-1], keys + -keys % alignment), -inf).narrow(-1, 0, keys)
+    padded_keys = keys + -keys % alignment
+    bias = q.new_full((*visible_BHSS.shape[:-1], padded_keys), -inf).narrow(-1, 0, keys)
     return bias.masked_fill_(visible_BHSS, 0.0)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    bias = _bias(q, scores.visible_BHSS, 1)
-    run = aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = run(q, k, v, 0.0, scores.causal, attn_mask=bias, scale=scores.scale)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        is_causal=scores.causal,
+        attn_mask=_bias(q, scores.visible_BHSS, 1),
+        scale=scores.scale,
+    )
     return out, lse
 
 
 def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
-    bias = _bias(q, scores.visible_BHSS, 1)
-    run = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grad_q, grad_k, grad_v = run(grad, q, k, v, out, lse, 0.0, scores.causal, attn_mask=bias, scale=scores.scale)
+    grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dropout_p=0.0,
+        is_causal=scores.causal,
+        attn_mask=_bias(q, scores.visible_BHSS, 1),
+        scale=scores.scale,
+    )
     return grad_q, grad_k, grad_v
 
 
 def _takes_flash(q: Tensor, scores: Scores) -> bool:
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return half and scores.visible_BHSS is None and q.shape[-1] <= FLASH_WIDTH
+    """Return whether the flash kernels for CUDA compute these scores: 16 bits, and no mask but the causal one."""
+    is_16_bit = q.dtype in (torch.float16, torch.bfloat16)
+    return is_16_bit and scores.visible_BHSS is None and q.shape[-1] <= FLASH_WIDTH
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     if _takes_flash(q, scores):
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, scores.causal, scale=scores.scale)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            q,
+            k,
+            v,
+            0.0,  # dropout_p
+            scores.causal,
+            scale=scores.scale,
+        )
         return out, lse
-    bias, (k, v) = _cuda_bias(q, scores), _spread(q, k, v)
-    run = aten._scaled_dot_product_efficient_attention
-    out, lse, *_ = run(q, k, v, bias, True, 0.0, scores.causal, scale=scores.scale)
+    spread_k, spread_v = _spread(q, k, v)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q,
+        spread_k,
+        spread_v,
+        _cuda_bias(q, scores),
+        True,  # compute_log_sumexp
+        0.0,  # dropout_p
+        scores.causal,
+        scale=scores.scale,
+    )
     return out, lse.narrow(-1, 0, q.shape[2])
 
 
 def _cuda_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> Gradients:
-    """Without dropout, no kernel reads the states of its random numbers."""
+    # Without dropout, no kernel reads the state of its random numbers: an empty tensor of the right dtype does.
     if _takes_flash(q, scores):
-        states = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
-        about = (None, None, q.shape[2], k.shape[2], 0.0, scores.causal, *states)
-        flash = aten._scaled_dot_product_flash_attention_backward
-        grad_q, grad_k, grad_v = flash(grad, q, k, v, out, lse.contiguous(), *about, scale=scores.scale)
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,  # cum_seq_q: sequences have one length
+            None,  # cum_seq_k
+            q.shape[2],  # max_q
+            k.shape[2],  # max_k
+            0.0,  # dropout_p
+            scores.causal,
+            q.new_empty(2, dtype=torch.uint64),  # philox_seed
+            q.new_empty((), dtype=torch.uint64),  # philox_offset
+            scale=scores.scale,
+        )
         return grad_q, grad_k, grad_v
-    states = q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
-    bias, (spread_k, spread_v) = _cuda_bias(q, scores), _spread(q, k, v)
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the only layout whose rows the kernel finds
-    lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=inf)
-    made = (bias, out, lse, *states, 0.0, [True, True, True, False], scores.causal)
-    efficient = aten._scaled_dot_product_efficient_attention_backward
-    grad_q, grad_k, grad_v, _ = efficient(grad, q, spread_k, spread_v, *made, scale=scores.scale)
+    spread_k, spread_v = _spread(q, k, v)
+    grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        q,
+        spread_k,
+        spread_v,
+        _cuda_bias(q, scores),
+        out.transpose(1, 2).contiguous().transpose(1, 2),  # the only layout whose rows the kernel finds
+        F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=inf),
+        q.new_empty((), dtype=torch.int64),  # philox_seed
+        q.new_empty((), dtype=torch.int64),  # philox_offset
+        0.0,  # dropout_p
+        [True, True, True, False],  # gradients of q, k and v, and none of the bias
+        scores.causal,
+        scale=scores.scale,
+    )
     return grad_q, _gathered(grad_k, k), _gathered(grad_v, v)
 
 
@@ -161,12 +216,20 @@ def _cuda_bias(q: Tensor, scores: Scores) -> Tensor | None:
 def _spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values with a head for each of the queries."""
     times = q.shape[1] // k.shape[1]
-    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+    if times == 1:
+        return k, v
+    return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
 
 
 def _gathered(grad: Tensor, of: Tensor) -> Tensor:
     """Return the gradient of ``of`` from that of its heads spread."""
-    return grad if grad.shape == of.shape else grad.unflatten(1, (of.shape[1], -1)).sum(2)
+    if grad.shape == of.shape:
+        return grad
+    summed: Tensor = grad.unflatten(1, (of.shape[1], -1)).sum(2)
+    return summed
 
 
-_KERNELS = {"cpu": _Kernel(_cpu_forward, _cpu_backward, 1), "cuda": _Kernel(_cuda_forward, _cuda_backward, ALIGNMENT)}
+_KERNELS = {
+    "cpu": _Kernel(forward=_cpu_forward, backward=_cpu_backward, alignment=1),
+    "cuda": _Kernel(forward=_cuda_forward, backward=_cuda_backward, alignment=ALIGNMENT),
+}

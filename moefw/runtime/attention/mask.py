@@ -27,18 +27,18 @@ class Mask:
     @classmethod
     def of(cls, batch: Batch, window: int | None = None) -> Self:
         """Return the mask of the sequences of a batch."""
-        alone = batch.lengths is not None and len(batch.lengths) == 1
-        documents_BS, lengths = (None, None) if alone else (batch.documents_BS, batch.lengths)
-        return cls(window=window, documents_BS=documents_BS, lengths=lengths, cp=batch.cp)
+        if batch.lengths is not None and len(batch.lengths) == 1:
+            return cls(window=window, cp=batch.cp)  # one document: nothing to tell apart
+        return cls(window=window, documents_BS=batch.documents_BS, lengths=batch.lengths, cp=batch.cp)
 
     def is_plain(self, queries: int, keys: int) -> bool:
         """Return whether a kernel's causal mask over as many queries as keys is this mask."""
-        wide = self.window is None or self.window >= keys
-        return wide and self.documents_BS is None and queries == keys
+        sees_all_before = self.window is None or self.window >= keys
+        return sees_all_before and self.documents_BS is None and queries == keys
 
     def visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """Return a bool tensor (1, 1, queries, keys), or (B, 1, queries, keys) with documents; True where visible."""
-        first = keys - queries
+        first = keys - queries  # the position of the first query
         key_S = torch.arange(keys, device=device)
         distance = key_S.narrow(0, first, queries).unsqueeze(1) - key_S
         visible = distance >= 0
@@ -47,5 +47,6 @@ class Mask:
         visible = visible.expand(1, 1, queries, keys)
         if self.documents_BS is None:
             return visible
-        of_keys = self.documents_BS.unsqueeze(1).unsqueeze(1)
-        return visible & (of_keys.mT.narrow(2, first, queries) == of_keys)
+        of_keys = self.documents_BS.unsqueeze(1).unsqueeze(1)  # (B, 1, 1, keys)
+        of_queries = of_keys.mT.narrow(2, first, queries)  # (B, 1, queries, 1)
+        return visible & (of_queries == of_keys)

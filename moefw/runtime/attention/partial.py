@@ -28,7 +28,7 @@ from moefw.runtime.parallel.sequence_cut import SequenceCut
 
 
 class PartialAttention(ContextAttention):
-    """Attention to the keys and values of one rank of cp after the other. How they come, and gradients back, is left.
+    """Attention to the keys and values of one rank of cp after the other. A subclass moves them, and gradients back.
 
     Saves its inputs, output and log-sum-exp.
     """
@@ -49,20 +49,24 @@ class PartialAttention(ContextAttention):
     ) -> Tensor:
         """Return ``out_BHSe`` of this rank's queries, by the kernels of PyTorch."""
         scale = 1.0 / sqrt(q_BHSd.shape[-1]) if scale is None else scale
-        given = (q_BHSd, k_BGSd, v_BGSe, sinks_H, mask.documents_BS, mask, scale, self)
-        out_BHSe: Tensor = _Partial.apply(*given)  # type: ignore[no-untyped-call]
+        # Autograd sees only tensors that are arguments themselves, so the mask's tensor is one more.
+        out_BHSe: Tensor = _Partial.apply(  # type: ignore[no-untyped-call]
+            q_BHSd, k_BGSd, v_BGSe, sinks_H, mask.documents_BS, mask, scale, self
+        )
         return out_BHSe
 
     @abstractmethod
     def visit(self, kv: Tensor, see: Callable[[int, Tensor], None]) -> None:
-        """Call ``see(rank, kv)`` with those of every rank of cp, this one first. Collective."""
+        """Call ``see(rank, kv)`` with the keys and values of every rank of cp, this one first. Collective."""
 
     @abstractmethod
     def visit_back(self, kv: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call ``gradient(rank, kv)`` likewise. Return the sum over all ranks of the gradients of this rank's."""
+        """Call ``gradient(rank, kv)`` likewise. Return the gradients of this rank's ``kv``, summed over all ranks."""
 
 
 class _Partial(torch.autograd.Function):
+    """Moves keys and values once more in backward, so that those of other ranks are not saved."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -77,11 +81,14 @@ class _Partial(torch.autograd.Function):
     ) -> Tensor:
         merged = _Merged(q, v.shape[-1], Visible(ranks.cut, mask, q, scale))
         ranks.visit(torch.cat([k, v], -1), merged.add)
-        out, lse_BHS = merged.out.to(q.dtype), merged.lse_BHS
+        out = merged.out.to(q.dtype)
+        lse_BHS = merged.lse_BHS
         if sinks_H is not None:
             out, lse_BHS = with_sinks(out, lse_BHS, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
-        ctx.mask, ctx.scale, ctx.ranks = replace(mask, documents_BS=None), scale, ranks
+        ctx.mask = replace(mask, documents_BS=None)  # saved above
+        ctx.scale = scale
+        ctx.ranks = ranks
         return out
 
     @staticmethod
@@ -89,7 +96,7 @@ class _Partial(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse_BHS, sinks_H, documents_BS = ctx.saved_tensors
         visible = Visible(ctx.ranks.cut, replace(ctx.mask, documents_BS=documents_BS), q, ctx.scale)
-        gradients = _Gradients(grad, q, out, lse_BHS, visible, k.shape[-1])
+        gradients = _Gradients(grad=grad, q=q, out=out, lse_BHS=lse_BHS, visible=visible, key_width=k.shape[-1])
         grad_kv = ctx.ranks.visit_back(torch.cat([k, v], -1), gradients.of)
         grad_k, grad_v = grad_kv.to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
         grad_sinks = sink_gradient(grad, out, lse_BHS, sinks_H) if ctx.needs_input_grad[3] else None
@@ -100,40 +107,58 @@ class _Merged:
     """Output and log-sum-exp of the keys so far, at least fp32."""
 
     def __init__(self, q: Tensor, value_width: int, visible: Visible) -> None:
-        self.q, self.visible, wide = q, visible, torch.promote_types(q.dtype, torch.float32)
-        self.out = q.new_zeros((*q.shape[:-1], value_width), dtype=wide)
-        self.lse_BHS = q.new_full(q.shape[:-1], -inf, dtype=wide)
+        self.q = q
+        self.visible = visible
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        self.out = q.new_zeros((*q.shape[:-1], value_width), dtype=dtype)
+        self.lse_BHS = q.new_full(q.shape[:-1], -inf, dtype=dtype)
 
     def add(self, source: int, kv: Tensor) -> None:
+        """Add the keys and values of a rank: outputs are averaged with weights ``exp(lse)``."""
         k, v = kv.split([self.q.shape[-1], self.out.shape[-1]], -1)
         for queries, keys, scores, blind_BHS in self.visible.blocks(source):
-            out, lse_BHS = kernels.forward(self.q[:, :, queries], k[:, :, keys], v[:, :, keys], scores)
+            block_out, block_lse_BHS = kernels.forward(self.q[:, :, queries], k[:, :, keys], v[:, :, keys], scores)
             if blind_BHS is not None:
-                lse_BHS = lse_BHS.masked_fill(blind_BHS, -inf)
-            before_BHS = self.lse_BHS[:, :, queries]
-            lse_BHS, mine_BHS = torch.logaddexp(before_BHS, lse_BHS), lse_BHS
-            merged = self.out[:, :, queries]
-            merged.mul_((before_BHS - lse_BHS).exp_().unsqueeze(-1))
-            merged.add_(out * (mine_BHS - lse_BHS).exp_().unsqueeze(-1))
-            before_BHS.copy_(lse_BHS)
+                block_lse_BHS = block_lse_BHS.masked_fill(blind_BHS, -inf)
+            # Both are views, written in place. This rank's own block comes first and holds each query's own key, so no
+            # log-sum-exp is -inf here, whose difference to itself would be no number.
+            lse_so_far_BHS = self.lse_BHS[:, :, queries]
+            out_so_far = self.out[:, :, queries]
+            lse_BHS = torch.logaddexp(lse_so_far_BHS, block_lse_BHS)
+            out_so_far.mul_((lse_so_far_BHS - lse_BHS).exp_().unsqueeze(-1))
+            out_so_far.add_(block_out * (block_lse_BHS - lse_BHS).exp_().unsqueeze(-1))
+            lse_so_far_BHS.copy_(lse_BHS)
 
 
 class _Gradients:
     """Gradient of the queries so far, at least fp32, and that of the keys of each rank."""
 
     def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse_BHS: Tensor, visible: Visible, key_width: int) -> None:
-        self.grad, self.q, self.out, self.lse_BHS, self.visible = grad, q, out, lse_BHS, visible
-        self.key_width, self.grad_q = key_width, torch.zeros_like(q, dtype=lse_BHS.dtype)
+        self.grad = grad
+        self.q = q
+        self.out = out
+        self.lse_BHS = lse_BHS
+        self.visible = visible
+        self.key_width = key_width
+        self.grad_q = torch.zeros_like(q, dtype=lse_BHS.dtype)
 
     def of(self, source: int, kv: Tensor) -> Tensor:
+        """Return the gradient of a rank's ``kv``, and add its part to the gradient of the queries."""
         k, v = kv.split([self.key_width, kv.shape[-1] - self.key_width], -1)
         grad_kv = torch.zeros_like(kv, dtype=self.lse_BHS.dtype)
         for queries, keys, scores, blind_BHS in self.visible.blocks(source):
             lse_BHS = self.lse_BHS[:, :, queries]
             if blind_BHS is not None:
-                lse_BHS = lse_BHS.masked_fill(blind_BHS, inf)
-            grad, q, out = (x[:, :, queries] for x in (self.grad, self.q, self.out))
-            grads = kernels.backward(grad, q, k[:, :, keys], v[:, :, keys], out, lse_BHS.contiguous(), scores)
-            self.grad_q[:, :, queries] += grads[0]
-            grad_kv[:, :, keys] += torch.cat(grads[1:], -1)
+                lse_BHS = lse_BHS.masked_fill(blind_BHS, inf)  # probabilities exp(score - inf) are 0
+            grad_q, grad_k, grad_v = kernels.backward(
+                grad_BHSe=self.grad[:, :, queries],
+                q_BHSd=self.q[:, :, queries],
+                k_BGSd=k[:, :, keys],
+                v_BGSe=v[:, :, keys],
+                out_BHSe=self.out[:, :, queries],
+                lse_BHS=lse_BHS.contiguous(),
+                scores=scores,
+            )
+            self.grad_q[:, :, queries] += grad_q
+            grad_kv[:, :, keys] += torch.cat([grad_k, grad_v], -1)
         return grad_kv

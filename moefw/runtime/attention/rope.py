@@ -29,21 +29,27 @@ def rotate(x_BSHd: Tensor, table: Table, rope: Rope) -> Tensor:
 
 def frequencies(rope: Rope, width: int, device: torch.device) -> Tensor:
     """Return the angle by which each pair turns from one position to the next, fp32 ``(width/2)``."""
-    pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-    plain: Tensor = 1.0 / rope.theta ** (pairs / width)
+    first_of_pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+    plain: Tensor = 1.0 / rope.theta ** (first_of_pairs / width)
     if rope.kind == "linear":
         plain /= rope.option("factor")
-    if rope.kind == "llama3":
+    elif rope.kind == "llama3":
         return _llama3(rope, plain)
-    return _yarn(rope, plain) if rope.kind == "yarn" else plain
+    elif rope.kind == "yarn":
+        return _yarn(rope, plain)
+    return plain
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and blend between."""
-    factor, low, high = (rope.option(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    """Divide low frequencies by the factor, keep high ones, and blend between.
+
+    ``low_freq_factor`` and ``high_freq_factor`` are turns of a pair over the trained length.
+    """
+    low = rope.option("low_freq_factor")
+    high = rope.option("high_freq_factor")
     turns = rope.option("trained_positions") * plain / (2 * math.pi)
-    kept: Tensor = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    blended: Tensor = (1 - kept) * plain / factor + kept * plain
+    kept_share: Tensor = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    blended: Tensor = (1 - kept_share) * plain / rope.option("factor") + kept_share * plain
     return blended
 
 
@@ -52,17 +58,22 @@ def _yarn(rope: Rope, plain: Tensor) -> Tensor:
 
     Between, they are blended along the pair's number (arXiv 2309.00071 section 3.2).
     """
-    pairs = len(plain)
+    num_pairs = len(plain)
 
     def pair_that_turns(times: float) -> float:
+        """Return the number of the pair, as a fraction, that turns so often in the trained length."""
         length = rope.option("trained_positions") / (2 * math.pi * times)
-        return pairs * math.log(length) / math.log(rope.theta)
+        return num_pairs * math.log(length) / math.log(rope.theta)
 
-    first, last = pair_that_turns(rope.option("beta_fast")), pair_that_turns(rope.option("beta_slow"))
+    first = pair_that_turns(rope.option("beta_fast"))
+    last = pair_that_turns(rope.option("beta_slow"))
     if rope.option("truncate"):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)
-    span = last - first if last != first else 0.001
-    divided = ((torch.arange(pairs, device=plain.device, dtype=torch.float32) - first) / span).clamp(0.0, 1.0)
-    blended: Tensor = divided * plain / rope.option("factor") + (1 - divided) * plain
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, 2 * num_pairs - 1)
+    span = 0.001 if last == first else last - first
+    pairs = torch.arange(num_pairs, device=plain.device, dtype=torch.float32)
+    divided_share = ((pairs - first) / span).clamp(0.0, 1.0)
+    blended: Tensor = divided_share * plain / rope.option("factor") + (1 - divided_share) * plain
     return blended

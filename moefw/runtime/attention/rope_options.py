@@ -66,15 +66,21 @@ class Rope:
         """The factor of cosines and sines: 1, or yarn's ``0.1 ln(factor) + 1`` (arXiv 2309.00071 eq. 22)."""
         if self.kind != "yarn":
             return 1.0
-        whole, numerator, denominator = (self.option(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-        if whole:
-            return float(whole)
-        return self._mscale(numerator) / self._mscale(denominator) if numerator and denominator else self._mscale(1.0)
+        attention_factor = self.option("attention_factor")
+        if attention_factor:
+            return float(attention_factor)
+        mscale = self.option("mscale")
+        mscale_all_dim = self.option("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            return self._mscale(mscale) / self._mscale(mscale_all_dim)
+        return self._mscale(1.0)
 
     @property
     def score_factor(self) -> float:
         """The factor of attention scores: 1, or the square of yarn's for ``mscale_all_dim`` (DeepSeek-V3)."""
-        return self._mscale(self.option("mscale_all_dim")) ** 2 if self.kind == "yarn" else 1.0
+        if self.kind != "yarn":
+            return 1.0
+        return self._mscale(self.option("mscale_all_dim")) ** 2
 
     def _mscale(self, scale: float) -> float:
         return 0.1 * scale * math.log(self.option("factor")) + 1.0
@@ -83,15 +89,16 @@ class Rope:
 def check_rope(rope: Rope, width: int, width_name: str) -> Iterator[Problem]:
     """Yield the problems of options for heads of which ``width`` values turn."""
     if width % 2:
-        what = f"{width_name} {width} is odd, and RoPE turns pairs of values."
-        yield Problem(what, "Use an even size.", width_name)
+        problem = f"{width_name} {width} is odd, and RoPE turns pairs of values."
+        yield Problem(problem, "Use an even size.", width_name)
+    own_options = OWN[rope.kind]
     for name in OPTIONS:
-        given, own = getattr(rope, name) is not None, OWN[rope.kind]
-        if given and name not in own:
-            names = f"which has {', '.join(own)}" if own else "which has none"
+        is_set = getattr(rope, name) is not None
+        if is_set and name not in own_options:
+            names = f"which has {', '.join(own_options)}" if own_options else "which has none"
             yield Problem(f"{name} is no option of rope kind {rope.kind}, {names}.", "Leave it out.", f"rope.{name}")
-        elif not given and name in own and own[name] is None:
+        elif not is_set and name in own_options and own_options[name] is None:
             yield Problem(f"rope kind {rope.kind} needs {name}.", f"Set rope.{name}.", "rope")
     if rope.kind == "llama3" and rope.option("low_freq_factor") >= rope.option("high_freq_factor"):
-        what = "low_freq_factor is not below high_freq_factor, between which frequencies are blended."
-        yield Problem(what, "Use for example 1.0 and 4.0.", "rope.low_freq_factor")
+        problem = "low_freq_factor is not below high_freq_factor, between which frequencies are blended."
+        yield Problem(problem, "Use for example 1.0 and 4.0.", "rope.low_freq_factor")

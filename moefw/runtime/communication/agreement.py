@@ -30,9 +30,9 @@ def everywhere(answer: Any, group: ProcessGroup | None) -> list[Any]:
     if group is None:
         return [answer]
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-    said = bytearray(json.dumps(answer).encode())
-    said.extend(b" " * (-len(said) % _WORD.itemsize))
-    own = torch.frombuffer(said, dtype=_WORD).to(device)
+    encoded = bytearray(json.dumps(answer).encode())
+    encoded.extend(b" " * (-len(encoded) % _WORD.itemsize))  # whole words: JSON may end in spaces
+    own = torch.frombuffer(encoded, dtype=_WORD).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([own.nbytes], device=device), group=group)
     lengths = [int(size) for size in sizes]
@@ -43,26 +43,30 @@ def everywhere(answer: Any, group: ProcessGroup | None) -> list[Any]:
     padded[: own.numel()] = own
     sent = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(sent, padded, group=group)
-    words = [length // _WORD.itemsize for length in lengths]
-    return [_read(rank, data[:number]) for rank, (data, number) in enumerate(zip(sent, words, strict=True))]
+    return [
+        _read(rank, words[: length // _WORD.itemsize])
+        for rank, (words, length) in enumerate(zip(sent, lengths, strict=True))
+    ]
 
 
 def anywhere(answer: bool, group: ProcessGroup | None) -> bool:
     """Return whether ``answer`` is True on any rank of a host group. ``group`` None: this rank alone. Collective."""
     if group is None:
         return answer
-    found = torch.tensor([int(answer)])
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return bool(found)
+    largest = torch.tensor([int(answer)])
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return bool(largest)
 
 
 def raise_together(error: MoefwError | None, group: ProcessGroup | None) -> None:
     """Raise the error of the first rank that has one, on every rank; do nothing if none has one. Collective."""
-    own = None if error is None else [type(error).__name__, [[p.what, p.fix, p.where] for p in error.problems]]
+    own = None
+    if error is not None:
+        own = [type(error).__name__, [[problem.what, problem.fix, problem.where] for problem in error.problems]]
     first = next((answer for answer in everywhere(own, group) if answer is not None), None)
     if first is None:
         return
-    if error is None or first != own:
+    if error is None or first != own:  # else this rank's own is raised, with its traceback
         name, problems = first
         kinds = {kind.__name__: kind for kind in (*MoefwError.__subclasses__(), DamagedDataError)}
         error = kinds.get(name, RunError)([Problem(*map(str, problem)) for problem in problems])
@@ -70,9 +74,10 @@ def raise_together(error: MoefwError | None, group: ProcessGroup | None) -> None
     raise error
 
 
-def _read(rank: int, data: torch.Tensor) -> Any:
+def _read(rank: int, words: torch.Tensor) -> Any:
+    """Return the answer in the words that a rank sent."""
     try:
-        return json.loads(data.cpu().numpy().tobytes())
+        return json.loads(words.cpu().numpy().tobytes())
     except (ValueError, RecursionError) as error:
         raise _no_answer(rank, f"sends no JSON ({type(error).__name__})") from error
 

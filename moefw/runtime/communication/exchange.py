@@ -33,8 +33,9 @@ def exchange(
     """
     if group is None:
         return stay(tensors, codec=codec, rows=rows, detail=detail)
-    out, back = _all_to_all(sent, received, group), _all_to_all(received, sent, group)
-    return start(tensors, forward=out, dual=back, codec=codec, rows=rows, detail=detail)
+    forward = _all_to_all(sent, received, group)
+    dual = _all_to_all(received, sent, group)
+    return start(tensors, forward=forward, dual=dual, codec=codec, rows=rows, detail=detail)
 
 
 def exchange_now(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup | None) -> Tensor:

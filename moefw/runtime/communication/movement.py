@@ -69,11 +69,16 @@ class _Movement:
     def __init__(
         self, forward: Launch, dual: Launch, codec: Codec | None, rows: Permutation | None, dtype: torch.dtype
     ) -> None:
-        self.forward, self.dual, self.codec, self.rows, self.dtype = forward, dual, codec, rows, dtype
+        self.forward = forward
+        self.dual = dual
+        self.codec = codec
+        self.rows = rows
+        self.dtype = dtype
         self.out: _Flight | None = None
         self.back: _Flight | None = None
 
     def pack(self, first: Tensor) -> Tensor:
+        """Return the rows that travel, from the first tensor: rows, or tokens with a codec that permutes."""
         if self.codec is None:
             return first
         if self.rows is None:
@@ -82,20 +87,26 @@ class _Movement:
         return self.codec.pack_permuted(first, self.rows)
 
     def arrived(self) -> list[Tensor]:
+        """Wait for the movement, and free what was sent. Return its buffers. Raises ContractError at a second call."""
         if self.out is None:
             raise ContractError(
                 "a movement is finished twice.", "Start another one: a pending movement is for one use."
             )
-        flight, self.out = self.out, None
+        flight = self.out
+        self.out = None
         return flight.wait()
 
     def returned(self) -> list[Tensor]:
+        """Wait for the dual movement, and free what was sent. Return its buffers, the gradients of what was sent."""
         assert self.back is not None, "the backward of finish comes before that of start"
-        flight, self.back = self.back, None
+        flight = self.back
+        self.back = None
         return flight.wait()
 
 
 class _Start(torch.autograd.Function):
+    """Launches the movement; in backward, waits for the dual one."""
+
     @staticmethod
     def forward(ctx: Any, movement: _Movement, *sent: Tensor) -> tuple[Tensor, ...]:
         ctx.movement = movement
@@ -104,18 +115,22 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        grads, rows = ctx.movement.returned(), ctx.movement.rows
-        return (None, *grads) if rows is None else (None, rows.gather_sum(grads[0]), *grads[1:])
+        grad_of_rows, *others = ctx.movement.returned()
+        rows: Permutation | None = ctx.movement.rows
+        grad_of_first = grad_of_rows if rows is None else rows.gather_sum(grad_of_rows)
+        return (None, grad_of_first, *others)
 
 
 class _Finish(torch.autograd.Function):
+    """Waits for the movement; in backward, launches the dual one."""
+
     @staticmethod
     def forward(ctx: Any, movement: _Movement, *buffers: Tensor) -> tuple[Tensor, ...]:
         ctx.movement = movement
         movement.arrived()
         first, *others = (buffer.detach() for buffer in buffers)
         if movement.codec is not None:
-            ctx.packed = first.shape
+            ctx.packed_shape = first.shape
             first = movement.codec.unpack(first, movement.dtype)
         return (first, *others)
 
@@ -123,9 +138,11 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         movement = ctx.movement
         movement.back = _Flight(movement.dual, grads)
-        if movement.codec is not None:
-            grads = (torch.zeros((), dtype=torch.bfloat16, device=grads[0].device).expand(ctx.packed), *grads[1:])
-        return (None, *grads)  # placeholders of the right shape: start's backward returns the received gradients
+        # Placeholders of the right shapes: the backward of start returns the gradients that were received.
+        if movement.codec is None:
+            return (None, *grads)
+        zero = torch.zeros((), dtype=torch.bfloat16, device=grads[0].device)
+        return (None, zero.expand(ctx.packed_shape), *grads[1:])
 
 
 class _Rounded(torch.autograd.Function):
@@ -167,7 +184,7 @@ def start(
     instead, from which the rows are gathered.
     """
     sent, rows = _gathered(sent, codec, rows)
-    movement = _Movement(forward, dual, codec, rows, sent[0].dtype)
+    movement = _Movement(forward=forward, dual=dual, codec=codec, rows=rows, dtype=sent[0].dtype)
     return Pending(buffers=_Start.apply(movement, *sent), flight=movement, detail=detail)  # type: ignore[no-untyped-call]
 
 
@@ -175,7 +192,9 @@ def _gathered(
     tensors: Sequence[Tensor], codec: Codec | None, rows: Permutation | None
 ) -> tuple[Sequence[Tensor], Permutation | None]:
     """Return the tensors with tokens replaced by rows, unless the codec packs tokens."""
-    if rows is None or (codec is not None and isinstance(codec, PermutingCodec)):
+    if rows is None:
+        return tensors, None
+    if codec is not None and isinstance(codec, PermutingCodec):
         return tensors, rows
     return [rows.gather(tensors[0]), *tensors[1:]], None
 

@@ -15,11 +15,13 @@ def attach(weights_TK: Tensor, loss: Tensor) -> Tensor:
 
 
 class _Attach(torch.autograd.Function):
+    """Identity of the weights. Saves no tensor."""
+
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, loss: Tensor) -> Tensor:
-        ctx.kind = loss.dtype
+        ctx.loss_dtype = loss.dtype
         return weights_TK.view_as(weights_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_TK, torch.ones((), dtype=ctx.kind, device=grad_TK.device)
+        return grad_TK, torch.ones((), dtype=ctx.loss_dtype, device=grad_TK.device)

@@ -47,16 +47,20 @@ class BF16Sum:
 
     def __matmul__(self, other: BF16Sum) -> Tensor:
         """Return the product in fp32. One GEMM multiplies all parts, and adds up the smallest products first."""
-        left, right = self.parts, other.parts
-        if len(left) == 1:
+        left = self.parts
+        right = other.parts
+        if len(left) == 1:  # one product with all parts side by side, and their sum
             products = fp32_mm(left[0], torch.cat([*right], 1))
             return products.view(len(products), len(right), right[0].shape[1]).sum(1)
         if len(right) == 1:
             products = fp32_mm(torch.cat([*left]), right[0])
             return products.view(len(left), len(left[0]), products.shape[1]).sum(0)
-        orders = [(order, place) for order in reversed(range(COUNT)) for place in range(order + 1)]
-        terms = [left[place] for _, place in orders], [right[order - place] for order, place in orders]
-        return fp32_mm(torch.cat(terms[0], 1), torch.cat(terms[1]))
+        # Part i of the left times part j of the right has order i + j. One long product adds them up along its inner
+        # dimension, so the smallest products, of the highest order, come first.
+        pairs = [(i, order - i) for order in reversed(range(COUNT)) for i in range(order + 1)]
+        left_side_by_side = torch.cat([left[i] for i, _ in pairs], 1)
+        right_stacked = torch.cat([right[j] for _, j in pairs])
+        return fp32_mm(left_side_by_side, right_stacked)
 
 
 @final
@@ -79,8 +83,8 @@ RECIPE: Final = BF16Parts()
 
 def takes_parts(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     """Return whether ``x W^T`` in ``dtype`` is computed from parts: on a GPU, for bf16 rows and an fp32 weight."""
-    dtypes = (x.dtype, weight.dtype, dtype) == (torch.bfloat16, torch.float32, torch.float32)
-    return dtypes and takes_kernels(x) and not torch.compiler.is_compiling()
+    has_dtypes = (x.dtype, weight.dtype, dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    return has_dtypes and takes_kernels(x) and not torch.compiler.is_compiling()
 
 
 def fp32_mm(a: Tensor, b: Tensor) -> Tensor:

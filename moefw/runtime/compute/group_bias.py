@@ -33,12 +33,15 @@ class _AddGroupBias(torch.autograd.Function):
         ctx.save_for_backward(ends_e, weights_R, None if weights_R is None else bias_eC.unsqueeze(0))
         ctx.bias_dtype = bias_eC.dtype
         added_RC = bias_eC.to(x_RC.dtype)[_groups(ends_e, len(x_RC))]
-        return x_RC + (added_RC if weights_R is None else added_RC.mul_(weights_R.unsqueeze(1).to(x_RC.dtype)))
+        if weights_R is not None:
+            added_RC.mul_(weights_R.unsqueeze(1).to(x_RC.dtype))
+        return x_RC + added_RC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor | None, ...]:
         ends_e, weights_R, bias = ctx.saved_tensors
+        # A sum over the rows of each group is a grouped product with a column of ones, or of the rows' weights.
         factors_R = grad_RC.new_ones(len(grad_RC)) if weights_R is None else weights_R.to(grad_RC.dtype)
         columns = factors_R.unsqueeze(1).repeat(1, COLUMNS)
         grad_bias = grouped_mm(grad_RC.contiguous().mT, columns, ends_e)[..., 0].to(ctx.bias_dtype)
@@ -50,13 +53,14 @@ class _AddGroupBias(torch.autograd.Function):
 
 def _groups(ends_e: Tensor, rows: int) -> Tensor:
     """Return the group of each row, ``(R)``; the last one for rows behind it."""
-    numbers = torch.arange(rows, dtype=ends_e.dtype, device=ends_e.device)
-    return torch.searchsorted(ends_e, numbers, right=True).clamp_(max=len(ends_e) - 1)
+    rows_R = torch.arange(rows, dtype=ends_e.dtype, device=ends_e.device)
+    return torch.searchsorted(ends_e, rows_R, right=True).clamp_(max=len(ends_e) - 1)
 
 
 def widened(part: Tensor, shard: Shard | None) -> Tensor:
     """Return a bias (..., D) that is zero outside this rank's part (..., d): a sum over ranks contains it once."""
     if shard is None:
         return part
-    before = shard.index * part.shape[-1]
-    return F.pad(part, (before, (shard.count - 1) * part.shape[-1] - before))
+    zeros_before = shard.index * part.shape[-1]
+    zeros_behind = (shard.count - 1 - shard.index) * part.shape[-1]
+    return F.pad(part, (zeros_before, zeros_behind))

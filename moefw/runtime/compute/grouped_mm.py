@@ -24,18 +24,21 @@ def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
     if not isinstance(a, Tensor):
         product: Tensor = a.grouped_mm(b, ends_e)
         return product
+    sums_over_rows = b.dim() == 2
     if not a.numel():
-        groups = (len(ends_e),) if b.dim() == 2 else ()
-        return a.new_zeros(*groups, len(a), b.shape[-1])
+        if sums_over_rows:
+            return a.new_zeros(len(ends_e), len(a), b.shape[-1])
+        return a.new_zeros(len(a), b.shape[-1])
     if compiles_by_shape(a) and type(a) is Tensor:
-        return in_few_shapes(a, b, ends_e) if b.dim() == 3 else _sums(a, b, ends_e)
+        return _sums(a, b, ends_e) if sums_over_rows else in_few_shapes(a, b, ends_e)
     product = F.grouped_mm(a, b, offs=ends_e)
-    if b.dim() == 2 and _leaves_empty_sums_unwritten(product.device):
+    if sums_over_rows and _leaves_empty_sums_unwritten(product.device):
         clear_empty_groups(product, ends_e)
     return product
 
 
 def _sums(a_OR: Tensor, b_RI: Tensor, ends_e: Tensor) -> Tensor:
+    """Return the sums over the rows of each group, ``(e, O, I)``."""
     sums_eOI = a_OR.new_empty(len(ends_e), len(a_OR), b_RI.shape[1])
     add_wgrad(sums_eOI, a_OR.mT, b_RI, ends_e, fresh=True)
     return sums_eOI

@@ -41,7 +41,7 @@ class SharedInput:
 
 
 def separate(recipe: Precision, name: str, count: int) -> Any:
-    """Return ``count`` recipes for GEMMs ``name`` of one group each; a ``ModuleList`` if they have state."""
+    """Return ``count`` recipes for GEMMs called ``name`` of one group each; in a ``ModuleList`` if they have state."""
     recipes = [recipe.at(name, groups=1) for _ in range(count)]
     return nn.ModuleList(recipes) if isinstance(recipes[0], nn.Module) else recipes  # type: ignore[arg-type]
 
@@ -62,13 +62,16 @@ def linear(
     if not precision.by_pass and has_plain_gradient(weight):
         operand = precision.quantize(x, role="input", during="fprop")
         return F.linear(operand, precision.quantize(weight, role="weight", during="fprop"))
-    about = RowGroups() if rows is None else rows
+    groups = RowGroups() if rows is None else rows
     shared = SharedInput(x) if shared is None else shared
     if shared.x is not x:
-        what = "a GEMM reads another tensor than the one whose operand it is to share."
-        raise ContractError(what, "Make one SharedInput for each input, of the very tensor that GEMMs are given.")
-    given = (x.reshape(-1, x.shape[-1]), weight, precision, about.ends_e, about.keys_R, about.sizes, shared)
-    out: Tensor = _Linear.apply(*given)  # type: ignore[no-untyped-call]
+        problem = "a GEMM reads another tensor than the one whose operand it is to share."
+        raise ContractError(problem, "Make one SharedInput for each input, of the very tensor that GEMMs are given.")
+    x_RI = x.reshape(-1, x.shape[-1])
+    # Autograd sees only tensors that are arguments themselves, so the fields of RowGroups are passed one by one.
+    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        x_RI, weight, precision, groups.ends_e, groups.keys_R, groups.sizes, shared
+    )
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -87,8 +90,13 @@ def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def keep_activation(x: Tensor, precision: Precision, rows: RowGroups) -> SavedOperand:
-    """Return the saved form of rows whose values backward reads: the rows themselves if they will be recomputed."""
-    return SavedOperand((x,), lambda saved: saved[0]) if output_of(x) else precision.keep_activation(x, rows)
+    """Return the saved form of rows whose values backward reads.
+
+    It is the rows themselves if a policy will recompute them: the recipe's compressed form would stay in memory.
+    """
+    if output_of(x):
+        return SavedOperand((x,), lambda saved: saved[0])
+    return precision.keep_activation(x, rows)
 
 
 class _Linear(torch.autograd.Function):
@@ -105,35 +113,44 @@ class _Linear(torch.autograd.Function):
         sizes: tuple[int, ...] | None,
         shared: SharedInput,
     ) -> Tensor:
-        operand, kept = shared.made_of(x, precision, RowGroups(ends_e, keys_R, sizes))
+        input_operand, saved_input = shared.made_of(x, precision, RowGroups(ends_e, keys_R, sizes))
         ctx.weight = WeightUse(weight)
-        made, kept_weight = ctx.weight.operands(weight, precision)
-        out: Tensor = operand @ made.mT
-        ctx.save_for_backward(ends_e, keys_R, *kept.tensors, *kept_weight.tensors)
-        ctx.operand, ctx.made, ctx.inputs = kept.operand, kept_weight.operand, len(kept.tensors)
-        ctx.precision, ctx.dtype, ctx.sizes = precision, x.dtype, sizes
+        weight_operand, saved_weight = ctx.weight.operands(weight, precision)
+        out: Tensor = input_operand @ weight_operand.mT
+        ctx.save_for_backward(ends_e, keys_R, *saved_input.tensors, *saved_weight.tensors)
+        ctx.num_input_tensors = len(saved_input.tensors)
+        ctx.make_input_operand = saved_input.operand
+        ctx.make_weight_operand = saved_weight.operand
+        ctx.precision = precision
+        ctx.dtype = x.dtype
+        ctx.sizes = sizes
         return in_dtype(out, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ends_e, keys_R, *tensors = ctx.saved_tensors
+        input_tensors = tensors[: ctx.num_input_tensors]
+        weight_tensors = tensors[ctx.num_input_tensors :]
         precision: Precision = ctx.precision
-        rows, grad_x, grad_weight = RowGroups(ends_e, keys_R, ctx.sizes), None, None
-        inputs, weights = tensors[: ctx.inputs], tensors[ctx.inputs :]
+        rows = RowGroups(ends_e, keys_R, ctx.sizes)
+        grad_x = None
+        grad_weight = None
 
         needs_x, trains = ctx.needs_input_grad[:2]
         if needs_x:
-            operand, of_wgrad = grad_operands(grad, precision, rows, trains=trains)
-            grad_x = in_dtype(operand @ ctx.made(weights), ctx.dtype)
+            dgrad_operand, wgrad_operand = grad_operands(grad, precision, rows, trains=trains)
+            grad_x = in_dtype(dgrad_operand @ ctx.make_weight_operand(weight_tensors), ctx.dtype)
         else:
-            of_wgrad = partial(precision.quantize, grad, role="grad", during="wgrad", rows=rows)
+            wgrad_operand = partial(precision.quantize, grad, role="grad", during="wgrad", rows=rows)
         if trains:
-            grad_weight = ctx.weight.gradient(ctx, 1, lambda: (of_wgrad(), ctx.operand(inputs)))
+            grad_weight = ctx.weight.gradient(ctx, 1, lambda: (wgrad_operand(), ctx.make_input_operand(input_tensors)))
         return grad_x, grad_weight, None, None, None, None, None
 
 
 class _WideLinear(torch.autograd.Function):
+    """Saves ``x`` and the weight as they are, and computes in the wider dtype."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -149,19 +166,21 @@ class _WideLinear(torch.autograd.Function):
 
 
 class _LinearByParts(torch.autograd.Function):
+    """Saves ``x`` in bf16, and no parts of the weight where the step has them. Computes in fp32."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight = WeightUse(weight)
-        made, kept = ctx.weight.operands(weight, bf16_parts.RECIPE)
-        ctx.save_for_backward(x, *kept.tensors)
-        ctx.made = kept.operand
-        product: Tensor = BF16Sum.of(x) @ made.mT
+        weight_parts, saved_weight = ctx.weight.operands(weight, bf16_parts.RECIPE)
+        ctx.save_for_backward(x, *saved_weight.tensors)
+        ctx.make_weight_parts = saved_weight.operand
+        product: Tensor = BF16Sum.of(x) @ weight_parts.mT
         return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, *tensors = ctx.saved_tensors
-        parts = BF16Sum.of(grad)
-        grad_x = (parts @ ctx.made(tensors)).to(x.dtype)
-        return grad_x, ctx.weight.gradient(ctx, 1, lambda: (parts, BF16Sum.of(x)))
+        x, *weight_tensors = ctx.saved_tensors
+        grad_parts = BF16Sum.of(grad)
+        grad_x = (grad_parts @ ctx.make_weight_parts(weight_tensors)).to(x.dtype)
+        return grad_x, ctx.weight.gradient(ctx, 1, lambda: (grad_parts, BF16Sum.of(x)))

@@ -48,9 +48,12 @@ def with_keys(
     A redispatch moves the bits of ``keys_T`` as rows of ``dispatcher.key_columns`` bf16 columns. ``first_expert`` is
     the number of this rank's first expert.
     """
-    bits_TD = F.pad(keys_T.unsqueeze(1), (0, dispatcher.key_columns // PER_KEY - 1)).view(torch.bfloat16)
+    num_zeros = dispatcher.key_columns // PER_KEY - 1
+    bits_TD = F.pad(keys_T.unsqueeze(1), (0, num_zeros)).view(torch.bfloat16)
     batch, _ = dispatcher.redispatch(bits_TD, weights_TK.detach(), handle)
-    keys_R = batch.rows_RD[:, :PER_KEY].contiguous().view(torch.int64).squeeze(1)
-    places_R = torch.arange(len(keys_R), device=keys_R.device)
-    expert_R = first_expert + torch.bucketize(places_R, arrived.offsets_e, right=True)
-    return replace(arrived, keys_R=torch.where(keys_R == 0, 0, keys_R ^ (expert_R + 1) * APART))
+    token_keys_R = batch.rows_RD[:, :PER_KEY].contiguous().view(torch.int64).squeeze(1)
+    rows_R = torch.arange(len(token_keys_R), device=token_keys_R.device)
+    expert_R = first_expert + torch.bucketize(rows_R, arrived.offsets_e, right=True)
+    # A token's rows go to several experts: the expert's number makes their keys differ. Padding stays 0.
+    keys_R = torch.where(token_keys_R == 0, 0, token_keys_R ^ (expert_R + 1) * APART)
+    return replace(arrived, keys_R=keys_R)

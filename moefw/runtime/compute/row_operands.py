@@ -1,4 +1,4 @@
-"""Operands of rows in the first pass that reads them, and in wgrad: of inputs in fprop, of gradients in dgrad."""
+"""Operands of rows, which two passes read: of inputs, fprop and wgrad; of gradients, dgrad and wgrad."""
 
 from __future__ import annotations
 
@@ -25,31 +25,36 @@ def both_ways(x: Tensor, role: Role, precision: Precision, rows: RowGroups) -> t
 
 def input_operands(x: Tensor, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand]:
     """Return the operand of fprop, and the saved operand for wgrad: ``x`` itself if it will be recomputed."""
-    recomputed = output_of(x) is not None
-    if not recomputed and (made := both_ways(x, "input", precision, rows)) is not None:
-        return made
-    operand = precision.quantize(x, role="input", during="fprop", rows=rows)
-    if not recomputed:
+    if output_of(x) is None:
+        operands = both_ways(x, "input", precision, rows)
+        if operands is not None:
+            return operands
+        operand = precision.quantize(x, role="input", during="fprop", rows=rows)
         return operand, precision.keep(x, operand, role="input", during="wgrad", rows=rows)
-    about = {name: tensor for name, tensor in (("ends_e", rows.ends_e), ("keys_R", rows.keys_R)) if tensor is not None}
-    again = partial(_quantize_again, precision, tuple(about), rows.sizes)
-    return operand, SavedOperand((x, *about.values()), again)
+    # A policy drops ``x`` and computes it again. Codes of it would stay, so they are made again, too.
+    operand = precision.quantize(x, role="input", during="fprop", rows=rows)
+    fields = {"ends_e": rows.ends_e, "keys_R": rows.keys_R}
+    row_tensors = {name: tensor for name, tensor in fields.items() if tensor is not None}
+    quantize_again = partial(_quantize_again, precision, tuple(row_tensors), rows.sizes)
+    return operand, SavedOperand((x, *row_tensors.values()), quantize_again)
 
 
 def grad_operands(
     grad: Tensor, precision: Precision, rows: RowGroups, *, trains: bool
 ) -> tuple[Any, Callable[[], Any]]:
     """Return the operand of dgrad, and a function that returns that of wgrad. ``trains``: whether wgrad needs it."""
-    if trains and (made := both_ways(grad, "grad", precision, rows)) is not None:
-        operand, kept = made
-        return operand, lambda: kept.operand(kept.tensors)
+    operands = both_ways(grad, "grad", precision, rows) if trains else None
+    if operands is not None:
+        dgrad_operand, saved = operands
+        return dgrad_operand, lambda: saved.operand(saved.tensors)
     operand = precision.quantize(grad, role="grad", during="dgrad", rows=rows)
     return operand, lambda: precision.quantize(grad, role="grad", during="wgrad", rows=rows)
 
 
 def _quantize_again(
-    precision: Precision, about: Sequence[str], sizes: tuple[int, ...] | None, saved: Sequence[Tensor]
+    precision: Precision, names: Sequence[str], sizes: tuple[int, ...] | None, saved: Sequence[Tensor]
 ) -> Any:
-    x, *others = saved
-    rows = RowGroups(**dict(zip(about, others, strict=True)), sizes=sizes)
+    """Return the operand of wgrad. ``saved``: the input, and the tensors of its row groups, by their ``names``."""
+    x, *row_tensors = saved
+    rows = RowGroups(**dict(zip(names, row_tensors, strict=True)), sizes=sizes)
     return precision.quantize(x, role="input", during="wgrad", rows=rows)

@@ -1,7 +1,12 @@
 """Weights as GEMMs use them. The micro-batches of a step share their operands, and add up their gradients in place.
 
-Those that FSDP shards are gathered for each use: of these, the shards of masters keep their codes, and gradients may be
-added up unsharded (:mod:`moefw.runtime.parallel.unsharded_gradients`).
+:func:`shared_by_micro_batches` is a block around the micro-batches of a step, in which a weight carries its step: the
+attribute ``of_step``. A context variable would not reach regions that run again in backward, which has threads of its
+own on a GPU (ADR 25). Outside of the block all is plain autograd.
+
+Weights that FSDP shards are gathered for each use, so their operands are made for each use. Of these, the shards of
+masters keep their codes in a step, and gradients may be added up unsharded
+(:mod:`moefw.runtime.parallel.unsharded_gradients`).
 """
 
 from __future__ import annotations
@@ -55,24 +60,26 @@ def shared_by_micro_batches(
     """Make the operands of these weights for ``passes`` once in this block, at first use, and free them at its end.
 
     Weight gradients are added to ``Parameter.grad`` without a temporary of their size, so that ``torch.autograd.grad``
-    does not return them; those of weights that FSDP has ``gathered`` are added to what is given for each, if any is.
-    The weights must not change meanwhile.
+    does not return them. ``gathered``: weights that FSDP gathers, each with the accumulator to which its gradients are
+    added; those of other weights that FSDP gathers go through autograd. The weights must not change in the block.
     """
-    held = dict[Any, Any]()
+    of_step = dict[Any, Any]()
+    """The attribute of each tensor that gets one: what its step holds of it."""
     for parameter in parameters:
         shard: Any = getattr(parameter, "_local_tensor", None)
         if shard is None:
-            held[parameter] = _StepWeight(parameter, _SharedOperands(parameter, passes))
+            of_step[parameter] = _StepWeight(parameter, _SharedOperands(parameter, passes))
         elif isinstance(shard, Master):
-            held[shard] = []
-    held |= {weight: _StepWeight(accumulator) for weight, accumulator in (gathered or {}).items()}
-    for one, of_step in held.items():
-        one.of_step = of_step
+            of_step[shard] = []  # the codes that it sends, once they are made
+    for weight, accumulator in (gathered or {}).items():
+        of_step[weight] = _StepWeight(accumulator)
+    for tensor, held in of_step.items():
+        tensor.of_step = held
     try:
         yield
     finally:
-        for one in held:
-            del one.of_step
+        for tensor in of_step:
+            del tensor.of_step
 
 
 def _of_step(weight: Tensor) -> _StepWeight | None:
@@ -80,7 +87,7 @@ def _of_step(weight: Tensor) -> _StepWeight | None:
 
 
 def has_plain_gradient(weight: Tensor) -> bool:
-    """Return whether autograd casts the weight and adds up its gradient, at once."""
+    """Return whether autograd casts the weight and adds up its gradient at once: no step or later pass does."""
     return wgrads.current() is None and _of_step(weight) is None
 
 
@@ -91,10 +98,12 @@ class WeightUse:
     __slots__ = ("_dtype", "_later", "_step")
 
     def __init__(self, weight: Tensor) -> None:
-        self._step, self._dtype, self._later = _of_step(weight), weight.dtype, wgrads.current()
+        self._step = _of_step(weight)
+        self._dtype = weight.dtype
+        self._later = wgrads.current()
 
     def operands(self, weight: Tensor, recipe: Precision) -> tuple[Any, SavedOperand]:
-        """Return the operand of fprop, and the saved operand of dgrad."""
+        """Return the operand of fprop, and the saved operand of dgrad, which saves no tensor if the step has it."""
         shared = None if self._step is None else self._step.operands
         if shared is not None:
             return shared.of(recipe, "fprop"), SavedOperand((), lambda _: shared.of(recipe, "dgrad"))
@@ -104,7 +113,7 @@ class WeightUse:
     def gradient(
         self, ctx: Any, index: int, operands: Callable[[], tuple[Any, Any]], ends_e: Tensor | None = None
     ) -> Tensor | None:
-        """Return the weight's gradient for autograd; None: it is added to the step's, now or later.
+        """Return the weight's gradient for autograd; None if it is added to the sum of the step, or computed later.
 
         ``operands`` returns those of wgrad, ``(R, O)`` and ``(R, I)``; ``ends_e``: where each group of rows ends.
         ``index``: the position of the weight among the tensors that the Function ``ctx`` was given.
@@ -121,12 +130,16 @@ class WeightUse:
             return None
         if self._later is None:
             return product()
+        # The weight may be a view or a part of a parameter: backward from its edge runs the rest of the way to it.
         edge = GradientEdge(*ctx.next_functions[index])
         self._later.leave(lambda: torch.autograd.backward([edge], [product()]))
         return None
 
     def rows_gradient(self, grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return the gradient of a weight of which rows were looked up; None: it is added to the step's."""
+        """Return the gradient, of shape ``shape``, of a weight of which rows were looked up; None: the step has it.
+
+        ``grad_ND``: the gradient of each row looked up. ``rows_N``: its index in the weight, int64.
+        """
         step = self._step
         if step is None:
             return _scattered(grad_ND, rows_N, shape)
@@ -143,12 +156,13 @@ class WeightUse:
 
 @final
 class _SharedOperands:
-    """The operands of one weight by recipe."""
+    """The operands of one weight in a step, by recipe. They are made at the first use of any."""
 
     __slots__ = ("_made", "_parameter", "_passes")
 
     def __init__(self, parameter: nn.Parameter, passes: Sequence[Pass]) -> None:
-        self._parameter, self._passes = parameter, passes
+        self._parameter = parameter
+        self._passes = passes
         self._made: dict[Precision, Mapping[Pass, Callable[[], Any]]] = {}
 
     def of(self, recipe: Precision, during: Pass) -> Any:
@@ -166,7 +180,8 @@ class _StepWeight:
     __slots__ = ("_accumulator", "operands")
 
     def __init__(self, accumulator: Accumulator, operands: _SharedOperands | None = None) -> None:
-        self._accumulator, self.operands = accumulator, operands
+        self._accumulator = accumulator
+        self.operands = operands
 
     @property
     def trains(self) -> bool:
@@ -175,35 +190,41 @@ class _StepWeight:
 
     @torch.no_grad()
     def add(self, grad: Any, x: Any, ends_e: Tensor | None) -> None:
-        """Add ``grad^T x`` to the gradient."""
-        to, fresh = self._accumulator, self._accumulator.grad is None
+        """Add ``grad^T x`` to the gradient: grad ``(R, O)``, x ``(R, I)``, for each group of rows if there are any."""
+        accumulator = self._accumulator
+        fresh = accumulator.grad is None
         if isinstance(grad, Tensor) and adds_in_place(grad):
             if fresh:
-                to.grad = grad.new_empty(to.shape, dtype=to.grad_dtype)
-            add_wgrad(to.grad, grad, x, ends_e, fresh=fresh)
+                # Not zeros: a fresh kernel writes every element, those of experts without rows too.
+                accumulator.grad = grad.new_empty(accumulator.shape, dtype=accumulator.grad_dtype)
+            add_wgrad(accumulator.grad, grad, x, ends_e, fresh=fresh)
         elif fresh:
-            to.grad = _product(grad, x, ends_e).to(to.grad_dtype)
+            accumulator.grad = _product(grad, x, ends_e).to(accumulator.grad_dtype)
         else:
-            to.grad.add_(_product(grad, x, ends_e))
+            accumulator.grad.add_(_product(grad, x, ends_e))
 
     @torch.no_grad()
     def add_rows(self, grad_ND: Tensor, rows_N: Tensor) -> None:
         """Add the gradients of rows to the gradient, in place if it is fp32: bf16 would round each addition."""
-        to, grad_ND = self._accumulator, grad_ND.float()
-        if to.grad is None:
-            to.grad = _scattered(grad_ND, rows_N, to.shape).to(to.grad_dtype)
-        elif to.grad.dtype is torch.float32:
-            to.grad.index_put_((rows_N,), grad_ND, accumulate=True)
+        accumulator = self._accumulator
+        fp32_grad_ND = grad_ND.float()
+        if accumulator.grad is None:
+            accumulator.grad = _scattered(fp32_grad_ND, rows_N, accumulator.shape).to(accumulator.grad_dtype)
+        elif accumulator.grad.dtype is torch.float32:
+            accumulator.grad.index_put_((rows_N,), fp32_grad_ND, accumulate=True)
         else:
-            to.grad.add_(_scattered(grad_ND, rows_N, to.shape))
+            accumulator.grad.add_(_scattered(fp32_grad_ND, rows_N, accumulator.shape))
 
 
 def _scattered(grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor:
-    """Return the sum of the gradients of each row, ``shape``."""
-    found: Tensor = torch.ops.aten.embedding_dense_backward(grad_ND, rows_N, shape[0], -1, False)
-    return found
+    """Return the sum of the gradients of each row, of shape ``shape``."""
+    summed: Tensor = torch.ops.aten.embedding_dense_backward(
+        grad_ND, rows_N, num_weights=shape[0], padding_idx=-1, scale_grad_by_freq=False
+    )
+    return summed
 
 
 def _product(grad: Any, x: Any, ends_e: Tensor | None) -> Tensor:
+    """Return ``grad^T x``: ``(O, I)``, or ``(e, O, I)`` for groups of rows that end at ``ends_e``."""
     product: Tensor = grad.mT @ x if ends_e is None else grouped_mm(grad.mT, x, ends_e)
     return product

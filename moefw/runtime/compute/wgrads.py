@@ -40,7 +40,8 @@ class Wgrads:
 
         With parameters that FSDP shards, call :func:`moefw.runtime.parallel.sharding.reduce_late` afterwards.
         """
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for accumulate in waiting:
             accumulate()
 

@@ -44,7 +44,9 @@ class Output:
     """
 
     def __init__(self, tensor: Tensor, source: Source, index: int) -> None:
-        self.source, self.index, self.scope = source, index, current()
+        self.source = source
+        self.index = index
+        self.scope = current()
         self.nbytes = tensor.untyped_storage().nbytes()
         self.lies_in(tensor)
 
@@ -88,7 +90,12 @@ def drops(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     def dropping(phase: Phase, *, first: bool, last: bool) -> Phase:
         @wraps(phase)
         def run(inputs: Any) -> Any:
-            value, scope = (inputs, WeakValueDictionary()) if first else (inputs.value, inputs.scope)
+            if first:
+                value: Any = inputs
+                scope: Scope = WeakValueDictionary()
+            else:
+                value = inputs.value
+                scope = inputs.scope
             with inside(scope), saved_tensors_hooks(_pack, unpack):
                 outputs = phase(value)
             return outputs if last else _Scoped(value=outputs, scope=scope)
@@ -118,13 +125,14 @@ class StandIn(Packed):
 
     def tensor(self) -> Tensor:
         """Return the tensor. Raises ContractError if the region returns memory of another size when it is rerun."""
-        again = self.output.source.output(self.output.index)
-        self.output.lies_in(again)
-        if again.untyped_storage().nbytes() != self.output.nbytes:
-            what = "a region returns a tensor of another size, or a part of another one, when it is run again."
-            raise ContractError(what, "What a recomputed region does may depend on nothing but what it is given.")
-        whole = again.detach().as_strided((self.output.nbytes // again.itemsize,), (1,), 0)
-        return whole.view(self.dtype).as_strided(self.size, self.stride, self.start)
+        recomputed = self.output.source.output(self.output.index)
+        self.output.lies_in(recomputed)
+        if recomputed.untyped_storage().nbytes() != self.output.nbytes:
+            problem = "a region returns a tensor of another size, or a part of another one, when it is run again."
+            raise ContractError(problem, "What a recomputed region does may depend on nothing but what it is given.")
+        # The saved tensor may be any view of the output's memory, also in another dtype: cut it from the whole of it.
+        memory = recomputed.detach().as_strided((self.output.nbytes // recomputed.itemsize,), (1,), 0)
+        return memory.view(self.dtype).as_strided(self.size, self.stride, self.start)
 
 
 def stand_in(tensor: Tensor) -> StandIn | None:
@@ -133,7 +141,13 @@ def stand_in(tensor: Tensor) -> StandIn | None:
     if output is None:
         return None
     output.source.want()
-    return StandIn(output, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    return StandIn(
+        output=output,
+        dtype=tensor.dtype,
+        size=tensor.size(),
+        stride=tensor.stride(),
+        start=int(tensor.storage_offset()),
+    )
 
 
 def output_of(tensor: Tensor) -> Output | None:

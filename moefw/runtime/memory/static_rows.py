@@ -25,7 +25,8 @@ class StaticRows:
     """The rows of one call of the experts. ``stats`` are those of the batch, and those that policies report."""
 
     def __init__(self, batch: ExpertBatch) -> None:
-        self.num_rows, self._ends_e = len(batch.rows_RD), batch.offsets_e
+        self.num_rows = len(batch.rows_RD)
+        self._ends_e = batch.offsets_e
         self.stats: dict[str, Tensor] = dict(batch.stats)
 
     @property

@@ -30,7 +30,9 @@ class BlockPlan(LayoutPlan):
     """A plan whose cp is a block of ``size`` neighbours on the cp of ``whole``. Its dp counts the blocks."""
 
     def __init__(self, whole: LayoutPlan, size: int) -> None:
-        self.whole, self.size, self.world = whole, size, whole.world
+        self.whole = whole
+        self.size = size
+        self.world = whole.world
         self.blocks = whole.sizes["cp"] // size
 
     @property
@@ -40,18 +42,24 @@ class BlockPlan(LayoutPlan):
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
         """Return a rank's position on every axis."""
-        at = self.whole.coordinates(rank)
-        block, index = divmod(at["cp"], self.size)
-        return {**at, "cp": index, "dp": at["dp"] * self.blocks + block}
+        of_whole = self.whole.coordinates(rank)
+        block, index = divmod(of_whole["cp"], self.size)
+        return {**of_whole, "cp": index, "dp": of_whole["dp"] * self.blocks + block}
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only on ``axes``, in ascending order."""
-        changed = {"dp", "cp"}
+        changed = {"dp", "cp"}  # the axes on which positions differ from those of the whole plan
         if not changed & {*axes}:
             return self.whole.group(rank, axes)
-        at, fixed = self.coordinates(rank), changed - {*axes}
-        wide = self.whole.group(rank, tuple(dict.fromkeys((*axes, "cp"))))
-        return tuple(one for one in wide if all(self.coordinates(one)[axis] == at[axis] for axis in fixed))
+        # A block is a part of cp, and so is what this plan adds to dp: the group is a part of one over all of cp.
+        candidates = self.whole.group(rank, tuple(dict.fromkeys((*axes, "cp"))))
+        own = self.coordinates(rank)
+        fixed = changed - {*axes}
+        return tuple(
+            candidate
+            for candidate in candidates
+            if all(self.coordinates(candidate)[axis] == own[axis] for axis in fixed)
+        )
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that hold the same parameters as ``rank``, a row for each set that shards them."""
@@ -63,8 +71,11 @@ class BlockLayout(Layout):
     """A layout opened as another one, with the plan of its blocks."""
 
     def __init__(self, whole: Layout, size: int) -> None:
-        self.whole, self.plan = whole, BlockPlan(whole.plan, size)
-        self.rank, self.device, self.ranks_per_node = whole.rank, whole.device, whole.ranks_per_node
+        self.whole = whole
+        self.plan = BlockPlan(whole.plan, size)
+        self.rank = whole.rank
+        self.device = whole.device
+        self.ranks_per_node = whole.ranks_per_node
 
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Return the process group of ``ranks``, or None if it is this rank alone. Collective over ``ranks``."""

@@ -44,7 +44,8 @@ class Gradients:
     """The gradients of a model on this rank, which micro-batches add up in ``dtype``: see :func:`add_up_in`."""
 
     def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
-        self.layout, self._dtype = layout, dtype
+        self.layout = layout
+        self._dtype = dtype
         held: dict[tuple[Side, str | None, tuple[int, ...]], list[nn.Parameter]] = {}
         experts = expert_parameters(model)
         for parameter, pieces in by_parameter(model):
@@ -55,9 +56,10 @@ class Gradients:
     def _family(self, side: Side, axis: str | None, holders: tuple[int, ...], parameters: list[nn.Parameter]) -> Family:
         axes = copied_over(side, axis)
         shared_by = len(self.layout.plan.copies(self.layout.rank, side)[0])
-        done = COPIES[side] if shared_by > 1 else ()
+        done = COPIES[side] if shared_by > 1 else ()  # FSDP sums over these when it reduces
         copies = self.layout.size(*axes) // shared_by * max(1, len(holders))
-        return Family(parameters, tuple(a for a in axes if a not in done), copies, holders)
+        summed_over = tuple(axis for axis in axes if axis not in done)
+        return Family(parameters=parameters, summed_over=summed_over, copies=copies, holders=holders)
 
     def begin(self) -> None:
         """Begin a step without gradients."""
@@ -76,12 +78,13 @@ class Gradients:
                 all_reduce_flat(_local(family.parameters), group)
             if family.holders:
                 stages = self.layout.plan.group(self.layout.rank, ("pp",))
-                copies = self.layout.open(tuple(stages[at] for at in family.holders))
-                assert copies is not None, "several stages hold the parameters"
-                all_reduce_flat(_local(family.parameters), copies)
+                group_of_holders = self.layout.open(tuple(stages[position] for position in family.holders))
+                assert group_of_holders is not None, "several stages hold the parameters"
+                all_reduce_flat(_local(family.parameters), group_of_holders)
 
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient, fp64, the same on every rank."""
+        # Each copy of an element adds its share, so the sum over all ranks counts the element once.
         weighted = [_squares(_local(family.parameters)) / family.copies for family in self.families]
         square = torch.stack(weighted).sum()
         group = self.layout.group("pp", *STAGE)
@@ -99,7 +102,8 @@ class Gradients:
 def _widen(parameter: nn.Parameter) -> None:
     """Give a gradient the dtype of its parameter."""
     if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
-        grad, parameter.grad = parameter.grad, None
+        grad = parameter.grad
+        parameter.grad = None  # before grad_dtype changes: PyTorch holds a gradient to it
         parameter.grad_dtype = parameter.dtype
         parameter.grad = grad.to(parameter.dtype)
 
@@ -114,7 +118,9 @@ def copied_over(side: Side, axis: str | None) -> tuple[str, ...]:
 
     tp holds copies of dense parameters that it does not split: each rank applies them to its part of the tokens.
     """
-    return COPIES[side] if side == "experts" or axis == "tp" else STAGE
+    if side == "experts" or axis == "tp":
+        return COPIES[side]
+    return STAGE
 
 
 def _local(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -130,4 +136,5 @@ def all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     pieces = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(list(tensors), [piece.view_as(t) for piece, t in zip(pieces, tensors, strict=True)])
+    summed = [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+    torch._foreach_copy_(list(tensors), summed)

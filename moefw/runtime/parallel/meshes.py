@@ -42,17 +42,19 @@ class Mesh:
         stride = self.size()
         for axis, size in self.places:
             stride //= size
-            here, rank = divmod(rank, stride)
-            position[axis] = position.get(axis, 0) * size + here
+            position_in_place, rank = divmod(rank, stride)
+            position[axis] = position.get(axis, 0) * size + position_in_place
         return position
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only on ``axes``, in ascending order."""
-        ranks, stride = [0], self.size()
+        ranks = [0]
+        stride = self.size()
         for axis, size in self.places:
             stride //= size
-            here = range(size) if axis in axes else (rank // stride % size,)
-            ranks = [outer + position * stride for outer in ranks for position in here]
+            own_position = rank // stride % size
+            positions = range(size) if axis in axes else (own_position,)
+            ranks = [outer + position * stride for outer in ranks for position in positions]
         return tuple(ranks)
 
 
@@ -85,18 +87,18 @@ class MeshPlan(LayoutPlan):
     @property
     def sizes(self) -> Mapping[str, int]:
         """The size of each axis of both meshes."""
-        return {
-            axis: (self.dense if axis in DENSE else self.experts).size(axis) for axis in dict.fromkeys(DENSE + EXPERT)
-        }
+        dense = {axis: self.dense.size(axis) for axis in DENSE}
+        experts = {axis: self.experts.size(axis) for axis in EXPERT}  # both have pp, of one size
+        return dense | experts
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
         """Return a rank's position on every axis of both meshes."""
-        self._look_at(rank)
+        self._check_rank(rank)
         return self.experts.coordinates(rank) | self.dense.coordinates(rank)
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only on ``axes``, all of one mesh, in ascending order."""
-        self._look_at(rank)
+        self._check_rank(rank)
         for mesh in (self.dense, self.experts):
             if mesh.axes.issuperset(axes):
                 return mesh.group(rank, axes)
@@ -104,9 +106,10 @@ class MeshPlan(LayoutPlan):
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that hold the same parameters of a mesh as ``rank``, a row for each set that shards them."""
-        ranks, each = self.group(rank, COPIES[side]), self.shards[side]
-        return tuple(ranks[first : first + each] for first in range(0, len(ranks), each))
+        ranks = self.group(rank, COPIES[side])
+        num_shards = self.shards[side]
+        return tuple(ranks[first : first + num_shards] for first in range(0, len(ranks), num_shards))
 
-    def _look_at(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not in a world of {self.world}")

@@ -21,7 +21,8 @@ class OpenedLayout(Layout):
     """Layout that opens a process group at first use, once for equal ranks. Without a world, there is one rank."""
 
     def __init__(self, plan: LayoutPlan, device: str, ranks_per_node: int | None = None) -> None:
-        self.plan, self.device = plan, device
+        self.plan = plan
+        self.device = device
         self.ranks_per_node = ranks_per_node or ranks_of_this_machine(plan.world)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._opened: dict[tuple[int, ...], ProcessGroup] = {}
@@ -32,9 +33,8 @@ class OpenedLayout(Layout):
         if len(ranks) == 1:
             return None
         if ranks not in self._opened:
-            everybody = len(ranks) == self.plan.world
             group = dist.group.WORLD
-            if not everybody:
+            if len(ranks) < self.plan.world:
                 group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
             assert group is not None
             self._opened[ranks] = group

@@ -37,9 +37,10 @@ class Master(Tensor):
     @staticmethod
     def __new__(cls, stored: Tensor, codec: WeightCodec) -> Master:
         """Wrap ``stored``, to which all writes go."""
-        made: Master = _wrapper(cls, stored.shape, stored.stride(), stored)
-        made.stored, made.codec = stored, codec
-        return made
+        master: Master = _wrapper(cls, stored.shape, stored.stride(), stored)
+        master.stored = stored
+        master.codec = codec
+        return master
 
     def __init__(self, stored: Tensor, codec: WeightCodec) -> None:
         pass
@@ -49,11 +50,12 @@ class Master(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute with the stored tensors."""
-        given, named = tree_map_only(Master, lambda one: one.stored, (args, kwargs or {}))
-        result = func(*given, **named)
+        plain_args, plain_kwargs = tree_map_only(Master, lambda master: master.stored, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
         if func in _SHARDED:
             return tree_map_only(Tensor, lambda stored: Master(stored, args[0].codec), result)
-        return args[0] if isinstance(result, Tensor) and result is given[0] else result
+        wrote_in_place = isinstance(result, Tensor) and result is plain_args[0]
+        return args[0] if wrote_in_place else result
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -96,9 +98,10 @@ class GatheredWeight(Tensor):
     def __new__(cls, parts: tuple[Tensor, ...], rows: int) -> GatheredWeight:
         """Wrap ``parts``, the codes and scales of a weight, without copying them."""
         codes = parts[0]
-        made: GatheredWeight = _wrapper(cls, codes.shape, codes.stride(), codes)
-        made.parts, made.rows = parts, rows
-        return made
+        weight: GatheredWeight = _wrapper(cls, codes.shape, codes.stride(), codes)
+        weight.parts = parts
+        weight.rows = rows
+        return weight
 
     def __init__(self, parts: tuple[Tensor, ...], rows: int) -> None:
         pass
@@ -107,14 +110,14 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Cut, join or pass on. Raises ContractError for any operation that needs values."""
-        treat = _TREATED.get(func)
-        found = treat(*args, **(kwargs or {})) if treat is not None else None
-        if found is None:
-            what = f"{func} of a weight that was gathered as codes and scales: there are no values."
+        """Cut, join or return the weight. Raises ContractError for any operation that needs values."""
+        operation = _OPERATIONS.get(func)
+        result = None if operation is None else operation(*args, **(kwargs or {}))
+        if result is None:
+            problem = f"{func} of a weight that was gathered as codes and scales: there are no values."
             fix = "Quantize it with role='weight' (Precision.quantize), and cut it between whole blocks of rows alone."
-            raise ContractError(what, fix)
-        return found
+            raise ContractError(problem, fix)
+        return result
 
 
 def _wrapper(cls: type[Any], shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Any:
@@ -124,16 +127,18 @@ def _wrapper(cls: type[Any], shape: Sequence[int], stride: Sequence[int], like: 
     )
 
 
-def _again(weight: GatheredWeight) -> GatheredWeight:
+def _alias(weight: GatheredWeight) -> GatheredWeight:
+    """Return another tensor of the same codes and scales."""
     return GatheredWeight(weight.parts, weight.rows)
 
 
 def _strided(weight: GatheredWeight, size: Sequence[int], stride: Sequence[int], start: int | None = None) -> Any:
     """Return the weight if ``size`` and ``stride`` are its own, as FSDP2 requests them; else None."""
-    return None if start or (tuple(size), tuple(stride)) != (weight.shape, weight.stride()) else _again(weight)
+    is_whole = tuple(size) == weight.shape and tuple(stride) == weight.stride() and not start
+    return _alias(weight) if is_whole else None
 
 
-def _zeros(weight: GatheredWeight, **given: Any) -> Tensor:
+def _zeros(weight: GatheredWeight, **options: Any) -> Tensor:
     """Return the zero gradient of a weight that does not affect the loss."""
     return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
 
@@ -141,7 +146,8 @@ def _zeros(weight: GatheredWeight, **given: Any) -> Tensor:
 def _cut(weight: GatheredWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """Return a range of rows of a matrix; None if they are not whole blocks."""
     begin, stop, _ = slice(start, end).indices(weight.shape[0])
-    if weight.ndim != 2 or dim or step != 1 or begin % weight.rows or stop % weight.rows:
+    is_cut_in_rows = weight.ndim == 2 and dim == 0 and step == 1
+    if not is_cut_in_rows or begin % weight.rows or stop % weight.rows:
         return None
     codes, scales = weight.parts
     blocks = slice(begin // weight.rows, stop // weight.rows)
@@ -150,11 +156,14 @@ def _cut(weight: GatheredWeight, dim: int = 0, start: int | None = None, end: in
 
 def _join(weights: Sequence[Any], dim: int = 0) -> Any:
     """Return the concatenation of matrices along rows; None if they are not whole blocks."""
-    rows = {weight.rows for weight in weights if isinstance(weight, GatheredWeight)}
-    whole = all(isinstance(one, GatheredWeight) and one.ndim == 2 and len(one) % one.rows == 0 for one in weights)
-    if not whole or dim or len(rows) != 1:
+    if dim or not all(isinstance(weight, GatheredWeight) for weight in weights):
         return None
-    return GatheredWeight(tuple(map(torch.cat, zip(*(weight.parts for weight in weights), strict=True))), rows.pop())
+    rows_of_block = {weight.rows for weight in weights}
+    are_whole_blocks = all(weight.ndim == 2 and len(weight) % weight.rows == 0 for weight in weights)
+    if not are_whole_blocks or len(rows_of_block) != 1:
+        return None
+    parts = zip(*(weight.parts for weight in weights), strict=True)  # the codes of all, then the scales of all
+    return GatheredWeight(tuple(torch.cat(of_all) for of_all in parts), rows_of_block.pop())
 
 
 _SHARDED: Final = {
@@ -167,11 +176,12 @@ _SHARDED: Final = {
     _aten.view.default,
 }
 """Operations that return masters: shards, and views of them."""
-_TREATED: Final[Mapping[Any, Callable[..., Any]]] = {
-    _aten.alias.default: _again,
+_OPERATIONS: Final[Mapping[Any, Callable[..., Any]]] = {
+    _aten.alias.default: _alias,
     _aten.as_strided.default: _strided,
-    _aten.detach.default: _again,
+    _aten.detach.default: _alias,
     _aten.slice.Tensor: _cut,
     _aten.cat.default: _join,
     _aten.zeros_like.default: _zeros,
 }
+"""Operations on a gathered weight. A function returns None if it needs values."""

@@ -28,7 +28,9 @@ class SequenceCut:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.size, self.index, self.group = layout.size("cp"), layout.index("cp"), layout.group("cp")
+        self.size = layout.size("cp")
+        self.index = layout.index("cp")
+        self.group = layout.group("cp")
         self.unit = pieces_of(self.size)
 
     def pieces(self, rank: int) -> tuple[int, int]:
@@ -37,7 +39,9 @@ class SequenceCut:
 
     def own(self, whole: Tensor, dim: int = 1, lengths: Sequence[int] | None = None) -> Tensor:
         """Return this rank's positions of whole sequences, which lie along ``dim``: one, or those of a pack."""
-        return whole if self.size == 1 else torch.cat(self._pieces(whole, dim, self.index, lengths), dim)
+        if self.size == 1:
+            return whole
+        return torch.cat(self._pieces(whole, dim, self.index, lengths), dim)
 
     def by_rank(self, whole: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
         """Return the positions of whole sequences along ``dim`` rank by rank."""
@@ -56,10 +60,16 @@ class SequenceCut:
     def whole(self, by_rank: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
         """Return the positions of all ranks along ``dim``, given rank by rank, in the order of the sequences."""
         lengths = lengths or (by_rank.shape[dim],)
-        sizes = [length // self.unit for length in lengths for _ in self.pieces(0)] * self.size
-        held = [(at, number) for rank in range(self.size) for at in range(len(lengths)) for number in self.pieces(rank)]
-        pieces = dict(zip(held, by_rank.split(sizes, dim), strict=True))
-        return torch.cat([pieces[at, number] for at in range(len(lengths)) for number in range(self.unit)], dim)
+        sizes: list[int] = []
+        keys: list[tuple[int, int]] = []
+        """The sequence and the number of each piece, in the order in which ranks hold them."""
+        for rank in range(self.size):
+            for sequence, length in enumerate(lengths):
+                for number in self.pieces(rank):
+                    sizes.append(length // self.unit)
+                    keys.append((sequence, number))
+        pieces = dict(zip(keys, by_rank.split(sizes, dim), strict=True))
+        return torch.cat([pieces[key] for key in sorted(pieces)], dim)
 
     def gather(self, own_BSD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Return the positions of whole sequences, ``(B, S, D)``, from each rank's part. Collective over cp."""
@@ -72,13 +82,12 @@ class SequenceCut:
         """Return the batch of this rank's positions, from one of whole sequences. Documents stay whole."""
         if self.size == 1:
             return batch
-        masks = (batch.mask_BS, batch.positions_BS)
-        mask_BS, positions_BS = (None if each is None else self.own(each, 1, batch.lengths) for each in masks)
+        lengths = batch.lengths
         return replace(
             batch,
-            ids_BS=self.own(batch.ids_BS, 1, batch.lengths),
-            labels_BS=self.own(batch.labels_BS, 1, batch.lengths),
-            mask_BS=mask_BS,
-            positions_BS=positions_BS,
-            places_S=self.places(batch.ids_BS.shape[1], batch.ids_BS.device, batch.lengths),
+            ids_BS=self.own(batch.ids_BS, 1, lengths),
+            labels_BS=self.own(batch.labels_BS, 1, lengths),
+            mask_BS=None if batch.mask_BS is None else self.own(batch.mask_BS, 1, lengths),
+            positions_BS=None if batch.positions_BS is None else self.own(batch.positions_BS, 1, lengths),
+            places_S=self.places(batch.ids_BS.shape[1], batch.ids_BS.device, lengths),
         )

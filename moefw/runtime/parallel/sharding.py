@@ -51,17 +51,18 @@ class Sharding:
         mesh = self._mesh(side)
         if mesh is None:
             return module
-        each = mesh.size(-1)
+        shards = mesh.size(-1)
         if codec is not None:
-            _become_masters(module, codec, name, each)
+            _become_masters(module, codec, name, shards)
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=True,
             mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             ignored_params=set(apart),
+            # Codes and scales of masters are cut between whole blocks of rows, so along the first dimension.
             shard_placement_fn=lambda parameter: Shard(
-                0 if isinstance(parameter, Master) else even_dim(parameter.shape, each)
+                0 if isinstance(parameter, Master) else even_dim(parameter.shape, shards)
             ),
         )
         assert isinstance(module, FSDPModule)
@@ -86,15 +87,16 @@ class Sharding:
         rows = layout.plan.copies(layout.rank, side)
         if len(rows[0]) == 1:
             return None
-        own = next(row for row in rows if layout.rank in row)
-        shared = layout.open(own)
-        assert shared is not None
+        own_row = next(row for row in rows if layout.rank in row)
+        sharing = layout.open(own_row)
+        assert sharing is not None
         if len(rows) == 1:
-            return DeviceMesh.from_group(shared, layout.device, mesh_dim_names=(shared.group_name,))
-        copies = layout.open(tuple(row[own.index(layout.rank)] for row in rows))
+            return DeviceMesh.from_group(sharing, layout.device, mesh_dim_names=(sharing.group_name,))
+        column = own_row.index(layout.rank)
+        copies = layout.open(tuple(row[column] for row in rows))
         assert copies is not None
-        names = (copies.group_name, shared.group_name)
-        return DeviceMesh.from_group([copies, shared], layout.device, mesh=rows, mesh_dim_names=names)
+        names = (copies.group_name, sharing.group_name)
+        return DeviceMesh.from_group([copies, sharing], layout.device, mesh=rows, mesh_dim_names=names)
 
 
 @contextmanager
@@ -124,5 +126,6 @@ def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int)
     for path, module in unit.named_modules():
         for key, parameter in [*module.named_parameters(recurse=False)]:
             if parameter.ndim > 1:
-                codec.require(".".join(filter(None, (name, path, key))), parameter.shape, shards)
+                full_name = ".".join(filter(None, (name, path, key)))
+                codec.require(full_name, parameter.shape, shards)
                 module.register_parameter(key, nn.Parameter(Master(parameter.detach(), codec)))

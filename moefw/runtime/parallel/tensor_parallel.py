@@ -21,7 +21,9 @@ class TensorParallel:
     """This rank's position among the ranks that split the dense matrices. With one rank, nothing is split or sent."""
 
     def __init__(self, layout: Layout) -> None:
-        self.size, self.index, self.group = layout.size("tp"), layout.index("tp"), layout.group("tp")
+        self.size = layout.size("tp")
+        self.index = layout.index("tp")
+        self.group = layout.group("tp")
 
     def shard(self, dim: int) -> Shard | None:
         """Return the part of a tensor that this rank holds if it is split along ``dim``; None: all of it."""

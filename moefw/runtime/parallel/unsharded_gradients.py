@@ -17,38 +17,41 @@ from torch.distributed.fsdp import FSDPModule
 
 @final
 class UnshardedGradient:
-    """The unsharded gradient of one parameter, which has the shape of the gathered parameter, in the dtype of sums."""
+    """The unsharded gradient of one parameter, which has the shape of the gathered parameter, in the dtype of sums.
 
-    __slots__ = ("_held",)
+    An accumulator of :mod:`moefw.runtime.compute.weights`. ``fsdp_param``: FSDP2's private record of the parameter.
+    """
 
-    def __init__(self, held: Any) -> None:
-        self._held = held
+    __slots__ = ("_fsdp_param",)
+
+    def __init__(self, fsdp_param: Any) -> None:
+        self._fsdp_param = fsdp_param
 
     @property
     def grad(self) -> Tensor | None:
         """The sum so far; None: there is none."""
-        found: Tensor | None = self._held.unsharded_accumulated_grad
-        return found
+        sum_so_far: Tensor | None = self._fsdp_param.unsharded_accumulated_grad
+        return sum_so_far
 
     @grad.setter
     def grad(self, value: Tensor) -> None:
-        self._held.unsharded_accumulated_grad = value
+        self._fsdp_param.unsharded_accumulated_grad = value
 
     @property
     def grad_dtype(self) -> torch.dtype:
         """The dtype of the sum."""
-        dtype: torch.dtype = self._held.reduce_dtype
+        dtype: torch.dtype = self._fsdp_param.reduce_dtype
         return dtype
 
     @property
     def requires_grad(self) -> bool:
         """Whether the parameter has a gradient."""
-        return bool(self._held.sharded_param.requires_grad)
+        return bool(self._fsdp_param.sharded_param.requires_grad)
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the whole parameter."""
-        shape: torch.Size = self._held.sharded_param.shape
+        shape: torch.Size = self._fsdp_param.sharded_param.shape
         return shape
 
 
@@ -79,8 +82,9 @@ def _accumulators(model: nn.Module) -> Iterator[tuple[nn.Parameter, UnshardedGra
         if not isinstance(unit, FSDPModule):
             continue
         group = unit._get_fsdp_state()._fsdp_param_group
-        held = [] if group is None else group.fsdp_params
-        if not all(hasattr(one, "_unsharded_param") for one in held):
-            unit.unshard()
+        fsdp_params = [] if group is None else group.fsdp_params
+        if not all(hasattr(fsdp_param, "_unsharded_param") for fsdp_param in fsdp_params):
+            unit.unshard()  # FSDP2 makes a gathered parameter when it gathers it for the first time, and keeps it
             unit.reshard()
-        yield from ((one.unsharded_param, UnshardedGradient(one)) for one in held)
+        for fsdp_param in fsdp_params:
+            yield fsdp_param.unsharded_param, UnshardedGradient(fsdp_param)

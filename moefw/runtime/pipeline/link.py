@@ -30,13 +30,16 @@ class Link:
     def __init__(
         self, layout: Layout, by_rank: Sequence[Sequence[Stage]], order: Callable[[int], Sequence[Sequence[Action]]]
     ) -> None:
-        self.group, self.index, self._order = layout.group("pp"), layout.index("pp"), order
+        self.group = layout.group("pp")
+        self.index = layout.index("pp")
+        self._order = order
         rank_of = {stage: rank for rank, own in enumerate(by_rank) for stage in own}
         self.stages = sorted(rank_of, key=lambda stage: stage.index)
         self.rank_of = [rank_of[stage] for stage in self.stages]
         self.playing: Action | None = None
         """The pass that runs now."""
         self._sent: deque[tuple[Sequence[Any], Sequence[Tensor]]] = deque()
+        """Work handles of the sends under way, and their tensors, which must live until they have left."""
         self._steps: dict[int, Sequence[Step]] = {}
 
     @property
@@ -63,21 +66,21 @@ class Link:
         self._wait(UNDER_WAY - 1)
         peer = self.rank_of[next_stage(stage, direction)]
         sent = [tensor.detach().contiguous() for tensor in tensors]
-        tags = [_tag(stage, direction, number, at) for at in range(len(sent))]
         works = [
-            dist.isend(one, group=self.group, group_dst=peer, tag=tag) for one, tag in zip(sent, tags, strict=True)
+            dist.isend(tensor, group=self.group, group_dst=peer, tag=_tag(stage, direction, number, index))
+            for index, tensor in enumerate(sent)
         ]
         self._sent.append((works, sent))
 
     def receive(
         self, stage: int, direction: Direction, buffers: tuple[Tensor, ...], *, number: int = 0
     ) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to receive what ``stage`` awaits of micro-batch ``number``. Return what waits for it."""
+        """Begin to receive what ``stage`` awaits of micro-batch ``number``. Return a function that waits for it."""
         source = stage - 1 if direction == "forward" else stage + 1
         peer = self.rank_of[source]
         works: list[Any] = [
-            dist.irecv(buffer, group=self.group, group_src=peer, tag=_tag(source, direction, number, at))
-            for at, buffer in enumerate(buffers)
+            dist.irecv(buffer, group=self.group, group_src=peer, tag=_tag(source, direction, number, index))
+            for index, buffer in enumerate(buffers)
         ]
         return partial(self._arrived, works, buffers)
 
@@ -90,18 +93,21 @@ class Link:
         """Wait until all that was sent has left."""
         self._wait(0)
 
-    def _wait(self, left: int) -> None:
-        """Wait until at most ``left`` sends are under way."""
-        while len(self._sent) > left:
+    def _wait(self, most: int) -> None:
+        """Wait until at most ``most`` sends are under way."""
+        while len(self._sent) > most:
             works, _ = self._sent.popleft()
             for work in works:
                 work.wait()
 
     def from_last(self, values: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return the fp32 ``values`` of the last stage on every rank of pp. Collective over pp."""
-        made = torch.empty(shape, device=like.device) if values is None else values.float().contiguous()
-        dist.broadcast(made, group=self.group, group_src=self.rank_of[-1])
-        return made
+        """Return the fp32 ``values`` of the last stage on every rank of pp. Collective over pp.
+
+        ``values``: those of a rank that has the last stage, None on all others. ``like`` is on the device of the rank.
+        """
+        buffer = torch.empty(shape, device=like.device) if values is None else values.float().contiguous()
+        dist.broadcast(buffer, group=self.group, group_src=self.rank_of[-1])
+        return buffer
 
 
 def next_stage(stage: int, direction: Direction) -> int:
@@ -109,6 +115,7 @@ def next_stage(stage: int, direction: Direction) -> int:
     return stage + 1 if direction == "forward" else stage - 1
 
 
-def _tag(stage: int, direction: Direction, number: int, at: int) -> int:
-    """Return a tag that no other transfer under way has."""
-    return ((number * 1024 + stage) * 2 + (direction == "backward")) * 64 + at
+def _tag(stage: int, direction: Direction, number: int, index: int) -> int:
+    """Return a tag that no other transfer under way has: of the tensor ``index`` that a stage passes on."""
+    direction_number = 1 if direction == "backward" else 0
+    return ((number * 1024 + stage) * 2 + direction_number) * 64 + index

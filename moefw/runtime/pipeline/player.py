@@ -29,13 +29,14 @@ Wait = Callable[[], Sequence[Any]]
 class Player:
     """Runs the micro-batches of one step through the stages of this rank.
 
-    It holds the graph of a micro-batch in a stage from forward to backward, and what its weight gradients need until
-    their pass.
+    A player holds the graph of a micro-batch in a stage from forward to backward, and what its weight gradients need
+    until their pass.
     """
 
     def __init__(self, model: Pipelined, batches: Sequence[Batch]) -> None:
-        self.stages = {one.stage.index: one for one in model.stages}
-        self.link, self.batches = model.link, batches
+        self.stages = {model_stage.stage.index: model_stage for model_stage in model.stages}
+        self.link = model.link
+        self.batches = batches
         self._calls: dict[Key, PhaseCall] = {}
         self._wgrads: dict[Key, Wgrads] = {}
         self._inputs: dict[Key, Wait] = {}
@@ -81,19 +82,21 @@ class Player:
 
     def _forward(self, key: Key) -> Output | Passed:
         stage, number = key
-        batch, call = self.batches[number], PhaseCall()
+        batch = self.batches[number]
+        call = PhaseCall()
         arrived = tuple(tensor.requires_grad_() for tensor in self._inputs.pop(key, list)())
         with self._collected(key):
             output: Output | Passed = call.run(self.stages[stage].run, Arrived(batch=batch, tensors=arrived))
         self._calls[key] = call
         if isinstance(output, Passed):
             self._passed[key] = [torch.empty_like(tensor, device="meta") for tensor in output.tensors]
-            self._pass_on(stage, "forward", output.tensors, number, self._inputs)
+            self._pass_on(stage, "forward", output.tensors, number=number, inbox=self._inputs)
             return replace(output, tensors=())
+        # The last stage: backward begins with the scale of the loss as the gradient of each of its terms.
         scales = [batch.loss_scale for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._grads[key] = lambda: scales
-        found: Output = tree_map_only(Tensor, torch.detach, output)
-        return found
+        without_graph: Output = tree_map_only(Tensor, torch.detach, output)
+        return without_graph
 
     def _collected(self, key: Key) -> AbstractContextManager[None]:
         """Return the context in which weight gradients are left to a pass of their own, if there is one."""
@@ -102,18 +105,21 @@ class Player:
     def _backward(self, key: Key) -> None:
         stage, number = key
         with self._collected(key):  # regions that run again leave theirs, too
-            found = self._calls.pop(key).backward(self._grads.pop(key)())
+            input_grads = self._calls.pop(key).backward(self._grads.pop(key)())
         if self.stages[stage].stage.is_first:
             return
-        if any(grad is None for grad in found):  # what arrived did not reach the loss
-            likes = self.stages[stage].awaited(self.batches[number])
-            found = [like.zero_() if grad is None else grad for grad, like in zip(found, likes, strict=True)]
-        self._pass_on(stage, "backward", cast("Sequence[Tensor]", found), number, self._grads)
+        if any(grad is None for grad in input_grads):  # what arrived did not reach the loss
+            buffers = self.stages[stage].awaited(self.batches[number])
+            input_grads = [
+                buffer.zero_() if grad is None else grad for grad, buffer in zip(input_grads, buffers, strict=True)
+            ]
+        passed = cast("Sequence[Tensor]", input_grads)
+        self._pass_on(stage, "backward", passed, number=number, inbox=self._grads)
 
     def _pass_on(
-        self, stage: int, direction: Direction, tensors: Sequence[Tensor], number: int, inbox: dict[Key, Wait]
+        self, stage: int, direction: Direction, tensors: Sequence[Tensor], *, number: int, inbox: dict[Key, Wait]
     ) -> None:
-        """Send tensors to the next stage, or put them into its inbox if it is on this rank."""
+        """Send tensors of a micro-batch to the next stage, or put them into its inbox if it is on this rank."""
         if self.link.leaves(stage, direction):
             self.link.send(stage, direction, tensors, number=number)
             return

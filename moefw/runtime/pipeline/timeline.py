@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from moefw.core.errors import ContractError, Problem
 from moefw.core.records import Action
 
+CHANGE_IN_FLIGHT: Final = {"F": 1, "B": -1, "I": 0, "W": -1}
+"""By kind of pass, the change of the number of micro-batches that a stage holds. ``W`` needs what ``I`` leaves."""
 Timed = tuple[Any, Any, Action]
 """Start, end and pass. Times are sums of durations, and exact if those are: numbers of any type, such as Fraction."""
 
@@ -22,17 +24,20 @@ def timeline(order: Sequence[Sequence[Action]], cost: Callable[[Action], Any]) -
     ends: dict[tuple[str, int, int], Any] = {}
     played: list[list[Timed]] = [[] for _ in order]
 
-    def ready(rank: int) -> bool:
-        at = len(played[rank])
-        return at < len(order[rank]) and all(need in ends for need in needs(order[rank][at], last))
+    def is_ready(rank: int) -> bool:
+        if len(played[rank]) == len(order[rank]):
+            return False
+        next_action = order[rank][len(played[rank])]
+        return all(need in ends for need in needs(next_action, last))
 
-    while runnable := [rank for rank in range(len(order)) if ready(rank)]:
+    while runnable := [rank for rank in range(len(order)) if is_ready(rank)]:
         for rank in runnable:
             action = order[rank][len(played[rank])]
-            free = played[rank][-1][1] if played[rank] else 0
-            start = max([free, *(ends[need] for need in needs(action, last))])
-            ends[made(action)] = start + cost(action)
-            played[rank].append((start, ends[made(action)], action))
+            rank_is_free = played[rank][-1][1] if played[rank] else 0
+            start = max([rank_is_free, *(ends[need] for need in needs(action, last))])
+            end = start + cost(action)
+            ends[made(action)] = end
+            played[rank].append((start, end, action))
     waiting = [rank for rank, actions in enumerate(order) if len(played[rank]) < len(actions)]
     if waiting:
         raise ContractError([_waits(rank, order[rank][len(played[rank])], ends, last) for rank in waiting])
@@ -40,28 +45,34 @@ def timeline(order: Sequence[Sequence[Action]], cost: Callable[[Action], Any]) -
 
 
 def idle_share(played: Sequence[Sequence[Timed]]) -> list[Any]:
-    """Return the share of the whole time, from the first start to the last end, that each rank idles."""
-    whole = max(actions[-1][1] for actions in played)
-    return [1 - sum(end - start for start, end, _ in actions) / whole for actions in played]
+    """Return the share of the whole time, from 0 to the last end, that each rank idles."""
+    duration = max(actions[-1][1] for actions in played)
+    return [1 - sum(end - start for start, end, _ in actions) / duration for actions in played]
 
 
 def most_in_flight(actions: Sequence[Action]) -> int:
     """Return the largest number of forward passes of a rank whose backward has not ended, weight gradients included."""
-    held = most = 0
+    in_flight = 0
+    most = 0
     for action in actions:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, held)
+        in_flight += CHANGE_IN_FLIGHT[action.kind]
+        most = max(most, in_flight)
     return most
 
 
 def made(action: Action) -> tuple[str, int, int]:
-    """Return the name of what a pass makes. Both kinds of backward make the gradient of the stage's input: ``I``."""
-    return "I" if action.kind == "B" else action.kind, action.stage, action.micro_batch
+    """Return kind, stage and micro-batch of what a pass makes.
+
+    Both kinds of backward, ``B`` and ``I``, make the gradient of the stage's input, of kind ``I``.
+    """
+    kind = "I" if action.kind == "B" else action.kind
+    return kind, action.stage, action.micro_batch
 
 
 def needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
     """Yield what a pass waits for, as :func:`made` names it. ``last``: the last stage."""
-    stage, micro_batch = action.stage, action.micro_batch
+    stage = action.stage
+    micro_batch = action.micro_batch
     if action.kind == "W":
         yield "I", stage, micro_batch
     elif action.kind == "F":

@@ -27,32 +27,34 @@ Step = Action | Receive
 def with_transfers(
     order: Sequence[Sequence[Action]], rank_of: Callable[[int], int], count: int
 ) -> tuple[tuple[Step, ...], ...]:
-    """Return each rank's list with what it receives. It sends right behind a pass. ``count``: the number of stages.
+    """Return each rank's passes, with the starts of its receives among them. It sends right behind a pass.
 
-    A receiver begins when the sender does if all passes take equally long. Raises PluginError if the lists wait for
-    each other.
+    If all passes take equally long, a receiver begins when its sender does. ``count``: the number of stages. Raises
+    PluginError if the lists wait for each other.
     """
     steps: list[list[Step]] = [[] for _ in order]
-    left, done = [list(reversed(actions)) for actions in order], set[tuple[str, int, int]]()
-    while any(left):
+    remaining = [list(reversed(actions)) for actions in order]  # the next pass of a rank is its last element
+    done: set[tuple[str, int, int]] = set()
+    while any(remaining):
         ready = [
-            rank for rank, actions in enumerate(left) if actions and done.issuperset(needs(actions[-1], count - 1))
+            rank for rank, actions in enumerate(remaining) if actions and done.issuperset(needs(actions[-1], count - 1))
         ]
         if not ready:
-            waiting = ", ".join(f"{actions[-1]} on rank {rank}" for rank, actions in enumerate(left) if actions)
+            waiting = ", ".join(f"{actions[-1]} on rank {rank}" for rank, actions in enumerate(remaining) if actions)
             raise PluginError(f"the order of the pipeline never ends: {waiting} wait for passes that are not done.")
+        # One round: each rank that can runs one pass, and its receiver begins behind what it has run so far.
         for rank in ready:
-            action = left[rank].pop()
+            action = remaining[rank].pop()
             steps[rank].append(action)
             done.add(made(action))
-            received = _received(action)
-            if received is not None and 0 <= received.stage < count and rank_of(received.stage) != rank:
-                steps[rank_of(received.stage)].append(received)
+            receive = _receive_of_neighbour(action)
+            if receive is not None and 0 <= receive.stage < count and rank_of(receive.stage) != rank:
+                steps[rank_of(receive.stage)].append(receive)
     return tuple(map(tuple, steps))
 
 
-def _received(action: Action) -> Receive | None:
-    """Return what the neighbour begins to receive behind a pass."""
+def _receive_of_neighbour(action: Action) -> Receive | None:
+    """Return what the neighbouring stage begins to receive behind a pass. There may be no such stage."""
     if action.kind == "W":
         return None
     if action.kind == "F":
