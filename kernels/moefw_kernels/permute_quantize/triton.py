@@ -14,7 +14,10 @@ from moefw_kernels.permute import RowMap
 from moefw_kernels.quantize import Quantized, Scales, row_block
 from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
 
-_TOKENS, _COLUMNS = 32, 128
+_TOKENS = 32
+"""Tokens of a tile."""
+_COLUMNS = 128
+"""Columns of a tile: whole blocks of scales."""
 
 
 @triton.jit
@@ -53,12 +56,28 @@ def permute_quantize(x_TD: Tensor, rows: RowMap, scales: Scales, out: Quantized)
     """Implement ``reference.permute_quantize``."""
     if not out.codes.numel():
         return
-    x_TD, row_TK = x_TD.contiguous(), rows.row_TK.contiguous()
-    (tokens, columns), num_padding = x_TD.shape, 0 if rows.padding is None else len(rows.padding)
-    written = out.scales if scales != "e8m0" else out.scales.view(torch.uint8)
+    x_TD = x_TD.contiguous()
+    row_TK = rows.row_TK.contiguous()
+    tokens, columns = x_TD.shape
+    num_padding = 0 if rows.padding is None else len(rows.padding)
+    block_scales = out.scales if scales != "e8m0" else out.scales.view(torch.uint8)
     _permute_kernel[(triton.cdiv(tokens + num_padding, _TOKENS) * triton.cdiv(columns, _COLUMNS),)](
-        x_TD, row_TK, rows.padding, out.codes.view(torch.uint8), written,
-        tokens, row_TK.shape[1], num_padding, columns,
-        x_TD.stride(0), out.codes.stride(0), written.stride(0), torch.finfo(x_TD.dtype).max,
-        _TOKENS, _COLUMNS, row_block(scales), ROW_RULES[scales], casts_fp8(x_TD.device),
-    )  # fmt: skip
+        x=x_TD,
+        rows_of_token=row_TK,
+        padding=rows.padding,
+        codes=out.codes.view(torch.uint8),
+        scales=block_scales,
+        tokens=tokens,
+        K=row_TK.shape[1],
+        num_padding=num_padding,
+        columns=columns,
+        x_stride=x_TD.stride(0),
+        codes_stride=out.codes.stride(0),
+        scales_stride=block_scales.stride(0),
+        largest=torch.finfo(x_TD.dtype).max,
+        T=_TOKENS,
+        C=_COLUMNS,
+        B=row_block(scales),
+        RULE=ROW_RULES[scales],
+        CVT=casts_fp8(x_TD.device),
+    )

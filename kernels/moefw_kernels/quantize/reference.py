@@ -24,6 +24,7 @@ def quantize_tensor(
     if ends_e is not None:
         group_R = group_of_row(ends_e, len(x))
         x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
+        # One entry more, for the rows past the last end, which are zeros.
         scale = F.pad(scale, (0, 1), value=1.0)[group_R].unsqueeze(1)
     elif scale.ndim:
         scale = scale[..., None, None]
@@ -66,7 +67,8 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of each block, ``(..., R / rows, C / columns)`` fp32; NaN if the block has one."""
     rows, columns = block
     padded = F.pad(x.float(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
-    down, across = padded.shape[-2] // rows, padded.shape[-1] // columns
+    down = padded.shape[-2] // rows
+    across = padded.shape[-1] // columns
     return padded.reshape(*x.shape[:-2], down, rows, across, columns).abs().amax((-3, -1))
 
 
@@ -79,10 +81,20 @@ def _quantized(
     global_scale: Tensor | None = None,
     draws: Tensor | None = None,
 ) -> Quantized:
-    """Quantize along rows; a tensor with blocks along columns is transposed first."""
+    """Return the codes of ``x`` times its blocks' ``multiplier``, with the ``scales`` that undo it.
+
+    Quantizes along rows; a tensor with blocks along columns is transposed first.
+    """
     if axis_of(block) == -2:
-        given = (x.mT.contiguous(), multiplier.mT, scales.mT, block[::-1], fmt)
-        return _quantized(*given, turned(global_scale, x.ndim), None if draws is None else draws.mT).mT
+        return _quantized(
+            x.mT.contiguous(),
+            multiplier.mT,
+            scales.mT,
+            (block[1], block[0]),
+            fmt,
+            turned(global_scale, x.ndim),
+            None if draws is None else draws.mT,
+        ).mT
     shape = tuple(x.shape)
     codes = encode(x.float() * spread(multiplier, block, shape), fmt, draws=draws)
     return Quantized(laid(codes, fmt, -1), scales, fmt, block, -1, shape, global_scale)
