@@ -23,9 +23,9 @@ _COLUMNS = 128
 @triton.jit
 def _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride):
     """Write a tile to the rows ``row``, except where they are -1."""
-    there = row >= 0
-    tl.store(codes + row * codes_stride + c, code, mask=there & (c < columns))
-    tl.store(scales + row * scales_stride + block, scale, mask=there & (block < blocks))
+    has_row = row >= 0
+    tl.store(codes + row * codes_stride + c, code, mask=has_row & (c < columns))
+    tl.store(scales + row * scales_stride + block, scale, mask=has_row & (block < blocks))
 
 
 @triton.jit
@@ -45,11 +45,17 @@ def _permute_kernel(
     code, scale = quantize_rows_tile(tile, largest, B, RULE, CVT)
     for k in range(K):
         row = tl.load(rows_of_token + t * K + k, mask=t < tokens, other=-1).to(tl.int64)
-        _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride)
+        _store_rows(
+            row=row, c=c, block=block, code=code, scale=scale, codes=codes, scales=scales,
+            columns=columns, blocks=blocks, codes_stride=codes_stride, scales_stride=scales_stride,
+        )  # fmt: skip
     if padding is not None:
         p = t - tokens
         row = tl.load(padding + p, mask=(p >= 0) & (p < num_padding), other=-1)
-        _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride)
+        _store_rows(
+            row=row, c=c, block=block, code=code, scale=scale, codes=codes, scales=scales,
+            columns=columns, blocks=blocks, codes_stride=codes_stride, scales_stride=scales_stride,
+        )  # fmt: skip
 
 
 def permute_quantize(x_TD: Tensor, rows: RowMap, scales: Scales, out: Quantized) -> None:

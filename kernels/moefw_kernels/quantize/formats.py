@@ -34,9 +34,33 @@ class Format:
     nan_code: int
 
 
-E4M3: Final = Format("e4m3", torch.float8_e4m3fn, 448.0, -6, 3, 7, 0x7F)
-E5M2: Final = Format("e5m2", torch.float8_e5m2, 57344.0, -14, 2, 7, 0x7F)
-E2M1: Final = Format("e2m1", torch.uint8, 6.0, 0, 1, 3, 0x7)
+E4M3: Final = Format(
+    name="e4m3",
+    dtype=torch.float8_e4m3fn,
+    max=448.0,
+    min_exponent=-6,
+    mantissa_bits=3,
+    sign_bit=7,
+    nan_code=0x7F,
+)
+E5M2: Final = Format(
+    name="e5m2",
+    dtype=torch.float8_e5m2,
+    max=57344.0,
+    min_exponent=-14,
+    mantissa_bits=2,
+    sign_bit=7,
+    nan_code=0x7F,
+)
+E2M1: Final = Format(
+    name="e2m1",
+    dtype=torch.uint8,
+    max=6.0,
+    min_exponent=0,
+    mantissa_bits=1,
+    sign_bit=3,
+    nan_code=0x7,
+)
 
 
 def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:

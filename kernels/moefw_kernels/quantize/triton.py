@@ -60,7 +60,7 @@ def _encode_fp8(x, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT:
         code = x.to(tl.float8e4nv if M == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
         code = tl.where(_magnitude(x) > _INF, 0x7F, code)
     else:
-        code = _encode(x, None, M, LEAST, MAX, 7, 0x7F)
+        code = _encode(x, None, M=M, LEAST=LEAST, MAX=MAX, SIGN=7, NAN=0x7F)
     return code.to(tl.uint8)
 
 
@@ -148,7 +148,9 @@ def quantize_rows_tile(tile, largest, B: tl.constexpr, RULE: tl.constexpr, CVT: 
 
     RULE is one of ``ROW_RULES``, CVT the result of ``casts_fp8``.
     """
-    return _quantize_tile(tile, largest, B, False, RULE, 448.0, 3, -6, 0x43E00000, CVT)
+    return _quantize_tile(
+        tile, largest, B=B, SQUARE=False, RULE=RULE, TOP=448.0, M=3, LEAST=-6, MAX=0x43E00000, CVT=CVT
+    )
 
 
 @triton.jit
@@ -158,7 +160,9 @@ def _store_blocks(
     M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store a tile of a (rows, columns) matrix in blocks along its columns, or in one block of B x B."""
-    code, scale = _quantize_tile(tile, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX, CVT)
+    code, scale = _quantize_tile(
+        tile, largest, B=B, SQUARE=SQUARE, RULE=RULE, TOP=TOP, M=M, LEAST=LEAST, MAX=MAX, CVT=CVT
+    )
     _store(codes, code, r0, c0, rows, columns)
     first = r0 // B if SQUARE else r0
     height = tl.cdiv(rows, B) if SQUARE else rows
@@ -207,14 +211,15 @@ def _blocks_kernel(
     row_codes += matrix * rows * columns
     row_scales += matrix * (tl.cdiv(rows, B) if SQUARE else rows) * tl.cdiv(columns, B)
     _store_blocks(
-        tile, r0, c0, rows, columns, row_codes, row_scales, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX, CVT
+        tile, r0=r0, c0=c0, rows=rows, columns=columns, codes=row_codes, scales=row_scales, largest=largest,
+        B=B, SQUARE=SQUARE, RULE=RULE, TOP=TOP, M=M, LEAST=LEAST, MAX=MAX, CVT=CVT,
     )  # fmt: skip
     if BOTH:
         column_codes += matrix * rows * columns
         column_scales += matrix * columns * tl.cdiv(rows, B)
         _store_blocks(
-            tl.trans(tile), c0, r0, columns, rows, column_codes, column_scales, largest,
-            B, SQUARE, RULE, TOP, M, LEAST, MAX, CVT,
+            tl.trans(tile), r0=c0, c0=r0, rows=columns, columns=rows, codes=column_codes, scales=column_scales,
+            largest=largest, B=B, SQUARE=SQUARE, RULE=RULE, TOP=TOP, M=M, LEAST=LEAST, MAX=MAX, CVT=CVT,
         )  # fmt: skip
 
 
@@ -388,7 +393,16 @@ def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both:
     for codes, scales in outputs:
         if scale_dtype is torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
-        results.append(Quantized(codes.view(fmt.dtype), scales, fmt, block, -1, tuple(codes.shape)))
+        results.append(
+            Quantized(
+                codes=codes.view(fmt.dtype),
+                scales=scales,
+                fmt=fmt,
+                block=block,
+                axis=-1,
+                shape=tuple(codes.shape),
+            )
+        )
     return tuple(results)
 
 

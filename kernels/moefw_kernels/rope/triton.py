@@ -85,9 +85,9 @@ def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, b
     rows = batch * length * heads
     pairs = width // 2
     across = triton.next_power_of_2(pairs)
-    each = max(1, _PAIRS // across)
+    heads_of_program = max(1, _PAIRS // across)
     if out.numel():
-        _kernel[(triton.cdiv(rows, each),)](
+        _kernel[(triton.cdiv(rows, heads_of_program),)](
             x=x_BSHd,
             cos=cos_BSp.contiguous(),
             sin=sin_BSp.contiguous(),
@@ -103,7 +103,7 @@ def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, b
             sign=-1.0 if back else 1.0,
             NEIGHBOURS_IN=neighbours and not back,
             NEIGHBOURS_OUT=neighbours and back,
-            R=each,
+            R=heads_of_program,
             P=across,
             BF16=x_BSHd.dtype is torch.bfloat16,
             COMPILED=is_compiled(),

@@ -37,6 +37,6 @@ def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tens
     first = counts.cumsum(0) - counts
     # The place of each choice among those of its expert. Of -1, which comes last, it is that of expert 0 and unused.
     place = torch.arange(len(order), device=flat.device) - first[flat[order].clamp_min(0)]
-    kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order] = place < capacity
-    return (kept & (flat >= 0)).view_as(ids_TK)
+    is_kept = torch.empty_like(flat, dtype=torch.bool)
+    is_kept[order] = place < capacity
+    return (is_kept & (flat >= 0)).view_as(ids_TK)

@@ -67,8 +67,10 @@ def log1p(x, COMPILED: tl.constexpr):
     if COMPILED:
         logarithm = libdevice.log1p(x)
     else:
-        more = 1.0 + x
-        logarithm = tl.where(more == 1.0, x, tl.log(more) * (x / tl.where(more == 1.0, 1.0, more - 1.0)))
+        one_plus_x = 1.0 + x
+        logarithm = tl.where(
+            one_plus_x == 1.0, x, tl.log(one_plus_x) * (x / tl.where(one_plus_x == 1.0, 1.0, one_plus_x - 1.0))
+        )
     return logarithm
 
 

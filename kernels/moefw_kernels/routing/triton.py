@@ -44,23 +44,23 @@ def _only_best_groups(
     """Return the keys, with the key of -inf outside the ``KEEP`` groups whose ``BEST`` best have the largest sum."""
     keys_NGS = tl.reshape(keys, (N, G, S))
     # The sum of the best of each group: the largest key BEST times, each time without the one before.
-    left = keys_NGS
+    remaining = keys_NGS
     worth = tl.zeros((N, G), tl.float32)
     for _ in range(BEST):
-        best = tl.max(left, 2)
+        best = tl.max(remaining, 2)
         worth += value_of(best)
-        left = tl.where(left == best[:, :, None], NONE, left)
+        remaining = tl.where(remaining == best[:, :, None], NONE, remaining)
     group = tl.arange(0, G)[None, :]
     of_group = tl.where(group < GROUPS, keys_of(worth, group, G), NONE)
-    kept = tl.zeros((N, G), tl.int1)
+    is_kept = tl.zeros((N, G), tl.int1)
     for _ in range(KEEP):
         best = tl.max(of_group, 1)[:, None]
-        kept = kept | (of_group == best)
+        is_kept = is_kept | (of_group == best)
         of_group = tl.where(of_group == best, NONE, of_group)
     # As in the reference -inf and not gone: a token for which these groups have fewer than K experts takes others, in
     # the order of their numbers.
     lost = (ordered(tl.full((N, G, S), float("-inf"), tl.float32)) << 32) | (keys_NGS & 0xFFFFFFFF)
-    keys_NGS = tl.where(kept[:, :, None] | (keys_NGS == NONE), keys_NGS, lost)
+    keys_NGS = tl.where(is_kept[:, :, None] | (keys_NGS == NONE), keys_NGS, lost)
     return tl.reshape(keys_NGS, (N, G * S))
 
 
@@ -76,7 +76,7 @@ def _route_kernel(
     program = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, G * S)
     expert = place // S * SIZE + place % S
-    there = (place % S < SIZE) & (place // S < GROUPS)
+    has_expert = (place % S < SIZE) & (place // S < GROUPS)
     k = tl.arange(0, KP)[None, :]
     count = tl.zeros((G * S,), tl.int32)
     for start in range(0, TOKENS, N):
@@ -84,8 +84,8 @@ def _route_kernel(
         routed = t < tokens
         # Logits: (N, G * S).
         at = t[:, None] * num_experts + expert[None, :]
-        inside = routed[:, None] & there[None, :]
-        logit = tl.where(there[None, :], tl.load(logits + at, mask=inside, other=0.0), float("-inf"))
+        inside = routed[:, None] & has_expert[None, :]
+        logit = tl.where(has_expert[None, :], tl.load(logits + at, mask=inside, other=0.0), float("-inf"))
         # Keys, by the ranking: logits or scores, plus the bias. Weights come from ``value``, without the bias.
         if SCORE != "softmax":
             ranking = score_of(logit, SCORE, COMPILED)
@@ -95,10 +95,10 @@ def _route_kernel(
             ranking = logit
         value = ranking if PRE else logit
         if bias is not None:
-            ranking += tl.load(bias + expert, mask=there, other=0.0)[None, :]
-        keys = tl.where(there[None, :], keys_of(ranking, place[None, :], G * S), NONE)
+            ranking += tl.load(bias + expert, mask=has_expert, other=0.0)[None, :]
+        keys = tl.where(has_expert[None, :], keys_of(ranking, place[None, :], G * S), NONE)
         if GROUPS > 1:
-            keys = _only_best_groups(keys, GROUPS, KEEP, BEST, N, G, S)
+            keys = _only_best_groups(keys, GROUPS=GROUPS, KEEP=KEEP, BEST=BEST, N=N, G=G, S=S)
         # Choices: K times the largest key, which is then taken out. A key says at which place it was.
         id_NK = tl.zeros((N, KP), tl.int32)
         value_NK = tl.zeros((N, KP), tl.float32)
@@ -128,7 +128,7 @@ def _route_kernel(
         tl.store(weights + to, tl.where(routed[:, None], weight * scale, 0.0), mask=stored)
         if chosen is not None:
             tl.store(chosen + to, value_NK, mask=stored)
-    tl.store(counts + program * num_experts + expert, count.to(tl.float32), mask=there)
+    tl.store(counts + program * num_experts + expert, count.to(tl.float32), mask=has_expert)
 
 
 @triton.jit
@@ -145,11 +145,11 @@ def _backward_kernel(
     k = tl.arange(0, KP)[None, :]
     expert = tl.arange(0, E)[None, :]
     of_choice = t[:, None] * K + k
-    there = (t < tokens)[:, None] & (k < K)
-    id_NK = tl.load(ids + of_choice, mask=there, other=-1).to(tl.int32)
-    grad = tl.where(id_NK >= 0, tl.load(grad_weights + of_choice, mask=there, other=0.0) * scale, 0.0)
+    has_choice = (t < tokens)[:, None] & (k < K)
+    id_NK = tl.load(ids + of_choice, mask=has_choice, other=-1).to(tl.int32)
+    grad = tl.where(id_NK >= 0, tl.load(grad_weights + of_choice, mask=has_choice, other=0.0) * scale, 0.0)
     if not PRE:
-        x = tl.load(chosen + of_choice, mask=there, other=0.0)
+        x = tl.load(chosen + of_choice, mask=has_choice, other=0.0)
         if SCORE == "softmax":
             share = softmax(tl.where(k < K, x, float("-inf")), COMPILED)
             grad = share * (grad - tl.sum(grad * share, 1)[:, None])

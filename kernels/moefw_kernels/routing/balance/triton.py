@@ -65,21 +65,21 @@ def _valid(present, t, inside):
 @triton.jit
 def _log_sum_exp(x, COMPILED: tl.constexpr):
     """Return the log-sum-exp of each row, which may be infinite."""
-    most = tl.max(x, 1)
+    largest = tl.max(x, 1)
     # Infinity is not subtracted: inf - inf would be NaN.
-    most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
-    return log(tl.sum(exp(x - most[:, None], COMPILED), 1), COMPILED) + most
+    largest = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+    return log(tl.sum(exp(x - largest[:, None], COMPILED), 1), COMPILED) + largest
 
 
 @triton.jit
-def _piece(row_of, block, start, end, each, TOKENS: tl.constexpr):
+def _piece(row_of, block, start, end, row_tokens, TOKENS: tl.constexpr):
     """Return the row of the token at ``start`` of a block, and where its tokens stop, at ``end`` if not before.
 
-    ``row_of``: the row of each token from the beginning of the block on, ascending; None: each row has ``each`` tokens.
+    ``row_of``: the row of each token from the beginning of the block on, ascending; None: each row has ``row_tokens``.
     """
     if row_of is None:
-        row = (block * TOKENS + start) // each
-        stop = tl.minimum(end, (row + 1) * each - block * TOKENS)
+        row = (block * TOKENS + start) // row_tokens
+        stop = tl.minimum(end, (row + 1) * row_tokens - block * TOKENS)
     else:
         row = tl.load(row_of + start).to(tl.int32)
         place = tl.arange(0, TOKENS)
@@ -95,20 +95,20 @@ def _store_starts(starts, row_of, block, tokens, rows, TOKENS: tl.constexpr):
     without tokens at the end, and the end of all rows.
     """
     place = tl.arange(0, TOKENS)
-    more = 1 + tl.arange(0, _STARTS)
+    following = 1 + tl.arange(0, _STARTS)
     t = block * TOKENS + place
     row = tl.load(row_of + place, mask=t < tokens, other=rows).to(tl.int32)
     before = tl.load(row_of + place - 1, mask=(t > 0) & (t <= tokens), other=rows).to(tl.int32)
     before = tl.where(t == 0, -1, before)
     # A token in row r behind one in row b is the start of rows b + 1 to r, of which all but the last have no tokens.
     for first in range(0, tl.max(row - before, 0), _STARTS):
-        at = before[:, None] + first + more[None, :]
+        at = before[:, None] + first + following[None, :]
         tl.store(starts + at, tl.broadcast_to(t[:, None], at.shape), mask=at <= row[:, None])
 
 
 @triton.jit
 def _sums_kernel(
-    logits, ids, present, row_of, parts, starts, tokens, num_experts, each, rows, width, z_coeff,
+    logits, ids, present, row_of, parts, starts, tokens, num_experts, row_tokens, rows, width, z_coeff,
     SCORE: tl.constexpr, SHARES: tl.constexpr, Z: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     E: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _sums_kernel(
     start = 0
     end = tl.minimum(TOKENS, tokens - block * TOKENS)
     while start < end:
-        row, stop = _piece(row_of, block, start, end, each, TOKENS)
+        row, stop = _piece(row_of, block, start, end, row_tokens, TOKENS)
         mass = tl.zeros((E,), tl.float32)
         count = tl.zeros((E,), tl.int32)
         seen = tl.zeros((N,), tl.float32)
@@ -186,7 +186,7 @@ def _sums_kernel(
 
 @triton.jit
 def _add_up_kernel(
-    parts, starts, sums, each, rows, masses, seen, numbers, width,
+    parts, starts, sums, row_tokens, rows, masses, seen, numbers, width,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add up some numbers of a row's parts, in the order of the parts.
@@ -197,8 +197,8 @@ def _add_up_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if starts is None:
-        start = row * each
-        end = (row + 1) * each
+        start = row * row_tokens
+        end = (row + 1) * row_tokens
     else:
         start = tl.load(starts + row)
         end = tl.load(starts + row + 1)
@@ -216,7 +216,7 @@ def _add_up_kernel(
 
 @triton.jit
 def _sums_backward_kernel(
-    logits, present, row_of, grad_mass, grad_z, grad_logits, tokens, num_experts, each, z_coeff,
+    logits, present, row_of, grad_mass, grad_z, grad_logits, tokens, num_experts, row_tokens, z_coeff,
     SCORE: tl.constexpr, E: tl.constexpr, N: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of N tokens' logits, given those of the masses and of the z-loss."""
@@ -226,12 +226,12 @@ def _sums_backward_kernel(
     exists = expert < num_experts
     x = _logits(logits, t, expert, inside, num_experts)
     valid = _valid(present, t, inside)
-    there = inside[:, None] & exists[None, :]
+    inside_NE = inside[:, None] & exists[None, :]
     grad_x = tl.zeros((N, E), tl.float32)
     if grad_mass is not None:
-        row = t // each if row_of is None else tl.load(row_of + t, mask=inside, other=0)
+        row = t // row_tokens if row_of is None else tl.load(row_of + t, mask=inside, other=0)
         of_row = grad_mass + row[:, None] * num_experts + expert[None, :]
-        grad = tl.load(of_row, mask=there, other=0.0) * valid[:, None]
+        grad = tl.load(of_row, mask=inside_NE, other=0.0) * valid[:, None]
         if SCORE == "softmax":
             share = softmax(x, COMPILED)
             grad_x = share * (grad - tl.sum(grad * share, 1)[:, None])
@@ -247,15 +247,15 @@ def _sums_backward_kernel(
         lse = _log_sum_exp(x, COMPILED)
         grad_lse = tl.load(grad_z) * z_coeff * valid * (2.0 * lse)
         grad_x += grad_lse[:, None] * exp(x - lse[:, None], COMPILED)
-    tl.store(grad_logits + t[:, None] * num_experts + expert[None, :], grad_x, mask=there)
+    tl.store(grad_logits + t[:, None] * num_experts + expert[None, :], grad_x, mask=inside_NE)
 
 
 @triton.jit
-def _load(seen, row, expert, there, num_experts):
+def _load(seen, row, expert, inside_NE, num_experts):
     """Return each expert's share of the choices of a row, times the choices of a token."""
     at = seen + row * (num_experts + 1)
-    tokens = tl.load(at + num_experts, mask=there, other=1.0)
-    return tl.div_rn(tl.load(at + expert, mask=there, other=0.0), tl.maximum(tokens, 1.0))
+    tokens = tl.load(at + num_experts, mask=inside_NE, other=1.0)
+    return tl.div_rn(tl.load(at + expert, mask=inside_NE, other=0.0), tl.maximum(tokens, 1.0))
 
 
 @triton.jit
@@ -265,9 +265,9 @@ def _switch_kernel(mass, seen, loss, rows, num_experts, coeff, E: tl.constexpr, 
     total = tl.zeros((N, E), tl.float32)
     for start in range(0, rows, N):
         row = (start + tl.arange(0, N).to(tl.int64))[:, None]
-        there = (row < rows) & (expert < num_experts)
-        load = _load(seen, row, expert, there, num_experts)
-        total += tl.load(mass + row * num_experts + expert, mask=there, other=0.0) * load
+        inside_NE = (row < rows) & (expert < num_experts)
+        load = _load(seen, row, expert, inside_NE, num_experts)
+        total += tl.load(mass + row * num_experts + expert, mask=inside_NE, other=0.0) * load
     tl.store(loss, tl.sum(total) * coeff)
 
 
@@ -276,9 +276,9 @@ def _switch_backward_kernel(seen, grad, grad_mass, rows, num_experts, coeff, E: 
     """Compute the gradients of N rows' masses."""
     row = (tl.program_id(0).to(tl.int64) * N + tl.arange(0, N))[:, None]
     expert = tl.arange(0, E)[None, :]
-    there = (row < rows) & (expert < num_experts)
-    load = _load(seen, row, expert, there, num_experts)
-    tl.store(grad_mass + row * num_experts + expert, load * (tl.load(grad) * coeff), mask=there)
+    inside_NE = (row < rows) & (expert < num_experts)
+    load = _load(seen, row, expert, inside_NE, num_experts)
+    tl.store(grad_mass + row * num_experts + expert, load * (tl.load(grad) * coeff), mask=inside_NE)
 
 
 def token_sums(
@@ -302,7 +302,7 @@ def token_sums(
     num_z = 1 if has_z else 0
     numbers = num_masses + num_seen + num_z
     sizes = (num_rows * num_masses, num_rows * num_seen, num_rows * num_z)
-    row_T, each = _rows_of(rows, tokens)
+    row_T, row_tokens = _rows_of(rows, tokens)
     if tokens:
         sums = logits_TE.new_empty(sum(sizes))
         tile = triton.next_power_of_2(experts)
@@ -320,7 +320,7 @@ def token_sums(
             starts=starts,
             tokens=tokens,
             num_experts=experts,
-            each=each,
+            row_tokens=row_tokens,
             rows=num_rows,
             width=parts.shape[1],
             z_coeff=z_coeff or 0.0,
@@ -338,7 +338,7 @@ def token_sums(
             parts=parts,
             starts=starts,
             sums=sums,
-            each=each,
+            row_tokens=row_tokens,
             rows=num_rows,
             masses=num_masses,
             seen=num_seen,
@@ -374,7 +374,7 @@ def token_sums_backward(
     logits_TE = logits_TE.contiguous()
     grad_logits_TE = torch.empty_like(logits_TE)
     width = triton.next_power_of_2(experts)
-    row_T, each = _rows_of(rows, tokens)
+    row_T, row_tokens = _rows_of(rows, tokens)
     if tokens:
         tokens_of_program = together(width)
         _sums_backward_kernel[(triton.cdiv(tokens, tokens_of_program),)](
@@ -386,7 +386,7 @@ def token_sums_backward(
             grad_logits=grad_logits_TE,
             tokens=tokens,
             num_experts=experts,
-            each=each,
+            row_tokens=row_tokens,
             z_coeff=z_coeff or 0.0,
             SCORE=score,
             E=width,
@@ -400,9 +400,9 @@ def _rows_of(rows: Rows | None, tokens: int) -> tuple[Tensor | None, int]:
     """Return the row of each token and 0, or None and how many tokens each row has."""
     if rows is None or rows.row_T is None:
         count = 1 if rows is None else rows.count
-        each = tokens // max(1, count)
-        assert tokens == count * each, "rows have equally many tokens"
-        return None, each
+        row_tokens = tokens // max(1, count)
+        assert tokens == count * row_tokens, "rows have equally many tokens"
+        return None, row_tokens
     assert len(rows.row_T) == tokens, "each token has a row"
     return rows.row_T.contiguous(), 0
 

@@ -31,7 +31,7 @@ class AllGatherKVAttention(PartialAttention):
     def visit_back(self, kv: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Gather again, and add up the gradients of each rank's keys and values on that rank."""
         cut = self.cut
-        # A sum over ranks: in fp32, so that it is rounded once.
+        # Summed over ranks in fp32, or in what is wider.
         grads = kv.new_empty((cut.size, *kv.shape), dtype=torch.promote_types(kv.dtype, torch.float32))
 
         def keep(rank: int, part: Tensor) -> None:

@@ -91,12 +91,12 @@ class AllToAllDispatcher(Dispatcher):
         """
         ones = [1] * self.experts.size
         # (E) -> (P, e) -> (P, e + 1)
-        told_P = F.pad(by_rank(counts_E, self.experts), (0, 1), value=capacity)
-        heard_P = exchange_now(told_P, ones, ones, self.experts.group)
-        told, heard = on_host(told_P, heard_P)
-        rows_to_Pe = [line[:-1] for line in told]
-        rows_from_Pe = [line[:-1] for line in heard]
-        return rows_to_Pe, rows_from_Pe, sum(line[-1] for line in heard)
+        lines_to_P = F.pad(by_rank(counts_E, self.experts), (0, 1), value=capacity)
+        lines_from_P = exchange_now(lines_to_P, ones, ones, self.experts.group)
+        lines_to, lines_from = on_host(lines_to_P, lines_from_P)
+        rows_to_Pe = [line[:-1] for line in lines_to]
+        rows_from_Pe = [line[:-1] for line in lines_from]
+        return rows_to_Pe, rows_from_Pe, sum(line[-1] for line in lines_from)
 
     def _metadata(self, choices: Sorted, rows_to_Pe: Counts, rows_from_Pe: Counts, capacity: int) -> Metadata:
         """Return the metadata. Rows travel between ranks of the same part, which then share them with other parts."""

@@ -43,13 +43,13 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
     # A line goes to each rank: the rows for each of its experts, and this rank's tokens. (E) -> (P, e) -> (P, e + 1)
     choices = sort_choices(ids_TK, experts.num_experts)
     ones = [1] * experts.size
-    told_P = F.pad(by_rank(choices.counts, experts), (0, 1), value=num_tokens)
-    heard_P = exchange_now(told_P, ones, ones, experts.group)
-    rows_from_Pe = heard_P[:, :-1]
-    heard: Sequence[Sequence[int]] = ()
+    lines_to_P = F.pad(by_rank(choices.counts, experts), (0, 1), value=num_tokens)
+    lines_from_P = exchange_now(lines_to_P, ones, ones, experts.group)
+    rows_from_Pe = lines_from_P[:, :-1]
+    lines_from: Sequence[Sequence[int]] = ()
     if counts_on_host or limit.max_tokens is None:
-        (heard,) = on_host(heard_P)
-    most_tokens = limit.max_tokens or max(line[-1] for line in heard)
+        (lines_from,) = on_host(lines_from_P)
+    most_tokens = limit.max_tokens or max(line[-1] for line in lines_from)
     most_choices = most_tokens * k
     # A pair of ranks never needs room for more than all choices of the sender.
     room = min(-(-budget.rows(most_choices, 1) // experts.ep), most_choices)
@@ -63,7 +63,7 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
         alignment=row_alignment,
         budget=budget.rows(most_choices * experts.etp, row_alignment),
         source_N=source_N if experts.etp > 1 else None,
-        counts=_arriving_counts(heard, room) if counts_on_host else None,
+        counts=_arriving_counts(lines_from, room) if counts_on_host else None,
         counts_on_host=counts_on_host,
     )
     return Metadata(
@@ -76,9 +76,9 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
     )
 
 
-def _arriving_counts(heard: Sequence[Sequence[int]], room: int) -> list[int]:
+def _arriving_counts(lines_from: Sequence[Sequence[int]], room: int) -> list[int]:
     """Return how many rows arrive for each local expert, given each rank's line: its rows for each, and its tokens."""
-    rows_from_Pe = [line[:-1] for line in heard]
+    rows_from_Pe = [line[:-1] for line in lines_from]
     ends_Pe = np.minimum(np.cumsum(rows_from_Pe, 1), room)
     counts: list[int] = np.diff(ends_Pe, axis=1, prepend=0).sum(0).tolist()
     return counts

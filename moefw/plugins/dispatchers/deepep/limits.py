@@ -76,8 +76,8 @@ def buffer_limits(shape: Shape) -> list[str]:
     if row_bytes > BUFFER_MAX_ROW_BYTES:
         reasons.append(f"a row and its choices are at most {BUFFER_MAX_ROW_BYTES} bytes between nodes, not {row_bytes}")
     if shape.local_experts * NODE_RANKS > BUFFER_MAX_NODE_EXPERTS:
-        each = BUFFER_MAX_NODE_EXPERTS // NODE_RANKS
-        reasons.append(f"between nodes a rank holds at most {each} experts, not {shape.local_experts}")
+        most = BUFFER_MAX_NODE_EXPERTS // NODE_RANKS
+        reasons.append(f"between nodes a rank holds at most {most} experts, not {shape.local_experts}")
     if min(shape.top_k, nodes) > MAX_NODES_A_TOKEN:
         reasons.append(
             f"a token reaches at most {MAX_NODES_A_TOKEN} nodes; top-{shape.top_k} over {nodes} may reach more"

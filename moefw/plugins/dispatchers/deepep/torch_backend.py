@@ -54,11 +54,11 @@ class TorchDeepEP(Dispatcher):
         to_ranks = sort_choices(distinct(experts.owners(ids_TK)), experts.size)
         # A line goes to each rank, (P, 2 + e): the rows for it, the choices of each of its experts, our capacity.
         counts_Pe = by_rank(count_ids(ids_TK, experts.num_experts), experts)
-        told_P = F.pad(torch.cat([to_ranks.counts.unsqueeze(1), counts_Pe], 1), (0, 1), value=routing.capacity or 0)
+        lines_to_P = F.pad(torch.cat([to_ranks.counts.unsqueeze(1), counts_Pe], 1), (0, 1), value=routing.capacity or 0)
         ones = [1] * experts.size
-        sent, heard = on_host(to_ranks.counts, exchange_now(told_P, ones, ones, experts.group))
-        received = [line[0] for line in heard]
-        choices_Pe = [line[1:-1] for line in heard]
+        sent, lines_from = on_host(to_ranks.counts, exchange_now(lines_to_P, ones, ones, experts.group))
+        received = [line[0] for line in lines_from]
+        choices_Pe = [line[1:-1] for line in lines_from]
         # The ids of the rows that arrive, as numbers of this rank's experts: (N, K)
         slots = to_ranks.slots(sum(sent))
         ids_NK = ids_TK.index_select(0, slots.rows.token_R).to(torch.int32)
@@ -67,7 +67,7 @@ class TorchDeepEP(Dispatcher):
             local_NK,
             experts.local_experts,
             alignment=self.row_alignment,
-            capacity=sum(line[-1] for line in heard),
+            capacity=sum(line[-1] for line in lines_from),
             counts=[sum(choices_P) for choices_P in zip(*choices_Pe, strict=True)],
         )
         return DispatchPlan(detail=_Metadata(slots.rows, sent, received, arrival))

@@ -161,9 +161,9 @@ class LibraryHybridEP(Dispatcher):
             check_tokens(num_tokens, self.max_tokens)
             return self.max_tokens, 0
         ones = [1] * self.experts.size
-        told_P2 = F.pad(torch.full((self.experts.size, 1), num_tokens, device=device), (0, 1), value=capacity or 0)
-        (heard,) = on_host(exchange_now(told_P2, ones, ones, self.experts.group))
-        lengths, capacities = zip(*heard, strict=True)
+        lines_to_P = F.pad(torch.full((self.experts.size, 1), num_tokens, device=device), (0, 1), value=capacity or 0)
+        (lines_from,) = on_host(exchange_now(lines_to_P, ones, ones, self.experts.group))
+        lengths, capacities = zip(*lines_from, strict=True)
         return max(lengths), sum(capacities)
 
     def _choosing_rows(self, routing_TE: Tensor) -> Tensor:

@@ -98,12 +98,12 @@ class StreamedStates(HostStates):
     def _fetch(self, bucket: Sequence[StatePart], slot: Slot) -> list[StatePart]:
         """Start copying states to the device, once the states before them have left the slot."""
         slot.taken = 0
-        left = slot.last_use
+        slot_is_free = slot.last_use
         fetched = []
         for part in bucket:
             on_device = {key: slot.take(state) for key, state in part.states.items()}
             for key, state in part.states.items():
-                slot.last_use = self.transfers.into(state, on_device[key], after=left)
+                slot.last_use = self.transfers.into(state, on_device[key], after=slot_is_free)
             fetched.append(replace(part, states=on_device))
         return fetched
 
@@ -151,12 +151,12 @@ class StatesUpdatedThere(HostStates):
     def _fetch(self, bucket: Sequence[StatePart], slot: Slot) -> list[StatePart]:
         """Start copying parameters and gradients to the host, once the parameters before them have left the slot."""
         slot.taken = 0
-        left = slot.last_use
+        slot_is_free = slot.last_use
         fetched = []
         for part in bucket:
             on_host = replace(part, parameter=slot.take(part.parameter), grad=slot.take(part.grad))
-            self.transfers.out(part.parameter, on_host.parameter, after=left)
-            slot.last_use = self.transfers.out(part.grad, on_host.grad, after=left)
+            self.transfers.out(part.parameter, on_host.parameter, after=slot_is_free)
+            slot.last_use = self.transfers.out(part.grad, on_host.grad, after=slot_is_free)
             fetched.append(on_host)
         return fetched
 

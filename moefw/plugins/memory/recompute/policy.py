@@ -122,7 +122,7 @@ class Run(Call):
         return len(self._saved) - 1
 
     def _compute(self, index: int) -> Tensor:
-        """Return saved tensor ``index``. Each is requested once; the first request computes all."""
+        """Return saved tensor ``index``. The first request computes all; each is held until its own request."""
         if index not in self._computed:
             result = self.again()
             if self._needs_outputs:

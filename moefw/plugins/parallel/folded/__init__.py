@@ -28,8 +28,10 @@ def _each_axis_once(_: object, option: Any, order: tuple[str, ...]) -> None:
 def _etp_inside_ep(_: object, option: Any, order: tuple[str, ...]) -> None:
     """Raise ValueError unless etp is inside ep. An attrs validator."""
     if order.index("etp") < order.index("ep"):
-        why = "dispatch libraries (DeepEP, HybridEP) number the experts of a group by consecutive ranks"
-        raise ValueError(f"etp stands before ep, and {why}. Name etp after ep.")
+        raise ValueError(
+            "etp stands before ep, and dispatch libraries (DeepEP, HybridEP) number the experts of a group by "
+            "consecutive ranks. Name etp after ep."
+        )
 
 
 @frozen(kw_only=True)

@@ -54,4 +54,4 @@ class SquareBlocks(WeightCodec):
 def quantized_weight(weight: GatheredWeight) -> Quantized:
     """Return the gathered codes and scales as an operand."""
     codes, scales = weight.parts
-    return Quantized(codes, scales, E4M3, BLOCK, -1, tuple(weight.shape))
+    return Quantized(codes=codes, scales=scales, fmt=E4M3, block=BLOCK, axis=-1, shape=tuple(weight.shape))

@@ -109,7 +109,7 @@ class ScaledRecipe(QuantizedRecipe):
         """Return how many rows and columns of zeros are added for a sum along ``axis``."""
         more_rows, more_columns = (-size % self._products.multiple for size in x.shape[-2:])
         if rows.ends_e is not None and axis == -1:
-            # Rows of groups are not summed over, and the kernels of groups take any number of them.
+            # Rows of groups are not padded: dispatchers align them, and here nothing sums over them.
             more_rows = 0
         return more_rows, more_columns
 

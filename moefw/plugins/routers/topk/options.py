@@ -163,15 +163,15 @@ def check_groups(dims: Dims, groups: Groups) -> Iterator[Problem]:
     if keep > count:
         yield Problem(f"{keep} groups of {count} cannot be kept.", f"Use at most {count}.", "groups.keep")
         return
-    each = experts // count
+    group_size = experts // count
     if groups.best is None and k % keep:
         what = f"a group is scored by its best top_k / keep experts, and keep {keep} does not divide top_k {k}."
         yield Problem(what, "Use a divisor of model.top_k, or set groups.best.", "groups.keep")
-    elif groups.best is not None and groups.best > each:
-        what = f"a group of {each} experts cannot be scored by its best {groups.best}."
-        yield Problem(what, f"Use at most {each}.", "groups.best")
-    elif k > keep * each:
-        what = f"{keep} groups of {each} experts have {keep * each}, and top_k is {k}."
+    elif groups.best is not None and groups.best > group_size:
+        what = f"a group of {group_size} experts cannot be scored by its best {groups.best}."
+        yield Problem(what, f"Use at most {group_size}.", "groups.best")
+    elif k > keep * group_size:
+        what = f"{keep} groups of {group_size} experts have {keep * group_size}, and top_k is {k}."
         yield Problem(what, "Keep more groups, or lower model.top_k.", "groups.keep")
 
 
