@@ -1,6 +1,7 @@
 """The two hops of a hierarchical dispatch: to the nodes, and inside a node to the ranks.
 
-Shapes: legend in :mod:`moefw.core.stages`; ``M`` nodes, ``G`` ranks per node, ``N`` rows that arrive.
+Shapes: legend in :mod:`moefw.core.stages`; ``M`` nodes, ``G`` ranks per node, ``N`` rows that arrive; ``N'`` rows that
+land here, on their way to the ranks of this node.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ class StreamedStates(HostStates):
             self.transfers.wait(slot.last_use)
 
     def _memory(self, nbytes: int) -> Tensor:
+        """Return memory of the device for a slot, ``(nbytes)`` uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.device)
 
     def _fetch(self, bucket: Sequence[StatePart], slot: Slot) -> list[StatePart]:

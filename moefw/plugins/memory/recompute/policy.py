@@ -28,9 +28,9 @@ class Call(ABC):
     _returned: Sequence[Tensor] | None = None
 
     def returned(self, result: Any) -> Any:
-        """Return ``result`` with the same values, whose tensors with gradients others need not save.
+        """Return ``result`` with the same values. Others need not save those of its tensors that require gradients.
 
-        They are outputs of a node of this call: others save a reference to it, and get the tensor from :meth:`output`.
+        Autograd gets them from a node of this call. Others save a reference to it, and take them from :meth:`output`.
         """
         leaves, structure = tree_flatten(result)
         self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
