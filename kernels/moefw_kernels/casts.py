@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 def is_compiled() -> bool:
-    """Return whether kernels are compiled: ``COMPILED`` of ``as_bf16``."""
+    """Return whether kernels are compiled, not interpreted: the argument ``COMPILED`` of kernels."""
     return not triton.knobs.runtime.interpret
 
 
@@ -25,15 +25,14 @@ def casts_fp8(device: torch.device) -> bool:
 
 @triton.jit
 def as_bf16(x, COMPILED: tl.constexpr):
-    """Round fp32 numbers to bf16 and return them in fp32.
-
-    The way back to fp32 is one of bits: LLVM would make one operation in bf16 of an exact cast, a product and a cast,
-    which rounds once where PyTorch rounds twice, below 2**-126.
-    """
+    """Round fp32 numbers to bf16 and return them in fp32."""
     if COMPILED:
+        # Back to fp32 by a shift of the bits and not by a cast. LLVM would turn "exact cast, product, cast" into one
+        # product in bf16, which rounds once where PyTorch rounds twice, below 2**-126.
         bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
         bits = x.to(tl.int32, bitcast=True)
+        # Half of the last bit that stays, less one if that bit is even, carries into it: nearest, ties to even.
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded)
     return bits.to(tl.float32, bitcast=True)

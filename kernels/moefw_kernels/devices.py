@@ -31,7 +31,9 @@ class HostCopy:
         self._shapes = [tensor.shape for tensor in tensors]
         self._arrived: Any = None
         self._flat = torch.cat([tensor.flatten() for tensor in tensors])
-        if runs_ahead(device := self._flat.device):
+        device = self._flat.device
+        if runs_ahead(device):
+            # Only a copy into page-locked memory is asynchronous.
             pinned = torch.empty_like(self._flat, device="cpu", pin_memory=True)
             self._flat = pinned.copy_(self._flat, non_blocking=True)
             self._arrived = torch.get_device_module(device).Event()

@@ -13,8 +13,9 @@ __all__ = ["add_wgrad", "adds_in_place"]
 
 def adds_in_place(operand: Tensor) -> bool:
     """Return whether ``add_wgrad`` takes such operands: on a GPU those of 16 bits, on a CPU all, elsewhere none."""
-    halves = operand.dtype in (torch.bfloat16, torch.float16)
-    return halves if takes_kernels(operand) else not runs_ahead(operand.device)
+    if takes_kernels(operand):
+        return operand.dtype in (torch.bfloat16, torch.float16)
+    return not runs_ahead(operand.device)
 
 
 def add_wgrad(main: Tensor, grad_RO: Tensor, x_RI: Tensor, ends_e: Tensor | None, *, fresh: bool) -> None:
@@ -28,8 +29,10 @@ def add_wgrad(main: Tensor, grad_RO: Tensor, x_RI: Tensor, ends_e: Tensor | None
         ValueError: ``main`` is not contiguous, or the operands are not of one dtype that ``adds_in_place``.
     """
     if not main.is_contiguous() or grad_RO.dtype is not x_RI.dtype or not adds_in_place(grad_RO):
-        what = f"main gradients of strides {main.stride()}, and operands of {grad_RO.dtype} and {x_RI.dtype}"
-        raise ValueError(f"{what}: give contiguous ones, and operands of one dtype, on a GPU of 16 bits")
+        raise ValueError(
+            f"main gradients of strides {main.stride()}, and operands of {grad_RO.dtype} and {x_RI.dtype}: "
+            "give contiguous ones, and operands of one dtype, on a GPU of 16 bits"
+        )
     torch.ops.moefw.add_wgrad(main, grad_RO, x_RI, ends_e, fresh)
 
 
@@ -45,4 +48,4 @@ def _add_wgrad(main: Tensor, grad_RO: Tensor, x_RI: Tensor, ends_e: Tensor | Non
 _OPERATORS = torch.library.Library("moefw", "FRAGMENT")
 _OPERATORS.define("add_wgrad(Tensor(a!) main, Tensor grad, Tensor x, Tensor? ends, bool fresh) -> ()")
 _OPERATORS.impl("add_wgrad", _add_wgrad, "CompositeExplicitAutograd")
-_OPERATORS.impl("add_wgrad", lambda *given: None, "Meta")
+_OPERATORS.impl("add_wgrad", lambda *_: None, "Meta")

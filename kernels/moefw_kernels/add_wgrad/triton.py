@@ -31,12 +31,16 @@ def _kernel(
     main, grad, x, ends, M, N, grad_row, x_row,
     FRESH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Add (K, M)^T (K, N) over the rows K of each group to (groups, M, N)."""
+    """Add the product (K, M)^T (K, N) over the K rows of each group to ``main`` (groups, M, N), one tile a program.
+
+    ``grad_row`` and ``x_row`` are row strides. FRESH: write, and do not read ``main``.
+    """
     across = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * across
     group = tl.program_id(0) // tiles
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     stop = tl.load(ends + group)
+    # A group without rows adds nothing; a fresh gradient still has to be written, as zeros.
     if FRESH or stop > start:
         m = tl.program_id(0) % tiles // across * BM + tl.arange(0, BM)
         n = tl.program_id(0) % across * BN + tl.arange(0, BN)
@@ -65,11 +69,22 @@ def add_wgrad(main: Tensor, grad_RO: Tensor, x_RI: Tensor, ends_e: Tensor | None
     """Implement ``reference.add_wgrad``, with products summed in fp32."""
     if ends_e is None:
         ends_e = torch.full((1,), len(x_RI), dtype=torch.int32, device=x_RI.device)
-    groups, (m, n) = len(ends_e), main.shape[-2:]
+    groups = len(ends_e)
+    m, n = main.shape[-2:]
     grad_RO, x_RI = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in (grad_RO, x_RI))
 
     def grid(tile):
         return (groups * triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"]),)
 
     if main.numel():
-        _add[grid](main, grad_RO, x_RI, ends_e, m, n, grad_RO.stride(0), x_RI.stride(0), fresh)
+        _add[grid](
+            main=main,
+            grad=grad_RO,
+            x=x_RI,
+            ends=ends_e,
+            M=m,
+            N=n,
+            grad_row=grad_RO.stride(0),
+            x_row=x_RI.stride(0),
+            FRESH=fresh,
+        )

@@ -17,10 +17,14 @@ from torch import Tensor
 
 CHUNK: Final = 512
 """Ids that are counted together: a row of counts."""
-BLOCK, WIDTH = 128, 32
-"""Ids that a program places, and ids or experts that it compares them with at once."""
-ROWS, COLUMNS = 128, 16
-"""Chunks and experts that a program adds up at once."""
+BLOCK: Final = 128
+"""Ids that a program places."""
+WIDTH: Final = 32
+"""Ids or experts that a program compares them with at once."""
+ROWS: Final = 128
+"""Chunks that a program adds up at once."""
+COLUMNS: Final = 16
+"""Experts whose counts a program adds up."""
 
 
 @triton.jit
@@ -32,12 +36,15 @@ def _key(experts, place, length, num_experts):
 
 @triton.jit
 def _count_kernel(experts, counts, length, num_experts, stride, CHUNK: tl.constexpr, BINS: tl.constexpr):
-    """Count the ids of a chunk. Places past the end count as ids outside of the range, of which there is no base."""
+    """Count the ids of a chunk.
+
+    Places past the end count as ids outside of the range. These come last, so nothing lies behind them whose place
+    would depend on their number.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     key = _key(experts, chunk * CHUNK + tl.arange(0, CHUNK), length, num_experts)
     number = tl.arange(0, BINS)
-    found = tl.histogram(key, BINS)
-    tl.store(counts + chunk * stride + number, found, mask=number < stride)
+    tl.store(counts + chunk * stride + number, tl.histogram(key, BINS), mask=number < stride)
 
 
 @triton.jit
@@ -48,9 +55,9 @@ def _add_up_kernel(counts, totals, chunks, num_experts, stride, ROWS: tl.constex
     for start in range(0, chunks, ROWS):
         chunk = (start + tl.arange(0, ROWS).to(tl.int64))[:, None]
         at = counts + chunk * stride + expert[None, :]
-        found = tl.load(at, mask=chunk < chunks, other=0)
-        tl.store(at, total[None, :] + tl.cumsum(found, 0) - found, mask=chunk < chunks)
-        total += tl.sum(found, 0)
+        count = tl.load(at, mask=chunk < chunks, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(count, 0) - count, mask=chunk < chunks)
+        total += tl.sum(count, 0)
     tl.store(totals + expert, total.to(tl.int64), mask=expert < num_experts)
 
 
@@ -59,16 +66,18 @@ def _place_kernel(
     experts, earlier, totals, order, length, num_experts, stride,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store each id's number at its place."""
+    """Store the number of each id, its index in ``experts``, at its place in ``order``."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     number = first + tl.arange(0, BLOCK)
     key = _key(experts, number, length, num_experts)
     chunk = first // CHUNK
-    place = tl.load(earlier + chunk * stride + key)
+    place = tl.load(earlier + chunk * stride + key)  # equal ids in earlier chunks
+    # Smaller ids, wherever they are.
     for start in range(0, num_experts, WIDTH):
         expert = start + tl.arange(0, WIDTH)
         total = tl.load(totals + expert, mask=expert < num_experts, other=0).to(tl.int32)
         place += tl.sum(tl.where(expert[None, :] < key[:, None], total[None, :], 0), 1)
+    # Equal ids ahead in the chunk, of which this block is a part.
     for start in range(chunk * CHUNK, first + BLOCK, WIDTH):
         other = start + tl.arange(0, WIDTH)
         same = _key(experts, other, length, num_experts)[None, :] == key[:, None]
@@ -78,17 +87,45 @@ def _place_kernel(
 
 def counting_sort(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Implement ``reference.counting_sort``; the places are int32."""
-    length, expert_N = len(expert_N), expert_N.contiguous()
-    chunks, stride = triton.cdiv(length, CHUNK), triton.cdiv(num_experts + 1, COLUMNS) * COLUMNS
+    expert_N = expert_N.contiguous()
+    length = len(expert_N)
+    chunks = triton.cdiv(length, CHUNK)
+    stride = triton.cdiv(num_experts + 1, COLUMNS) * COLUMNS  # + 1: the ids outside of the range
     order = torch.empty(length, dtype=torch.int32, device=expert_N.device)
     counts = torch.empty(chunks, stride, dtype=torch.int32, device=expert_N.device)
     totals = torch.empty(num_experts, dtype=torch.int64, device=expert_N.device)
     if length:
         bins = triton.next_power_of_2(stride)
-        _count_kernel[(chunks,)](expert_N, counts, length, num_experts, stride, CHUNK, bins)
-    _add_up_kernel[(stride // COLUMNS,)](counts, totals, chunks, num_experts, stride, ROWS, COLUMNS)
+        _count_kernel[(chunks,)](
+            experts=expert_N,
+            counts=counts,
+            length=length,
+            num_experts=num_experts,
+            stride=stride,
+            CHUNK=CHUNK,
+            BINS=bins,
+        )
+    # Also without ids: it is what writes the totals.
+    _add_up_kernel[(stride // COLUMNS,)](
+        counts=counts,
+        totals=totals,
+        chunks=chunks,
+        num_experts=num_experts,
+        stride=stride,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+    )
     if length:
         _place_kernel[(triton.cdiv(length, BLOCK),)](
-            expert_N, counts, totals, order, length, num_experts, stride, CHUNK, BLOCK, WIDTH
+            experts=expert_N,
+            earlier=counts,
+            totals=totals,
+            order=order,
+            length=length,
+            num_experts=num_experts,
+            stride=stride,
+            CHUNK=CHUNK,
+            BLOCK=BLOCK,
+            WIDTH=WIDTH,
         )
     return order, totals

@@ -29,5 +29,12 @@ def _clear_kernel(product, ends, size, BLOCK: tl.constexpr):
 def clear_empty_groups(product_eNI: Tensor, ends_e: Tensor) -> None:
     """Implement ``reference.clear_empty_groups``."""
     if product_eNI.numel():
-        groups, size = len(product_eNI), product_eNI[0].numel()
-        _clear_kernel[(groups, triton.cdiv(size, BLOCK))](product_eNI, ends_e, size, BLOCK, num_warps=WARPS)
+        groups = len(product_eNI)
+        size = product_eNI[0].numel()
+        _clear_kernel[(groups, triton.cdiv(size, BLOCK))](
+            product=product_eNI,
+            ends=ends_e,
+            size=size,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )

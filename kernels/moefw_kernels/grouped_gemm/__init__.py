@@ -31,8 +31,10 @@ def blockwise_grouped_mm(
     by_weights = len(b.shape) == 3
     blocks = (BLOCK, BLOCK) if by_weights else (BLOCK, 1)
     if a.block != (1, BLOCK) or b.block != blocks or {a.fmt, b.fmt} - {E4M3, E5M2}:
-        what = f"{a.fmt.name} in blocks of {a.block} by {b.fmt.name} in blocks of {b.block}"
-        raise ValueError(f"cannot multiply {what}: give float8 in blocks of {(1, BLOCK)} by {blocks}")
+        raise ValueError(
+            f"cannot multiply {a.fmt.name} in blocks of {a.block} by {b.fmt.name} in blocks of {b.block}: "
+            f"give float8 in blocks of {(1, BLOCK)} by {blocks}"
+        )
     _check(a, b, ends_e)
     if not takes_kernels(a.codes):
         return reference.grouped_mm(a, b, ends_e, out_dtype)
@@ -44,7 +46,9 @@ def blockwise_grouped_mm(
 def tensorwise_grouped_mm(
     a: Quantized, b: Quantized, ends_e: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Return the same products with one scale for a group's rows and one for its weights, as ``quantize_tensor`` does.
+    """Return the products of groups that have one scale for their rows and one for their weights.
+
+    These are the scales that ``quantize_tensor`` makes with ``ends_e``. Shapes are those of ``blockwise_grouped_mm``.
 
     ``a`` (R, I) has a scale for each row and ``b`` (e, I, O) one for each matrix. In the sum over rows, ``a`` (O, R)
     and ``b`` (R, I) both have a scale for each of the R rows, and ends are multiples of 16. ``a`` and ``b`` are each
@@ -54,11 +58,13 @@ def tensorwise_grouped_mm(
         ValueError: Scales of blocks or of the tensor, other sizes, strides or formats.
     """
     by_weights = len(b.shape) == 3
-    scales = [(a.shape[0], 1), (b.shape[0], 1, 1)] if by_weights else [(1, a.shape[-1]), (b.shape[0], 1)]
-    found = [tuple(a.scales.shape), tuple(b.scales.shape)]
-    if (a.block, b.block) != (None, None) or found != scales or {a.fmt, b.fmt} - {E4M3, E5M2}:
-        what = f"{a.fmt.name} with scales {found[0]} by {b.fmt.name} with scales {found[1]}"
-        raise ValueError(f"cannot multiply {what}: give float8 with scales {scales[0]} by {scales[1]}, without blocks")
+    needed = [(a.shape[0], 1), (b.shape[0], 1, 1)] if by_weights else [(1, a.shape[-1]), (b.shape[0], 1)]
+    shapes = [tuple(a.scales.shape), tuple(b.scales.shape)]
+    if (a.block, b.block) != (None, None) or shapes != needed or {a.fmt, b.fmt} - {E4M3, E5M2}:
+        raise ValueError(
+            f"cannot multiply {a.fmt.name} with scales {shapes[0]} by {b.fmt.name} with scales {shapes[1]}: "
+            f"give float8 with scales {needed[0]} by {needed[1]}, without blocks"
+        )
     _check(a, b, ends_e)
     if not takes_kernels(a.codes):
         return reference.grouped_mm(a, b, ends_e, out_dtype)

@@ -10,7 +10,8 @@ from moefw_kernels.quantize import Quantized
 
 def grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return the products of the kernels, except for the order of their sums."""
-    left, right = a.dequantize(), b.dequantize()
+    left = a.dequantize()
+    right = b.dequantize()
     ends = ends_e.tolist()
     groups = [slice(start, end) for start, end in zip([0, *ends], ends)]
     if right.ndim == 3:

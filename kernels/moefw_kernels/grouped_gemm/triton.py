@@ -9,6 +9,8 @@ blocks have scales (``BLOCKS``), else once at the end. So Hopper's FP8 tensor co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -134,22 +136,72 @@ def tensorwise_grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype:
 
 
 def _grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype, *, blocks: bool) -> Tensor:
-    (m, k), n, groups = a.shape, b.shape[-1], len(ends_e)
-    leading = () if len(b.shape) == 3 else (groups,)
-    out = a.codes.new_empty(*leading, m, n, dtype=out_dtype)
-    if not out.numel():
-        return out
-    given = (a.codes, a.scales, b.codes, b.scales, ends_e, out)
+    if len(b.shape) == 3:
+        return _multiply_rows(a, b, ends_e, out_dtype, blocks=blocks)
+    return _sum_over_rows(a, b, ends_e, out_dtype, blocks=blocks)
+
+
+def _multiply_rows(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype, *, blocks: bool) -> Tensor:
+    """Return the products of rows (R, I) and weights (e, I, O), ``(R, O)``."""
+    num_rows, k = a.shape
+    n = b.shape[-1]
+    groups = len(ends_e)
+    out_RO = a.codes.new_empty(num_rows, n, dtype=out_dtype)
+    if not out_RO.numel():
+        return out_RO
     a_row, a_block = a.scales.stride()
-    *b_group, b_block, b_column = b.scales.stride()
-    if not blocks:
-        a_row, b_column = (0 if leading else a_row), 0
-    if leading:
-        _weight_gradient[lambda tile: (groups * (m // tile["BM"]) * (n // tile["BN"]),)](
-            *given, m, n, k, a_row, a_block, b_column, b_block, blocks
-        )
-    else:
-        _rows_by_weights[lambda tile: ((triton.cdiv(m, tile["BM"]) + groups) * (n // tile["BN"]),)](
-            *given, groups, n, k, a_row, a_block, *b_group, b_column, b_block, blocks, triton.next_power_of_2(groups)
-        )
-    return out
+    b_group, b_block, b_column = b.scales.stride()
+
+    def grid(tile: Mapping[str, int]) -> tuple[int]:
+        # The host does not know the sizes of groups: each adds at most one partly filled tile of rows.
+        return ((triton.cdiv(num_rows, tile["BM"]) + groups) * (n // tile["BN"]),)
+
+    _rows_by_weights[grid](
+        a=a.codes,
+        a_scales=a.scales,
+        b=b.codes,
+        b_scales=b.scales,
+        ends=ends_e,
+        out=out_RO,
+        groups=groups,
+        N=n,
+        K=k,
+        a_scale_row=a_row,
+        a_scale_block=a_block,
+        b_scale_group=b_group,
+        b_scale_column=b_column if blocks else 0,  # without blocks, one scale for all columns
+        b_scale_block=b_block,
+        BLOCKS=blocks,
+        G=triton.next_power_of_2(groups),
+    )
+    return out_RO
+
+
+def _sum_over_rows(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype, *, blocks: bool) -> Tensor:
+    """Return the products of (O, R) and (R, I) over each group of the R rows, ``(e, O, I)``."""
+    m, num_rows = a.shape
+    n = b.shape[-1]
+    groups = len(ends_e)
+    out_eOI = a.codes.new_empty(groups, m, n, dtype=out_dtype)
+    if not out_eOI.numel():
+        return out_eOI
+    a_row, a_block = a.scales.stride()
+    b_block, b_column = b.scales.stride()
+    _weight_gradient[lambda tile: (groups * (m // tile["BM"]) * (n // tile["BN"]),)](
+        a=a.codes,
+        a_scales=a.scales,
+        b=b.codes,
+        b_scales=b.scales,
+        ends=ends_e,
+        out=out_eOI,
+        M=m,
+        N=n,
+        K=num_rows,
+        # Without blocks, the scale of a group is the same for all rows of ``a`` and all columns of ``b``.
+        a_scale_row=a_row if blocks else 0,
+        a_scale_block=a_block,
+        b_scale_column=b_column if blocks else 0,
+        b_scale_block=b_block,
+        BLOCKS=blocks,
+    )
+    return out_eOI

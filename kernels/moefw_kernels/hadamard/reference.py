@@ -24,8 +24,10 @@ def hadamard(x: Tensor) -> Tensor:
     groups = x.float().unflatten(-1, (x.shape[-1] // SIZE, SIZE)) * torch.tensor(
         SIGNS, device=x.device, dtype=torch.float32
     )
-    for _ in range(4):  # each round works on the last bit of the index and moves it to the front
-        even, odd = groups[..., ::2], groups[..., 1::2]
+    # Each round works on the last bit of the index and moves it to the front.
+    for _ in range(4):
+        even = groups[..., ::2]
+        odd = groups[..., 1::2]
         groups = torch.cat((even + odd, even - odd), -1)
     out: Tensor = (groups * 0.25).flatten(-2).to(x.dtype).contiguous()
     return out

@@ -16,6 +16,8 @@ from moefw_kernels.hadamard.reference import SIGNS
 
 MINUS: Final = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 """Bit mask of the negative signs. A tensor of signs would have to be copied to the device."""
+GROUPS: Final = 64
+"""Groups of 16 numbers that a program transforms."""
 
 
 @triton.jit
@@ -52,9 +54,20 @@ def hadamard(x: Tensor) -> Tensor:
     groups = x.numel() // 16
     if groups:
         x_BRC = x.reshape(-1, *x.shape[-2:])
-        bits = x.dtype is torch.bfloat16
-        _hadamard_kernel[(triton.cdiv(groups, 64),)](
-            x_BRC, out.view(torch.int16) if bits else out,
-            groups, x.shape[-2], x.shape[-1] // 16, *x_BRC.stride(), 64, MINUS, bits, is_compiled(),
-        )  # fmt: skip
+        x_stride, r_stride, c_stride = x_BRC.stride()
+        is_bf16 = x.dtype is torch.bfloat16
+        _hadamard_kernel[(triton.cdiv(groups, GROUPS),)](
+            x=x_BRC,
+            out=out.view(torch.int16) if is_bf16 else out,
+            groups=groups,
+            rows=x.shape[-2],
+            per_row=x.shape[-1] // 16,
+            x_stride=x_stride,
+            r_stride=r_stride,
+            c_stride=c_stride,
+            G=GROUPS,
+            MINUS=MINUS,
+            AS_BITS=is_bf16,
+            COMPILED=is_compiled(),
+        )
     return out

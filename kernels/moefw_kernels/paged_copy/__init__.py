@@ -79,17 +79,20 @@ def free(pages: Pages, table: Tensor) -> None:
 
 def _check_count(num_rows: Tensor) -> None:
     if num_rows.dtype is not torch.int32 or num_rows.ndim:
-        given = f"{num_rows.dtype} {tuple(num_rows.shape)}"
-        raise ValueError(f"the number of rows is {given}: give torch.int32 of shape (), on the device")
+        raise ValueError(
+            f"the number of rows is {num_rows.dtype} {tuple(num_rows.shape)}: "
+            "give torch.int32 of shape (), on the device"
+        )
 
 
 def _check(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor) -> None:
     _check_count(num_rows)
-    width, dtype = pages.near.shape[-1], pages.near.dtype
+    width = pages.near.shape[-1]
+    dtype = pages.near.dtype
     if rows_RC.ndim != 2 or rows_RC.shape[1] != width or rows_RC.dtype is not dtype:
         raise ValueError(f"rows are {rows_RC.dtype} {tuple(rows_RC.shape)}: these pages hold {dtype} (R, {width})")
-    if len(table) != pages.length_of(len(rows_RC)):
-        wanted = pages.length_of(len(rows_RC))
+    length = pages.length_of(len(rows_RC))
+    if len(table) != length:
         raise ValueError(
-            f"a table of {len(table)} pages for {len(rows_RC)} rows: give the one that was taken, {wanted}"
+            f"a table of {len(table)} pages for {len(rows_RC)} rows: give the one that was taken, {length}"
         )

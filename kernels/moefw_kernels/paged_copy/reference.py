@@ -10,10 +10,11 @@ from moefw_kernels.paged_copy.pages import Pages
 
 def take(pages: Pages, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
     """Implement ``moefw_kernels.paged_copy.take``."""
-    size, (left_near, left_far) = pages.page_rows, pages.counters[:, 1] - pages.counters[:, 0]
-    wanted = (num_rows + size - 1) // size
-    near = torch.minimum(wanted, left_near)
-    taken = near + torch.minimum(wanted - near, left_far)
+    size = pages.page_rows
+    left_near, left_far = pages.counters[:, 1] - pages.counters[:, 0]
+    needed = (num_rows + size - 1) // size
+    near = torch.minimum(needed, left_near)
+    taken = near + torch.minimum(needed - near, left_far)
     number = torch.arange(pages.length_of(max_rows), device=num_rows.device)
     place = _places(pages, number, near, side=0)
     table = torch.where(number < taken, pages.ring[place], -1)
@@ -44,8 +45,12 @@ def free(pages: Pages, table: Tensor) -> None:
 
 
 def _places(pages: Pages, number: Tensor, near: Tensor, *, side: int) -> Tensor:
-    """Return the ring positions of a table whose first ``near`` pages are near. ``side``: 0 to take, 1 to put."""
-    num_near, num_far = len(pages.near), len(pages.far)
+    """Return the ring positions of the entries ``number`` of a table whose first ``near`` pages are near ones.
+
+    ``side``: 0 to take pages, 1 to put them back.
+    """
+    num_near = len(pages.near)
+    num_far = len(pages.far)
     start_near, start_far = pages.counters[:, side]
     far = num_near + (start_far + number - near) % max(num_far, 1)
     return torch.where(number < near, (start_near + number) % num_near, far.clamp_max(num_near + num_far - 1))
@@ -55,8 +60,10 @@ def _sides(pages: Pages, table: Tensor, num_rows: Tensor, max_rows: int) -> list
     """Return, for the near and the far memory, the rows that have a page there and their positions in it."""
     row = torch.arange(max_rows, device=table.device)
     page = table.repeat_interleave(pages.page_rows)[:max_rows].where(row < num_rows, -1)
-    place, num_near = row % pages.page_rows, len(pages.near)
-    near, far = (page >= 0) & (page < num_near), page >= num_near
+    place = row % pages.page_rows
+    num_near = len(pages.near)
+    near = (page >= 0) & (page < num_near)
+    far = page >= num_near
     return [
         (pages.near, row[near], page[near] * pages.page_rows + place[near]),
         (pages.far, row[far], (page[far] - num_near) * pages.page_rows + place[far]),

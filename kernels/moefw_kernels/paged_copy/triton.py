@@ -12,7 +12,9 @@ from torch import Tensor
 from moefw_kernels.paged_copy.pages import Pages
 
 COLUMNS = 128
+"""Columns of a page that a program copies."""
 ENTRIES = 1024
+"""Entries of a table that are handled at once."""
 
 
 @triton.jit
@@ -21,11 +23,13 @@ def _take_kernel(
 ):
     """Take near pages first, then far ones. The rest of the table is -1."""
     rows = tl.load(num_rows).to(tl.int64)
-    taken_near, taken_far = tl.load(counters), tl.load(counters + 2)
-    left_near, left_far = tl.load(counters + 1) - taken_near, tl.load(counters + 3) - taken_far
-    wanted = (rows + PAGE - 1) // PAGE
-    near = tl.minimum(wanted, left_near)
-    far = tl.minimum(wanted - near, left_far)
+    taken_near = tl.load(counters)
+    taken_far = tl.load(counters + 2)
+    left_near = tl.load(counters + 1) - taken_near
+    left_far = tl.load(counters + 3) - taken_far
+    needed = (rows + PAGE - 1) // PAGE
+    near = tl.minimum(needed, left_near)
+    far = tl.minimum(needed - near, left_far)
     for start in range(0, length, BLOCK):
         number = (start + tl.arange(0, BLOCK)).to(tl.int64)
         at = (taken_near + number) % num_near
@@ -41,9 +45,10 @@ def _take_kernel(
 @triton.jit
 def _free_kernel(ring, counters, table, num_near, num_far, length, BLOCK: tl.constexpr):
     """Put pages back into the ring. A table lists near pages first, then far ones, then -1."""
-    given_near, given_far = tl.load(counters + 1), tl.load(counters + 3)
-    near = given_near * 0
-    far = given_far * 0
+    put_near = tl.load(counters + 1)
+    put_far = tl.load(counters + 3)
+    near = put_near * 0
+    far = put_far * 0
     for start in range(0, length, BLOCK):
         number = start + tl.arange(0, BLOCK)
         page = tl.load(table + number, mask=number < length, other=-1)
@@ -52,12 +57,12 @@ def _free_kernel(ring, counters, table, num_near, num_far, length, BLOCK: tl.con
     for start in range(0, length, BLOCK):
         number = (start + tl.arange(0, BLOCK)).to(tl.int64)
         page = tl.load(table + number, mask=number < length, other=-1)
-        at = (given_near + number) % num_near
+        at = (put_near + number) % num_near
         if num_far > 0:
-            at = tl.where(number < near, at, num_near + (given_far + number - near) % num_far)
+            at = tl.where(number < near, at, num_near + (put_far + number - near) % num_far)
         tl.store(ring + at, page, mask=page >= 0)
-    tl.store(counters + 1, given_near + near)
-    tl.store(counters + 3, given_far + far)
+    tl.store(counters + 1, put_near + near)
+    tl.store(counters + 3, put_far + far)
 
 
 @triton.jit
@@ -70,20 +75,22 @@ def _copy_kernel(
     page = tl.load(table + number)
     row = number * PAGE + tl.arange(0, PAGE)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = (row[:, None] < tl.load(num_rows)) & (column[None, :] < columns) & (page >= 0)
+    has_page = (row[:, None] < tl.load(num_rows)) & (column[None, :] < columns) & (page >= 0)
     at = row[:, None] * row_stride + column[None, :] * column_stride
     inside = tl.arange(0, PAGE)[:, None] * columns + column[None, :]
     is_near = page < num_near
     near_at = near + page * PAGE * columns + inside
     far_at = far + (page - num_near) * PAGE * columns + inside
     if BACK:
-        found = tl.load(near_at, mask=here & is_near, other=0)
-        found += tl.load(far_at, mask=here & (page >= num_near), other=0)
-        tl.store(rows + at, found, mask=here)
+        # A page lies in one of the two memories; the other load yields zeros. The pool holds integers, so that a sum
+        # with zero keeps every bit.
+        values = tl.load(near_at, mask=has_page & is_near, other=0)
+        values += tl.load(far_at, mask=has_page & (page >= num_near), other=0)
+        tl.store(rows + at, values, mask=has_page)
     else:
-        found = tl.load(rows + at, mask=here, other=0)
-        tl.store(near_at, found, mask=here & is_near)
-        tl.store(far_at, found, mask=here & (page >= num_near))
+        values = tl.load(rows + at, mask=has_page, other=0)
+        tl.store(near_at, values, mask=has_page & is_near)
+        tl.store(far_at, values, mask=has_page & (page >= num_near))
 
 
 def take(pages: Pages, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
@@ -91,9 +98,17 @@ def take(pages: Pages, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]
     table = pages.ring.new_empty(pages.length_of(max_rows))
     missing = pages.near.new_empty((), dtype=torch.float32)
     _take_kernel[(1,)](
-        pages.ring, pages.counters, num_rows, table, missing, len(pages.near), len(pages.far), len(table),
-        pages.page_rows, ENTRIES,
-    )  # fmt: skip
+        ring=pages.ring,
+        counters=pages.counters,
+        num_rows=num_rows,
+        table=table,
+        missing=missing,
+        num_near=len(pages.near),
+        num_far=len(pages.far),
+        length=len(table),
+        PAGE=pages.page_rows,
+        BLOCK=ENTRIES,
+    )
     return table, missing
 
 
@@ -111,15 +126,32 @@ def free(pages: Pages, table: Tensor) -> None:
     """Implement ``reference.free``."""
     if len(table):
         _free_kernel[(1,)](
-            pages.ring, pages.counters, table, len(pages.near), len(pages.far), len(table), ENTRIES
-        )  # fmt: skip
+            ring=pages.ring,
+            counters=pages.counters,
+            table=table,
+            num_near=len(pages.near),
+            num_far=len(pages.far),
+            length=len(table),
+            BLOCK=ENTRIES,
+        )
 
 
 def _copy(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor, *, back: bool) -> None:
+    if not rows_RC.numel():
+        return
     columns = rows_RC.shape[1]
-    far = pages.far if len(pages.far) else pages.near
-    if rows_RC.numel():
-        _copy_kernel[(len(table), triton.cdiv(columns, COLUMNS))](
-            rows_RC, pages.near, far, table, num_rows, len(pages.near), columns, *rows_RC.stride(),
-            pages.page_rows, COLUMNS, back,
-        )  # fmt: skip
+    row_stride, column_stride = rows_RC.stride()
+    _copy_kernel[(len(table), triton.cdiv(columns, COLUMNS))](
+        rows=rows_RC,
+        near=pages.near,
+        far=pages.far if len(pages.far) else pages.near,  # without far pages, an address that is never read
+        table=table,
+        num_rows=num_rows,
+        num_near=len(pages.near),
+        columns=columns,
+        row_stride=row_stride,
+        column_stride=column_stride,
+        PAGE=pages.page_rows,
+        BLOCK=COLUMNS,
+        BACK=back,
+    )

@@ -19,7 +19,7 @@ from moefw_kernels.permute.groups import Slots, Sorted, padded, put, shifts, spa
 from moefw_kernels.permute.rows import RowMap, clear, counts_and_ends, gather, gather_sum, row_map
 
 MOST_PADDING: Final = 1 / 16
-"""The most rows of padding for which there is room without a look at the groups, as a share of the choices."""
+"""The most padding that is allocated to spare the host a read of the counts, as a share of the choices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +42,11 @@ class Arrival:
 
     def expand(self, rows_ND: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``rows_RD`` and ``weights_R``; padding is zero. Differentiable."""
-        rows_RD, weights_R = gather(rows_ND, self.rows), weights_of(weights_NK, self.slot_R)
-        if (unused := self.rows.padding if self.unused_R is None else self.unused_R) is not None:
+        rows_RD = gather(rows_ND, self.rows)
+        weights_R = weights_of(weights_NK, self.slot_R)
+        unused = self.rows.padding if self.unused_R is None else self.unused_R
+        if unused is not None:
+            # Rows that come from nowhere have slot 0, and so the weight of another row.
             weights_R = clear(weights_R, unused)
         if not self.tail:
             return rows_RD, weights_R
@@ -60,22 +63,30 @@ def weights_of(weights_NK: Tensor, slot_R: Tensor) -> Tensor:
     return weights.index_select(0, slot_R) if weights.numel() else F.pad(weights, (0, len(slot_R)))
 
 
-def in_blocks(found: Sorted, expert_TK: Tensor, *, num_blocks: int, room: int) -> Slots:
+def in_blocks(choices: Sorted, expert_TK: Tensor, *, num_blocks: int, room: int) -> Slots:
     """Return the rows of sorted choices in blocks of ``room`` rows, each of equally many experts.
 
     Rows of a block are in order (expert, token, k). Those beyond ``room`` are left out. What follows the last row of a
-    block is undefined: it has the slot and the token 0. ``counts`` are those of ``found``. The host does not wait, and
-    on a device that it runs ahead of, no shape depends on values.
+    block is undefined: it has the slot and the token 0. ``counts`` are those of ``choices``, rows that are left out
+    included. The host does not wait, and on a device that it runs ahead of, no shape depends on values.
     """
-    each = len(found.counts) // num_blocks
-    count_b = found.counts.view(num_blocks, each).sum(1)
-    block_N = keys_of(expert_TK.flatten(), len(found.counts))[found.order_N] // each
-    begin_b = torch.arange(num_blocks, device=count_b.device) * room
-    places = _placed(found.order_N, block_N, count_b, count_b.clamp_max(room), begin_b, num_blocks * room)
+    num_experts = len(choices.counts)
+    experts_of_block = num_experts // num_blocks
+    count_b = choices.counts.view(num_blocks, experts_of_block).sum(1)
+    # Choices without an expert have key ``num_experts``, and so block ``num_blocks``, the one behind the last.
+    block_N = keys_of(expert_TK.flatten(), num_experts)[choices.order_N] // experts_of_block
+    places = _placed(
+        choices.order_N,
+        block_N,
+        count_g=count_b,
+        kept_g=count_b.clamp_max(room),
+        begin_g=torch.arange(num_blocks, device=count_b.device) * room,
+        num_rows=num_blocks * room,
+    )
     slot_R = places.slot_R.clamp_min(0)
     row_TK = places.place_of_slot.view(expert_TK.shape)
-    token_R = slot_R // found.k if found.k else slot_R
-    return Slots(slot_R, row_map(token_R, row_TK, dropped=True), found.counts)
+    token_R = slot_R // choices.k if choices.k else slot_R
+    return Slots(slot_R, row_map(token_R, row_TK, dropped=True), choices.counts)
 
 
 def arrange(
@@ -103,134 +114,178 @@ def arrange(
     for all padding of an ``alignment`` alone, unless that is more than ``MOST_PADDING`` of the choices: they are read.
     """
     num_arrived, k = expert_NK.shape
-    arrived = num_arrived, k
-    slots, found = _sorted(expert_NK, num_experts, source_N)
+    shape_NK = (num_arrived, k)
+    slots, count_e = _sorted(expert_NK, num_experts, source_N)
     is_plain = alignment == 1 and not capacity and budget is None
-    reads = counts is None and (counts_on_host or not is_plain or num_rows is None)
-    if reads and not counts_on_host:
+    needs_counts = counts is None and (counts_on_host or not is_plain or num_rows is None)
+    if needs_counts and not counts_on_host:
+        # Only shapes need the counts. Shapes that hold whatever they are spare the host from waiting for them.
         waits = runs_ahead(slots.device)
         if budget is None and waits:
             budget = _room(len(slots), num_experts, alignment, capacity)
         if budget is not None:
-            return _within_budget(slots, expert_NK, found, alignment, capacity, budget, arrived)
+            return _within_budget(
+                slots,
+                expert_NK,
+                count_e,
+                alignment=alignment,
+                capacity=capacity,
+                budget=budget,
+                shape_NK=shape_NK,
+            )
         if is_plain and waits:
-            return _with_room_for_all(slots, found, arrived)
-    if reads:
-        (counts,) = on_host(found)
+            return _with_room_for_all(slots, count_e, shape_NK)
+    if needs_counts:
+        (counts,) = on_host(count_e)
     if not is_plain:
         assert counts is not None
-        return _in_groups(slots, np.asarray(counts, dtype=np.int64), alignment, capacity, budget, arrived)
-    sizes = None if counts is None else tuple(counts)
-    num_rows = num_rows if sizes is None else sum(sizes)
+        return _in_groups(
+            slots,
+            np.asarray(counts, dtype=np.int64),
+            alignment=alignment,
+            capacity=capacity,
+            budget=budget,
+            shape_NK=shape_NK,
+        )
+    sizes = None
+    if counts is not None:
+        sizes = tuple(counts)
+        num_rows = sum(sizes)
     assert num_rows is not None
-    of_rows = Sorted(slots, found, *arrived).slots(num_rows)
-    return Arrival(of_rows.rows, of_rows.slot_R, sizes, *counts_and_ends(found))
+    in_order = Sorted(slots, count_e, num_arrived, k).slots(num_rows)
+    return Arrival(in_order.rows, in_order.slot_R, sizes, *counts_and_ends(count_e))
 
 
 def _room(choices: int, num_experts: int, alignment: int, capacity: int) -> int | None:
-    """Return rows that hold the padded groups of all choices. None: nothing is padded, or padding may be much."""
+    """Return the number of rows that hold the padded groups of all choices, wherever these go.
+
+    None: nothing is padded, or there may be more padding than ``MOST_PADDING``.
+    """
     if capacity:
         return num_experts * padded(capacity, alignment)
+    # Each group that has rows adds at most ``alignment - 1`` rows of padding.
     padding = min(num_experts, choices) * (alignment - 1)
     if not padding or padding > MOST_PADDING * choices:
         return None
     return (choices + padding) // alignment * alignment
 
 
-def _with_room_for_all(slots: Tensor, found: Tensor, arrived: tuple[int, int]) -> Arrival:
+def _with_room_for_all(slots: Tensor, count_e: Tensor, shape_NK: tuple[int, int]) -> Arrival:
     """Return the mapping of slots in order to a row for each of them: those without an expert are past the last end."""
-    counts_e, ends_e = counts_and_ends(found)
-    of_rows, end = Sorted(slots, found, *arrived).slots(len(slots)), ends_e[-1:]
-    row_NK = torch.where(of_rows.rows.row_TK < end, of_rows.rows.row_TK, -1)
+    counts_e, ends_e = counts_and_ends(count_e)
+    end = ends_e[-1:]
+    in_order = Sorted(slots, count_e, *shape_NK).slots(len(slots))
+    row_NK = torch.where(in_order.rows.row_TK < end, in_order.rows.row_TK, -1)
     unused_R = torch.arange(len(slots), device=slots.device) >= end
-    rows = row_map(of_rows.rows.token_R, row_NK, dropped=True)
-    return Arrival(rows, of_rows.slot_R, None, counts_e, ends_e, unused_R=unused_R)
+    rows = row_map(in_order.rows.token_R, row_NK, dropped=True)
+    return Arrival(rows, in_order.slot_R, None, counts_e, ends_e, unused_R=unused_R)
 
 
 def _sorted(expert_NK: Tensor, num_experts: int, source_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the slots in order (expert, source, n, k), and the counts."""
+    """Return the slots ``n * K + k`` in order (expert, source, n, k), and the number of rows of each expert."""
     if source_N is None or not expert_NK.numel():
         return counting_sort(expert_NK.flatten(), num_experts)
-    by_source_N, k = source_N.argsort(stable=True), expert_NK.shape[1]
-    order, found = counting_sort(expert_NK.index_select(0, by_source_N).flatten(), num_experts)
-    return by_source_N.index_select(0, order // k) * k + order % k, found
+    # Sort by source first; the sort by expert is stable and keeps that order within an expert.
+    k = expert_NK.shape[1]
+    by_source_N = source_N.argsort(stable=True)
+    order, count_e = counting_sort(expert_NK.index_select(0, by_source_N).flatten(), num_experts)
+    return by_source_N.index_select(0, order // k) * k + order % k, count_e
 
 
 def _in_groups(
     slots: Tensor,
     count_e: NDArray[np.int64],
+    *,
     alignment: int,
     capacity: int,
     budget: int | None,
-    arrived: tuple[int, int],
+    shape_NK: tuple[int, int],
 ) -> Arrival:
     """Return the mapping of slots in order to padded groups, whose sizes the host knows."""
     size_e = padded(np.maximum(count_e, capacity), alignment)
-    begin_e, wanted = size_e.cumsum() - size_e, int(count_e.sum())
+    begin_e = size_e.cumsum() - size_e
+    num_choices = int(count_e.sum())
     if budget is not None:
+        # The group in which the budget ends is cut there, and those behind it become empty. So the rows that stay are
+        # the first ones in order, and no group moves.
         room_e = np.maximum(budget - begin_e, 0)
-        count_e, size_e = np.minimum(count_e, room_e), np.minimum(size_e, room_e)
-    extra_e, num_rows, total = size_e - count_e, int(count_e.sum()), int(size_e.sum())
-    places = padding = None
-    about: list[NDArray[np.int64]] = [count_e, size_e.cumsum()]
-    if num_rows < total:
-        about += [shifts(begin_e, count_e), shifts(begin_e + count_e, extra_e), extra_e]
-    counts_e, offsets_e, *more = put(slots.device, *about)
-    if more:
-        places, padding = spans(more[0], counts_e, num_rows), spans(more[1], more[2], total - num_rows).long()
-    rows, slot_R = _row_map(slots[:num_rows].int(), places, padding, arrived)
+        count_e = np.minimum(count_e, room_e)
+        size_e = np.minimum(size_e, room_e)
+    padding_e = size_e - count_e
+    num_rows = int(count_e.sum())
+    total = int(size_e.sum())
+    tables = [count_e, size_e.cumsum()]
+    is_padded = num_rows < total
+    if is_padded:
+        tables += [shifts(begin_e, count_e), shifts(begin_e + count_e, padding_e), padding_e]
+    counts_e, offsets_e, *of_padding = put(slots.device, *tables)
+    places = None
+    padding = None
+    if is_padded:
+        row_shift_e, padding_shift_e, padding_length_e = of_padding
+        places = spans(row_shift_e, counts_e, num_rows)
+        padding = spans(padding_shift_e, padding_length_e, total - num_rows).long()
+    rows, slot_R = _row_map(slots[:num_rows].int(), places, padding, shape_NK)
     return Arrival(
         rows=rows,
         slot_R=slot_R,
         sizes=tuple(size_e.tolist()),
         counts_e=counts_e,
         offsets_e=offsets_e,
-        left_out=None if budget is None else torch.full((), wanted - num_rows, device=slots.device),
+        left_out=None if budget is None else torch.full((), num_choices - num_rows, device=slots.device),
         tail=0 if budget is None else budget - total,
     )
 
 
 def _row_map(
-    slots: Tensor, places: Tensor | None, padding: Tensor | None, arrived: tuple[int, int]
+    slots: Tensor, places: Tensor | None, padding: Tensor | None, shape_NK: tuple[int, int]
 ) -> tuple[RowMap, Tensor]:
-    """Return the map of slots in order, and the slot of each row; without ``places`` and ``padding`` they are alike."""
-    num_arrived, k = arrived
+    """Return the map of slots in order to rows, and the slot of each row, 0 for padding.
+
+    ``places``: the row of each slot; None: the first slot has row 0, the next one row 1, and so on. ``padding``: the
+    other rows; None: there are none.
+    """
+    num_arrived, k = shape_NK
     dropped = len(slots) < num_arrived * k
-    at = torch.arange(len(slots), dtype=torch.int32, device=slots.device) if places is None else places
+    if places is None:
+        places = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
     place_of_slot = slots.new_full((num_arrived * k,), -1)
-    place_of_slot[slots] = at
+    place_of_slot[slots] = places
+    slot_R = slots
     if padding is not None:
         slot_R = slots.new_zeros(len(slots) + len(padding))
-        slot_R[at] = slots
-        slots = slot_R
-    token_R = slots // k if k else slots
-    return row_map(token_R, place_of_slot.view(num_arrived, k), padding=padding, dropped=dropped), slots
+        slot_R[places] = slots
+    token_R = slot_R // k if k else slot_R
+    return row_map(token_R, place_of_slot.view(num_arrived, k), padding=padding, dropped=dropped), slot_R
 
 
 def _within_budget(
     slots: Tensor,
     expert_NK: Tensor,
     count_e: Tensor,
+    *,
     alignment: int,
     capacity: int,
     budget: int,
-    arrived: tuple[int, int],
+    shape_NK: tuple[int, int],
 ) -> Arrival:
     """Return the mapping of slots in order to groups within the budget. The host does not wait.
 
-    No shape depends on values on a device that the host runs ahead of.
-    All rows that come from nowhere are padding, those behind the last group included.
+    No shape depends on values on a device that the host runs ahead of. All rows that come from nowhere are padding,
+    those behind the last group included. It is the arithmetic of ``_in_groups``, on the device.
     """
+    k = shape_NK[1]
     size_e = -(-count_e.clamp_min(capacity) // alignment) * alignment
     begin_e = size_e.cumsum(0) - size_e
     room_e = (budget - begin_e).clamp_min(0)
     kept_e = torch.minimum(count_e, room_e)
     expert_N = keys_of(expert_NK.flatten(), len(count_e))[slots]
-    places = _placed(slots, expert_N, count_e, kept_e, begin_e, budget)
-    padding, slot_R = places.slot_R < 0, places.slot_R.clamp_min(0)
-    row_TK, token_R = places.place_of_slot.view(arrived), slot_R // arrived[1] if arrived[1] else slot_R
+    places = _placed(slots, expert_N, count_g=count_e, kept_g=kept_e, begin_g=begin_e, num_rows=budget)
+    padding = places.slot_R < 0
+    slot_R = places.slot_R.clamp_min(0)
+    token_R = slot_R // k if k else slot_R
     return Arrival(
-        rows=row_map(token_R, row_TK, padding=padding, dropped=True),
+        rows=row_map(token_R, places.place_of_slot.view(shape_NK), padding=padding, dropped=True),
         slot_R=slot_R,
         sizes=None,
         counts_e=kept_e.int(),
@@ -241,24 +296,30 @@ def _within_budget(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """The row of each slot and the slot of each row, int32; -1: none."""
+    """The row of each slot ``(N * K)`` and the slot of each row ``(R)``, int32; -1: none."""
 
     place_of_slot: Tensor
     slot_R: Tensor
 
 
-def _placed(slots: Tensor, group_N: Tensor, count_g: Tensor, kept_g: Tensor, begin_g: Tensor, num_rows: int) -> _Places:
-    """Place the first ``kept_g`` slots of each group from ``begin_g`` on. ``group_N``: the group of each slot in order.
+def _placed(
+    slots: Tensor, group_N: Tensor, *, count_g: Tensor, kept_g: Tensor, begin_g: Tensor, num_rows: int
+) -> _Places:
+    """Return the places of slots in order, of which the first ``kept_g`` of each group lie from row ``begin_g`` on.
 
-    Slots of no group have the number behind the last one.
+    ``count_g``: how many slots each group has. ``group_N``: the group of each slot in order, the number behind the last
+    group for slots of none.
     """
     first_g = count_g.cumsum(0) - count_g
     number_N = torch.arange(len(slots), device=slots.device)
-    nowhere = (0, 1)  # an entry for choices without a group
-    fits_N = number_N < F.pad(first_g + kept_g, nowhere)[group_N]
-    place_N = number_N + F.pad(begin_g - first_g, nowhere)[group_N]
+    # An entry of zero for slots of no group: none of their numbers is below it, so none of them fits.
+    no_group = (0, 1)
+    fits_N = number_N < F.pad(first_g + kept_g, no_group)[group_N]
+    place_N = number_N + F.pad(begin_g - first_g, no_group)[group_N]
     place_of_slot = slots.new_empty(len(slots), dtype=torch.int32)
     place_of_slot[slots] = torch.where(fits_N, place_N, -1).int()
+    # One row more, into which all slots that do not fit are written: to select the others would take a shape that
+    # depends on values.
     slot_R = slots.new_full((num_rows + 1,), -1, dtype=torch.int32)
     slot_R[torch.where(fits_N, place_N, num_rows)] = slots.int()
     return _Places(place_of_slot, slot_R[:num_rows])

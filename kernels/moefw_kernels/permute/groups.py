@@ -65,32 +65,48 @@ def group_chunks(
     chunk_Pe = np.asarray(chunks, dtype=np.int64)
     count_e = chunk_Pe.sum(0)
     size_e = padded(np.maximum(count_e, capacity), alignment)
-    end_e, sizes = size_e.cumsum(), tuple(size_e.tolist())
+    end_e = size_e.cumsum()
+    sizes = tuple(size_e.tolist())
     is_padded = bool((size_e != count_e).any())
-    if not is_padded and (len(chunk_Pe) == 1 or (len(sizes) == 1 and order is None)):
+    is_in_order = len(chunk_Pe) == 1 or (len(sizes) == 1 and order is None)
+    if is_in_order and not is_padded:
         return Groups(None, sizes, *put(device, count_e, end_e))
     by_rank = list(range(len(chunk_Pe)) if order is None else order)
+    # A chunk begins where its expert's group does, behind the chunks of lower ranks for the same expert.
     begin_Pe = np.empty_like(chunk_Pe)
     begin_Pe[by_rank] = end_e - size_e + chunk_Pe[by_rank].cumsum(0) - chunk_Pe[by_rank]
-    rows, extra = chunk_Pe.ravel(), size_e - count_e
-    about = (count_e, end_e, shifts(begin_Pe.ravel(), rows), rows, shifts(end_e - extra, extra), extra)
-    counts_e, offsets_e, shift, chunk, shift_e, extra_e = put(device, *about)
-    num_rows, total = int(rows.sum()), sum(sizes)
-    row_N = spans(shift, chunk, num_rows)
+    chunk_C = chunk_Pe.ravel()  # C = ranks times experts, in the order in which chunks arrived
+    padding_e = size_e - count_e
+    counts_e, offsets_e, row_shift_C, length_C, padding_shift_e, padding_length_e = put(
+        device,
+        count_e,
+        end_e,
+        shifts(begin_Pe.ravel(), chunk_C),
+        chunk_C,
+        shifts(end_e - padding_e, padding_e),
+        padding_e,
+    )
+    num_rows = int(chunk_C.sum())
+    total = sum(sizes)
+    row_N = spans(row_shift_C, length_C, num_rows)
     token_R = torch.zeros(total, dtype=torch.int32, device=device)
     token_R[row_N] = torch.arange(num_rows, dtype=torch.int32, device=device)
-    padding = spans(shift_e, extra_e, total - num_rows).long() if is_padded else None
+    padding = spans(padding_shift_e, padding_length_e, total - num_rows).long() if is_padded else None
     return Groups(row_map(token_R, row_N.unsqueeze(1), padding=padding), sizes, counts_e, offsets_e)
 
 
 def shifts(begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what :func:`spans` adds to the numbers of each span for it to begin at ``begins``."""
+    """Return the ``shift`` for :func:`spans`: where each span begins, less the lengths of the spans before it."""
     before: NDArray[np.int64] = lengths.cumsum() - lengths
     return begins - before
 
 
 def spans(shift: Tensor, length: Tensor, total: int) -> Tensor:
-    """Return the numbers ``begin, begin + 1, ...`` of each span, concatenated, int32; ``total`` is their number."""
+    """Return the numbers ``begin, begin + 1, ...`` of each span, concatenated, int32 ``(total)``.
+
+    ``shift`` and ``length`` of each span, int32. ``total``, the sum of the lengths, comes from the host, which would
+    otherwise wait for the device to learn the size of the result.
+    """
     spread = shift.repeat_interleave(length, output_size=total)
     return spread.add_(torch.arange(total, dtype=torch.int32, device=shift.device))
 
@@ -98,15 +114,18 @@ def spans(shift: Tensor, length: Tensor, total: int) -> Tensor:
 def put(device: torch.device, *values: NDArray[np.int64]) -> Sequence[Tensor]:
     """Return host values on the device, int32, through one copy for which the host does not wait."""
     if not runs_ahead(device):
-        return [torch.from_numpy(each.astype(np.int32)) for each in values]
+        return [torch.from_numpy(array.astype(np.int32)) for array in values]
     together = on_device(torch.from_numpy(np.concatenate(values).astype(np.int32)), device)
-    parts: Sequence[Tensor] = together.split([len(each) for each in values])
+    parts: Sequence[Tensor] = together.split([len(array) for array in values])
     return parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """Choices of tokens, sorted by expert: ``slot = token * K + k`` of each row, int32, and the inverse."""
+    """Choices of tokens, sorted by expert: ``slot = token * K + k`` of each row, int32, and the map of rows to tokens.
+
+    ``counts`` (num_experts) int64.
+    """
 
     slot_R: Tensor
     rows: RowMap
@@ -140,7 +159,10 @@ def count_ids(expert_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def sort_choices(expert_TK: Tensor, num_experts: int) -> Sorted:
-    """Return the choices in order, and their numbers. Ids outside 0..num_experts-1 get no row."""
+    """Return the choices in order (expert, token, k), and how many each expert has.
+
+    Ids outside 0..num_experts-1 come last and are not counted.
+    """
     return Sorted(*counting_sort(expert_TK.flatten(), num_experts), *expert_TK.shape)
 
 
@@ -149,11 +171,14 @@ def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = No
 
     ``counts`` (num_experts) int64 stays on the device. ``num_rows`` is their sum; None reads it back from the device.
     """
-    found = sort_choices(expert_TK, num_experts)
-    return found.slots(on_host(found.counts.sum())[0] if num_rows is None else num_rows)
+    choices = sort_choices(expert_TK, num_experts)
+    if num_rows is None:
+        (num_rows,) = on_host(choices.counts.sum())
+    return choices.slots(num_rows)
 
 
 def distinct(unit_TK: Tensor) -> Tensor:
     """Return the units that each token must reach, each once: repetitions of an id for the same token become -1."""
+    # A choice is a repetition if an earlier one of the token, below the diagonal, is the same.
     same_TKK = unit_TK.unsqueeze(2) == unit_TK.unsqueeze(1)
     return unit_TK.masked_fill(same_TKK.tril(-1).any(2), -1)

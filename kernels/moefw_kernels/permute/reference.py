@@ -16,7 +16,7 @@ def gather_sum(rows_RD: Tensor, row_TK: Tensor, bags: tuple[Tensor, Tensor] | No
 
 
 def sum_of_kept(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
-    """Implement it where choices are dropped and the host does not read how many: choice by choice."""
+    """Implement ``gather_sum`` where choices are dropped and the host does not read how many: choice by choice."""
     dtype = torch.promote_types(rows_RD.dtype, torch.float32)
     total_TD = rows_RD.new_zeros(len(row_TK), *rows_RD.shape[1:], dtype=dtype)
     for row_T in row_TK.unbind(1):

@@ -18,8 +18,9 @@ class RowMap:
 
     ``padding``, int64, lists the rows that come from no token (their ``token_R`` is 0); None: there are none; bool: a
     mask, where the host does not know how many.
-    ``row_TK`` holds -1 for a dropped choice, if any is ``dropped``. ``bags`` then holds the rows of all tokens,
-    concatenated, and the start of each token's rows; None where their number would have to be read from the device.
+    ``row_TK`` holds -1 for a dropped choice, if any is ``dropped``. ``bags``, the arguments of ``embedding_bag``, are
+    then the rows of all tokens, concatenated, and the start of each token's rows; None where their number would have
+    to be read from the device.
     """
 
     token_R: Tensor
@@ -38,7 +39,7 @@ class RowMap:
 
 
 def row_map(token_R: Tensor, row_TK: Tensor, *, padding: Tensor | None = None, dropped: bool = False) -> RowMap:
-    """Return the map; ``dropped`` says whether ``row_TK`` holds -1."""
+    """Return the map of ``token_R`` and ``row_TK``; ``dropped``: whether ``row_TK`` holds -1."""
     if not dropped or runs_ahead(row_TK.device):
         return RowMap(token_R, row_TK, padding, dropped, None)
     kept_TK = row_TK >= 0
@@ -85,6 +86,7 @@ def gather_sum(rows_RD: Tensor, rows: RowMap) -> Tensor:
 
 
 def _rows(x_TD: Tensor, rows: RowMap) -> Tensor:
+    """Return ``gather``'s result, without autograd. Rows may have any number of axes."""
     if not len(x_TD):
         return x_TD.new_zeros(len(rows.token_R), *x_TD.shape[1:])
     taken = x_TD.index_select(0, rows.token_R)
@@ -99,6 +101,7 @@ def clear(rows_RD: Tensor, padding: Tensor) -> Tensor:
 
 
 def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:
+    """Return ``gather_sum``'s result, without autograd."""
     if not rows.row_TK.numel() or not len(rows_RD):
         return rows_RD.new_zeros(len(rows.row_TK), *rows_RD.shape[1:])
     if not _takes_kernel(rows_RD):

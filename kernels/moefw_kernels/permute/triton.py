@@ -14,8 +14,12 @@ from torch import Tensor
 
 from moefw_kernels.casts import as_bf16, is_compiled
 
-_TOKENS, _COLUMNS = 8, 256
+_TOKENS = 8
+"""Tokens whose rows a program adds up."""
+_COLUMNS = 256
+"""Columns of these rows."""
 _ROWS = 1024
+"""Rows, or groups, that are looked at together."""
 
 
 @triton.jit
@@ -31,10 +35,10 @@ def _gather_sum_kernel(
     total = tl.zeros((T, C), tl.float32)
     for k in tl.static_range(K):
         row = tl.load(row_of_token + t * K + k, mask=t < tokens, other=-1).to(tl.int64)
-        found = tl.load(rows + row * stride + c, mask=(row >= 0) & (c < columns), other=0)
+        values = tl.load(rows + row * stride + c, mask=(row >= 0) & (c < columns), other=0)
         if BF16:
-            found = (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        total += found.to(tl.float32)
+            values = (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        total += values.to(tl.float32)
     if BF16:
         bits = as_bf16(total, COMPILED).to(tl.int32, bitcast=True) >> 16
         tl.store(out + t * columns + c, bits.to(tl.int16), mask=(t < tokens) & (c < columns))
@@ -44,7 +48,10 @@ def _gather_sum_kernel(
 
 @triton.jit
 def _tokens_and_rows_kernel(order, tokens, rows, length, num_rows, k, ROWS: tl.constexpr):
-    """Store the token of each of some rows, and the rows of their choices."""
+    """Store the token of each of some rows, and the rows of their choices.
+
+    ``order`` lists first the choices that have a row.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     choice = tl.load(order + row, mask=row < length, other=0)
     tl.store(tokens + row, choice // k, mask=row < num_rows)
@@ -65,30 +72,56 @@ def _counts_and_ends_kernel(counts, narrow, ends, length, ROWS: tl.constexpr):
 
 def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     """Implement ``reference.gather_sum`` for bf16, fp16 and fp32; ``row_TK`` is -1 for a dropped choice."""
-    (tokens, choices), columns = row_TK.shape, rows_RD.shape[1]
-    rows_RD, row_TK = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous(), row_TK.contiguous()
+    tokens, choices = row_TK.shape
+    columns = rows_RD.shape[1]
+    if rows_RD.stride(1) != 1:
+        rows_RD = rows_RD.contiguous()
     out_TD = rows_RD.new_empty(tokens, columns)
     if out_TD.numel():
-        bf16 = rows_RD.dtype is torch.bfloat16
-        given, result = (tensor.view(torch.int16) if bf16 else tensor for tensor in (rows_RD, out_TD))
+        is_bf16 = rows_RD.dtype is torch.bfloat16
         _gather_sum_kernel[(triton.cdiv(tokens, _TOKENS) * triton.cdiv(columns, _COLUMNS),)](
-            given, row_TK, result, tokens, columns, rows_RD.stride(0),
-            _TOKENS, _COLUMNS, choices, bf16, is_compiled(),
-        )  # fmt: skip
+            rows=rows_RD.view(torch.int16) if is_bf16 else rows_RD,
+            row_of_token=row_TK.contiguous(),
+            out=out_TD.view(torch.int16) if is_bf16 else out_TD,
+            tokens=tokens,
+            columns=columns,
+            stride=rows_RD.stride(0),
+            T=_TOKENS,
+            C=_COLUMNS,
+            K=choices,
+            BF16=is_bf16,
+            COMPILED=is_compiled(),
+        )
     return out_TD
 
 
 def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Tensor]:
     """Implement ``reference.tokens_and_rows``."""
-    order_N, length = order_N.contiguous(), len(order_N)
-    token_R, row_N = order_N.new_empty(num_rows), torch.empty_like(order_N)
+    order_N = order_N.contiguous()
+    length = len(order_N)
+    token_R = order_N.new_empty(num_rows)
+    row_N = torch.empty_like(order_N)
     if length:
-        _tokens_and_rows_kernel[(triton.cdiv(length, _ROWS),)](order_N, token_R, row_N, length, num_rows, k, _ROWS)
+        _tokens_and_rows_kernel[(triton.cdiv(length, _ROWS),)](
+            order=order_N,
+            tokens=token_R,
+            rows=row_N,
+            length=length,
+            num_rows=num_rows,
+            k=k,
+            ROWS=_ROWS,
+        )
     return token_R, row_N
 
 
 def counts_and_ends(counts_e: Tensor) -> tuple[Tensor, Tensor]:
     """Implement ``reference.counts_and_ends``."""
     narrow_e, ends_e = (torch.empty(len(counts_e), dtype=torch.int32, device=counts_e.device) for _ in range(2))
-    _counts_and_ends_kernel[(1,)](counts_e.contiguous(), narrow_e, ends_e, len(counts_e), _ROWS)
+    _counts_and_ends_kernel[(1,)](
+        counts=counts_e.contiguous(),
+        narrow=narrow_e,
+        ends=ends_e,
+        length=len(counts_e),
+        ROWS=_ROWS,
+    )
     return narrow_e, ends_e

@@ -29,12 +29,12 @@ def permute_quantize(
     if x_TD.ndim != 2 or len(x_TD) != len(rows.row_TK):
         raise ValueError(f"tokens are {tuple(x_TD.shape)}; give (T, D) with T = {len(rows.row_TK)}, as the map has")
     if into is None:
-        found = empty_rows(*size, scales=scales, device=x_TD.device)
+        quantized = empty_rows(*size, scales=scales, device=x_TD.device)
     else:
         _check(into, size, scales)
-        found = rows_of(*into, scales=scales)
-    _kernels(x_TD).permute_quantize(x_TD, rows, scales, found)
-    return found
+        quantized = rows_of(*into, scales=scales)
+    _kernels(x_TD).permute_quantize(x_TD, rows, scales, quantized)
+    return quantized
 
 
 def _kernels(x: Tensor) -> ModuleType:
@@ -46,8 +46,15 @@ def _kernels(x: Tensor) -> ModuleType:
 
 
 def _check(into: tuple[Tensor, Tensor], size: tuple[int, int], scales: Scales) -> None:
-    sizes = [size, (size[0], -(-size[1] // row_block(scales)))]
-    for name, tensor, wanted, dtype in zip(("codes", "scales"), into, sizes, (E4M3.dtype, scale_dtype(scales))):
-        if tensor.shape != wanted or tensor.dtype is not dtype or (tensor.numel() and tensor.stride(1) != 1):
-            what = f"{name} are {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
-            raise ValueError(f"{what}; give {dtype} {wanted}, contiguous along rows")
+    num_rows, columns = size
+    codes, block_scales = into
+    blocks = -(-columns // row_block(scales))
+    for name, tensor, shape, dtype in (
+        ("codes", codes, size, E4M3.dtype),
+        ("scales", block_scales, (num_rows, blocks), scale_dtype(scales)),
+    ):
+        if tensor.shape != shape or tensor.dtype is not dtype or (tensor.numel() and tensor.stride(1) != 1):
+            raise ValueError(
+                f"{name} are {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; "
+                f"give {dtype} {shape}, contiguous along rows"
+            )

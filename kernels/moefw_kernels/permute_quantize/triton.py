@@ -14,15 +14,18 @@ from moefw_kernels.permute import RowMap
 from moefw_kernels.quantize import Quantized, Scales, row_block
 from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
 
-_TOKENS, _COLUMNS = 32, 128
+_TOKENS = 32
+"""Tokens of a tile."""
+_COLUMNS = 128
+"""Columns of a tile: whole blocks of scales."""
 
 
 @triton.jit
 def _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride):
     """Write a tile to the rows ``row``, except where they are -1."""
-    there = row >= 0
-    tl.store(codes + row * codes_stride + c, code, mask=there & (c < columns))
-    tl.store(scales + row * scales_stride + block, scale, mask=there & (block < blocks))
+    has_row = row >= 0
+    tl.store(codes + row * codes_stride + c, code, mask=has_row & (c < columns))
+    tl.store(scales + row * scales_stride + block, scale, mask=has_row & (block < blocks))
 
 
 @triton.jit
@@ -42,23 +45,45 @@ def _permute_kernel(
     code, scale = quantize_rows_tile(tile, largest, B, RULE, CVT)
     for k in range(K):
         row = tl.load(rows_of_token + t * K + k, mask=t < tokens, other=-1).to(tl.int64)
-        _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride)
+        _store_rows(
+            row=row, c=c, block=block, code=code, scale=scale, codes=codes, scales=scales,
+            columns=columns, blocks=blocks, codes_stride=codes_stride, scales_stride=scales_stride,
+        )  # fmt: skip
     if padding is not None:
         p = t - tokens
         row = tl.load(padding + p, mask=(p >= 0) & (p < num_padding), other=-1)
-        _store_rows(row, c, block, code, scale, codes, scales, columns, blocks, codes_stride, scales_stride)
+        _store_rows(
+            row=row, c=c, block=block, code=code, scale=scale, codes=codes, scales=scales,
+            columns=columns, blocks=blocks, codes_stride=codes_stride, scales_stride=scales_stride,
+        )  # fmt: skip
 
 
 def permute_quantize(x_TD: Tensor, rows: RowMap, scales: Scales, out: Quantized) -> None:
     """Implement ``reference.permute_quantize``."""
     if not out.codes.numel():
         return
-    x_TD, row_TK = x_TD.contiguous(), rows.row_TK.contiguous()
-    (tokens, columns), num_padding = x_TD.shape, 0 if rows.padding is None else len(rows.padding)
-    written = out.scales if scales != "e8m0" else out.scales.view(torch.uint8)
+    x_TD = x_TD.contiguous()
+    row_TK = rows.row_TK.contiguous()
+    tokens, columns = x_TD.shape
+    num_padding = 0 if rows.padding is None else len(rows.padding)
+    block_scales = out.scales if scales != "e8m0" else out.scales.view(torch.uint8)
     _permute_kernel[(triton.cdiv(tokens + num_padding, _TOKENS) * triton.cdiv(columns, _COLUMNS),)](
-        x_TD, row_TK, rows.padding, out.codes.view(torch.uint8), written,
-        tokens, row_TK.shape[1], num_padding, columns,
-        x_TD.stride(0), out.codes.stride(0), written.stride(0), torch.finfo(x_TD.dtype).max,
-        _TOKENS, _COLUMNS, row_block(scales), ROW_RULES[scales], casts_fp8(x_TD.device),
-    )  # fmt: skip
+        x=x_TD,
+        rows_of_token=row_TK,
+        padding=rows.padding,
+        codes=out.codes.view(torch.uint8),
+        scales=block_scales,
+        tokens=tokens,
+        K=row_TK.shape[1],
+        num_padding=num_padding,
+        columns=columns,
+        x_stride=x_TD.stride(0),
+        codes_stride=out.codes.stride(0),
+        scales_stride=block_scales.stride(0),
+        largest=torch.finfo(x_TD.dtype).max,
+        T=_TOKENS,
+        C=_COLUMNS,
+        B=row_block(scales),
+        RULE=ROW_RULES[scales],
+        CVT=casts_fp8(x_TD.device),
+    )

@@ -103,8 +103,8 @@ def quantize_fp8(x: Tensor, *, block: Block, fmt: Format = E4M3, power_of_two: b
         ValueError: Another block, a format other than E4M3 and E5M2, a dtype other than fp32, bf16 and fp16.
     """
     _check(x, fmt, block, ((1, 128), (128, 1), (128, 128)))
-    found: Quantized = _encoders(x).quantize_fp8(x, block, fmt, power_of_two)
-    return found
+    quantized: Quantized = _encoders(x).quantize_fp8(x, block, fmt, power_of_two)
+    return quantized
 
 
 def quantize_fp8_both(x: Tensor, *, fmt: Format = E4M3, power_of_two: bool = True) -> tuple[Quantized, Quantized]:
@@ -121,8 +121,8 @@ def quantize_mxfp8(x: Tensor, *, block: Block = (1, 32), fmt: Format = E4M3, rou
         ValueError: Another block, a format other than E4M3 and E5M2, a dtype other than fp32, bf16 and fp16.
     """
     _check(x, fmt, block, ((1, 32), (32, 1), (32, 32)))
-    found: Quantized = _encoders(x).quantize_mxfp8(x, block, fmt, rounding)
-    return found
+    quantized: Quantized = _encoders(x).quantize_mxfp8(x, block, fmt, rounding)
+    return quantized
 
 
 def quantize_mxfp8_both(x: Tensor, *, fmt: Format = E4M3, rounding: Rounding = "rceil") -> tuple[Quantized, Quantized]:
@@ -133,7 +133,7 @@ def quantize_mxfp8_both(x: Tensor, *, fmt: Format = E4M3, rounding: Rounding = "
 
 
 def quantize_rows(x: Tensor, *, scales: Scales) -> Quantized:
-    """Return ``x`` (R, C) in E4M3, in blocks along its rows: ``quantize_fp8`` of 1x128, or ``quantize_mxfp8``.
+    """Return ``x`` (R, C) in E4M3, in blocks along rows: of 1x128 as ``quantize_fp8``, or 1x32 as ``quantize_mxfp8``.
 
     Raises:
         ValueError: A dtype other than fp32, bf16 and fp16.
@@ -189,11 +189,12 @@ def quantize_nvfp4(
         group_R = group_of_row(ends_e, len(x))
         x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
         global_amax = torch.nn.functional.pad(global_amax, (0, 1))[group_R[:: block[0]]].unsqueeze(1)
-    found: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys)
-    return found
+    quantized: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys)
+    return quantized
 
 
 def _encoders(x: Tensor) -> ModuleType:
+    """Return the module that quantizes this tensor: that of the kernels, or ``reference``."""
     if not takes_kernels(x):
         return reference
     from moefw_kernels.quantize import triton

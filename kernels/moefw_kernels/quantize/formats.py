@@ -20,8 +20,9 @@ from moefw_kernels.devices import runs_ahead
 class Format:
     """A floating-point format of at most eight bits: a sign, an exponent, a mantissa.
 
-    ``dtype`` is the dtype of stored codes; E2M1 has two codes in a byte. ``nan_code`` is the code of NaN of any sign:
-    NaN, or in E2M1, which has none, the largest number (as ``cvt`` of PTX does).
+    ``dtype`` is the dtype of stored codes; E2M1 has two codes in a byte. ``min_exponent`` is the exponent of the
+    smallest normal number. ``nan_code`` is the code of NaN of any sign: NaN, or in E2M1, which has none, the largest
+    number (as ``cvt`` of PTX does).
     """
 
     name: str
@@ -33,9 +34,33 @@ class Format:
     nan_code: int
 
 
-E4M3: Final = Format("e4m3", torch.float8_e4m3fn, 448.0, -6, 3, 7, 0x7F)
-E5M2: Final = Format("e5m2", torch.float8_e5m2, 57344.0, -14, 2, 7, 0x7F)
-E2M1: Final = Format("e2m1", torch.uint8, 6.0, 0, 1, 3, 0x7)
+E4M3: Final = Format(
+    name="e4m3",
+    dtype=torch.float8_e4m3fn,
+    max=448.0,
+    min_exponent=-6,
+    mantissa_bits=3,
+    sign_bit=7,
+    nan_code=0x7F,
+)
+E5M2: Final = Format(
+    name="e5m2",
+    dtype=torch.float8_e5m2,
+    max=57344.0,
+    min_exponent=-14,
+    mantissa_bits=2,
+    sign_bit=7,
+    nan_code=0x7F,
+)
+E2M1: Final = Format(
+    name="e2m1",
+    dtype=torch.uint8,
+    max=6.0,
+    min_exponent=0,
+    mantissa_bits=1,
+    sign_bit=3,
+    nan_code=0x7,
+)
 
 
 def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
@@ -47,10 +72,12 @@ def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
     """
     if draws is None and fmt is not E2M1:
         codes = x.float().clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
-        sign_of_nan = (codes & fmt.nan_code).add_(1).bitwise_and_(0x80)  # NaN is all ones: + 1 carries into the sign
+        # Every NaN gets one code. NaN is all ones but for the sign, so that adding 1 carries into the sign bit.
+        sign_of_nan = (codes & fmt.nan_code).add_(1).bitwise_and_(0x80)
         return codes.bitwise_and_(sign_of_nan.bitwise_not_())
     number = x.float().nan_to_num(nan=fmt.max, posinf=fmt.max, neginf=-fmt.max)
     magnitude = number.abs().clamp_(max=fmt.max)
+    # The magnitude in steps of the grid, an exact product: the step is a power of two. Then the formula of this module.
     exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp_(min=fmt.min_exponent)
     steps = magnitude.mul_(((127 + fmt.mantissa_bits - exponent) << 23).view(torch.float32))
     if draws is None:
@@ -77,7 +104,10 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
-    """Return the number of each four-bit code in fp32, by arithmetic: a table would have to be copied to the device."""
+    """Return the number of each four-bit code in fp32, by arithmetic: a table would have to be copied to the device.
+
+    The magnitudes of codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+    """
     steps = (codes & 7).float()
     magnitude = torch.where(steps < 4, steps / 2, torch.where(steps < 6, steps - 2, 2 * steps - 8))
     return torch.where(codes < 8, magnitude, -magnitude)
@@ -86,7 +116,10 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 def decode_e8m0(codes: Tensor) -> Tensor:
     """Return ``2^(code - 127)`` of uint8 or float8_e8m0fnu codes in fp32, exact; NaN for 255."""
     codes = codes.view(torch.uint8).int()
-    return torch.where(codes == 0, 0x00400000, torch.where(codes == 255, 0x7FC00000, codes << 23)).view(torch.float32)
+    bits = codes << 23
+    bits = torch.where(codes == 0, 0x00400000, bits)  # 2^-127 is subnormal in fp32
+    bits = torch.where(codes == 255, 0x7FC00000, bits)  # NaN
+    return bits.view(torch.float32)
 
 
 def pack(codes: Tensor, *, axis: int = -1) -> Tensor:

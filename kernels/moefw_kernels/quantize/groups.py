@@ -18,8 +18,9 @@ def group_amax(x: Tensor, ends_e: Tensor) -> Tensor:
     0 for a group without rows, NaN for a group with a NaN. Rows past the last end are ignored.
     """
     rows = x.abs().amax(1).float() if x.numel() else x.new_zeros(len(x), dtype=torch.float32)
-    found = rows.new_zeros(len(ends_e) + 1)
-    return found.scatter_reduce(0, group_of_row(ends_e, len(x)), rows, "amax")[:-1]
+    # An entry more than there are groups, for the rows past the last end.
+    amax = rows.new_zeros(len(ends_e) + 1)
+    return amax.scatter_reduce(0, group_of_row(ends_e, len(x)), rows, "amax")[:-1]
 
 
 def matrix_amax(x: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BLOCK = 128
+"""Columns that share a scale."""
 LARGEST = 127
+"""The largest code. -128 is not used, so that codes are symmetric."""
 
 
 def integer_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,8 +20,11 @@ def integer_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1) / LARGEST
-    codes = (blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(-1)).round().nan_to_num(0.0).to(torch.int8)
-    return codes.flatten(-2)[..., : x.shape[-1]].contiguous(), torch.where(scales.isfinite(), scales, torch.nan)
+    divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(-1)
+    # The cast of NaN to an integer is undefined. A block with an infinity or NaN is marked by its scale instead.
+    codes = (blocks / divisors).round().nan_to_num(0.0).to(torch.int8)
+    codes = codes.flatten(-2)[..., : x.shape[-1]].contiguous()
+    return codes, torch.where(scales.isfinite(), scales, torch.nan)
 
 
 def from_integers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

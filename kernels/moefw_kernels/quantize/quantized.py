@@ -43,18 +43,23 @@ class Quantized:
         scales = decode_e8m0(self.scales) if self.scales.dtype is torch.float8_e8m0fnu else self.scales.float()
         if self.global_scale is not None:
             scales = scales * above(self.global_scale, scales.ndim)
-        values = decode(self._single_codes(), self.fmt)
-        return values * (scales if self.block is None else spread(scales, self.block, self.shape))
+        if self.block is not None:
+            scales = spread(scales, self.block, self.shape)
+        return decode(self._single_codes(), self.fmt) * scales
 
     @property
     def mT(self) -> Quantized:
         """Return the transpose of every matrix, with transposed ``axis`` and ``block``, without a copy."""
+        block = self.block
+        if block is not None:
+            rows, columns = block
+            block = (columns, rows)
         return replace(
             self,
             codes=self.codes.mT,
             scales=self.scales.mT if self.scales.ndim else self.scales,
-            block=self.block and (self.block[1], self.block[0]),
-            axis=-3 - self.axis,
+            block=block,
+            axis=-1 if self.axis == -2 else -2,
             shape=(*self.shape[:-2], self.shape[-1], self.shape[-2]),
             global_scale=turned(self.global_scale, len(self.shape)),
         )
@@ -73,6 +78,7 @@ class Quantized:
         return replace(self, codes=laid(self._single_codes(), self.fmt, axis), axis=axis)
 
     def _single_codes(self) -> Tensor:
+        """Return the codes in uint8, one in each byte."""
         codes = self.codes.view(torch.uint8)
         return unpack(codes, count=self.shape[self.axis], axis=self.axis) if self.fmt is E2M1 else codes
 

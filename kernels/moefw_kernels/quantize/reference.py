@@ -24,18 +24,26 @@ def quantize_tensor(
     if ends_e is not None:
         group_R = group_of_row(ends_e, len(x))
         x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
+        # One entry more, for the rows past the last end, which are zeros.
         scale = F.pad(scale, (0, 1), value=1.0)[group_R].unsqueeze(1)
     elif scale.ndim:
         scale = scale[..., None, None]
     codes = encode(x.float() * scale, fmt)
-    return Quantized(laid(codes, fmt, -1), scale.reciprocal(), fmt, None, -1, tuple(x.shape))
+    return Quantized(
+        codes=laid(codes, fmt, -1),
+        scales=scale.reciprocal(),
+        fmt=fmt,
+        block=None,
+        axis=-1,
+        shape=tuple(x.shape),
+    )
 
 
 def quantize_fp8(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> Quantized:
     """Quantize in blocks with fp32 scales."""
     largest = torch.finfo(x.dtype).max
     multiplier = tensor_scale(block_amax(x, block), fmt, power_of_two=power_of_two, largest=largest)
-    return _quantized(x, multiplier, multiplier.reciprocal(), block, fmt)
+    return _quantized(x, multiplier=multiplier, scales=multiplier.reciprocal(), block=block, fmt=fmt)
 
 
 def quantize_fp8_both(x: Tensor, fmt: Format, power_of_two: bool) -> tuple[Quantized, Quantized]:
@@ -46,7 +54,7 @@ def quantize_fp8_both(x: Tensor, fmt: Format, power_of_two: bool) -> tuple[Quant
 def quantize_mxfp8(x: Tensor, block: tuple[int, int], fmt: Format, rounding: Rounding) -> Quantized:
     """Quantize in blocks with E8M0 scales."""
     codes, multiplier = mx_scale(block_amax(x, block), fmt, rounding=rounding)
-    return _quantized(x, multiplier, codes.view(torch.float8_e8m0fnu), block, fmt)
+    return _quantized(x, multiplier=multiplier, scales=codes.view(torch.float8_e8m0fnu), block=block, fmt=fmt)
 
 
 def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Quantized, Quantized]:
@@ -59,19 +67,29 @@ def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys:
     encoder, decoder = nvfp4_global_scale(global_amax)
     codes, multiplier = nvfp4_scale(block_amax(x, block), *(above(level, x.ndim) for level in (encoder, decoder)))
     draws = None if keys is None else uniform(keys.flatten(), x.shape[-1]).view(x.shape)
-    return _quantized(x, multiplier, codes.view(torch.float8_e4m3fn), block, E2M1, decoder, draws)
+    return _quantized(
+        x,
+        multiplier=multiplier,
+        scales=codes.view(torch.float8_e4m3fn),
+        block=block,
+        fmt=E2M1,
+        global_scale=decoder,
+        draws=draws,
+    )
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of each block, ``(..., R / rows, C / columns)`` fp32; NaN if the block has one."""
     rows, columns = block
     padded = F.pad(x.float(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
-    down, across = padded.shape[-2] // rows, padded.shape[-1] // columns
+    down = padded.shape[-2] // rows
+    across = padded.shape[-1] // columns
     return padded.reshape(*x.shape[:-2], down, rows, across, columns).abs().amax((-3, -1))
 
 
 def _quantized(
     x: Tensor,
+    *,
     multiplier: Tensor,
     scales: Tensor,
     block: tuple[int, int],
@@ -79,13 +97,31 @@ def _quantized(
     global_scale: Tensor | None = None,
     draws: Tensor | None = None,
 ) -> Quantized:
-    """Quantize along rows; a tensor with blocks along columns is transposed first."""
+    """Return the codes of ``x`` times its blocks' ``multiplier``, with the ``scales`` that undo it.
+
+    Quantizes along rows; a tensor with blocks along columns is transposed first.
+    """
     if axis_of(block) == -2:
-        given = (x.mT.contiguous(), multiplier.mT, scales.mT, block[::-1], fmt)
-        return _quantized(*given, turned(global_scale, x.ndim), None if draws is None else draws.mT).mT
+        return _quantized(
+            x.mT.contiguous(),
+            multiplier=multiplier.mT,
+            scales=scales.mT,
+            block=(block[1], block[0]),
+            fmt=fmt,
+            global_scale=turned(global_scale, x.ndim),
+            draws=None if draws is None else draws.mT,
+        ).mT
     shape = tuple(x.shape)
     codes = encode(x.float() * spread(multiplier, block, shape), fmt, draws=draws)
-    return Quantized(laid(codes, fmt, -1), scales, fmt, block, -1, shape, global_scale)
+    return Quantized(
+        codes=laid(codes, fmt, -1),
+        scales=scales,
+        fmt=fmt,
+        block=block,
+        axis=-1,
+        shape=shape,
+        global_scale=global_scale,
+    )
 
 
 def axis_of(block: tuple[int, int]) -> int:

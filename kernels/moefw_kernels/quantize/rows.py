@@ -33,4 +33,11 @@ def empty_rows(num_rows: int, columns: int, *, scales: Scales, device: torch.dev
 
 def rows_of(codes: Tensor, block_scales: Tensor, *, scales: Scales) -> Quantized:
     """Return E4M3 codes ``(R, C)`` and the scales of their blocks in the form that ``quantize_rows`` returns."""
-    return Quantized(codes, block_scales, E4M3, (1, row_block(scales)), -1, tuple(codes.shape))
+    return Quantized(
+        codes=codes,
+        scales=block_scales,
+        fmt=E4M3,
+        block=(1, row_block(scales)),
+        axis=-1,
+        shape=tuple(codes.shape),
+    )

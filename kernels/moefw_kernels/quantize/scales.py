@@ -33,6 +33,7 @@ def tensor_scale(
     scale = divide(fmt.max * 2.0**-margin, amax.float())
     scale = torch.where(scale.isposinf(), largest, scale)
     if power_of_two:
+        # Without its mantissa, the number is rounded down to a power of two.
         scale = torch.where(scale.isnan(), scale, (scale.view(torch.int32) & -0x800000).view(torch.float32))
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where(amax.isnan(), torch.nan, scale)
@@ -52,8 +53,8 @@ def delayed_scale(
     Engine.
     """
     amax = (history_H.amax(-1) if algorithm == "max" else history_H[..., 0]).float()
-    found = tensor_scale(amax, fmt, margin=margin)
-    return torch.where(amax.isfinite() & (amax > 0), found, scale)
+    next_scale = tensor_scale(amax, fmt, margin=margin)
+    return torch.where(amax.isfinite() & (amax > 0), next_scale, scale)
 
 
 def mx_scale(amax: Tensor, fmt: Format, *, rounding: Rounding = "rceil") -> tuple[Tensor, Tensor]:
@@ -63,6 +64,7 @@ def mx_scale(amax: Tensor, fmt: Format, *, rounding: Rounding = "rceil") -> tupl
     Engine, cuBLAS, ``ScaleCalculationMode.RCEIL`` of torchao). ``floor``: the largest power of two that is at most
     ``amax``, divided by the largest one in ``fmt`` (OCP microscaling formats 1.0, section 6.3). Integer arithmetic.
     """
+    # Exponents are subtracted. The quotient is rounded up if the mantissa of ``amax`` is above that of ``fmt.max``.
     bits = amax.view(torch.int32)
     top = torch.tensor(fmt.max).view(torch.int32)
     codes = (bits >> 23) - ((int(top) >> 23) - 127)

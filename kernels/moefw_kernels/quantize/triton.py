@@ -60,7 +60,7 @@ def _encode_fp8(x, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT:
         code = x.to(tl.float8e4nv if M == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
         code = tl.where(_magnitude(x) > _INF, 0x7F, code)
     else:
-        code = _encode(x, None, M, LEAST, MAX, 7, 0x7F)
+        code = _encode(x, None, M=M, LEAST=LEAST, MAX=MAX, SIGN=7, NAN=0x7F)
     return code.to(tl.uint8)
 
 
@@ -68,7 +68,7 @@ def _encode_fp8(x, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT:
 def _encode(x, draws, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr):
     """Return codes of ``formats.encode`` in int32. LEAST: smallest normal exponent, MAX: bits of the largest number."""
     bits = _bits(x)
-    magnitude = bits & 0x7FFFFFFF
+    magnitude = bits & 0x7FFFFFFF  # as integers, in the order of the numbers
     is_nan = magnitude > _INF
     magnitude = tl.minimum(magnitude, MAX)
     exponent = tl.maximum((magnitude >> 23) - 127, LEAST)
@@ -85,6 +85,7 @@ def _encode(x, draws, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, S
 
 @triton.jit
 def _divide(number: tl.constexpr, by):
+    """Return ``number / by`` rounded once, as ``scales.divide``."""
     return tl.div_rn(tl.full(by.shape, number, tl.float32), by)
 
 
@@ -97,6 +98,7 @@ def _fp32_scale(amax, largest, TOP: tl.constexpr, RULE: tl.constexpr):
     if RULE == _POWER_OF_TWO:
         multiplier = _float(_bits(multiplier) & -0x800000)
     scale = _bits(_divide(1.0, multiplier))
+    # Blocks of zeros: 1 and 1. With an infinity: 0 and infinity. With NaN: NaN and NaN.
     multiplier = tl.where(finite, _bits(multiplier), tl.where(amax == 0, 0x3F800000, tl.where(amax == _INF, 0, _NAN)))
     scale = tl.where(finite, scale, tl.where(amax == 0, 0x3F800000, tl.where(amax == _INF, _INF, _NAN)))
     return _float(multiplier), _float(scale)
@@ -104,12 +106,13 @@ def _fp32_scale(amax, largest, TOP: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def _e8m0_scale(amax, MAX: tl.constexpr, RULE: tl.constexpr):
-    """Return the multiplier of numbers and the E8M0 code: ``scales.mx_scale``."""
+    """Return the multiplier of numbers and the E8M0 code: ``scales.mx_scale``. MAX: bits of the largest number."""
     code = (amax >> 23) - ((MAX >> 23) - 127)
     if RULE == _RCEIL:
         code = tl.where((amax & 0x7FFFFF) > (MAX & 0x7FFFFF), code + 1, code)
         code = tl.where(amax == _INF, 254, code)
     code = tl.where(amax > _INF, 255, tl.maximum(code, 0))
+    # The multiplier is 2^(127 - code); for code 254 that is 2^-127, which is subnormal.
     multiplier = tl.where(code == 254, 0x00400000, (254 - code) << 23)
     return _float(tl.where(code == 255, _NAN, multiplier)), code.to(tl.uint8)
 
@@ -119,7 +122,11 @@ def _quantize_tile(
     tile, largest, B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
     M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
-    """Return codes and scales of a tile in blocks along its columns, or in one block of B x B."""
+    """Return codes (R, C) and scales of a tile in blocks of 1 x B, or with SQUARE of one block of B x B.
+
+    TOP is the largest number of the format, MAX its bits, M the bits of its mantissa, LEAST its smallest normal
+    exponent. ``largest`` is the largest number of the dtype of ``x``.
+    """
     R: tl.constexpr = tile.shape[0]
     C: tl.constexpr = tile.shape[1]
     blocks = tl.reshape(tile, (R, C // B, B))
@@ -139,9 +146,11 @@ def _quantize_tile(
 def quantize_rows_tile(tile, largest, B: tl.constexpr, RULE: tl.constexpr, CVT: tl.constexpr):
     """Return E4M3 codes (R, C) and scales (R, C / B) of an fp32 tile in blocks of 1 x B.
 
-    RULE is of ``ROW_RULES``, CVT what ``casts_fp8`` says.
+    RULE is one of ``ROW_RULES``, CVT the result of ``casts_fp8``.
     """
-    return _quantize_tile(tile, largest, B, False, RULE, 448.0, 3, -6, 0x43E00000, CVT)
+    return _quantize_tile(
+        tile, largest, B=B, SQUARE=False, RULE=RULE, TOP=448.0, M=3, LEAST=-6, MAX=0x43E00000, CVT=CVT
+    )
 
 
 @triton.jit
@@ -151,7 +160,9 @@ def _store_blocks(
     M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store a tile of a (rows, columns) matrix in blocks along its columns, or in one block of B x B."""
-    code, scale = _quantize_tile(tile, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX, CVT)
+    code, scale = _quantize_tile(
+        tile, largest, B=B, SQUARE=SQUARE, RULE=RULE, TOP=TOP, M=M, LEAST=LEAST, MAX=MAX, CVT=CVT
+    )
     _store(codes, code, r0, c0, rows, columns)
     first = r0 // B if SQUARE else r0
     height = tl.cdiv(rows, B) if SQUARE else rows
@@ -160,6 +171,7 @@ def _store_blocks(
 
 @triton.jit
 def _store(pointer, tile, r0, c0, rows, columns):
+    """Store the tile at row ``r0`` and column ``c0`` of a (rows, columns) matrix."""
     r = r0 + tl.arange(0, tile.shape[0])[:, None].to(tl.int64)
     c = c0 + tl.arange(0, tile.shape[1])[None, :].to(tl.int64)
     tl.store(pointer + r * columns + c, tile, mask=(r < rows) & (c < columns))
@@ -167,6 +179,7 @@ def _store(pointer, tile, r0, c0, rows, columns):
 
 @triton.jit
 def _tile(x, r0, c0, rows, columns, r_stride, c_stride, R: tl.constexpr, C: tl.constexpr):
+    """Load a tile (R, C) of a (rows, columns) matrix in fp32, with zeros outside."""
     r = r0 + tl.arange(0, R)[:, None].to(tl.int64)
     c = c0 + tl.arange(0, C)[None, :].to(tl.int64)
     inside = (r < rows) & (c < columns)
@@ -189,24 +202,30 @@ def _blocks_kernel(
     R: tl.constexpr, C: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr, BOTH: tl.constexpr, RULE: tl.constexpr,
     TOP: tl.constexpr, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
+    """Quantize one tile of a matrix in blocks along columns, and with BOTH also along rows, from one read.
+
+    The second result is stored as rows of the transpose, so that its codes are contiguous along the axis of its blocks.
+    """
     matrix, r0, c0 = _place(rows, columns, R, C)
     tile = _tile(x + matrix * x_stride, r0, c0, rows, columns, r_stride, c_stride, R, C)
     row_codes += matrix * rows * columns
     row_scales += matrix * (tl.cdiv(rows, B) if SQUARE else rows) * tl.cdiv(columns, B)
     _store_blocks(
-        tile, r0, c0, rows, columns, row_codes, row_scales, largest, B, SQUARE, RULE, TOP, M, LEAST, MAX, CVT
+        tile, r0=r0, c0=c0, rows=rows, columns=columns, codes=row_codes, scales=row_scales, largest=largest,
+        B=B, SQUARE=SQUARE, RULE=RULE, TOP=TOP, M=M, LEAST=LEAST, MAX=MAX, CVT=CVT,
     )  # fmt: skip
     if BOTH:
         column_codes += matrix * rows * columns
         column_scales += matrix * columns * tl.cdiv(rows, B)
         _store_blocks(
-            tl.trans(tile), c0, r0, columns, rows, column_codes, column_scales, largest,
-            B, SQUARE, RULE, TOP, M, LEAST, MAX, CVT,
+            tl.trans(tile), r0=c0, c0=r0, rows=columns, columns=rows, codes=column_codes, scales=column_scales,
+            largest=largest, B=B, SQUARE=SQUARE, RULE=RULE, TOP=TOP, M=M, LEAST=LEAST, MAX=MAX, CVT=CVT,
         )  # fmt: skip
 
 
 @triton.jit
 def _hash(x):
+    """Return ``moefw_kernels.random.mix``. Masks clear the bits into which ``>>`` extends the sign."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -225,13 +244,19 @@ def _nvfp4_kernel(
     amax = tl.max(_magnitude(blocks), axis=2, keep_dims=True)
     if SQUARE:
         amax = tl.max(amax, axis=0, keep_dims=True)
+    # The global scale of each block, in a tile (R or 1, C / 16 or 1, 1): one for each of the rows of blocks of ``x`` as
+    # the caller has it, which are columns of blocks here if TRANSPOSED.
     if TRANSPOSED:
-        place, count = (c0 // 16 + tl.arange(0, C // 16).to(tl.int64))[None, :, None], tl.cdiv(columns, 16)
+        place = (c0 // 16 + tl.arange(0, C // 16).to(tl.int64))[None, :, None]
+        count = tl.cdiv(columns, 16)
     elif SQUARE:
-        place, count = (r0 // 16 + tl.arange(0, 1).to(tl.int64))[:, None, None], tl.cdiv(rows, 16)
+        place = (r0 // 16 + tl.arange(0, 1).to(tl.int64))[:, None, None]
+        count = tl.cdiv(rows, 16)
     else:
-        place, count = (r0 + tl.arange(0, R).to(tl.int64))[:, None, None], rows
-    level, inside = matrix * level_stride + place * block_stride, place < count
+        place = (r0 + tl.arange(0, R).to(tl.int64))[:, None, None]
+        count = rows
+    level = matrix * level_stride + place * block_stride
+    inside = place < count
     wanted = _float(amax) * tl.load(encoders + level, mask=inside, other=1.0)
     scale = _encode(_float(tl.where(amax >= _INF, _NAN, _bits(wanted))), None, 3, -6, 0x43E00000, 7, 0x7F)
     fraction = (scale & 7).to(tl.float32) * 0.001953125
@@ -308,12 +333,14 @@ def _nvfp4(x: Tensor, height: int, global_amax: Tensor, keys: Tensor | None, tra
 
 
 def _blocks(x: Tensor, block: tuple[int, int], fmt: Format, rule: Any) -> Quantized:
+    """Return ``x`` in blocks along rows, along columns, or in square blocks."""
     if axis_of(block) == -2:
         return _launch(x.mT, block[0], fmt, rule, square=False)[0].mT
     return _launch(x, block[1], fmt, rule, square=block[0] > 1)[0]
 
 
 def _both(x: Tensor, size: int, fmt: Format, rule: Any) -> tuple[Quantized, Quantized]:
+    """Return ``x`` in blocks of 1 x size, and of size x 1."""
     row, column = _launch(x, size, fmt, rule, square=False, both=True)
     return row, column.mT
 
@@ -322,28 +349,61 @@ def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both:
     """Return ``x`` in blocks along its last axis, and with ``both`` its transpose in blocks along *its* last axis."""
     x_BRC = _matrices(x)
     num, rows, columns = x_BRC.shape
+    x_stride, r_stride, c_stride = x_BRC.stride()
     scale_dtype = torch.float32 if rule in (_EXACT, _POWER_OF_TWO) else torch.uint8
-    outputs: list[Tensor] = []
+    outputs: list[tuple[Tensor, Tensor]] = []
     for matrix in (x, x.mT) if both else (x,):
-        height = -(-matrix.shape[-2] // size) if square else matrix.shape[-2]
-        outputs.append(matrix.new_empty(matrix.shape, dtype=torch.uint8))
-        outputs.append(x.new_empty(*x.shape[:-2], height, -(-matrix.shape[-1] // size), dtype=scale_dtype))
+        *leading, height, width = matrix.shape
+        blocks_down = -(-height // size) if square else height
+        blocks_across = -(-width // size)
+        codes = matrix.new_empty(matrix.shape, dtype=torch.uint8)
+        scales = x.new_empty(*leading, blocks_down, blocks_across, dtype=scale_dtype)
+        outputs.append((codes, scales))
     if x.numel():
-        tile_rows, tile_columns, warps = _tiling(size, square=square, both=both, along_rows=x_BRC.stride(2) == 1)
-        top = struct.unpack("i", struct.pack("f", fmt.max))[0]
+        tile_rows, tile_columns, warps = _tiling(size, square=square, both=both, along_rows=c_stride == 1)
+        row_codes, row_scales = outputs[0]
+        column_codes, column_scales = outputs[1] if both else (None, None)
         _blocks_kernel[(num * triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)](
-            x_BRC, *(outputs if both else (*outputs, None, None)),
-            rows, columns, *x_BRC.stride(), torch.finfo(x.dtype).max,
-            tile_rows, tile_columns, size, square, both, rule,
-            fmt.max, fmt.mantissa_bits, fmt.min_exponent, top, casts_fp8(x.device), num_warps=warps,
-        )  # fmt: skip
+            x=x_BRC,
+            row_codes=row_codes,
+            row_scales=row_scales,
+            column_codes=column_codes,
+            column_scales=column_scales,
+            rows=rows,
+            columns=columns,
+            x_stride=x_stride,
+            r_stride=r_stride,
+            c_stride=c_stride,
+            largest=torch.finfo(x.dtype).max,
+            R=tile_rows,
+            C=tile_columns,
+            B=size,
+            SQUARE=square,
+            BOTH=both,
+            RULE=rule,
+            TOP=fmt.max,
+            M=fmt.mantissa_bits,
+            LEAST=fmt.min_exponent,
+            MAX=struct.unpack("i", struct.pack("f", fmt.max))[0],
+            CVT=casts_fp8(x.device),
+            num_warps=warps,
+        )
     block = (size if square else 1, size)
-    found = []
-    for codes, scales in zip(outputs[::2], outputs[1::2], strict=True):
+    results = []
+    for codes, scales in outputs:
         if scale_dtype is torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
-        found.append(Quantized(codes.view(fmt.dtype), scales, fmt, block, -1, tuple(codes.shape)))
-    return tuple(found)
+        results.append(
+            Quantized(
+                codes=codes.view(fmt.dtype),
+                scales=scales,
+                fmt=fmt,
+                block=block,
+                axis=-1,
+                shape=tuple(codes.shape),
+            )
+        )
+    return tuple(results)
 
 
 def _tiling(size: int, *, square: bool, both: bool, along_rows: bool) -> tuple[int, int, int]:
@@ -353,9 +413,11 @@ def _tiling(size: int, *, square: bool, both: bool, along_rows: bool) -> tuple[i
     """
     if square or both:
         side = size if square else max(size, 64)
-        return side, side, 8 if side == 128 else 4
+        warps = 8 if side == 128 else 4
+        return side, side, warps
     return (32, 128, 4) if along_rows else (64, 128, 8)
 
 
 def _matrices(x: Tensor) -> Tensor:
+    """Return ``x`` (..., R, C) as one batch of matrices (B, R, C)."""
     return x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(0, *x.shape[-2:])

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moefw_kernels.casts import as_bf16, is_compiled
 
-_VALUES = 2048
-"""Pairs of a program."""
+_PAIRS = 2048
+"""Pairs that a program turns."""
 
 
 @triton.jit
@@ -40,44 +40,72 @@ def _store(at, x, inside, BF16: tl.constexpr, COMPILED: tl.constexpr):
 @triton.jit
 def _kernel(
     x, cos, sin, out, rows, length, heads, pairs, batch_stride, token_stride, head_stride, table_stride, sign,
-    TAKEN: tl.constexpr, GIVEN: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    NEIGHBOURS_IN: tl.constexpr, NEIGHBOURS_OUT: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     BF16: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Turn R heads. Pairs are neighbours in ``x`` if ``TAKEN``, and in ``out`` if ``GIVEN``; else half a head apart."""
+    """Turn R heads. NEIGHBOURS_IN: the numbers of a pair are neighbours in ``x``, NEIGHBOURS_OUT: in ``out``.
+
+    Otherwise they are half a head apart there.
+    """
     row = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]
-    p, both = tl.arange(0, P)[None, :], tl.arange(0, 2 * P)[None, :]
-    inside, inside_both = (row < rows) & (p < pairs), (row < rows) & (both < 2 * pairs)
-    token, head = row // heads, row % heads
-    sequence, place = token // length, token % length
+    p = tl.arange(0, P)[None, :]
+    both = tl.arange(0, 2 * P)[None, :]
+    inside = (row < rows) & (p < pairs)
+    inside_both = (row < rows) & (both < 2 * pairs)
+    head = row % heads
+    token = row // heads
+    sequence = token // length
+    place = token % length
     angle = sequence * table_stride + place * pairs + p
-    c, s = tl.load(cos + angle, mask=inside, other=0.0), tl.load(sin + angle, mask=inside, other=0.0) * sign
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    s = tl.load(sin + angle, mask=inside, other=0.0) * sign  # -1: the rotation back, which is the gradient
     at = x + sequence * batch_stride + place * token_stride + head * head_stride
-    if TAKEN:
+    if NEIGHBOURS_IN:
         first, second = tl.split(tl.reshape(_load(at + both, inside_both, BF16), (R, P, 2)))
     else:
-        first, second = _load(at + p, inside, BF16), _load(at + pairs + p, inside, BF16)
-    turned, other = first * c - second * s, second * c + first * s
+        first = _load(at + p, inside, BF16)
+        second = _load(at + pairs + p, inside, BF16)
+    first_turned = first * c - second * s
+    second_turned = second * c + first * s
     to = out + row * 2 * pairs
-    if GIVEN:
-        _store(to + both, tl.reshape(tl.join(turned, other), (R, 2 * P)), inside_both, BF16, COMPILED)
+    if NEIGHBOURS_OUT:
+        _store(to + both, tl.reshape(tl.join(first_turned, second_turned), (R, 2 * P)), inside_both, BF16, COMPILED)
     else:
-        _store(to + p, turned, inside, BF16, COMPILED)
-        _store(to + pairs + p, other, inside, BF16, COMPILED)
+        _store(to + p, first_turned, inside, BF16, COMPILED)
+        _store(to + pairs + p, second_turned, inside, BF16, COMPILED)
 
 
 def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, back: bool) -> Tensor:
     """Implement ``reference.rotate`` for fp32 and bf16."""
-    x_BSHd = x_BSHd if x_BSHd.stride(3) == 1 else x_BSHd.contiguous()
-    cos_BSp, sin_BSp = cos_BSp.contiguous(), sin_BSp.contiguous()
+    if x_BSHd.stride(3) != 1:
+        x_BSHd = x_BSHd.contiguous()
     out = x_BSHd.new_empty(x_BSHd.shape)
     batch, length, heads, width = x_BSHd.shape
-    rows, pairs, across = batch * length * heads, width // 2, triton.next_power_of_2(width // 2)
-    each = max(1, _VALUES // across)
+    batch_stride, token_stride, head_stride, _ = x_BSHd.stride()
+    rows = batch * length * heads
+    pairs = width // 2
+    across = triton.next_power_of_2(pairs)
+    heads_of_program = max(1, _PAIRS // across)
     if out.numel():
-        _kernel[(triton.cdiv(rows, each),)](
-            x_BSHd, cos_BSp, sin_BSp, out, rows, length, heads, pairs, *x_BSHd.stride()[:3],
-            length * pairs if len(cos_BSp) > 1 else 0, -1.0 if back else 1.0,
-            neighbours and not back, neighbours and back, each, across,
-            x_BSHd.dtype is torch.bfloat16, is_compiled(),
-        )  # fmt: skip
+        _kernel[(triton.cdiv(rows, heads_of_program),)](
+            x=x_BSHd,
+            cos=cos_BSp.contiguous(),
+            sin=sin_BSp.contiguous(),
+            out=out,
+            rows=rows,
+            length=length,
+            heads=heads,
+            pairs=pairs,
+            batch_stride=batch_stride,
+            token_stride=token_stride,
+            head_stride=head_stride,
+            table_stride=length * pairs if len(cos_BSp) > 1 else 0,  # 0: one table for all sequences
+            sign=-1.0 if back else 1.0,
+            NEIGHBOURS_IN=neighbours and not back,
+            NEIGHBOURS_OUT=neighbours and back,
+            R=heads_of_program,
+            P=across,
+            BF16=x_BSHd.dtype is torch.bfloat16,
+            COMPILED=is_compiled(),
+        )
     return out

@@ -37,7 +37,7 @@ __all__ = [
 def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None = None, mask_T: Tensor | None = None) -> Chosen:
     """Return each token's experts, best first, and their weights. Differentiable in the logits. T may be 0.
 
-    ``logits_TE`` fp32 or fp64; ``bias_E`` fp32, added to what experts are chosen by and to no weight; ``mask_T`` bool,
+    ``logits_TE`` fp32 or fp64; ``bias_E`` fp32, which changes the choice of experts and no weight; ``mask_T`` bool,
     False for tokens that are not routed. On a GPU fp32 takes one kernel and a sum forward, and one kernel backward; of
     experts that are equally good it chooses those with the lowest ids. Elsewhere ``torch.topk`` chooses. NaN is best.
     """
@@ -48,7 +48,7 @@ def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None = None, mask_
 
 
 class _Route(torch.autograd.Function):
-    """Saves the ids and what their weights are computed from: all logits with ``pre_softmax``."""
+    """Saves the ids and the logits from which weights are computed: the chosen ones, or all with ``pre_softmax``."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,8 @@ class _Route(torch.autograd.Function):
 
         ids_TK, weights_TK, counts_E, chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
         ctx.save_for_backward(ids_TK, chosen_TK, logits_TE if choice.pre_softmax else None)
-        ctx.choice, ctx.num_experts = choice, logits_TE.shape[1]
+        ctx.choice = choice
+        ctx.num_experts = logits_TE.shape[1]
         ctx.mark_non_differentiable(ids_TK, counts_E)
         ctx.set_materialize_grads(False)
         return ids_TK, weights_TK, counts_E
@@ -70,5 +71,6 @@ class _Route(torch.autograd.Function):
 
         if grad_TK is None:
             return None, None, None, None
-        given = (*ctx.saved_tensors, grad_TK, ctx.choice, ctx.num_experts)
-        return triton.route_backward(*given), None, None, None
+        ids_TK, chosen_TK, logits_TE = ctx.saved_tensors
+        grad_TE = triton.route_backward(ids_TK, chosen_TK, logits_TE, grad_TK, ctx.choice, ctx.num_experts)
+        return grad_TE, None, None, None

@@ -1,4 +1,4 @@
-"""How a router chooses experts and weighs them, and what comes of it. E experts, K choices."""
+"""How a router chooses experts and weighs them, and the experts and weights. E experts, K choices."""
 
 from __future__ import annotations
 

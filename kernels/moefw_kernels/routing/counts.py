@@ -10,11 +10,12 @@ from moefw_kernels.counting_sort import counting_sort
 
 def count_choices(ids_TK: Tensor, num_experts: int) -> Tensor:
     """Return how often each expert is chosen, (E) fp32; -1 is not counted."""
+    # Shifted by one: -1 is counted at 0, which is cut off. To select the others would make the host wait.
     return count_ids(ids_TK + 1, num_experts + 1)[1:]
 
 
 def count_ids(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Return the same where no id is -1."""
+    """Return how often each expert is chosen, (E) fp32, where no id is -1."""
     counts_E = torch.zeros(num_experts, dtype=torch.float32, device=ids_TK.device)
     flat = ids_TK.flatten()
     return counts_E.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
@@ -34,7 +35,8 @@ def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tens
         order, counts = counting_sort(flat[best], num_experts)
         order = best[order]
     first = counts.cumsum(0) - counts
+    # The place of each choice among those of its expert. Of -1, which comes last, it is that of expert 0 and unused.
     place = torch.arange(len(order), device=flat.device) - first[flat[order].clamp_min(0)]
-    kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order] = place < capacity
-    return (kept & (flat >= 0)).view_as(ids_TK)
+    is_kept = torch.empty_like(flat, dtype=torch.bool)
+    is_kept[order] = place < capacity
+    return (is_kept & (flat >= 0)).view_as(ids_TK)

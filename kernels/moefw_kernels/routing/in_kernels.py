@@ -25,6 +25,8 @@ ELEMENTS: Final = 1024
 @triton.jit
 def ordered(x):
     """Return integers in the order of floats, NaN last, and 0 for -0."""
+    # The bits of floats are signed magnitudes: those of negative ones ascend as the floats descend, so all but the sign
+    # are inverted.
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x == 0.0, 0, bits)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
@@ -32,7 +34,7 @@ def ordered(x):
 
 @triton.jit
 def keys_of(x, place, PLACES: tl.constexpr):
-    """Return keys: unequal integers in the order of floats, of equal ones the one at the lowest place first."""
+    """Return keys: unequal integers in the order of floats; of equal floats, the one at the lowest place is largest."""
     return (ordered(x) << 32) | (PLACES - 1 - place).to(tl.int64)
 
 
@@ -63,21 +65,23 @@ def sigmoid(x, COMPILED: tl.constexpr):
 def log1p(x, COMPILED: tl.constexpr):
     """Return ``log(1 + x)``. The interpreter has no log1p: what rounding adds to 1 + x is taken out by a ratio."""
     if COMPILED:
-        found = libdevice.log1p(x)
+        logarithm = libdevice.log1p(x)
     else:
-        more = 1.0 + x
-        found = tl.where(more == 1.0, x, tl.log(more) * (x / tl.where(more == 1.0, 1.0, more - 1.0)))
-    return found
+        one_plus_x = 1.0 + x
+        logarithm = tl.where(
+            one_plus_x == 1.0, x, tl.log(one_plus_x) * (x / tl.where(one_plus_x == 1.0, 1.0, one_plus_x - 1.0))
+        )
+    return logarithm
 
 
 @triton.jit
 def log(x, COMPILED: tl.constexpr):
     """Return the natural logarithm as CUDA has it."""
     if COMPILED:  # noqa: SIM108
-        found = libdevice.log(x)
+        logarithm = libdevice.log(x)
     else:
-        found = tl.log(x)
-    return found
+        logarithm = tl.log(x)
+    return logarithm
 
 
 @triton.jit
@@ -93,7 +97,7 @@ def score_of(x, SCORE: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def slope_of(x, score, SCORE: tl.constexpr, COMPILED: tl.constexpr):
-    """Return the slope of such a score; 0 where it is clamped."""
+    """Return the slope of ``score_of``, ``score`` being its result; 0 where sqrtsoftplus is clamped."""
     if SCORE == "sigmoid":
         slope = score * (1.0 - score)
     else:
@@ -104,16 +108,16 @@ def slope_of(x, score, SCORE: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def softmax(x, COMPILED: tl.constexpr):
-    """Return the softmax of rows. What is not there is -inf."""
+    """Return the softmax of each row. Experts that do not exist have logits of -inf."""
     power = exp(x - tl.max(x, 1)[:, None], COMPILED)
     return tl.div_rn(power, tl.broadcast_to(tl.sum(power, 1)[:, None], power.shape))
 
 
 def together(width: int) -> int:
-    """Return how many tokens a program looks at together."""
+    """Return how many tokens with ``width`` logits, a power of two, a program looks at together."""
     return max(1, ELEMENTS // width)
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """Return the tensor in memory as kernels read it."""
+    """Return the tensor contiguous, as kernels read it."""
     return None if tensor is None else tensor.contiguous()

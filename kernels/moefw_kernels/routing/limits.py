@@ -13,12 +13,13 @@ from moefw_kernels.routing.choice import Choice
 MOST_EXPERTS: Final = 1024
 """The most experts for which the kernel chooses. With more, PyTorch does."""
 MOST_CHOICES: Final = 32
-"""The most choices of a token for which it does."""
+"""The most choices of a token for which the kernel chooses."""
 
 
 def kernels_take(logits_TE: Tensor, choice: Choice) -> bool:
     """Return whether the kernels take these logits; a compiler and a subclass need PyTorch operations."""
     if not takes_kernels(logits_TE) or type(logits_TE) is not Tensor or torch.compiler.is_compiling():
         return False
-    fits = logits_TE.shape[1] <= MOST_EXPERTS and choice.k <= MOST_CHOICES
-    return fits and logits_TE.dtype is torch.float32
+    if logits_TE.dtype is not torch.float32:
+        return False
+    return logits_TE.shape[1] <= MOST_EXPERTS and choice.k <= MOST_CHOICES

@@ -35,12 +35,16 @@ def route_to(
 def _routed(
     ids_TK: Tensor, weights_TK: Tensor, mask_T: Tensor | None, dropped_TK: Tensor | None, scores_TE: Tensor
 ) -> Chosen:
+    """Return the routing, with id -1 and weight 0 for dropped choices and those of tokens that are not routed."""
+    num_experts = scores_TE.shape[1]
     if weights_TK.dtype is not torch.float32:
         weights_TK = weights_TK.float()
     absent_TK = dropped_TK
     if mask_T is not None:
-        absent_TK = ~mask_T.unsqueeze(-1) if dropped_TK is None else dropped_TK | ~mask_T.unsqueeze(-1)
+        unrouted_T1 = ~mask_T.unsqueeze(-1)
+        absent_TK = unrouted_T1 if dropped_TK is None else dropped_TK | unrouted_T1
     if absent_TK is None:
-        return Chosen(ids_TK, weights_TK, count_ids(ids_TK, scores_TE.shape[1]), scores_TE)
-    ids_TK, weights_TK = ids_TK.masked_fill(absent_TK, -1), weights_TK.masked_fill(absent_TK, 0.0)
-    return Chosen(ids_TK, weights_TK, count_choices(ids_TK, scores_TE.shape[1]), scores_TE)
+        return Chosen(ids_TK, weights_TK, count_ids(ids_TK, num_experts), scores_TE)
+    ids_TK = ids_TK.masked_fill(absent_TK, -1)
+    weights_TK = weights_TK.masked_fill(absent_TK, 0.0)
+    return Chosen(ids_TK, weights_TK, count_choices(ids_TK, num_experts), scores_TE)

@@ -79,6 +79,7 @@ def weigh(
         if choice.renormalise:
             if absent_TK is not None:
                 weights_TK = weights_TK.masked_fill(absent_TK, 0.0)
+            # DeepSeek-V3's constant: if all chosen scores are zero, so are the weights, instead of NaN.
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     return weights_TK if choice.scale == 1.0 else weights_TK * choice.scale
 

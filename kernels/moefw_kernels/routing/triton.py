@@ -1,14 +1,17 @@
 """Triton kernels of the router's choice. A program routes some tokens, a few at a time.
 
-Experts lie in groups, each padded to a power of two. What an expert is chosen by is a key, unique among a token's
-experts: a float's bits as an integer of the same order, then the lower number first.
+Experts lie in groups, each padded to a power of two: expert ``g * SIZE + s`` at place ``g * S + s``. An expert is
+chosen by a key, unique among a token's experts: a float's bits as an integer of the same order, then the lower number
+first.
+
+Sizes: N tokens at a time, G groups of S places, K choices, KP the power of two above K.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -38,23 +41,26 @@ def _only_best_groups(
     keys, GROUPS: tl.constexpr, KEEP: tl.constexpr, BEST: tl.constexpr,
     N: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys with that of -inf outside the ``KEEP`` groups whose ``BEST`` best have the largest sum."""
+    """Return the keys, with the key of -inf outside the ``KEEP`` groups whose ``BEST`` best have the largest sum."""
     keys_NGS = tl.reshape(keys, (N, G, S))
-    left = keys_NGS
+    # The sum of the best of each group: the largest key BEST times, each time without the one before.
+    remaining = keys_NGS
     worth = tl.zeros((N, G), tl.float32)
     for _ in range(BEST):
-        best = tl.max(left, 2)
+        best = tl.max(remaining, 2)
         worth += value_of(best)
-        left = tl.where(left == best[:, :, None], NONE, left)
+        remaining = tl.where(remaining == best[:, :, None], NONE, remaining)
     group = tl.arange(0, G)[None, :]
     of_group = tl.where(group < GROUPS, keys_of(worth, group, G), NONE)
-    kept = tl.zeros((N, G), tl.int1)
+    is_kept = tl.zeros((N, G), tl.int1)
     for _ in range(KEEP):
         best = tl.max(of_group, 1)[:, None]
-        kept = kept | (of_group == best)
+        is_kept = is_kept | (of_group == best)
         of_group = tl.where(of_group == best, NONE, of_group)
+    # As in the reference -inf and not gone: a token for which these groups have fewer than K experts takes others, in
+    # the order of their numbers.
     lost = (ordered(tl.full((N, G, S), float("-inf"), tl.float32)) << 32) | (keys_NGS & 0xFFFFFFFF)
-    keys_NGS = tl.where(kept[:, :, None] | (keys_NGS == NONE), keys_NGS, lost)
+    keys_NGS = tl.where(is_kept[:, :, None] | (keys_NGS == NONE), keys_NGS, lost)
     return tl.reshape(keys_NGS, (N, G * S))
 
 
@@ -70,24 +76,30 @@ def _route_kernel(
     program = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, G * S)
     expert = place // S * SIZE + place % S
-    there = (place % S < SIZE) & (place // S < GROUPS)
+    has_expert = (place % S < SIZE) & (place // S < GROUPS)
     k = tl.arange(0, KP)[None, :]
     count = tl.zeros((G * S,), tl.int32)
     for start in range(0, TOKENS, N):
         t = program * TOKENS + start + tl.arange(0, N)
         routed = t < tokens
+        # Logits: (N, G * S).
         at = t[:, None] * num_experts + expert[None, :]
-        inside = routed[:, None] & there[None, :]
-        logit = tl.where(there[None, :], tl.load(logits + at, mask=inside, other=0.0), float("-inf"))
-        by = logit
-        if PRE or SCORE != "softmax":
-            by = softmax(logit, COMPILED) if SCORE == "softmax" else score_of(logit, SCORE, COMPILED)
-        value = by if PRE else logit
+        inside = routed[:, None] & has_expert[None, :]
+        logit = tl.where(has_expert[None, :], tl.load(logits + at, mask=inside, other=0.0), float("-inf"))
+        # Keys, by the ranking: logits or scores, plus the bias. Weights come from ``value``, without the bias.
+        if SCORE != "softmax":
+            ranking = score_of(logit, SCORE, COMPILED)
+        elif PRE:
+            ranking = softmax(logit, COMPILED)
+        else:
+            ranking = logit
+        value = ranking if PRE else logit
         if bias is not None:
-            by += tl.load(bias + expert, mask=there, other=0.0)[None, :]
-        keys = tl.where(there[None, :], keys_of(by, place[None, :], G * S), NONE)
+            ranking += tl.load(bias + expert, mask=has_expert, other=0.0)[None, :]
+        keys = tl.where(has_expert[None, :], keys_of(ranking, place[None, :], G * S), NONE)
         if GROUPS > 1:
-            keys = _only_best_groups(keys, GROUPS, KEEP, BEST, N, G, S)
+            keys = _only_best_groups(keys, GROUPS=GROUPS, KEEP=KEEP, BEST=BEST, N=N, G=G, S=S)
+        # Choices: K times the largest key, which is then taken out. A key says at which place it was.
         id_NK = tl.zeros((N, KP), tl.int32)
         value_NK = tl.zeros((N, KP), tl.float32)
         for choice in range(K):
@@ -99,7 +111,9 @@ def _route_kernel(
             value_NK = tl.where(k == choice, tl.sum(tl.where(hit, value, 0.0), 1)[:, None], value_NK)
         if present is not None:
             routed = routed & (tl.load(present + t, mask=routed, other=0) != 0)
+        # Keys that were taken out are those of chosen experts; places without an expert are not stored.
         count += tl.sum(((keys == NONE) & routed[:, None]).to(tl.int32), 0)
+        # Weights of the choices: (N, KP).
         if PRE:
             weight = value_NK
         elif SCORE == "softmax":
@@ -114,7 +128,7 @@ def _route_kernel(
         tl.store(weights + to, tl.where(routed[:, None], weight * scale, 0.0), mask=stored)
         if chosen is not None:
             tl.store(chosen + to, value_NK, mask=stored)
-    tl.store(counts + program * num_experts + expert, count.to(tl.float32), mask=there)
+    tl.store(counts + program * num_experts + expert, count.to(tl.float32), mask=has_expert)
 
 
 @triton.jit
@@ -123,15 +137,19 @@ def _backward_kernel(
     SCORE: tl.constexpr, PRE: tl.constexpr, RENORMALISE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, N: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of N tokens' logits. A choice that is absent has none."""
+    """Compute the gradients of N tokens' logits. A choice that is absent has none.
+
+    First the gradients of the numbers from which weights are computed, (N, KP), then spread over all experts, (N, E).
+    """
     t = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    k, expert = tl.arange(0, KP)[None, :], tl.arange(0, E)[None, :]
+    k = tl.arange(0, KP)[None, :]
+    expert = tl.arange(0, E)[None, :]
     of_choice = t[:, None] * K + k
-    there = (t < tokens)[:, None] & (k < K)
-    id_NK = tl.load(ids + of_choice, mask=there, other=-1).to(tl.int32)
-    grad = tl.where(id_NK >= 0, tl.load(grad_weights + of_choice, mask=there, other=0.0) * scale, 0.0)
+    has_choice = (t < tokens)[:, None] & (k < K)
+    id_NK = tl.load(ids + of_choice, mask=has_choice, other=-1).to(tl.int32)
+    grad = tl.where(id_NK >= 0, tl.load(grad_weights + of_choice, mask=has_choice, other=0.0) * scale, 0.0)
     if not PRE:
-        x = tl.load(chosen + of_choice, mask=there, other=0.0)
+        x = tl.load(chosen + of_choice, mask=has_choice, other=0.0)
         if SCORE == "softmax":
             share = softmax(tl.where(k < K, x, float("-inf")), COMPILED)
             grad = share * (grad - tl.sum(grad * share, 1)[:, None])
@@ -141,6 +159,7 @@ def _backward_kernel(
                 total = tl.broadcast_to(tl.sum(score, 1)[:, None] + 1e-20, score.shape)
                 grad = tl.div_rn(grad - tl.sum(grad * tl.div_rn(score, total), 1)[:, None], total)
             grad *= tl.where(k < K, slope_of(x, score, SCORE, COMPILED), 0.0)
+    # By comparison, choice by choice, so that no atomic adds decide an order.
     spread = tl.zeros((N, E), tl.float32)
     for choice in range(K):
         hit = expert == tl.sum(tl.where(k == choice, id_NK, 0), 1)[:, None]
@@ -148,6 +167,7 @@ def _backward_kernel(
     at = t[:, None] * num_experts + expert
     inside = (t < tokens)[:, None] & (expert < num_experts)
     if PRE:
+        # Weights are scores of a softmax over all experts, whose gradient reaches all logits.
         x = tl.where(expert < num_experts, tl.load(logits + at, mask=inside, other=0.0), float("-inf"))
         share = softmax(x, COMPILED)
         spread = share * (spread - tl.sum(share * spread, 1)[:, None])
@@ -157,13 +177,18 @@ def _backward_kernel(
 def route(
     logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Implement ``moefw_kernels.routing.route`` for fp32; return also what weights were computed from, fp32 (T, K).
+    """Implement ``moefw_kernels.routing.route`` for fp32: ids, weights and counts, and also the chosen logits.
 
-    The last is None where the weights are the scores of a softmax.
+    Of these, fp32 (T, K), the weights are computed. None with ``pre_softmax``, where weights are scores of a softmax
+    over all logits.
     """
-    (tokens, experts), k, logits_TE = logits_TE.shape, choice.k, logits_TE.contiguous()
+    tokens, experts = logits_TE.shape
+    k = choice.k
+    # Without groups, all experts are one group of which one is kept.
     count, keep, best = choice.groups or (1, 1, 1)
-    group, groups = triton.next_power_of_2(experts // count), triton.next_power_of_2(count)
+    group_size = experts // count
+    places = triton.next_power_of_2(group_size)
+    groups = triton.next_power_of_2(count)
     programs = triton.cdiv(tokens, TOKENS)
     ids_TK = logits_TE.new_empty(tokens, k, dtype=torch.int64)
     weights_TK = logits_TE.new_empty(tokens, k)
@@ -171,11 +196,31 @@ def route(
     counts_PE = logits_TE.new_empty(programs, experts)
     if tokens:
         _route_kernel[(programs,)](
-            logits_TE, contiguous(bias_E), contiguous(mask_T),
-            ids_TK, weights_TK, counts_PE, chosen_TK, tokens, experts, choice.scale,
-            *_kind(choice), count, keep, best, experts // count, groups, group, k, triton.next_power_of_2(k),
-            TOKENS, min(TOKENS, together(groups * group)), is_compiled(),
-        )  # fmt: skip
+            logits=logits_TE.contiguous(),
+            bias=contiguous(bias_E),
+            present=contiguous(mask_T),
+            ids=ids_TK,
+            weights=weights_TK,
+            counts=counts_PE,
+            chosen=chosen_TK,
+            tokens=tokens,
+            num_experts=experts,
+            scale=choice.scale,
+            SCORE=choice.score,
+            PRE=choice.pre_softmax,
+            RENORMALISE=choice.renormalise,
+            GROUPS=count,
+            KEEP=keep,
+            BEST=best,
+            SIZE=group_size,
+            G=groups,
+            S=places,
+            K=k,
+            KP=triton.next_power_of_2(k),
+            TOKENS=TOKENS,
+            N=min(TOKENS, together(groups * places)),
+            COMPILED=is_compiled(),
+        )
     return ids_TK, weights_TK, counts_PE.sum(0), chosen_TK
 
 
@@ -187,19 +232,31 @@ def route_backward(
     choice: Choice,
     num_experts: int,
 ) -> Tensor:
-    """Return the gradient of the logits, given that of weights; ``logits_TE`` if they are scores of a softmax."""
+    """Return the gradient of the logits, fp32 (T, E), given ``grad_TK``, the gradient of the weights.
+
+    ``chosen_TK`` are the chosen logits, from ``route``. With ``pre_softmax`` it is None, and ``logits_TE`` are given.
+    """
     tokens, k = ids_TK.shape
     grad_logits_TE = torch.empty(tokens, num_experts, dtype=torch.float32, device=ids_TK.device)
     width = triton.next_power_of_2(num_experts)
     if tokens:
-        each = together(width)
-        _backward_kernel[(triton.cdiv(tokens, each),)](
-            ids_TK, chosen_TK, contiguous(logits_TE), contiguous(grad_TK), grad_logits_TE,
-            tokens, num_experts, choice.scale,
-            *_kind(choice), width, k, triton.next_power_of_2(k), each, is_compiled(),
-        )  # fmt: skip
+        tokens_of_program = together(width)
+        _backward_kernel[(triton.cdiv(tokens, tokens_of_program),)](
+            ids=ids_TK,
+            chosen=chosen_TK,
+            logits=contiguous(logits_TE),
+            grad_weights=grad_TK.contiguous(),
+            grad_logits=grad_logits_TE,
+            tokens=tokens,
+            num_experts=num_experts,
+            scale=choice.scale,
+            SCORE=choice.score,
+            PRE=choice.pre_softmax,
+            RENORMALISE=choice.renormalise,
+            E=width,
+            K=k,
+            KP=triton.next_power_of_2(k),
+            N=tokens_of_program,
+            COMPILED=is_compiled(),
+        )
     return grad_logits_TE
-
-
-def _kind(choice: Choice) -> tuple[Any, ...]:
-    return choice.score, choice.pre_softmax, choice.renormalise

@@ -48,18 +48,24 @@ def weighted_swiglu_backward(
 
 def _is_operator(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
     """Return whether the operators take these tensors; a compiler, a subclass and autograd need PyTorch operations."""
-    given = (h_RH, weights_R, *grad_RF)
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)):
+    tensors = (h_RH, weights_R, *grad_RF)
+    if torch.compiler.is_compiling():
         return False
-    if active_fake_mode() is None and any(type(tensor) is not Tensor for tensor in given):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    rows, twice = h_RH.shape if h_RH.ndim == 2 else (0, 1)
-    return not twice % 2 and weights_R.shape == (rows,) and all(grad.shape == (rows, twice // 2) for grad in grad_RF)
+    # A fake tensor is a subclass that operators take: their implementation for "Meta" serves it.
+    if active_fake_mode() is None and any(type(tensor) is not Tensor for tensor in tensors):
+        return False
+    if h_RH.ndim != 2 or h_RH.shape[1] % 2:
+        return False
+    rows, width = h_RH.shape
+    return weights_R.shape == (rows,) and all(grad.shape == (rows, width // 2) for grad in grad_RF)
 
 
 def _takes_kernel(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
-    bf16 = all(tensor.dtype is torch.bfloat16 for tensor in (h_RH, *grad_RF))
-    return takes_kernels(h_RH) and bf16 and weights_R.dtype is torch.float32
+    if not takes_kernels(h_RH) or weights_R.dtype is not torch.float32:
+        return False
+    return all(tensor.dtype is torch.bfloat16 for tensor in (h_RH, *grad_RF))
 
 
 def _weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Sequence[float] | None) -> Tensor:
@@ -84,8 +90,8 @@ def _pair(clamp: Sequence[float] | None) -> Clamp | None:
     return None if clamp is None else (clamp[0], clamp[1])
 
 
-def _like(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return results without values."""
+def _backward_results(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of ``weighted_swiglu_backward`` without values, for tensors without memory."""
     grad_weights = h_RH.new_empty(len(h_RH), dtype=torch.float32)
     return h_RH.new_empty(h_RH.shape), grad_weights, h_RH.new_empty(grad_RF.shape)
 
@@ -98,4 +104,4 @@ _OPERATORS.define(
 _OPERATORS.impl("weighted_swiglu", _weighted_swiglu, "CompositeExplicitAutograd")
 _OPERATORS.impl("weighted_swiglu", lambda h, _, __: h.new_empty(len(h), h.shape[1] // 2), "Meta")
 _OPERATORS.impl("weighted_swiglu_backward", _weighted_swiglu_backward, "CompositeExplicitAutograd")
-_OPERATORS.impl("weighted_swiglu_backward", _like, "Meta")
+_OPERATORS.impl("weighted_swiglu_backward", _backward_results, "Meta")

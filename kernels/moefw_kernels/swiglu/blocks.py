@@ -35,7 +35,8 @@ def weighted_swiglu_backward(
     grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implement ``reference.weighted_swiglu_backward``, bit for bit where rows are contiguous."""
-    grad_h, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(grad_RF.shape)
+    grad_h = h_RH.new_empty(h_RH.shape)
+    a_RF = h_RH.new_empty(grad_RF.shape)
     grad_weights = h_RH.new_empty(len(h_RH), dtype=torch.float32)
     backward = _backward if clamp is None else partial(_clamped_backward, clamp)
     for rows in _blocks(a_RF):
@@ -44,14 +45,19 @@ def weighted_swiglu_backward(
 
 
 def _backward(grad: Tensor, h: Tensor, weights: Tensor, grad_h: Tensor, grad_weights: Tensor, a: Tensor) -> None:
-    """Write the results of a block. ``a`` is at first the activated gate, then the activation without weights."""
-    (gate, up), (grad_gate, grad_up), weights = h.chunk(2, -1), grad_h.chunk(2, -1), weights.unsqueeze(-1)
+    """Write the results of a block to ``grad_h``, ``grad_weights`` and ``a``.
+
+    ``a`` is also the workspace: at first the activated gate, then the activation without weights.
+    """
+    gate, up = h.chunk(2, -1)
+    grad_gate, grad_up = grad_h.chunk(2, -1)
+    weights = weights.unsqueeze(-1)
     wide = torch.promote_types(a.dtype, weights.dtype)
     grad = grad.to(wide)
     weighted = grad * weights
-    aten.silu.out(gate, out=a)
+    aten.silu.out(gate, out=a)  # silu(g)
     torch.mul(weighted, a, out=grad_up)
-    unweighted = a.mul_(up).to(wide)
+    unweighted = a.mul_(up).to(wide)  # silu(g) * u
     torch.linalg.vecdot(grad.float(), unweighted.float(), out=grad_weights)
     torch.mul(unweighted, weights, out=a)
     aten.silu_backward.grad_input(weighted.mul_(up), gate.to(weighted.dtype), grad_input=grad_gate)
@@ -60,12 +66,14 @@ def _backward(grad: Tensor, h: Tensor, weights: Tensor, grad_h: Tensor, grad_wei
 def _clamped_backward(
     clamp: Clamp, grad: Tensor, h: Tensor, weights: Tensor, grad_h: Tensor, grad_weights: Tensor, a: Tensor
 ) -> None:
-    found = reference.weighted_swiglu_backward(grad, h, weights, clamp)
-    for to, part in zip((grad_h, grad_weights, a), found, strict=True):
-        to.copy_(part)
+    results = reference.weighted_swiglu_backward(grad, h, weights, clamp)
+    for to, result in zip((grad_h, grad_weights, a), results, strict=True):
+        to.copy_(result)
 
 
 def _blocks(a_RF: Tensor) -> Iterator[slice]:
+    """Return the rows of each block: on a CPU as many as have ``ELEMENTS`` elements, elsewhere all rows."""
     rows, columns = a_RF.shape
-    each = max(1, rows if runs_ahead(a_RF.device) else ELEMENTS // max(1, columns))
-    return (slice(first, first + each) for first in range(0, rows, each))
+    rows_of_block = rows if runs_ahead(a_RF.device) else ELEMENTS // max(1, columns)
+    rows_of_block = max(1, rows_of_block)
+    return (slice(first, first + rows_of_block) for first in range(0, rows, rows_of_block))

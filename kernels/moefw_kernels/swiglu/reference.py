@@ -37,7 +37,12 @@ def weighted_swiglu_backward(
     ``alpha * g``. Where a value is clamped, its gradient is zero.
     """
     gate, up = h_RH.chunk(2, dim=-1)
-    x, activated, factor = (gate, F.silu(gate), up) if clamp is None else _clamped(gate, up, clamp)
+    if clamp is None:
+        x = gate
+        activated = F.silu(gate)
+        factor = up
+    else:
+        x, activated, factor = _clamped(gate, up, clamp)
     unweighted = activated * factor
     grad_weights = torch.linalg.vecdot(grad_RF.float(), unweighted.float())
     weights_R1 = weights_R.unsqueeze(-1)

@@ -20,7 +20,10 @@ from triton.language.extra import libdevice
 from moefw_kernels.casts import as_bf16, is_compiled
 from moefw_kernels.swiglu.reference import Clamp
 
-_ROWS, _COLUMNS = 8, 128
+_ROWS = 8
+"""Rows of a tile."""
+_COLUMNS = 128
+"""Columns of a tile of the activation."""
 
 
 @triton.jit
@@ -62,9 +65,10 @@ def _factors(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, COMPILED: tl.co
 
 @triton.jit
 def _silu_slope(x, COMPILED: tl.constexpr):
-    """Return ``s = sigmoid(x)`` and ``1 + x * (1 - s)``: the slope is their product. PyTorch also uses the FMA."""
+    """Return ``s = sigmoid(x)`` and ``1 + x * (1 - s)``, whose product is the slope of ``x * sigmoid(x)``."""
     s = _sigmoid(x, COMPILED)
     if COMPILED:  # noqa: SIM108
+        # An FMA, as the compiler makes of PyTorch's kernel: with two roundings, the bits would differ.
         rest = tl.fma(x, 1.0 - s, 1.0)
     else:
         rest = 1.0 + x * (1.0 - s)
@@ -140,14 +144,25 @@ def _backward_kernel(
 
 def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None) -> Tensor:
     """Implement ``reference.weighted_swiglu`` for bf16."""
-    h_RH, weights_R = _along_rows(h_RH), weights_R.contiguous()
-    rows, columns = len(h_RH), h_RH.shape[1] // 2
+    h_RH = _along_rows(h_RH)
+    rows = len(h_RH)
+    columns = h_RH.shape[1] // 2
+    limit, alpha = _in_bf16(clamp)
     a_RF = h_RH.new_empty(rows, columns)
     if a_RF.numel():
         _forward_kernel[(triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)](
-            h_RH, weights_R, a_RF, rows, columns, h_RH.stride(0),
-            *_in_bf16(clamp), _ROWS, _COLUMNS, is_compiled(),
-        )  # fmt: skip
+            h=h_RH,
+            weights=weights_R.contiguous(),
+            a=a_RF,
+            rows=rows,
+            columns=columns,
+            h_stride=h_RH.stride(0),
+            LIMIT=limit,
+            ALPHA=alpha,
+            R=_ROWS,
+            C=_COLUMNS,
+            COMPILED=is_compiled(),
+        )
     return a_RF
 
 
@@ -155,23 +170,44 @@ def weighted_swiglu_backward(
     grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implement ``reference.weighted_swiglu_backward`` for bf16."""
-    grad_RF, h_RH, weights_R = _along_rows(grad_RF), _along_rows(h_RH), weights_R.contiguous()
+    grad_RF = _along_rows(grad_RF)
+    h_RH = _along_rows(h_RH)
     rows, columns = grad_RF.shape
-    grad_h, a_RF = h_RH.new_empty(rows, 2 * columns), h_RH.new_empty(rows, columns)
+    limit, alpha = _in_bf16(clamp)
+    grad_h = h_RH.new_empty(rows, 2 * columns)
+    a_RF = h_RH.new_empty(rows, columns)
     grad_weights = h_RH.new_empty(rows, dtype=torch.float32)
     if rows:
         _backward_kernel[(triton.cdiv(rows, _ROWS),)](
-            grad_RF, h_RH, weights_R, grad_h, grad_weights, a_RF,
-            rows, columns, grad_RF.stride(0), h_RH.stride(0),
-            *_in_bf16(clamp), _ROWS, _COLUMNS, is_compiled(),
-        )  # fmt: skip
+            grad=grad_RF,
+            h=h_RH,
+            weights=weights_R.contiguous(),
+            grad_h=grad_h,
+            grad_weights=grad_weights,
+            a=a_RF,
+            rows=rows,
+            columns=columns,
+            grad_stride=grad_RF.stride(0),
+            h_stride=h_RH.stride(0),
+            LIMIT=limit,
+            ALPHA=alpha,
+            R=_ROWS,
+            C=_COLUMNS,
+            COMPILED=is_compiled(),
+        )
     return grad_h, grad_weights, a_RF
 
 
 @cache
 def _in_bf16(clamp: Clamp | None) -> tuple[float | None, float | None]:
-    """Return ``LIMIT``, rounded as PyTorch rounds the limit of bf16 values, and ``ALPHA``, which it keeps in fp32."""
-    return (None, None) if clamp is None else (torch.tensor(clamp[0], device="cpu").bfloat16().item(), clamp[1])
+    """Return ``LIMIT`` and ``ALPHA`` of the kernels.
+
+    PyTorch clamps bf16 values to a limit rounded to bf16, and multiplies by an ``alpha`` that it keeps in fp32.
+    """
+    if clamp is None:
+        return None, None
+    limit, alpha = clamp
+    return torch.tensor(limit, device="cpu").bfloat16().item(), alpha
 
 
 def _along_rows(x_RC: Tensor) -> Tensor:

@@ -23,8 +23,10 @@ def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, *, scales: Scales) -> Quant
     if h_RH.dtype is not torch.bfloat16 or h_RH.ndim != 2 or h_RH.shape[1] % 2:
         raise ValueError(f"h is {h_RH.dtype} {tuple(h_RH.shape)}; give torch.bfloat16 (R, 2F)")
     if weights_R.shape != h_RH.shape[:1] or weights_R.dtype is not torch.float32:
-        what = f"weights are {weights_R.dtype} {tuple(weights_R.shape)}"
-        raise ValueError(f"{what}; give one for each row: torch.float32 {tuple(h_RH.shape[:1])}")
+        raise ValueError(
+            f"weights are {weights_R.dtype} {tuple(weights_R.shape)}; "
+            f"give one for each row: torch.float32 {tuple(h_RH.shape[:1])}"
+        )
     if not takes_kernels(h_RH):
         return reference.swiglu_quantize(h_RH, weights_R, scales)
     from moefw_kernels.swiglu_quantize import triton

@@ -17,7 +17,10 @@ from moefw_kernels.quantize import Quantized, Scales, empty_rows, row_block
 from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
 from moefw_kernels.swiglu.triton import silu
 
-_ROWS, _COLUMNS = 32, 128
+_ROWS = 32
+"""Rows of a tile."""
+_COLUMNS = 128
+"""Columns of a tile: whole blocks of scales."""
 
 
 @triton.jit
@@ -43,14 +46,25 @@ def _swiglu_kernel(
 
 def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, scales: Scales) -> Quantized:
     """Implement ``reference.swiglu_quantize``."""
-    h_RH, weights_R = h_RH.contiguous(), weights_R.contiguous()
-    rows, columns = len(h_RH), h_RH.shape[1] // 2
-    found = empty_rows(rows, columns, scales=scales, device=h_RH.device)
-    if found.codes.numel():
-        written = found.scales if scales != "e8m0" else found.scales.view(torch.uint8)
+    h_RH = h_RH.contiguous()
+    rows = len(h_RH)
+    columns = h_RH.shape[1] // 2
+    quantized = empty_rows(rows, columns, scales=scales, device=h_RH.device)
+    if quantized.codes.numel():
         _swiglu_kernel[(triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)](
-            h_RH, weights_R, found.codes.view(torch.uint8), written,
-            rows, columns, h_RH.stride(0), torch.finfo(h_RH.dtype).max,
-            _ROWS, _COLUMNS, row_block(scales), ROW_RULES[scales], is_compiled(), casts_fp8(h_RH.device),
-        )  # fmt: skip
-    return found
+            h=h_RH,
+            weights=weights_R.contiguous(),
+            codes=quantized.codes.view(torch.uint8),
+            scales=quantized.scales if scales != "e8m0" else quantized.scales.view(torch.uint8),
+            rows=rows,
+            columns=columns,
+            h_stride=h_RH.stride(0),
+            largest=torch.finfo(h_RH.dtype).max,
+            R=_ROWS,
+            C=_COLUMNS,
+            B=row_block(scales),
+            RULE=ROW_RULES[scales],
+            COMPILED=is_compiled(),
+            CVT=casts_fp8(h_RH.device),
+        )
+    return quantized

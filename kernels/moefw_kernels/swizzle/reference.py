@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ROWS, COLUMNS = 128, 4
+ROWS = 128
+"""Rows of a tile."""
+COLUMNS = 4
+"""Columns of a tile."""
 
 
 def swizzle(scales: Tensor, ends: Tensor | None, axis: int) -> Tensor:
@@ -31,7 +34,10 @@ def grouped_shape(scales: Tensor, groups: int, axis: int) -> tuple[int, int]:
 
 
 def _tiles(scales: Tensor) -> Tensor:
+    """Return the tiles of each matrix ``(..., R, C)``, row of tiles by row of tiles, ``(..., 512 * T)``."""
     padded = F.pad(scales, (0, -scales.shape[-1] % COLUMNS, 0, -scales.shape[-2] % ROWS))
-    down, across = padded.shape[-2] // ROWS, padded.shape[-1] // COLUMNS
+    down = padded.shape[-2] // ROWS
+    across = padded.shape[-1] // COLUMNS
+    # Each 16 bytes of a tile hold 4 columns of the rows r, r + 32, r + 64 and r + 96.
     tiles = padded.reshape(*scales.shape[:-2], down, 4, 32, across, COLUMNS)
     return tiles.movedim(-2, -4).movedim(-2, -3).flatten(-5)

@@ -32,10 +32,14 @@ def _swizzle_kernel(
     G: tl.constexpr, ALONG_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write tiles of 128x4, row by row within a matrix or group, and zeros past the last group."""
-    down, across = tl.cdiv(rows, 128), tl.cdiv(columns, 4)
+    down = tl.cdiv(rows, 128)
+    across = tl.cdiv(columns, 4)
     tile = tl.program_id(0)
     number = tile.to(tl.int64)
-    first_row, last_row, first_column, last_column = 0, rows, 0, columns
+    first_row = 0
+    last_row = rows
+    first_column = 0
+    last_column = columns
     if ends is None:
         scales += number // (down * across) * matrix_stride
         tile = tile % (down * across)
@@ -44,12 +48,13 @@ def _swizzle_kernel(
     else:
         tile, first_column, last_column = _group_of_tile(ends, tile, groups, down, G, 4)
         across = tl.maximum(tl.cdiv(last_column - first_column, 4), 1)
+    # Byte ``place`` of a tile: 32 times 16 bytes, each 4 columns of the rows r, r + 32, r + 64 and r + 96.
     place = tl.arange(0, 512)
     row = first_row + tile // across * 128 + place // 16 + place % 16 // 4 * 32
     column = first_column + tile % across * 4 + place % 4
     at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-    found = tl.load(scales + at, mask=(row < last_row) & (column < last_column), other=0)
-    tl.store(out + number * 512 + place, found)
+    codes = tl.load(scales + at, mask=(row < last_row) & (column < last_column), other=0)
+    tl.store(out + number * 512 + place, codes)
 
 
 def swizzle(scales: Tensor, ends: Tensor | None, axis: int) -> Tensor:
@@ -63,8 +68,18 @@ def swizzle(scales: Tensor, ends: Tensor | None, axis: int) -> Tensor:
         out = scales.new_empty(grouped_shape(scales, groups, axis))
     if out.numel():
         matrices = scales.reshape(-1, rows, columns) if leading else scales.unsqueeze(0)
+        matrix_stride, row_stride, column_stride = matrices.stride()
         _swizzle_kernel[(out.numel() // (ROWS * COLUMNS),)](
-            matrices, out, ends, groups, rows, columns, *matrices.stride(),
-            triton.next_power_of_2(max(groups, 1)), axis == -2,
-        )  # fmt: skip
+            scales=matrices,
+            out=out,
+            ends=ends,
+            groups=groups,
+            rows=rows,
+            columns=columns,
+            matrix_stride=matrix_stride,
+            row_stride=row_stride,
+            column_stride=column_stride,
+            G=triton.next_power_of_2(max(groups, 1)),
+            ALONG_ROWS=axis == -2,
+        )
     return out

@@ -36,9 +36,9 @@ class Heads(moefw.AttentionPlugin):
 
     def offers(self, site: Site) -> moefw.Offers:
         """Offer the regions inside the attention, and GEMMs that all recipes can serve."""
-        treated = tuple((region, way) for region in self.regions() for way in ("keep", "recompute", "offload"))
+        mechanisms = ("keep", "recompute", "offload")
         return moefw.offers(
-            region=treated,
+            region=tuple((region, mechanism) for region in self.regions() for mechanism in mechanisms),
             core=(self.kernel,),
             heads=(self.num_heads,),
             by_pass=True,
@@ -56,8 +56,13 @@ class Heads(moefw.AttentionPlugin):
             option="num_heads",
         )
         if self.kernel == "flex":
-            reason = "FlexAttention has no backward on a CPU"
-            yield moefw.need("device", ("cuda",), reason=reason, fix="Use kernel: sdpa.", option="kernel")
+            yield moefw.need(
+                "device",
+                ("cuda",),
+                reason="FlexAttention has no backward on a CPU",
+                fix="Use kernel: sdpa.",
+                option="kernel",
+            )
 
     def attend(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """Return the core of the attention."""

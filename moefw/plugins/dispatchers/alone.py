@@ -40,24 +40,31 @@ class AloneDispatcher(Dispatcher):
         budget: Budget | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        self.num_experts, self.row_alignment, self.counts_on_host = num_experts, row_alignment, counts_on_host
-        self.codec, self.budget, self.max_tokens = codec, budget, max_tokens
+        self.num_experts = num_experts
+        self.row_alignment = row_alignment
+        self.counts_on_host = counts_on_host
+        self.codec = codec
+        self.budget = budget
+        self.max_tokens = max_tokens
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
         """Sort the choices. The host waits only if another part or an alignment of groups asks for it."""
-        ids_TK, budget, rows = routing.expert_ids_TK, None if dropless else self.budget, None
+        ids_TK = routing.expert_ids_TK
+        num_tokens, k = ids_TK.shape
+        budget = None if dropless else self.budget
+        budget_rows = None
         if budget is not None:
             if self.max_tokens is not None:
-                check_tokens(len(ids_TK), self.max_tokens)
-            rows = budget.rows((self.max_tokens or len(ids_TK)) * ids_TK.shape[1], self.row_alignment)
+                check_tokens(num_tokens, self.max_tokens)
+            budget_rows = budget.rows((self.max_tokens or num_tokens) * k, self.row_alignment)
         arrival = arrange(
             ids_TK,
             self.num_experts,
             alignment=self.row_alignment,
             capacity=routing.capacity or 0,
-            budget=rows,
+            budget=budget_rows,
             counts=routing.counts_host if counts is None else counts[0],
             num_rows=routing.num_rows,
             counts_on_host=self.counts_on_host,
@@ -74,13 +81,16 @@ class AloneDispatcher(Dispatcher):
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Expand each token to a row for each of its experts."""
-        metadata: _Metadata = pending.detail.detail
+        plan: DispatchPlan = pending.detail
+        metadata: _Metadata = plan.detail
+        # (T, D) and (T, K) -> (R, D) and (R), grouped by expert
         batch = ExpertBatch.of(metadata.arrival.expand(*pending.buffers), metadata.arrival, metadata.stats)
-        return batch, DispatchHandle(plan=pending.detail)
+        return batch, DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each token's rows."""
         arrival: Arrival = handle.plan.detail.arrival
+        # (R, D) -> (T, D)
         return Pending(buffers=(arrival.reduce(rows_RD),))
 
     def finish_combine(self, pending: Pending) -> Tensor:

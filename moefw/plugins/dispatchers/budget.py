@@ -30,17 +30,24 @@ class Budget:
         return "dropped_rows" if self.on_overflow == "drop" else "overflow"
 
     def rows(self, choices: int, alignment: int) -> int:
-        """Return the number of rows, given the choices of the rank with the most tokens, rounded up to alignment."""
+        """Return the number of rows, rounded up to a multiple of ``alignment``.
+
+        ``choices``: those of the rank with the most tokens, which under balanced load are the rows of each rank.
+        """
         return -(-math.ceil(self.rank_capacity * choices) // alignment) * alignment
 
 
 def reported(budget: Budget | None, left_out: Tensor | None) -> Mapping[str, Tensor]:
-    """Return the statistics of a budget, given how many rows exceeded it; without one, none."""
-    return {} if budget is None or left_out is None else {budget.stat: left_out.float()}
+    """Return the statistics of a budget, given how many rows exceeded it. Empty without a budget."""
+    if budget is None or left_out is None:
+        return {}
+    return {budget.stat: left_out.float()}
 
 
 def check_tokens(num_tokens: int, max_tokens: int) -> None:
-    """Raise ContractError where a rank has more tokens than the option ``max_tokens`` says."""
+    """Raise ContractError where a rank has more tokens than the option ``max_tokens`` allows."""
     if num_tokens > max_tokens:
-        what = f"a rank sends {num_tokens} tokens; max_tokens is {max_tokens}."
-        raise moefw.ContractError(what, "Set max_tokens to the most tokens of any rank and micro-batch.")
+        raise moefw.ContractError(
+            f"a rank sends {num_tokens} tokens; max_tokens is {max_tokens}.",
+            "Set max_tokens to the most tokens of any rank and micro-batch.",
+        )

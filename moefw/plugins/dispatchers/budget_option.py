@@ -27,7 +27,9 @@ class SetsBudget(SendsRows):
     @property
     def budget(self) -> Budget | None:
         """The row budget of a rank; None: room for all rows."""
-        return Budget(self.rank_capacity, self.on_overflow) if self.rank_capacity and self.on_overflow else None
+        if self.rank_capacity is None or self.on_overflow is None:
+            return None
+        return Budget(self.rank_capacity, self.on_overflow)
 
     def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
         """Return the dispatcher of a process that holds all experts, with its budget."""
@@ -44,12 +46,21 @@ class SetsBudget(SendsRows):
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
         """Return also the problems of a budget without ``on_overflow``, and of the reverse."""
-        found = [*super().check(site)]
+        problems = [*super().check(site)]
         if self.rank_capacity is not None and self.on_overflow is None:
-            what = "rank_capacity sets a budget, and nothing says what happens to rows beyond it."
-            found.append(moefw.Problem(what, "Set on_overflow, for example to rerun.", "rank_capacity"))
+            problems.append(
+                moefw.Problem(
+                    "rank_capacity sets a budget, and nothing says what happens to rows beyond it.",
+                    "Set on_overflow, for example to rerun.",
+                    "rank_capacity",
+                )
+            )
         if self.rank_capacity is None and self.on_overflow is not None:
-            what = "without rank_capacity there is no budget that could overflow."
-            fix = "Set rank_capacity, for example 1.5, or leave on_overflow out."
-            found.append(moefw.Problem(what, fix, "on_overflow"))
-        return found
+            problems.append(
+                moefw.Problem(
+                    "without rank_capacity there is no budget that could overflow.",
+                    "Set rank_capacity, for example 1.5, or leave on_overflow out.",
+                    "on_overflow",
+                )
+            )
+        return problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import gt, optional
@@ -35,28 +35,46 @@ class CallsLibrary(SendsRows):
         needs = super().needs(site)
         if self.backend == "torch":
             return needs
-        asks: list[tuple[str, Any, str, str]] = [
-            ("package", self.package, "backend: library calls it", self.install),
-            ("device", ("cuda",), "its kernels run on NVIDIA GPUs", "Use backend: torch."),
+        of_library = [
+            moefw.need("package", self.package, reason="backend: library calls it", fix=self.install, option="backend"),
+            moefw.need(
+                "device",
+                ("cuda",),
+                reason="its kernels run on NVIDIA GPUs",
+                fix="Use backend: torch.",
+                option="backend",
+            ),
         ]
         if self.wire == "high":
-            asks.append(("wire", ("bf16",), "combine adds up bf16 only", "Use precision: {use: bf16}."))
-        return [*needs, *(moefw.need(fact, of, reason=why, fix=fix, option="backend") for fact, of, why, fix in asks)]
+            of_library.append(
+                moefw.need(
+                    "wire",
+                    ("bf16",),
+                    reason="combine adds up bf16 only",
+                    fix="Use precision: {use: bf16}.",
+                    option="backend",
+                )
+            )
+        return [*needs, *of_library]
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
         """Return also: packed rows or a layer that the library does not move, ``max_tokens`` without the library."""
-        return [*super().check(site), *self._of_backend(site)]
+        return [*super().check(site), *self._backend_problems(site)]
 
-    def _of_backend(self, site: Site) -> Sequence[moefw.Problem]:
-        if self.backend == "library" and self.wire != "high" and not self.packs:
-            what = "rows go through the library in bf16."
-            return [moefw.Problem(what, "Use wire: high, or backend: torch.", "wire")]
-        if self.backend == "library":
-            return self.limits(site)
-        if self.max_tokens is None:
-            return []
-        what = "max_tokens sizes the library's buffer; backend: torch has none."
-        return [moefw.Problem(what, "Leave max_tokens out, or use backend: library.", "max_tokens")]
+    def _backend_problems(self, site: Site) -> Sequence[moefw.Problem]:
+        if self.backend == "torch":
+            if self.max_tokens is None:
+                return []
+            return [
+                moefw.Problem(
+                    "max_tokens sizes the library's buffer; backend: torch has none.",
+                    "Leave max_tokens out, or use backend: library.",
+                    "max_tokens",
+                )
+            ]
+        if self.wire != "high" and not self.packs:
+            return [moefw.Problem("rows go through the library in bf16.", "Use wire: high, or backend: torch.", "wire")]
+        return self.limits(site)
 
     @abstractmethod
     def limits(self, site: Site) -> Sequence[moefw.Problem]:

@@ -37,8 +37,14 @@ class SendsRows(DispatcherPlugin):
         axis = moefw.need("axis", "ep", reason="rows travel along the expert-parallel axis")
         if self.wire == "high":
             return [axis]
-        reason, fix = f"wire: {self.wire} sends codes and scales", "Use fp8-blockwise or mxfp8, or wire: high."
-        return [axis, moefw.need("wire", (self.wire,), reason=reason, fix=fix, option="wire")]
+        packed = moefw.need(
+            "wire",
+            (self.wire,),
+            reason=f"wire: {self.wire} sends codes and scales",
+            fix="Use fp8-blockwise or mxfp8, or wire: high.",
+            option="wire",
+        )
+        return [axis, packed]
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process. See :meth:`among`."""
@@ -50,7 +56,7 @@ class SendsRows(DispatcherPlugin):
         """Return the dispatcher of this process, which shares the experts with others. May raise PlanError."""
 
     def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
-        """Return the dispatcher of a process that holds all experts. ``more``: what its plugin adds."""
+        """Return the dispatcher of a process that holds all experts. ``more``: further arguments, from a subclass."""
         from moefw.plugins.dispatchers.alone import AloneDispatcher
 
         settled = {"counts_on_host": context.facts["counts"] == "host", **self.settled(context)}
@@ -62,4 +68,6 @@ class SendsRows(DispatcherPlugin):
 
     def codec(self, context: moefw.BuildContext) -> Codec | None:
         """Return the codec of a layer's rows; None: rows are not packed, or experts are kept in high precision."""
-        return None if self.wire == "high" else context.recipe("moe.experts").codec(context.site.dims.model_dim)
+        if self.wire == "high":
+            return None
+        return context.recipe("moe.experts").codec(context.site.dims.model_dim)

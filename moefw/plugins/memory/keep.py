@@ -14,7 +14,7 @@ from moefw.core.plugin import MemoryPlugin
 
 @final
 class KeepPolicy(MemoryPolicy):
-    """Leaves a region as it is."""
+    """Leaves regions unchanged: autograd keeps what they save."""
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function``."""

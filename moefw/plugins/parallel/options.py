@@ -28,16 +28,20 @@ class Sharing:
     @property
     def unit(self) -> int:
         """The number of ranks of the smallest world with enough copies to shard over."""
-        return self.copy_ranks * (1 if self.asked == "all" else self.asked)
+        shards = 1 if self.asked == "all" else self.asked
+        return self.copy_ranks * shards
 
     def over(self, world: int) -> int:
         """Return the number of ranks in ``world`` that shard a parameter. Raises PlanError where none fits."""
         copies = world // self.copy_ranks
         shards = copies if self.asked == "all" else self.asked
         if copies % shards:
-            fits = next(near for near in range(min(shards, copies, _FAR), 0, -1) if copies % near == 0)
-            what = f"{self.option} {shards} does not divide {self.axes} = {copies}, the copies of each parameter."
-            raise PlanError(what, f"Use {self.option}: {fits}.")
+            largest = min(shards, copies, _FAR)
+            divisor = next(number for number in range(largest, 0, -1) if copies % number == 0)
+            raise PlanError(
+                f"{self.option} {shards} does not divide {self.axes} = {copies}, the copies of each parameter.",
+                f"Use {self.option}: {divisor}.",
+            )
         return shards
 
 
@@ -59,19 +63,29 @@ def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharin
     smallest = unit if exactly else math.lcm(unit, *(sharing.unit for sharing in sharings))
     if world is None:
         return smallest
-    if world < unit or (world > unit if exactly else world % unit):
-        wanted = f"exactly {unit}" if exactly else f"a multiple of {unit}"
-        near = max(1, round(world / smallest)) * smallest
-        what = f"{world} ranks do not fit this layout, which wants {wanted} = {sizes}."
-        raise PlanError(what, f"Start {smallest if exactly else near} ranks, or change the sizes.")
+    if exactly:
+        fits = world == unit
+        needed = f"exactly {unit}"
+        nearest = smallest
+    else:
+        fits = world >= unit and world % unit == 0
+        needed = f"a multiple of {unit}"
+        nearest = max(1, round(world / smallest)) * smallest
+    if not fits:
+        raise PlanError(
+            f"{world} ranks do not fit this layout, which wants {needed} = {sizes}.",
+            f"Start {nearest} ranks, or change the sizes.",
+        )
     return world
 
 
 def split_needs(sizes: Mapping[str, int]) -> list[Need]:
     """Return the need of a model that can be split for each option of pp, cp and tp that is above 1."""
-    split = {"pp": "the layers", "cp": "each sequence", "tp": "each layer"}
-    found = [(option, option.rpartition(".")[2], size) for option, size in sizes.items() if size > 1]
-    return [
-        need("split", axis, reason=f"{option} {size} splits {split[axis]}", fix=f"Use {option}: 1.", option=option)
-        for option, axis, size in found
-    ]
+    split_by = {"pp": "the layers", "cp": "each sequence", "tp": "each layer"}
+    needs = []
+    for option, size in sizes.items():
+        if size > 1:
+            axis = option.rpartition(".")[2]
+            reason = f"{option} {size} splits {split_by[axis]}"
+            needs.append(need("split", axis, reason=reason, fix=f"Use {option}: 1.", option=option))
+    return needs

@@ -25,12 +25,16 @@ class Interleaved(PipelinePlugin):
 
     def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
         """Yield a problem of micro-batches that are no multiple of the rounds, each of ``ranks`` or slightly more."""
-        if micro_batches % _rounds(ranks, micro_batches):
-            around = range(micro_batches - ranks, micro_batches + ranks + 1)
-            near = min((n for n in around if n % _rounds(ranks, n) == 0), key=lambda n: abs(n - micro_batches))
-            rounds = _rounds(ranks, micro_batches)
-            what = f"interleaved runs micro-batches in {rounds} rounds, which do not divide {micro_batches} of them."
-            yield moefw.Problem(what, f"Use {near} micro-batches a step, or use: 1f1b.")
+        rounds = _rounds(ranks, micro_batches)
+        if micro_batches % rounds == 0:
+            return
+        around = range(micro_batches - ranks, micro_batches + ranks + 1)
+        fitting = (number for number in around if number % _rounds(ranks, number) == 0)
+        nearest = min(fitting, key=lambda number: abs(number - micro_batches))
+        yield moefw.Problem(
+            f"interleaved runs micro-batches in {rounds} rounds, which do not divide {micro_batches} of them.",
+            f"Use {nearest} micro-batches a step, or use: 1f1b.",
+        )
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
         """Return the order of torch's ``ScheduleInterleaved1F1B``."""
@@ -40,6 +44,7 @@ class Interleaved(PipelinePlugin):
 
 
 def _rounds(ranks: int, micro_batches: int) -> int:
+    """Return the number of rounds, in each of which every chunk of a rank runs equally many micro-batches."""
     return max(1, micro_batches // ranks)
 
 

@@ -35,7 +35,7 @@ class OneForwardOneBackward(PipelinePlugin):
 
 @frozen
 class ZeroBubble(PipelinePlugin):
-    """ZB-H1 (arXiv 2401.10241): the idle time of ``1f1b`` without that of weight gradients.
+    """ZB-H1 (arXiv 2401.10241): like ``1f1b``, with weight gradients in what would be idle time.
 
     On every rank as many micro-batches as ranks wait for a part of their backward.
     """
@@ -45,7 +45,7 @@ class ZeroBubble(PipelinePlugin):
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
         """Return the order of ``1f1b``. Weight gradients of rank r wait for those of inputs of r more micro-batches."""
         orders = OneForwardOneBackward().order(ranks, micro_batches)
-        return [[*_delayed(rank, order, micro_batches)] for rank, order in enumerate(orders)]
+        return [list(_delayed(rank, order, micro_batches)) for rank, order in enumerate(orders)]
 
 
 def _alternating(stage: int, ahead: int, micro_batches: int) -> list[moefw.Action]:
@@ -67,7 +67,8 @@ def _delayed(stage: int, order: Sequence[moefw.Action], micro_batches: int) -> I
         yield moefw.Action("I", stage, action.micro_batch)
         if action.micro_batch >= stage:
             yield moefw.Action("W", stage, action.micro_batch - stage)
-    yield from (moefw.Action("W", stage, number) for number in range(max(0, micro_batches - stage), micro_batches))
+    for micro_batch in range(max(0, micro_batches - stage), micro_batches):
+        yield moefw.Action("W", stage, micro_batch)
 
 
 @moefw.hookimpl

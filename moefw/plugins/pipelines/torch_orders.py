@@ -14,22 +14,20 @@ from moefw.core.records import Action
 
 @cache
 def order_of(schedule: str, chunks: int, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return what each of ``ranks`` does under a schedule of torch, named by its class, with ``chunks`` stages each.
+    """Return the passes of each of ``ranks``, with ``chunks`` stages each, under torch's schedule of this class name.
 
     Raises ValueError if torch does. The orders with one stage a rank are not from here: the list of ``Schedule1F1B``
     lacks the forward of micro-batch 0 on the last rank (torch 2.11 to 2.13).
     """
     stage: Any = SimpleNamespace(num_stages=chunks * ranks, group_size=ranks, group_rank=0, submod=None)
     order = getattr(schedules, schedule)([stage] * chunks, micro_batches).pipeline_order
-    return tuple(tuple(map(_action, _passes(order[rank]))) for rank in range(ranks))
+    return tuple(tuple(_passes(order[rank])) for rank in range(ranks))
 
 
-def _passes(listed: Any) -> Iterator[Any]:
-    """Yield the passes in a list of torch, without idle time. Two that overlap are one entry there."""
-    for one in listed:
-        if one is not None:
-            yield from one.sub_actions or (one,)
-
-
-def _action(one: Any) -> Action:
-    return Action(one.computation_type.value, one.stage_index, one.microbatch_index)
+def _passes(entries: Any) -> Iterator[Action]:
+    """Yield the passes in torch's list of a rank, without idle time, None there. Two that overlap are one entry."""
+    for entry in entries:
+        if entry is None:
+            continue
+        for action in entry.sub_actions or (entry,):
+            yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)

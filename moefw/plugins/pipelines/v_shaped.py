@@ -13,7 +13,7 @@ from moefw.core.plugin import PipelinePlugin
 
 @frozen
 class ZBV(PipelinePlugin):
-    """ZB-V (arXiv 2401.10241): weight gradients fill idle time. All ranks hold as much as the first of ``1f1b``.
+    """ZB-V (arXiv 2401.10241): weight gradients fill idle time. Every rank holds as much as rank 0 does in ``1f1b``.
 
     Its idle time assumes that a forward, gradients of inputs and gradients of weights take equally long.
     """
@@ -54,8 +54,10 @@ class DualPipeV(PipelinePlugin):
     def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
         """Yield a problem of fewer micro-batches than stages."""
         if micro_batches < 2 * ranks:
-            what = f"dualpipe-v runs at least as many micro-batches as stages, {2 * ranks}, and not {micro_batches}."
-            yield moefw.Problem(what, f"Use {2 * ranks} micro-batches a step, or use: zbv.")
+            yield moefw.Problem(
+                f"dualpipe-v runs at least as many micro-batches as stages, {2 * ranks}, and not {micro_batches}.",
+                f"Use {2 * ranks} micro-batches a step, or use: zbv.",
+            )
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
         """Return the order of torch's ``ScheduleDualPipeV``."""
@@ -65,6 +67,7 @@ class DualPipeV(PipelinePlugin):
 
 
 def _in_a_v(stage: int, ranks: int) -> int:
+    """Return the rank of a stage: 0, 1, ..., ranks - 1, ranks - 1, ..., 1, 0."""
     return stage if stage < ranks else 2 * ranks - 1 - stage
 
 

@@ -42,20 +42,32 @@ def token_sums(
     """
     if not kernels_take(logits_TE, choice):
         return reference.token_sums(logits_TE, choice, over, scores_TE, ids_TK, mask_T, z_coeff)
-    given = logits_TE, choice, ids_TK, mask_T
     if not over:
-        return (), None if z_coeff is None else _Sums.apply(*given, None, z_coeff)[2]  # type: ignore[no-untyped-call]
-    *first, z = _Sums.apply(*given, over[0] or Rows(1), z_coeff)  # type: ignore[no-untyped-call]
-    others = (_Sums.apply(*given, rows or Rows(1), None)[:2] for rows in over[1:])  # type: ignore[no-untyped-call]
-    return tuple(Sums(*each) for each in (first, *others)), z
+        if z_coeff is None:
+            return (), None
+        _, _, z = _Sums.apply(logits_TE, choice, ids_TK, mask_T, None, z_coeff)  # type: ignore[no-untyped-call]
+        return (), z
+    sums = []
+    z = None
+    for number, rows in enumerate(over):
+        # The z-loss is over all tokens, whatever the rows: it comes with the first of them.
+        coeff = z_coeff if number == 0 else None
+        mass_RE, seen_RX, z_of_pass = _Sums.apply(  # type: ignore[no-untyped-call]
+            logits_TE, choice, ids_TK, mask_T, rows or Rows(1), coeff
+        )
+        sums.append(Sums(mass_RE, seen_RX))
+        if number == 0:
+            z = z_of_pass
+    return tuple(sums), z
 
 
 def switch_loss(mass_RE: Tensor, seen_RX: Tensor, k: int, coeff: float) -> Tensor:
     """Return the load-balancing loss of each row of tokens times its valid tokens, summed, times ``coeff``: a scalar.
 
-    A row of N valid tokens adds ``N * E / (K N^2) * sum_e mass_e n_e``, where ``seen`` is n and N: that of all ranks if
-    rows are spread over ranks, each of which returns its part of the loss. Switch, arXiv 2101.03961 eq. 4-6; 1 for each
-    token if experts are equally loaded. A row without valid tokens adds 0.
+    A row of N valid tokens, of which ``n_e`` choose expert e, adds ``N * E / (K N^2) * sum_e mass_e n_e`` (Switch,
+    arXiv 2101.03961 eq. 4-6): 1 for each token if experts are equally loaded. ``seen_RX`` holds n and N. If rows are
+    spread over ranks, ``seen_RX`` is the sum over these ranks and ``mass_RE`` is not, and each rank returns its part of
+    the loss. A row without valid tokens adds 0.
     """
     if not kernels_take(mass_RE, Choice(k=k)):
         return reference.switch_loss(mass_RE, seen_RX, k, coeff)
@@ -86,10 +98,13 @@ class _Sums(torch.autograd.Function):
         from moefw_kernels.routing.balance import triton
 
         ctx.save_for_backward(logits_TE, mask_T, None if rows is None else rows.row_T)
-        ctx.score, ctx.count, ctx.z_coeff = choice.score, None if rows is None else rows.count, z_coeff
+        ctx.score = choice.score
+        ctx.count = None if rows is None else rows.count
+        ctx.z_coeff = z_coeff
         sums = triton.token_sums(logits_TE, choice, ids_TK, mask_T, rows, z_coeff)
-        # Of one piece of memory, but no views of it for autograd: ranks add up what is seen in place.
-        mass_RE, seen_RX, z = (None if each is None else each.data for each in sums)
+        # The three share one storage. ``data`` hides from autograd that they are views of it: otherwise it would refuse
+        # that ranks add up ``seen_RX`` in place.
+        mass_RE, seen_RX, z = (None if tensor is None else tensor.data for tensor in sums)
         if seen_RX is not None:
             ctx.mark_non_differentiable(seen_RX)
         ctx.set_materialize_grads(False)

@@ -24,7 +24,7 @@ def token_sums(
 ) -> tuple[tuple[Sums, ...], Tensor | None]:
     """Implement ``moefw_kernels.routing.token_sums``, also for fp64."""
     valid_T = logits_TE.new_ones(len(logits_TE)) if mask_T is None else mask_T.to(logits_TE.dtype)
-    found: tuple[Sums, ...] = ()
+    sums: tuple[Sums, ...] = ()
     if over:
         if scores_TE is None:
             scores_TE = SCORES[choice.score](logits_TE)
@@ -33,10 +33,10 @@ def token_sums(
             ids_TK = scores_TE.topk(choice.k).indices
             if mask_T is not None:
                 ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
-        found = tuple(_sums(shares_TE, ids_TK, valid_T, rows) for rows in over)
+        sums = tuple(_sums(shares_TE, ids_TK, valid_T, rows) for rows in over)
     if z_coeff is None:
-        return found, None
-    return found, z_coeff * (logits_TE.logsumexp(-1).square() * valid_T).sum()
+        return sums, None
+    return sums, z_coeff * (logits_TE.logsumexp(-1).square() * valid_T).sum()
 
 
 def switch_loss(mass_RE: Tensor, seen_RX: Tensor, k: int, coeff: float) -> Tensor:
@@ -51,13 +51,17 @@ def _shares(scores_TE: Tensor) -> Tensor:
 
 
 def _sums(shares_TE: Tensor, ids_TK: Tensor, valid_T: Tensor, rows: Rows | None) -> Sums:
-    num_experts, valid_TE = shares_TE.shape[1], shares_TE * valid_T.unsqueeze(1)
+    """Return the sums over each row of tokens. ``ids_TK`` is -1 for tokens that do not count, ``valid_T`` 0."""
+    num_experts = shares_TE.shape[1]
+    valid_TE = shares_TE * valid_T.unsqueeze(1)
     if rows is None:
         seen_X = torch.cat([count_choices(ids_TK, num_experts), valid_T.sum().float().view(1)])
         return Sums(valid_TE.sum(0, keepdim=True), seen_X.unsqueeze(0))
-    row_T, count = rows.row_T, rows.count
+    count = rows.count
+    row_T = rows.row_T
     if row_T is None:
         row_T = torch.arange(count, device=ids_TK.device).repeat_interleave(len(ids_TK) // max(1, count))
+    # One count over the numbers row * E + expert gives the counts of all rows.
     flat_TK = torch.where(ids_TK >= 0, ids_TK + row_T.unsqueeze(1) * num_experts, -1)
     counts_RE = count_choices(flat_TK, count * num_experts).view(count, num_experts)
     valid_R = torch.zeros_like(counts_RE[:, 0]).index_add_(0, row_T, valid_T.to(counts_RE.dtype))

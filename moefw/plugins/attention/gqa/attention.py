@@ -47,35 +47,52 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
 
     def __init__(self, options: Options, context: moefw.BuildContext) -> None:
         super().__init__()
-        self.options, self.tp = options, TensorParallel(context.layout)
-        dim, width, precision = context.site.dims.model_dim, options.head_dim, context.recipe("attention")
-        heads, across = options.num_heads // self.tp.size, options.qk_norm == "all"
-        needed = [
-            head * options.num_kv_heads // options.num_heads
-            for head in range(self.tp.index * heads, self.tp.index * heads + heads)
+        self.options = options
+        self.tp = TensorParallel(context.layout)
+        dim = context.site.dims.model_dim
+        width = options.head_dim
+        precision = context.recipe("attention")
+        # The key-value head of each query of this rank.
+        heads = options.num_heads // self.tp.size
+        first_query = self.tp.index * heads
+        kv_heads = [
+            query * options.num_kv_heads // options.num_heads for query in range(first_query, first_query + heads)
         ]
-        first, count = needed[0], needed[-1] + 1 - needed[0]
-        split = options.num_kv_heads % self.tp.size == 0
-        shard = self.tp.shard(0) if split else None
-        self._used = slice(first, first + count) if across and not split else None
-        rows = None if split or across else slice(first * width, (first + count) * width)
-        queries, keys = options.num_heads * width, options.num_kv_heads * width
+        first = kv_heads[0]
+        count = kv_heads[-1] + 1 - first
+        # If tp divides the key-value heads, a rank holds its share. Otherwise it holds all of them and projects only to
+        # those of its queries, or, under a norm across heads, which needs all, projects to all and then selects.
+        is_split = options.num_kv_heads % self.tp.size == 0
+        kv_shard = self.tp.shard(0) if is_split else None
+        kv_rows: slice | None = None
+        self._used: slice | None = None
+        if not is_split and options.qk_norm == "all":
+            self._used = slice(first, first + count)
+        elif not is_split:
+            kv_rows = slice(first * width, (first + count) * width)
+        queries = options.num_heads * width
+        keys = options.num_kv_heads * width
         into_q, into_k, into_v, out_of = (precision.at(f"{name}_proj", groups=1) for name in "qkvo")
         self.q_proj = Linear(dim, queries, into_q, shard=self.tp.shard(0), bias=options.qkv_bias)
-        self.k_proj = Linear(dim, keys, into_k, shard=shard, rows=rows, bias=options.qkv_bias)
-        self.v_proj = Linear(dim, keys, into_v, shard=shard, rows=rows, bias=options.qkv_bias)
+        self.k_proj = Linear(dim, keys, into_k, shard=kv_shard, rows=kv_rows, bias=options.qkv_bias)
+        self.v_proj = Linear(dim, keys, into_v, shard=kv_shard, rows=kv_rows, bias=options.qkv_bias)
         self.o_proj = RowParallelLinear(queries, dim, out_of, self.tp, bias=options.out_bias)
-        self.q_norm, self.k_norm = self._norm(queries, self.tp.shard(0)), self._norm(keys, shard)
+        self.q_norm = self._norm(queries, self.tp.shard(0))
+        self.k_norm = self._norm(keys, kv_shard)
         self.sinks = Sinks(options.num_heads, self.tp.shard(0)) if options.sinks else None
-        even = heads % count == 0 and needed == [first + head * count // heads for head in range(heads)]
-        self._spread = None if even else [head - first for head in needed]
-        self._window, self._attend = options.window_at(context.site.layer), context.core(options.attend())
+        # The core lets equally many neighbouring queries share a key. Where this rank's queries do not, each gets a
+        # copy of its key: ``_spread`` is the head to copy for each query.
+        is_even = heads % count == 0 and kv_heads == [first + head * count // heads for head in range(heads)]
+        self._spread = None if is_even else [head - first for head in kv_heads]
+        self._attend = context.core(options.attend())
+        self._window = options.window_at(context.site.layer)
         self.reach = None if self._window is None else self._window - 1
         self._project_in = context.region("qkv", self._qkv)
         self._core = context.region("core_attn", self._core_attn)
         self._project_out = context.region("attn_proj", self._attn_proj)
 
     def _norm(self, width: int, shard: Shard | None) -> nn.Module | None:
+        """Return the norm of queries or of keys; ``width`` is that of all heads, ``shard`` this rank's part of it."""
         if self.options.qk_norm == "none":
             return None
         if self.options.qk_norm == "head":
@@ -95,30 +112,38 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
         return self._attended(x_tD, tables, batch, past)
 
     def _attended(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
-        q, *made = self._project_in(x_tD, tables, batch)
-        k, v = kept = behind(past, made)
+        q, *own = self._project_in(x_tD, tables, batch)
+        kept = behind(past, own)
+        k, v = kept
         out_tD: Tensor = self._project_out(self._core(q, k, v, Mask.of(batch, self._window)), batch)
         return out_tD, kept
 
     def _qkv(self, x_tD: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``(B, heads, S, head_dim)``, and keys and values of fewer heads."""
-        x_TD, rows = self.tp.gather(x_tD), batch.rows
-        shared = SharedInput(x_TD)
-        projected = (project(x_TD, rows, shared) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (in_heads(each, batch, self.options.head_dim) for each in projected)
+        options = self.options
+        x_TD = self.tp.gather(x_tD)
+        shared = SharedInput(x_TD)  # quantized once for the three products
+        # (T, D) -> (T, heads * head_dim) -> (B, S, heads, head_dim)
+        q = in_heads(self.q_proj(x_TD, batch.rows, shared), batch, options.head_dim)
+        k = in_heads(self.k_proj(x_TD, batch.rows, shared), batch, options.head_dim)
+        v = in_heads(self.v_proj(x_TD, batch.rows, shared), batch, options.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if self._used is not None:
-            k, v = k[:, :, self._used], v[:, :, self._used]
-        if self.options.clip is not None:
-            q, k, v = (each.clamp(-self.options.clip, self.options.clip) for each in (q, k, v))
-        q, k = rotate(q, table, self.options.rope), rotate(k, table, self.options.rope)
-        if self._spread is not None:  # queries of a rank share keys unevenly, so each gets a copy
-            k, v = k[:, :, self._spread], v[:, :, self._spread]
+            k = k[:, :, self._used]
+            v = v[:, :, self._used]
+        if options.clip is not None:
+            q, k, v = (tensor.clamp(-options.clip, options.clip) for tensor in (q, k, v))
+        q = rotate(q, table, options.rope)
+        k = rotate(k, table, options.rope)
+        if self._spread is not None:
+            k = k[:, :, self._spread]
+            v = v[:, :, self._spread]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Return ``(T, heads * head_dim)``."""
+        """Return ``(T, heads * head_dim)``, from ``(B, heads, S, head_dim)``."""
         out = self._attend(q, k, v, mask, sinks_H=None if self.sinks is None else self.sinks.weight)
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 

@@ -24,7 +24,10 @@ class NormAcrossHeads(nn.Module, Named):
 
     def __init__(self, width: int, eps: float, shard: Shard | None, group: ProcessGroup | None) -> None:
         super().__init__()
-        self.width, self.eps, self.shard, self.group = width, eps, shard, group
+        self.width = width
+        self.eps = eps
+        self.shard = shard
+        self.group = group
         self.weight = nn.Parameter(torch.empty(shard.shape((width,)) if shard else width))
 
     def forward(self, x_BSHd: Tensor) -> Tensor:
@@ -32,8 +35,8 @@ class NormAcrossHeads(nn.Module, Named):
         x_BSw = x_BSHd.flatten(2)
         if self.shard is None:
             return rms_norm(x_BSw, self.weight, self.eps).view_as(x_BSHd)
-        part = x_BSw.float().square().sum(-1, keepdim=True)
-        squares: Tensor = _Sum.apply(part, self.group)  # type: ignore[no-untyped-call]
+        own_squares = x_BSw.float().square().sum(-1, keepdim=True)
+        squares: Tensor = _Sum.apply(own_squares, self.group)  # type: ignore[no-untyped-call]
         scale = (squares / self.width + self.eps).rsqrt()
         return (x_BSw * scale.to(x_BSw.dtype) * self.weight.to(x_BSw.dtype)).view_as(x_BSHd)
 
@@ -43,17 +46,17 @@ class NormAcrossHeads(nn.Module, Named):
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce of a tensor that every rank goes on with: so is its gradient."""
+    """Sum of a tensor over the ranks, which all of them use. So its gradient is the sum of all their gradients."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        whole = part.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole = grad.clone()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -42,13 +42,17 @@ class Options(Heads):
 
     def _check_heads(self) -> Iterator[moefw.Problem]:
         if self.num_heads % self.num_kv_heads:
-            what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly."
-            yield moefw.Problem(what, "Use a divisor of num_heads.", "num_kv_heads")
+            yield moefw.Problem(
+                f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly.",
+                "Use a divisor of num_heads.",
+                "num_kv_heads",
+            )
 
     def _check_layers(self, site: Site) -> Iterator[moefw.Problem]:
         if self.full_layers and self.window is None:
             yield moefw.Problem("full_layers are those without a window, and there is none.", "", "full_layers")
         for layer in self.full_layers:
             if not 0 <= layer < site.num_layers:
-                what = f"layer {layer} is none of the {site.num_layers} layers."
-                yield moefw.Problem(what, "Layers count from 0.", "full_layers")
+                yield moefw.Problem(
+                    f"layer {layer} is none of the {site.num_layers} layers.", "Layers count from 0.", "full_layers"
+                )

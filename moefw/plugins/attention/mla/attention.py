@@ -27,10 +27,13 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
 
     def __init__(self, options: Options, context: moefw.BuildContext) -> None:
         super().__init__()
-        self.options, self.tp = options, TensorParallel(context.layout)
-        dim, precision = context.site.dims.model_dim, context.recipe("attention")
+        self.options = options
+        self.tp = TensorParallel(context.layout)
+        dim = context.site.dims.model_dim
+        precision = context.recipe("attention")
+        heads = self.tp.shard(0)
         self._key_dim = options.nope_dim + options.rope_dim
-        queries, heads = options.num_heads * self._key_dim, self.tp.shard(0)
+        queries = options.num_heads * self._key_dim
         into_q, into_kv, up_q, up_kv, out_of = (
             precision.at(f"{name}_proj", groups=1) for name in ("q_a", "kv_a", "q_b", "kv_b", "o")
         )
@@ -65,7 +68,7 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
     def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
         """Return ``(t, D)``, and latents ``(B, positions, kv_rank)`` and rotated shared keys of all tokens.
 
-        Their heads are made again.
+        The heads of all tokens are made of these latents again.
         """
         q_T, kv_T = self._down(x_tD, batch)
         q = self._queries(q_T, tables, batch)
@@ -74,10 +77,16 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         return out_tD, kept
 
     def _mla_down_proj(self, x_tD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return what queries are made of, and what keys and values are made of, of all tokens: ``(T, ...)``."""
-        rows, shared = batch.own_rows, SharedInput(x_tD)
+        """Return, for all tokens, the latents of queries (or the tokens themselves), ``(T, q_rank)`` or ``(T, D)``.
+
+        And the latents of keys and values with the shared keys, ``(T, kv_rank + rope_dim)``, neither normalised yet.
+        """
+        rows = batch.own_rows
+        shared = SharedInput(x_tD)  # quantized once for both products
         q_t = self.q_a_proj(x_tD, rows, shared) if self.q_proj is None else x_tD
-        return self.tp.gather(q_t), self.tp.gather(self.kv_a_proj(x_tD, rows, shared))
+        kv_t = self.kv_a_proj(x_tD, rows, shared)
+        # Gathered behind the projections, because latents are narrower than tokens.
+        return self.tp.gather(q_t), self.tp.gather(kv_t)
 
     def _mla_up_proj(self, q_T: Tensor, kv_T: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys ``(B, heads, S, nope_dim + rope_dim)``, and values ``(B, heads, S, v_dim)``."""
@@ -85,7 +94,9 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         return q, *self._keys_and_values(self._latents(kv_T, table, batch), batch.rows)
 
     def _queries(self, q_T: Tensor, table: Table, batch: Batch) -> Tensor:
-        options, rows = self.options, batch.rows
+        """Return queries ``(B, heads, S, nope_dim + rope_dim)``."""
+        options = self.options
+        rows = batch.rows
         q_T = self.q_b_proj(self.q_a_norm(q_T), rows) if self.q_proj is None else self.q_proj(q_T, rows)
         q = in_heads(q_T, batch, self._key_dim)
         q_nope, q_rope = q.split([options.nope_dim, options.rope_dim], -1)
@@ -99,11 +110,14 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         return self.kv_a_norm(latent_T).view(*batch.ids_BS.shape, options.kv_rank), k_rope.squeeze(2)
 
     def _keys_and_values(self, kept: Kept, rows: RowGroups | None) -> tuple[Tensor, Tensor]:
+        """Return keys ``(B, heads, S, nope_dim + rope_dim)`` and values ``(B, heads, S, v_dim)``."""
         latent_BSr, k_rope_BSd = kept
-        options, width = self.options, self.options.nope_dim + self.options.v_dim
+        options = self.options
+        width = options.nope_dim + options.v_dim
         kv_T = self.kv_b_proj(latent_BSr.flatten(0, 1), rows)
         kv = kv_T.view(*latent_BSr.shape[:-1], kv_T.shape[-1] // width, width)
         k_nope, v = kv.split([options.nope_dim, options.v_dim], -1)
+        # All heads share one rotated key.
         k_rope = k_rope_BSd.unsqueeze(2).expand(*k_nope.shape[:-1], -1)
         return torch.cat([k_nope, k_rope], -1).transpose(1, 2), v.transpose(1, 2)
 

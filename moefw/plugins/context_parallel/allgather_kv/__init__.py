@@ -17,8 +17,8 @@ from moefw.plugins.context_parallel.options import core_need
 class AllGatherKV(ContextParallelPlugin):
     """Gathers keys and values of all ranks, in forward and again in backward (Llama 3, arXiv 2407.21783 section 3.3.2).
 
-    A rank sends its keys and values once, and computes while they travel. It holds those of all ranks meanwhile, never
-    until backward.
+    A rank sends its keys and values once, and computes while they travel. It holds the keys and values of all ranks
+    while it computes, but not until backward.
     """
 
     name: ClassVar[str] = "allgather_kv"

@@ -17,19 +17,21 @@ class AllGatherKVAttention(PartialAttention):
     """See :class:`moefw.plugins.context_parallel.allgather_kv.AllGatherKV`."""
 
     def visit(self, kv: Tensor, see: Callable[[int, Tensor], None]) -> None:
-        """Gather those of all ranks while this rank's are seen."""
-        cut, kv = self.cut, kv.contiguous()
-        whole = kv.new_empty((cut.size * len(kv), *kv.shape[1:]))
-        work = all_gather(whole, kv, group=cut.group, async_op=True)
+        """Gather the keys and values of all ranks while ``see`` works on this rank's."""
+        cut = self.cut
+        kv = kv.contiguous()
+        gathered = kv.new_empty((cut.size * len(kv), *kv.shape[1:]))
+        work = all_gather(gathered, kv, group=cut.group, async_op=True)
         see(cut.index, kv)
         work.wait()
-        for rank, part in enumerate(whole.chunk(cut.size)):
+        for rank, part in enumerate(gathered.chunk(cut.size)):
             if rank != cut.index:
                 see(rank, part)
 
     def visit_back(self, kv: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Gather again, and add up the gradients of each rank's on that rank."""
+        """Gather again, and add up the gradients of each rank's keys and values on that rank."""
         cut = self.cut
+        # Summed over ranks in fp32, or in what is wider.
         grads = kv.new_empty((cut.size, *kv.shape), dtype=torch.promote_types(kv.dtype, torch.float32))
 
         def keep(rank: int, part: Tensor) -> None:

@@ -15,9 +15,10 @@ from moefw.plugins.context_parallel.options import core_need
 
 @frozen
 class Ring(ContextParallelPlugin):
-    """Passes keys and values around the ranks of cp, and attends to each rank's while the next travel.
+    """Passes keys and values around the ranks of cp, and attends to each rank's while the next ones travel.
 
-    A rank holds those of two ranks at a time (ring attention, arXiv 2310.01889; balanced pieces, arXiv 2311.09431).
+    A rank holds the keys and values of two ranks at a time (ring attention, arXiv 2310.01889; balanced pieces, arXiv
+    2311.09431).
     """
 
     name: ClassVar[str] = "ring_attention"

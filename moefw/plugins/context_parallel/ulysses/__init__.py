@@ -27,9 +27,12 @@ class Ulysses(ContextParallelPlugin):
         yield from core_need(site, "sdpa", "flex", reason="heads are exchanged around the core")
         if splits(site):
             sizes = site.layout.sizes
-            reason = "each rank of cp x tp attends with an equal share of the heads"
-            fix = "Use a cp x tp that divides num_heads, or another context_parallel."
-            yield moefw.need("heads", sizes["cp"] * sizes["tp"], reason=reason, fix=fix)
+            yield moefw.need(
+                "heads",
+                sizes["cp"] * sizes["tp"],
+                reason="each rank of cp x tp attends with an equal share of the heads",
+                fix="Use a cp x tp that divides num_heads, or another context_parallel.",
+            )
 
     def build(self, context: moefw.BuildContext) -> Any:
         """Return the core of the attention of one layer."""

@@ -25,7 +25,10 @@ from moefw_kernels.permute import Arrival, arrange, count_ids
 
 @dataclass(slots=True, eq=False)
 class _Gathered:
-    """The metadata of one movement: how the gathered tokens are expanded to the rows of this rank's experts."""
+    """The metadata of one movement: how the gathered tokens are expanded to the rows of this rank's experts.
+
+    ``num_tokens``: those of this rank; ``longest``: the most of any rank.
+    """
 
     num_tokens: int
     longest: int
@@ -40,7 +43,9 @@ class AllGatherDispatcher(Dispatcher):
     """
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
-        self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
+        self.experts = experts
+        self.row_alignment = row_alignment
+        self.codec = codec
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
@@ -49,30 +54,34 @@ class AllGatherDispatcher(Dispatcher):
 
         The host waits once.
         """
-        experts, ids_TK = self.experts, routing.expert_ids_TK
-        told = self._tell(ids_TK, routing.capacity or 0)
-        longest = max(tokens for tokens, *_ in told)
-        local = slice(2 + experts.first_expert, 2 + experts.first_expert + experts.local_experts)
+        experts = self.experts
+        ids_TK = routing.expert_ids_TK
+        lines = self._gather_sizes(ids_TK, routing.capacity or 0)
+        longest = max(tokens for tokens, _, _ in lines)
+        local = slice(experts.first_expert, experts.first_expert + experts.local_experts)
+        local_counts_Pe = [counts_E[local] for _, _, counts_E in lines]
+        # (T, K) -> (P * M, K) -> rows of this rank's experts (R)
         arrival = arrange(
             self._gather_ids(ids_TK, longest) - experts.first_expert,
             experts.local_experts,
             alignment=self.row_alignment,
-            capacity=sum(capacity for _, capacity, *_ in told),
-            counts=[sum(of_ranks) for of_ranks in zip(*(line[local] for line in told), strict=True)],
+            capacity=sum(capacity for _, capacity, _ in lines),
+            counts=[sum(counts_P) for counts_P in zip(*local_counts_Pe, strict=True)],
         )
         return DispatchPlan(detail=_Gathered(len(ids_TK), longest, arrival))
 
-    def _tell(self, ids_TK: Tensor, capacity: int) -> list[list[int]]:
+    def _gather_sizes(self, ids_TK: Tensor, capacity: int) -> list[tuple[int, int, list[int]]]:
         """Return each rank's number of tokens, its capacity, and its number of choices of each expert."""
         counts_E = count_ids(ids_TK, self.experts.num_experts).int()
-        mine = F.pad(F.pad(counts_E, (1, 0), value=capacity), (1, 0), value=len(ids_TK))
-        told_P = mine.new_empty(self.experts.size, len(mine))
-        all_gather(told_P.view(-1), mine, group=self.experts.group)
-        told: list[list[int]] = on_host(told_P)[0]
-        return told
+        # (E) -> (2 + E) -> (P, 2 + E)
+        own = F.pad(F.pad(counts_E, (1, 0), value=capacity), (1, 0), value=len(ids_TK))
+        of_ranks = own.new_empty(self.experts.size, len(own))
+        all_gather(of_ranks.view(-1), own, group=self.experts.group)
+        (lines,) = on_host(of_ranks)
+        return [(line[0], line[1], line[2:]) for line in lines]
 
     def _gather_ids(self, ids_TK: Tensor, longest: int) -> Tensor:
-        """Return the choices of all ranks, padded to the longest rank."""
+        """Return the choices of all ranks, padded to the longest rank, ``(P * M, K)``. Padding has no experts, -1."""
         mine_MK = F.pad(ids_TK.to(torch.int32), (0, 0, 0, longest - len(ids_TK)), value=-1)
         gathered = mine_MK.new_empty(self.experts.size * longest, ids_TK.shape[1])
         all_gather(gathered, mine_MK, group=self.experts.group)
@@ -80,9 +89,13 @@ class AllGatherDispatcher(Dispatcher):
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Gather all tokens and their weights."""
-        extra = plan.detail.longest - plan.detail.num_tokens
-        sent = [F.pad(x_TD, (0, 0, 0, extra)), F.pad(weights_TK, (0, 0, 0, extra))] if extra else [x_TD, weights_TK]
-        return gather(sent, self.experts.group, codec=self.codec, detail=plan)
+        metadata: _Gathered = plan.detail
+        missing = metadata.longest - metadata.num_tokens
+        if missing:
+            # (T, D) and (T, K) -> (M, D) and (M, K)
+            x_TD = F.pad(x_TD, (0, 0, 0, missing))
+            weights_TK = F.pad(weights_TK, (0, 0, 0, missing))
+        return gather([x_TD, weights_TK], self.experts.group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Gather again; the sorted choices are reused."""
@@ -92,12 +105,14 @@ class AllGatherDispatcher(Dispatcher):
         """Pick the rows of this rank's experts."""
         plan: DispatchPlan = pending.detail
         arrival: Arrival = plan.detail.arrival
+        # (P * M, D) and (P * M, K) -> (R, D) and (R), grouped by expert
         gathered_TD, gathered_TK = finish(pending)
         return ExpertBatch.of(arrival.expand(gathered_TD, gathered_TK), arrival), DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each gathered token's rows here, and reduce the partial sums to the tokens' ranks."""
         metadata: _Gathered = handle.plan.detail
+        # (R, D) -> (P * M, D), then (M, D) on each rank
         partial_TD = metadata.arrival.reduce(rows_RD)
         return reduce([partial_TD], self.experts.group, detail=metadata)
 

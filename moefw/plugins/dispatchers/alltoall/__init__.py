@@ -34,11 +34,16 @@ class AllToAll(SetsBudget):
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
         """Return also the problem of ``max_tokens`` without a budget."""
-        found = [*super().check(site)]
+        problems = [*super().check(site)]
         if self.max_tokens is not None and self.rank_capacity is None:
-            what = "max_tokens sizes a budget; without rank_capacity there is none."
-            found.append(moefw.Problem(what, "Set rank_capacity, or leave max_tokens out.", "max_tokens"))
-        return found
+            problems.append(
+                moefw.Problem(
+                    "max_tokens sizes a budget; without rank_capacity there is none.",
+                    "Set rank_capacity, or leave max_tokens out.",
+                    "max_tokens",
+                )
+            )
+        return problems
 
     def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
         """Return the dispatcher of a process that holds all experts, with its budget for ``max_tokens``."""

@@ -1,6 +1,6 @@
 """All-to-all dispatch: sort rows by expert, send each rank its rows, sort there by (expert, source rank, token).
 
-Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``N`` rows sent.
+Shapes: legend in :mod:`moefw.core.stages`; ``P`` ranks, ``N`` rows on the wire.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ class AllToAllDispatcher(Dispatcher):
         codec: Codec | None = None,
         limit: Limit | None = None,
     ) -> None:
-        self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
-        self.counts_on_host, self.limit = counts_on_host, limit
+        self.experts = experts
+        self.row_alignment = row_alignment
+        self.counts_on_host = counts_on_host
+        self.codec = codec
+        self.limit = limit
 
     def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
         """Sort the choices and exchange the number of rows that each rank sends for each expert.
@@ -61,57 +64,76 @@ class AllToAllDispatcher(Dispatcher):
                     counts_on_host=self.counts_on_host,
                 )
             )
-        experts, capacity = self.experts, routing.capacity or 0
+        experts = self.experts
+        capacity = routing.capacity or 0
         if routing.counts_host is not None:
+            # The router knows that its counts are those of every rank.
             counts = [routing.counts_host] * experts.size
-        found = sort_choices(routing.expert_ids_TK, experts.num_experts)
+        # (T, K) -> choices in order (expert, token), their number by expert (E)
+        choices = sort_choices(routing.expert_ids_TK, experts.num_experts)
         if counts is None:
-            offered_Pe, asked_Pe, capacity = self._exchange_counts(found.counts, capacity)
+            rows_to_Pe, rows_from_Pe, capacity = self._exchange_counts(choices.counts, capacity)
         else:
-            asked_Pe = [self._share(counts[rank], experts.rank) for rank in range(experts.size)]
-            offered_Pe = [self._share(counts[experts.rank], rank) for rank in range(experts.size)]
+            rows_to_Pe = [self._share(counts[experts.rank], rank) for rank in range(experts.size)]
+            rows_from_Pe = [self._share(counts[rank], experts.rank) for rank in range(experts.size)]
             capacity *= experts.size
-        return DispatchPlan(detail=self._way(found, offered_Pe, asked_Pe, capacity))
+        return DispatchPlan(detail=self._metadata(choices, rows_to_Pe, rows_from_Pe, capacity))
 
     def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
-        """Return the part of one rank's counts that concerns the experts of ``rank``."""
+        """Return the counts of the experts of ``rank``, given those of all experts."""
         first = rank // self.experts.etp * self.experts.local_experts
         return counts_E[first : first + self.experts.local_experts]
 
     def _exchange_counts(self, counts_E: Tensor, capacity: int) -> tuple[Counts, Counts, int]:
-        """Return the rows for each (rank, local expert), sent and received, and the sum of all capacities."""
-        size, ones = self.experts.size, [1] * self.experts.size
-        offered_Pe = F.pad(by_rank(counts_E, self.experts), (0, 1), value=capacity)
-        asked_Pe = exchange_now(offered_Pe, ones, ones, self.experts.group)
-        both = on_host(offered_Pe, asked_Pe)
-        capacity = sum(both[1][rank][-1] for rank in range(size))
-        offered, asked = ([of_rank[:-1] for of_rank in side] for side in both)
-        return offered, asked, capacity
+        """Return the rows for each (rank, local expert), sent and received, and the sum of all capacities.
 
-    def _way(self, found: Sorted, offered: Counts, asked: Counts, capacity: int) -> Metadata:
+        A line goes to each rank: the rows for each of its experts, and this rank's capacity. The host waits once.
+        """
+        ones = [1] * self.experts.size
+        # (E) -> (P, e) -> (P, e + 1)
+        lines_to_P = F.pad(by_rank(counts_E, self.experts), (0, 1), value=capacity)
+        lines_from_P = exchange_now(lines_to_P, ones, ones, self.experts.group)
+        lines_to, lines_from = on_host(lines_to_P, lines_from_P)
+        rows_to_Pe = [line[:-1] for line in lines_to]
+        rows_from_Pe = [line[:-1] for line in lines_from]
+        return rows_to_Pe, rows_from_Pe, sum(line[-1] for line in lines_from)
+
+    def _metadata(self, choices: Sorted, rows_to_Pe: Counts, rows_from_Pe: Counts, capacity: int) -> Metadata:
         """Return the metadata. Rows travel between ranks of the same part, which then share them with other parts."""
-        experts, device = self.experts, found.counts.device
-        part = experts.rank % experts.etp
-        ours = [rank % experts.etp == part for rank in range(experts.size)]
-        sent = [sum(rows) if mine else 0 for rows, mine in zip(offered, ours, strict=True)]
-        received = [sum(rows) if mine else 0 for rows, mine in zip(asked, ours, strict=True)]
-        arrival = list(chain.from_iterable(range(p, experts.size, experts.etp) for p in range(experts.etp)))
+        experts = self.experts
+        etp = experts.etp
+        part = experts.rank % etp
+        sent = [0] * experts.size
+        received = [0] * experts.size
+        for rank in range(part, experts.size, etp):
+            sent[rank] = sum(rows_to_Pe[rank])
+            received[rank] = sum(rows_from_Pe[rank])
+        # Rows arrive part by part, and within a part by rank, whether they come directly or from another part's rank.
+        arrival = list(chain.from_iterable(range(p, experts.size, etp) for p in range(etp)))
         groups = group_chunks(
-            [asked[rank] for rank in arrival],
+            [rows_from_Pe[rank] for rank in arrival],
             self.row_alignment,
-            device,
+            choices.counts.device,
             capacity=capacity,
-            order=sorted(range(experts.size), key=arrival.__getitem__) if experts.etp > 1 else None,
+            order=sorted(range(experts.size), key=arrival.__getitem__) if etp > 1 else None,
         )
-        parts = Parts.of(experts, [sum(rows) for rows in asked]) if experts.etp > 1 else None
-        return Metadata(found.slots(sum(sent)), sent, received, parts, groups)
+        parts = Parts.of(experts, [sum(rows) for rows in rows_from_Pe]) if etp > 1 else None
+        return Metadata(choices.slots(sum(sent)), sent, received, parts, groups)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, expert), and its weight."""
         metadata: Metadata = plan.detail
-        sent, received, slots, group = metadata.sent, metadata.received, metadata.slots, self.experts.group
-        tensors = [x_TD, weights_of(weights_TK, slots.slot_R)]
-        return exchange(tensors, sent, received, group, codec=self.codec, rows=slots.rows, detail=plan)
+        slots = metadata.slots
+        # Tokens (T, D) -> rows (N, D), by ``rows``; weights (T, K) -> (N)
+        return exchange(
+            [x_TD, weights_of(weights_TK, slots.slot_R)],
+            metadata.sent,
+            metadata.received,
+            self.experts.group,
+            codec=self.codec,
+            rows=slots.rows,
+            detail=plan,
+        )
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same plan."""
@@ -121,17 +143,22 @@ class AllToAllDispatcher(Dispatcher):
         """Regroup the received rows by expert."""
         plan: DispatchPlan = pending.detail
         metadata: Metadata = plan.detail
+        # (N, D) and (N), in order of source rank
         rows_ND, weights_N = finish(pending)
         if metadata.parts is not None:
+            # -> rows of all parts, in order (part, source rank)
             rows_ND, weights_N = metadata.parts.share([rows_ND, weights_N], self.codec)
+        # -> (R, D) and (R), grouped by expert
         batch = ExpertBatch.of(metadata.regroup(rows_ND, weights_N), metadata.groups, metadata.stats)
         return batch, DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Send rows back in the order in which they arrived."""
         metadata: Metadata = handle.plan.detail
+        # (R, D), grouped by expert -> (N, D), in order (part, source rank)
         rows_ND = metadata.restore(rows_RD)
         if metadata.parts is not None:
+            # -> rows of this rank's part, each the sum over the parts
             rows_ND = metadata.parts.add_up(rows_ND)
         return exchange([rows_ND], metadata.received, metadata.sent, self.experts.group, detail=metadata)
 
@@ -139,4 +166,5 @@ class AllToAllDispatcher(Dispatcher):
         """Add up each token's rows."""
         metadata: Metadata = pending.detail
         (rows_ND,) = finish(pending)
+        # (N, D) -> (T, D)
         return gather_sum(rows_ND, metadata.slots.rows)

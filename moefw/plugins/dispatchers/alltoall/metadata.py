@@ -32,21 +32,27 @@ class Parts:
     def of(cls, experts: ExpertGroup, rows_from: Sequence[int]) -> Parts:
         """Return the hop, given the number of rows that each rank sends for this rank's experts."""
         etp = experts.etp
-        part, first = experts.rank % etp, experts.rank // etp * etp
+        part = experts.rank % etp
+        first = experts.rank - part
+        # In the first hop, the rows of a source rank land on the rank that holds the source's part.
         landed = [sum(rows_from[p::etp]) for p in range(etp)]
-        sent, received = [0] * experts.size, [0] * experts.size
+        sent = [0] * experts.size
+        received = [0] * experts.size
         for p in range(etp):
-            sent[first + p], received[first + p] = landed[part], landed[p]
+            sent[first + p] = landed[part]
+            received[first + p] = landed[p]
         return cls(experts.group, etp, sent, received)
 
     def share(self, rows: Sequence[Tensor], codec: Codec | None) -> tuple[Tensor, ...]:
         """Return the rows that arrived at each part, in order of parts. Differentiable."""
+        # A copy for each part, of all rows that landed here.
         copies = [tensor.repeat(self.etp, *[1] * (tensor.dim() - 1)) for tensor in rows]
         return finish(exchange(copies, self.sent, self.received, self.group, codec=codec))
 
     def add_up(self, rows_ND: Tensor) -> Tensor:
         """Return the rows that arrived here, summed over the parts. Differentiable."""
         (copies,) = finish(exchange([rows_ND], self.received, self.sent, self.group))
+        # (etp * N, D) -> (N, D)
         return copies.view(self.etp, -1, *rows_ND.shape[1:]).sum(0)
 
 
@@ -54,7 +60,8 @@ class Parts:
 class Metadata:
     """Rows sent, in order (rank, expert, token), and how received rows are regrouped.
 
-    ``parts`` is the second hop, to the ranks that hold other parts of the same experts; None where experts are whole.
+    ``groups`` is an ``Arrival`` under a budget, where rows that are not valid arrive too, else ``Groups``. ``parts`` is
+    the second hop, to the ranks that hold other parts of the same experts; None where experts are whole.
     """
 
     slots: Slots
@@ -67,9 +74,13 @@ class Metadata:
     def regroup(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return received rows and their weights in groups. Differentiable."""
         groups = self.groups
-        return groups.expand(rows_ND, weights_N) if isinstance(groups, Arrival) else groups.regroup(rows_ND, weights_N)
+        if isinstance(groups, Arrival):
+            return groups.expand(rows_ND, weights_N)
+        return groups.regroup(rows_ND, weights_N)
 
     def restore(self, rows_RD: Tensor) -> Tensor:
         """Return grouped rows in the order in which they arrived. Differentiable."""
         groups = self.groups
-        return groups.reduce(rows_RD) if isinstance(groups, Arrival) else groups.restore(rows_RD)
+        if isinstance(groups, Arrival):
+            return groups.reduce(rows_RD)
+        return groups.restore(rows_RD)

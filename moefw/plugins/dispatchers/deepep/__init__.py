@@ -40,17 +40,24 @@ class DeepEP(CallsLibrary):
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
         """Return also the problem of ``grouped`` without the library."""
-        found = [*super().check(site)]
+        problems = [*super().check(site)]
         if self.grouped and self.backend == "torch":
-            what = "grouped lets the library group rows, in any order; backend: torch groups them itself, in order."
-            found.append(moefw.Problem(what, "Leave grouped out, or use backend: library.", "grouped"))
-        return found
+            problems.append(
+                moefw.Problem(
+                    "grouped lets the library group rows, in any order; backend: torch groups them itself, in order.",
+                    "Leave grouped out, or use backend: library.",
+                    "grouped",
+                )
+            )
+        return problems
 
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
         """Return a problem if no buffer supports the layer, or not the one that groups rows."""
         sizes = site.layout.sizes
         shape = Shape.of(site.dims, ep=sizes["ep"], etp=sizes["etp"])
-        return (grouped_limits if self.grouped else limits)(shape, max_tokens=self.max_tokens)
+        if self.grouped:
+            return grouped_limits(shape, max_tokens=self.max_tokens)
+        return limits(shape, max_tokens=self.max_tokens)
 
     def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
         """Return the dispatcher of this process.

@@ -26,9 +26,11 @@ class BufferWire(Wire):
     def __init__(self, module: Any, experts: ExpertGroup, shape: Shape) -> None:
         self.num_experts = shape.num_experts
         self.ids_dtype = getattr(module, "topk_idx_t", torch.int64)
-        kind, ranks, row_bytes = module.Buffer, shape.ranks, BF16_BYTES * shape.model_dim
-        configs = [kind.get_dispatch_config(ranks), kind.get_combine_config(ranks)]
-        self.buffer = kind(
+        buffer_class = module.Buffer
+        ranks = shape.ranks
+        row_bytes = BF16_BYTES * shape.model_dim
+        configs = [buffer_class.get_dispatch_config(ranks), buffer_class.get_combine_config(ranks)]
+        self.buffer = buffer_class(
             experts.group,
             num_nvl_bytes=max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs),
             num_rdma_bytes=max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs),
@@ -54,23 +56,29 @@ class BufferWire(Wire):
 
     def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
         """Dispatch along a handle. A cached dispatch carries no weights: a second one carries their bits as rows."""
-        received, works = self._again(sent[0], handle)
+        rows_ND, rows_work = self._send_rows(sent[0], handle)
         if len(sent) == 1:
-            return [received], works
-        k = sent[1].shape[1]
-        as_rows = torch.nn.functional.pad(sent[1], (0, -k % WEIGHTS_MULTIPLE)).view(torch.bfloat16)
-        bits, more = self._again(as_rows, handle)
-        return [received, bits.view(torch.float32)[:, :k].detach()], [*works, *more]
+            return [rows_ND], [rows_work]
+        weights_TK = sent[1]
+        k = weights_TK.shape[1]
+        # (T, K) fp32 -> (T, 2 * K') bf16, the same bits
+        as_rows = torch.nn.functional.pad(weights_TK, (0, -k % WEIGHTS_MULTIPLE)).view(torch.bfloat16)
+        bits, weights_work = self._send_rows(as_rows, handle)
+        # -> (N, K) fp32
+        weights_NK = bits.view(torch.float32)[:, :k].detach()
+        return [rows_ND, weights_NK], [rows_work, weights_work]
 
-    def _again(self, x_TD: Tensor, handle: Any) -> tuple[Tensor, list[Work]]:
+    def _send_rows(self, x_TD: Tensor, handle: Any) -> tuple[Tensor, Work]:
+        """Start a dispatch of rows along a handle; return the rows that arrive, and the work to wait for."""
         received, _, _, _, _, event = self.buffer.dispatch(x_TD, handle=handle, async_finish=True)
-        return received, [EventWork(event)]
+        return received, EventWork(event)
 
     def send_back(self, sent: Sequence[Tensor], handle: Any) -> Moved:
         """Combine rows, and with them gradients of the weights if given."""
         weights_NK = sent[1] if len(sent) > 1 else None
         out_TD, out_TK, event = self.buffer.combine(sent[0], handle, topk_weights=weights_NK, async_finish=True)
-        return [out_TD] if weights_NK is None else [out_TD, out_TK], [EventWork(event)]
+        results = [out_TD] if weights_NK is None else [out_TD, out_TK]
+        return results, [EventWork(event)]
 
     def close(self) -> None:
         """Destroy the buffer."""

@@ -27,7 +27,8 @@ class Elastic(Wire):
     """How each dispatch lays out the rows that arrive, with and without a handle."""
 
     def __init__(self, module: Any, experts: ExpertGroup, shape: Shape, *, max_tokens: int) -> None:
-        self.num_experts, self.max_tokens = shape.num_experts, max_tokens
+        self.num_experts = shape.num_experts
+        self.max_tokens = max_tokens
         self.ids_dtype = getattr(module, "topk_idx_t", torch.int64)
         self.buffer = module.ElasticBuffer(
             experts.group,
@@ -38,25 +39,27 @@ class Elastic(Wire):
             explicitly_destroy=True,
         )
 
-    def dispatched(self, x_TD: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor, Any, EventWork]:
-        """Return rows, ids, weights, handle and work of a dispatch.
+    def dispatched(self, x_TD: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Any, EventWork]:
+        """Return rows, ids, weights, handle and work of a dispatch. ``options`` are those of the library.
 
         Raises ContractError where this rank has more tokens than the buffer was created for.
         """
         if len(x_TD) > self.max_tokens:
-            what = f"a rank sends {len(x_TD)} tokens; DeepEP's buffer was made for max_tokens: {self.max_tokens}."
-            raise moefw.ContractError(what, "Set max_tokens to the most tokens of any rank and micro-batch.")
-        *received, event = self.buffer.dispatch(
-            x_TD, num_experts=self.num_experts, async_with_compute_stream=True, **self.layout, **given
+            raise moefw.ContractError(
+                f"a rank sends {len(x_TD)} tokens; DeepEP's buffer was made for max_tokens: {self.max_tokens}.",
+                "Set max_tokens to the most tokens of any rank and micro-batch.",
+            )
+        rows, ids, weights, handle, event = self.buffer.dispatch(
+            x_TD, num_experts=self.num_experts, async_with_compute_stream=True, **self.layout, **options
         )
-        rows, ids, weights, handle = received
         return rows, ids, weights, handle, EventWork(event)
 
     def send_again(self, sent: Sequence[Tensor], handle: Any) -> Moved:
         """Dispatch along a handle, with the weights if there are any."""
         weights_TK = sent[1] if len(sent) > 1 else None
         rows, _, weights, _, work = self.dispatched(sent[0], topk_weights=weights_TK, handle=handle)
-        return [rows] if weights_TK is None else [rows, weights], [work]
+        results = [rows] if weights_TK is None else [rows, weights]
+        return results, [work]
 
     def send_back(self, sent: Sequence[Tensor], handle: Any) -> Moved:
         """Combine rows, and with them gradients of the weights if given."""
@@ -64,7 +67,8 @@ class Elastic(Wire):
         out_TD, out_TK, event = self.buffer.combine(
             sent[0], handle, topk_weights=weights, async_with_compute_stream=True
         )
-        return [out_TD] if weights is None else [out_TD, out_TK], [EventWork(event)]
+        results = [out_TD] if weights is None else [out_TD, out_TK]
+        return results, [EventWork(event)]
 
     def close(self) -> None:
         """Destroy the buffer."""

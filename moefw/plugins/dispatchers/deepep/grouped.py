@@ -42,15 +42,18 @@ class GroupedWire(Elastic):
 
 def in_groups(handle: Any, choices: Choices) -> Expansion:
     """Return the expansion of grouped rows: none, or padding to a capacity. The host knows the sizes already."""
-    sizes, counts_e = handle.num_recv_tokens_per_expert_list, handle.num_unaligned_recv_tokens_per_expert
+    sizes = handle.num_recv_tokens_per_expert_list
+    counts_e = handle.num_unaligned_recv_tokens_per_expert
     if choices.capacity:
         groups = group_chunks([sizes], choices.alignment, counts_e.device, capacity=choices.capacity)
     else:
-        groups = Groups(None, tuple(sizes), counts_e, _aligned(handle.psum_num_recv_tokens_per_expert, choices))
+        ends_e = _aligned(handle.psum_num_recv_tokens_per_expert, choices.alignment)
+        groups = Groups(None, tuple(sizes), counts_e, ends_e)
     return Expansion(groups, groups.regroup, groups.restore)
 
 
-def _aligned(ends_e: Tensor, choices: Choices) -> Tensor:
-    """Return where groups end, given where their valid rows end."""
-    alignment = choices.alignment
-    return ends_e if alignment == 1 else (ends_e + (alignment - 1)) // alignment * alignment
+def _aligned(ends_e: Tensor, alignment: int) -> Tensor:
+    """Return where groups end, given where their valid rows end. Each group begins at a multiple of ``alignment``."""
+    if alignment == 1:
+        return ends_e
+    return (ends_e + (alignment - 1)) // alignment * alignment

@@ -1,6 +1,6 @@
 """Rank-deduplicated dispatch through the DeepEP library. A wire says how received rows become rows of experts.
 
-Data known only after the dispatch (the library's handle, that expansion) is kept in the movement and its handle.
+Data known only after the dispatch (the library's handle, the expansion of rows) is kept in the movement and its handle.
 Shapes: legend in :mod:`moefw.core.stages`.
 """
 
@@ -76,36 +76,46 @@ class LibraryDeepEP(Dispatcher):
     def __init__(
         self, experts: ExpertGroup, wire: Wire, *, row_alignment: int, key_columns: int, codec: Codec | None = None
     ) -> None:
-        self.experts, self.wire, self.row_alignment, self.key_columns = experts, wire, row_alignment, key_columns
+        self.experts = experts
+        self.wire = wire
+        self.row_alignment = row_alignment
+        self.key_columns = key_columns
         self.codec = codec
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
         """Number the experts as the library does. Its dispatch exchanges the counts: ``counts`` is unused."""
-        experts, ids_TK = self.experts, routing.expert_ids_TK
-        theirs_TK = experts.parts(ids_TK).to(self.wire.ids_dtype).contiguous()
+        experts = self.experts
+        ids_TK = routing.expert_ids_TK
+        capacity = 0
+        if routing.capacity is not None:
+            capacity = self._sum_over_ranks(routing.capacity, ids_TK.device)
         choices = Choices(
-            ids_TK=theirs_TK,
+            # (T, K) -> (T, K * etp): each part of an expert is an expert to the library
+            ids_TK=experts.parts(ids_TK).to(self.wire.ids_dtype).contiguous(),
             local_experts=experts.local_experts,
             alignment=self.row_alignment,
-            capacity=0 if routing.capacity is None else self._sum(routing.capacity, ids_TK.device),
+            capacity=capacity,
         )
         return DispatchPlan(detail=choices)
 
-    def _sum(self, capacity: int, device: torch.device) -> int:
-        total = torch.full((), capacity, device=device)
-        dist.all_reduce(total, group=self.experts.group)
-        found: int = on_host(total)[0]
-        return found
+    def _sum_over_ranks(self, capacity: int, device: torch.device) -> int:
+        """Return the sum of the ranks' capacities. The host waits."""
+        on_device = torch.full((), capacity, device=device)
+        dist.all_reduce(on_device, group=self.experts.group)
+        total: int = on_host(on_device)[0]
+        return total
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send each token once to each rank. The host waits for the number of rows; the stream does not wait."""
         trip = _Trip(plan)
 
         def send(sent: Sequence[Tensor]) -> Moved:
+            # (T, D) and (T, K) -> a row for each (token, rank): (N, D) and (N, K), or as the library groups them
             arrived = self.wire.send(sent[0], sent[1], plan.detail)
-            trip.handle, trip.expansion = arrived.handle, arrived.expansion
+            trip.handle = arrived.handle
+            trip.expansion = arrived.expansion
             return [arrived.rows, arrived.weights], [arrived.work]
 
         def send_back(grads: Sequence[Tensor]) -> Moved:
@@ -116,19 +126,25 @@ class LibraryDeepEP(Dispatcher):
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send along the handle. No ids or counts are sent, and the host does not wait."""
         metadata: _Metadata = handle.detail
-
-        there, back = (
-            partial(self.wire.send_again, handle=metadata.handle),
-            partial(self.wire.send_back, handle=metadata.handle),
-        )
         trip = _Trip(handle.plan, metadata.handle, expansion=lambda: metadata.expansion)
-        return start(self._sent(x_TD, weights_TK), forward=there, dual=back, codec=self.codec, detail=trip)
+        return start(
+            self._sent(x_TD, weights_TK),
+            forward=partial(self.wire.send_again, handle=metadata.handle),
+            dual=partial(self.wire.send_back, handle=metadata.handle),
+            codec=self.codec,
+            detail=trip,
+        )
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor) -> list[Tensor]:
+        """Return tokens and weights as the library takes them: a weight for each part of an expert, ``(T, K * etp)``.
+
+        Raises ContractError for tokens that are not bf16.
+        """
         if x_TD.dtype is not torch.bfloat16:
             raise moefw.ContractError(f"DeepEP moves bf16 rows; these are {x_TD.dtype}.", "Use precision: {use: bf16}.")
-        etp = self.experts.etp
-        return [x_TD, weights_TK if etp == 1 else weights_TK.repeat_interleave(etp, 1)]
+        if self.experts.etp > 1:
+            weights_TK = weights_TK.repeat_interleave(self.experts.etp, 1)
+        return [x_TD, weights_TK]
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Expand the received rows to one row per (row, local expert), unless the library has done so."""
@@ -137,17 +153,18 @@ class LibraryDeepEP(Dispatcher):
         assert trip.expansion is not None
         expansion = trip.expansion()
         handle = DispatchHandle(plan=trip.plan, detail=_Metadata(trip.handle, expansion))
+        # -> (R, D) and (R), grouped by expert
         return ExpertBatch.of(expansion.expand(rows, weights), expansion.groups), handle
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each token over its local experts, and send back one row per (token, rank)."""
         metadata: _Metadata = handle.detail
-
-        there, back = (
-            partial(self.wire.send_back, handle=metadata.handle),
-            partial(self.wire.send_again, handle=metadata.handle),
+        # (R, D) -> (N, D), which the library adds up to (T, D)
+        return start(
+            [metadata.expansion.reduce(rows_RD)],
+            forward=partial(self.wire.send_back, handle=metadata.handle),
+            dual=partial(self.wire.send_again, handle=metadata.handle),
         )
-        return start([metadata.expansion.reduce(rows_RD)], forward=there, dual=back)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Wait. The library has added up each token over its ranks."""

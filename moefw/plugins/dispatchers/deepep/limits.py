@@ -56,72 +56,88 @@ class Shape:
 
 def buffer_limits(shape: Shape) -> list[str]:
     """Return the reasons why ``Buffer`` (V1) does not support a layer; empty if it does."""
-    found = _top_k(shape)
+    reasons = _top_k(shape)
     if shape.ranks not in BUFFER_RANKS:
-        found.append(f"it runs on {', '.join(map(str, BUFFER_RANKS))} ranks, not {shape.ranks}")
+        reasons.append(f"it runs on {', '.join(map(str, BUFFER_RANKS))} ranks, not {shape.ranks}")
     nodes = -(-shape.ranks // NODE_RANKS)
     if nodes == 1:
         if shape.model_dim % 16:
-            found.append(f"it moves rows in halves of 16 bytes: model.dim is a multiple of 16, not {shape.model_dim}")
+            reasons.append(f"it moves rows in halves of 16 bytes: model.dim is a multiple of 16, not {shape.model_dim}")
         if shape.model_dim > BUFFER_MAX_DIM:
-            found.append(f"half a row fits 8192 bytes: model.dim is at most {BUFFER_MAX_DIM}, not {shape.model_dim}")
+            reasons.append(f"half a row fits 8192 bytes: model.dim is at most {BUFFER_MAX_DIM}, not {shape.model_dim}")
         if shape.local_experts > BUFFER_MAX_LOCAL_EXPERTS:
-            found.append(f"a rank holds at most {BUFFER_MAX_LOCAL_EXPERTS} experts, not {shape.local_experts}")
-        return found
+            reasons.append(f"a rank holds at most {BUFFER_MAX_LOCAL_EXPERTS} experts, not {shape.local_experts}")
+        return reasons
     row_bytes = -(-(2 * shape.model_dim + 8 + 8 * shape.top_k) // 16) * 16
     if shape.model_dim % 256:
-        found.append(f"between nodes it moves 512 bytes a warp: model.dim is a multiple of 256, not {shape.model_dim}")
+        reasons.append(
+            f"between nodes it moves 512 bytes a warp: model.dim is a multiple of 256, not {shape.model_dim}"
+        )
     if row_bytes > BUFFER_MAX_ROW_BYTES:
-        found.append(f"a row and its choices are at most {BUFFER_MAX_ROW_BYTES} bytes between nodes, not {row_bytes}")
+        reasons.append(f"a row and its choices are at most {BUFFER_MAX_ROW_BYTES} bytes between nodes, not {row_bytes}")
     if shape.local_experts * NODE_RANKS > BUFFER_MAX_NODE_EXPERTS:
-        each = BUFFER_MAX_NODE_EXPERTS // NODE_RANKS
-        found.append(f"between nodes a rank holds at most {each} experts, not {shape.local_experts}")
+        most = BUFFER_MAX_NODE_EXPERTS // NODE_RANKS
+        reasons.append(f"between nodes a rank holds at most {most} experts, not {shape.local_experts}")
     if min(shape.top_k, nodes) > MAX_NODES_A_TOKEN:
-        found.append(
+        reasons.append(
             f"a token reaches at most {MAX_NODES_A_TOKEN} nodes; top-{shape.top_k} over {nodes} may reach more"
         )
-    return found
+    return reasons
 
 
 def elastic_limits(shape: Shape, *, max_tokens: int | None) -> list[str]:
     """Return the reasons why ``ElasticBuffer`` (V2) does not support a layer; empty if it does."""
-    found = _top_k(shape)
+    reasons = _top_k(shape)
     if shape.model_dim % ELASTIC_DIM_MULTIPLE:
-        found.append(f"combine wants model.dim to be a multiple of {ELASTIC_DIM_MULTIPLE}, not {shape.model_dim}")
+        reasons.append(f"combine wants model.dim to be a multiple of {ELASTIC_DIM_MULTIPLE}, not {shape.model_dim}")
     if shape.ranks > ELASTIC_MAX_RANKS:
-        found.append(f"it runs on at most {ELASTIC_MAX_RANKS} ranks, not {shape.ranks}")
+        reasons.append(f"it runs on at most {ELASTIC_MAX_RANKS} ranks, not {shape.ranks}")
     if shape.num_experts > ELASTIC_MAX_EXPERTS:
-        found.append(f"it knows at most {ELASTIC_MAX_EXPERTS} experts, not {shape.num_experts}")
+        reasons.append(f"it knows at most {ELASTIC_MAX_EXPERTS} experts, not {shape.num_experts}")
     if shape.local_experts > ELASTIC_MAX_LOCAL_EXPERTS:
-        found.append(f"a rank holds at most {ELASTIC_MAX_LOCAL_EXPERTS} experts, not {shape.local_experts}")
+        reasons.append(f"a rank holds at most {ELASTIC_MAX_LOCAL_EXPERTS} experts, not {shape.local_experts}")
     if max_tokens is None:
-        found.append("it is sized by the most tokens that any rank ever sends: set max_tokens")
-    return found
+        reasons.append("it is sized by the most tokens that any rank ever sends: set max_tokens")
+    return reasons
 
 
 def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem]:
     """Return a problem if neither buffer of the library supports a layer."""
     if shape.ranks == 1:
         return []
-    buffer, elastic = buffer_limits(shape), elastic_limits(shape, max_tokens=max_tokens)
+    buffer = buffer_limits(shape)
+    elastic = elastic_limits(shape, max_tokens=max_tokens)
     if not buffer or not elastic:
         return []
-    what = (
-        f"the DeepEP library cannot carry this layer. Buffer: {'; '.join(buffer)}. ElasticBuffer: {'; '.join(elastic)}."
-    )
-    return [moefw.Problem(what, "Use sizes within these limits, or backend: torch.", "backend")]
+    return [
+        moefw.Problem(
+            f"the DeepEP library cannot carry this layer. Buffer: {'; '.join(buffer)}. "
+            f"ElasticBuffer: {'; '.join(elastic)}.",
+            "Use sizes within these limits, or backend: torch.",
+            "backend",
+        )
+    ]
 
 
 def grouped_limits(shape: Shape, *, max_tokens: int | None) -> list[moefw.Problem]:
     """Return a problem if ``ElasticBuffer``, which alone groups rows by expert, does not support a layer."""
-    found = [] if shape.ranks == 1 else elastic_limits(shape, max_tokens=max_tokens)
-    if not found:
+    if shape.ranks == 1:
         return []
-    what = f"DeepEP's ElasticBuffer, which alone groups rows by expert, cannot carry this layer: {'; '.join(found)}."
-    return [moefw.Problem(what, "Use sizes within these limits, or leave grouped out.", "grouped")]
+    reasons = elastic_limits(shape, max_tokens=max_tokens)
+    if not reasons:
+        return []
+    return [
+        moefw.Problem(
+            "DeepEP's ElasticBuffer, which alone groups rows by expert, cannot carry this layer: "
+            f"{'; '.join(reasons)}.",
+            "Use sizes within these limits, or leave grouped out.",
+            "grouped",
+        )
+    ]
 
 
 def _top_k(shape: Shape) -> list[str]:
+    """Return the reason why neither buffer supports a layer's top-k; empty if both do."""
     if shape.top_k <= MAX_TOP_K:
         return []
     return [f"a warp's lane holds a choice: top-k (times etp) is at most {MAX_TOP_K}, not {shape.top_k}"]

@@ -23,6 +23,7 @@ NEEDED = {
     "Buffer": ("get_dispatch_config", "get_combine_config", "get_dispatch_layout", "dispatch", "combine", "destroy"),
     "ElasticBuffer": ("dispatch", "combine", "destroy"),
 }
+"""Methods that are called of each class."""
 GROUPING = ("do_expand", "do_zero_padding", "expert_alignment")
 """Arguments of a ``dispatch`` that groups rows."""
 
@@ -32,32 +33,34 @@ def library() -> Any:
     try:
         return importlib.import_module(PACKAGE)
     except (ImportError, AssertionError, OSError) as error:
-        said = " ".join(str(error).split())
-        raise moefw.PlanError(f"deepep's backend: library cannot import {PACKAGE}: {said}.", INSTALL) from error
+        message = " ".join(str(error).split())
+        raise moefw.PlanError(f"deepep's backend: library cannot import {PACKAGE}: {message}.", INSTALL) from error
 
 
 def choose(module: Any, shape: Shape, *, max_tokens: int | None, grouped: bool = False) -> str:
     """Return the name of the class to use. Raises PlanError where no class of the module supports the layer."""
-    why = {} if grouped else {"Buffer": buffer_limits(shape)}
-    why["ElasticBuffer"] = elastic_limits(shape, max_tokens=max_tokens)
-    for name in why:
-        if missing := _missing(getattr(module, name, None), name, grouped=grouped):
-            why[name] = [f"the installed {PACKAGE} lacks {', '.join(missing)}"]
-        if not why[name]:
+    # The reasons against each class, in order of preference.
+    reasons = {} if grouped else {"Buffer": buffer_limits(shape)}
+    reasons["ElasticBuffer"] = elastic_limits(shape, max_tokens=max_tokens)
+    for name in reasons:
+        missing = _missing(getattr(module, name, None), name, grouped=grouped)
+        if missing:
+            reasons[name] = [f"the installed {PACKAGE} lacks {', '.join(missing)}"]
+        if not reasons[name]:
             return name
-    what = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in why.items())
-    raise moefw.PlanError(f"the installed {PACKAGE} cannot carry this layer. {what}.", INSTALL)
+    listed = "; ".join(f"{name}: {', '.join(of_class)}" for name, of_class in reasons.items())
+    raise moefw.PlanError(f"the installed {PACKAGE} cannot carry this layer. {listed}.", INSTALL)
 
 
-def _missing(kind: Any, name: str, *, grouped: bool) -> list[str]:
-    """Return what of a class the installed module lacks: the class, methods of it, or arguments."""
-    if kind is None:
+def _missing(buffer_class: Any, name: str, *, grouped: bool) -> list[str]:
+    """Return what the installed module lacks: the class, methods of it, or arguments of its ``dispatch``."""
+    if buffer_class is None:
         return [name]
-    missing = [method for method in NEEDED[name] if not hasattr(kind, method)]
+    missing = [method for method in NEEDED[name] if not hasattr(buffer_class, method)]
     if missing or not grouped:
         return missing
-    given = inspect.signature(kind.dispatch).parameters
-    return [f"{name}.dispatch({word}=)" for word in GROUPING if word not in given]
+    arguments = inspect.signature(buffer_class.dispatch).parameters
+    return [f"{name}.dispatch({argument}=)" for argument in GROUPING if argument not in arguments]
 
 
 def open_wire(experts: ExpertGroup, shape: Shape, *, max_tokens: int | None = None, grouped: bool = False) -> Wire:
@@ -82,4 +85,6 @@ def open_wire(experts: ExpertGroup, shape: Shape, *, max_tokens: int | None = No
     if choose(module, shape, max_tokens=max_tokens, grouped=grouped) == "Buffer":
         return BufferWire(module, experts, shape)
     assert max_tokens is not None
-    return (GroupedWire if grouped else ElasticWire)(module, experts, shape, max_tokens=max_tokens)
+    if grouped:
+        return GroupedWire(module, experts, shape, max_tokens=max_tokens)
+    return ElasticWire(module, experts, shape, max_tokens=max_tokens)

@@ -37,7 +37,9 @@ class TorchDeepEP(Dispatcher):
     """Dispatch exchanges rows and weights, combine only rows; ``plan`` exchanges counts and each row's expert ids."""
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
-        self.experts, self.row_alignment, self.codec = experts, row_alignment, codec
+        self.experts = experts
+        self.row_alignment = row_alignment
+        self.codec = codec
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
@@ -46,31 +48,43 @@ class TorchDeepEP(Dispatcher):
 
         The host waits once.
         """
-        experts, ids_TK, capacity = self.experts, routing.expert_ids_TK, routing.capacity or 0
-        found = sort_choices(distinct(experts.owners(ids_TK)), experts.size)
+        experts = self.experts
+        ids_TK = routing.expert_ids_TK
+        # (T, K) -> the ranks of each token, each once -> rows in order (rank, token), their number by rank (P)
+        to_ranks = sort_choices(distinct(experts.owners(ids_TK)), experts.size)
+        # A line goes to each rank, (P, 2 + e): the rows for it, the choices of each of its experts, our capacity.
         counts_Pe = by_rank(count_ids(ids_TK, experts.num_experts), experts)
-        offered = F.pad(torch.cat([found.counts.unsqueeze(1), counts_Pe], 1), (0, 1), value=capacity)
+        lines_to_P = F.pad(torch.cat([to_ranks.counts.unsqueeze(1), counts_Pe], 1), (0, 1), value=routing.capacity or 0)
         ones = [1] * experts.size
-        sent, asked = on_host(found.counts, exchange_now(offered, ones, ones, experts.group))
-        received, *arriving_e, capacities = zip(*asked, strict=True)
-        slots = found.slots(sum(sent))
+        sent, lines_from = on_host(to_ranks.counts, exchange_now(lines_to_P, ones, ones, experts.group))
+        received = [line[0] for line in lines_from]
+        choices_Pe = [line[1:-1] for line in lines_from]
+        # The ids of the rows that arrive, as numbers of this rank's experts: (N, K)
+        slots = to_ranks.slots(sum(sent))
         ids_NK = ids_TK.index_select(0, slots.rows.token_R).to(torch.int32)
         local_NK = exchange_now(ids_NK, sent, received, experts.group).long() - experts.first_expert
         arrival = arrange(
             local_NK,
             experts.local_experts,
             alignment=self.row_alignment,
-            capacity=sum(capacities),
-            counts=[sum(of_ranks) for of_ranks in arriving_e],
+            capacity=sum(line[-1] for line in lines_from),
+            counts=[sum(choices_P) for choices_P in zip(*choices_Pe, strict=True)],
         )
         return DispatchPlan(detail=_Metadata(slots.rows, sent, received, arrival))
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, rank), and the weights of all its choices."""
         metadata: _Metadata = plan.detail
-        tensors = [x_TD, weights_TK.index_select(0, metadata.rows.token_R)]
-        sent, received, group = metadata.sent, metadata.received, self.experts.group
-        return exchange(tensors, sent, received, group, codec=self.codec, rows=metadata.rows, detail=plan)
+        # Tokens (T, D) -> rows (N, D), by ``rows``; weights (T, K) -> (N, K)
+        return exchange(
+            [x_TD, weights_TK.index_select(0, metadata.rows.token_R)],
+            metadata.sent,
+            metadata.received,
+            self.experts.group,
+            codec=self.codec,
+            rows=metadata.rows,
+            detail=plan,
+        )
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same plan."""
@@ -81,17 +95,19 @@ class TorchDeepEP(Dispatcher):
         plan: DispatchPlan = pending.detail
         arrival: Arrival = plan.detail.arrival
         rows_ND, weights_NK = finish(pending)
+        # (N, D) and (N, K) -> (R, D) and (R), grouped by expert
         return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each received row over its local experts, and send back one row per (token, rank)."""
         metadata: _Metadata = handle.plan.detail
-        return exchange(
-            [metadata.arrival.reduce(rows_RD)], metadata.received, metadata.sent, self.experts.group, detail=metadata
-        )
+        # (R, D) -> (N, D)
+        partial_ND = metadata.arrival.reduce(rows_RD)
+        return exchange([partial_ND], metadata.received, metadata.sent, self.experts.group, detail=metadata)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Add up each token over its ranks."""
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
+        # (N, D) -> (T, D)
         return gather_sum(rows_ND, metadata.rows)

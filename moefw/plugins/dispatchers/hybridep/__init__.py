@@ -45,24 +45,30 @@ class HybridEP(CallsLibrary, SetsBudget):
         """Return also the problem of uneven nodes."""
         return [*super().check(site), *self._uneven(site.layout, site.ranks_per_node)]
 
-    def _uneven(self, layout: LayoutPlan, each: int | None) -> list[moefw.Problem]:
-        """Return a problem where an expert-parallel group is spread unevenly over nodes of ``each`` ranks."""
-        if each is None:
+    def _uneven(self, layout: LayoutPlan, node_ranks: int | None) -> list[moefw.Problem]:
+        """Return a problem where an expert-parallel group is spread unevenly over nodes of ``node_ranks`` ranks."""
+        if node_ranks is None:
             return []
         groups = {layout.group(rank, ("ep", "etp")) for rank in range(layout.world)}
-        problems = (uneven_nodes([rank // each for rank in group]) for group in sorted(groups))
-        return [problem for problem in problems if problem][:1]
+        for group in sorted(groups):
+            problem = uneven_nodes([rank // node_ranks for rank in group])
+            if problem is not None:
+                return [problem]
+        return []
 
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
         """Return the problems of the layer and, if the spec gives it, of its ranks per node. Empty for uneven nodes."""
         if self._uneven(site.layout, site.ranks_per_node):
             return []
-        first, each = site.layout.group(0, ("ep", "etp")), site.ranks_per_node
+        group = site.layout.group(0, ("ep", "etp"))
+        node_ranks = None
+        if site.ranks_per_node is not None:
+            node_ranks = ranks_per_node([rank // site.ranks_per_node for rank in group])
         shape = Shape(
             model_dim=site.dims.model_dim,
             local_experts=site.dims.num_experts // site.layout.sizes["ep"],
-            ranks=len(first),
-            node_ranks=None if each is None else ranks_per_node([rank // each for rank in first]),
+            ranks=len(group),
+            node_ranks=node_ranks,
         )
         return limits(shape, max_tokens=self.max_tokens)
 

@@ -1,6 +1,7 @@
 """The two hops of a hierarchical dispatch: to the nodes, and inside a node to the ranks.
 
-Shapes: legend in :mod:`moefw.core.stages`; ``M`` nodes, ``G`` ranks per node, ``N`` rows that arrive.
+Shapes: legend in :mod:`moefw.core.stages`; ``M`` nodes, ``G`` ranks per node, ``N`` rows that arrive; ``N'`` rows that
+land here, on their way to the ranks of this node.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Hop:
         detail: object = None,
     ) -> Pending:
         """Start sending the rows, each with the weights of all its choices. Differentiable."""
+        # Tokens (T, D) -> rows (N, D), by ``rows``; weights (T, K) -> (N, K)
         tensors = [x_TD, weights_TK.index_select(0, self.rows.token_R)]
         return exchange(tensors, self.sent, self.received, group, codec=codec, rows=self.rows, detail=detail)
 
@@ -53,17 +55,22 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Values exchanged along both hops: the sum of the ranks' capacities per expert, and their largest token count."""
+class Agreed:
+    """Values on which the ranks agree: the sum of their capacities per expert, and the most tokens that one has.
+
+    Of one rank alone: its own capacity and number of tokens.
+    """
 
     capacity: int
-    longest: int
+    most_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Way:
-    """The hops of one movement: ``sources_N`` is the rank each arriving row comes from, ``counts`` how many rows each
-    of this rank's experts gets.
+class Hops:
+    """The hops of one movement: over the network to each node, then in the node to each rank.
+
+    ``arrived_NK``: the expert ids of the rows that arrive here, ``sources_N`` the rank that each of them comes from.
+    ``counts``: how many rows each of this rank's experts gets.
     """
 
     network: Hop
@@ -71,53 +78,77 @@ class Way:
     arrived_NK: Tensor
     sources_N: Tensor
     counts: Sequence[int]
-    told: Told
+    agreed: Agreed
 
 
-def find_way(experts: ExpertGroup, node_size: int, ids_TK: Tensor, own: Told) -> Way:
+def plan_hops(experts: ExpertGroup, node_size: int, ids_TK: Tensor, own: Agreed) -> Hops:
     """Return the hops of the choices of all ranks, and the ids that arrive. The host waits once. Collective.
 
     A token for another node arrives there at the rank with the sender's position. The numbers of rows of both hops are
     exchanged first, all on the device. Rows of the second hop are in order (source node, token).
     """
-    num_nodes, position = experts.size // node_size, experts.rank % node_size
+    num_nodes = experts.size // node_size
+    position = experts.rank % node_size
     first = experts.rank - position
-    across, inside = slice(position, None, node_size), slice(first, first + node_size)
+    across_nodes = slice(position, None, node_size)  # the ranks with this rank's position
+    inside_node = slice(first, first + node_size)
+
+    # A line goes to each node, (M, 1 + G + G * e + 2): the rows for the node, the rows for each of its ranks, the
+    # choices of each expert of each of its ranks, and this rank's own values.
     owners = experts.owners(ids_TK)
-    found = sort_choices(distinct(owners.div(node_size, rounding_mode="floor")), num_nodes)
-    for_ranks_MG = count_ids(distinct(owners), experts.size).view(num_nodes, node_size)
-    for_experts = by_rank(count_ids(ids_TK, experts.num_experts), experts).view(num_nodes, -1)
-    ahead = torch.cat([found.counts.unsqueeze(1), for_ranks_MG, for_experts], 1)
-    ahead = F.pad(F.pad(ahead, (0, 1), value=own.capacity), (0, 1), value=own.longest)
-    heard = _exchange(experts, across, ahead)
-    from_nodes_GM, for_experts = heard[:, 1 : 1 + node_size].t(), heard[:, 1 + node_size : -2].sum(0)
-    passed = torch.stack([heard[:, -2].sum(), heard[:, -1].amax()]).expand(node_size, 2)
-    ahead_inside = torch.cat([from_nodes_GM, for_experts.view(node_size, -1), passed], 1)
-    heard_inside = _exchange(experts, inside, ahead_inside)
-    come_GM, counts_e = heard_inside[:, :num_nodes], heard_inside[:, num_nodes:-2].sum(0)
-    told = torch.stack([heard_inside[:, -2].sum(), heard_inside[:, -1].amax()])
-    sent, received, passed_on, come, counts, (capacity, longest) = on_host(
-        found.counts, heard[:, 0], from_nodes_GM.sum(1), come_GM.sum(1), counts_e, told
+    to_nodes = sort_choices(distinct(owners.div(node_size, rounding_mode="floor")), num_nodes)
+    rows_for_MG = count_ids(distinct(owners), experts.size).view(num_nodes, node_size)
+    choices_for = by_rank(count_ids(ids_TK, experts.num_experts), experts).view(num_nodes, -1)
+    lines = torch.cat([to_nodes.counts.unsqueeze(1), rows_for_MG, choices_for], 1)
+    lines = F.pad(F.pad(lines, (0, 1), value=own.capacity), (0, 1), value=own.most_tokens)
+    from_nodes = _exchange(experts, across_nodes, lines)
+
+    # A line goes on to each rank of this node, (G, M + e + 2): the rows for it from each node, the choices of each of
+    # its experts, and the values of all ranks with this position.
+    rows_for_GM = from_nodes[:, 1 : 1 + node_size].t()
+    choices_for = from_nodes[:, 1 + node_size : -2].sum(0).view(node_size, -1)
+    agreed_across = torch.stack([from_nodes[:, -2].sum(), from_nodes[:, -1].amax()])
+    lines = torch.cat([rows_for_GM, choices_for, agreed_across.expand(node_size, 2)], 1)
+    from_ranks = _exchange(experts, inside_node, lines)
+
+    # From each position of this node and each node: the rows that arrive here.
+    rows_from_GM = from_ranks[:, :num_nodes]
+    counts_e = from_ranks[:, num_nodes:-2].sum(0)
+    agreed = torch.stack([from_ranks[:, -2].sum(), from_ranks[:, -1].amax()])
+    network_sent, network_received, node_sent, node_received, counts, (capacity, most_tokens) = on_host(
+        to_nodes.counts, from_nodes[:, 0], rows_for_GM.sum(1), rows_from_GM.sum(1), counts_e, agreed
     )
-    network = _hop(experts, across, found, sent, received)
+
+    # The ids travel along the hops as rows will: (T, K) -> (N', K) in this node -> (N, K) at this rank.
+    network = _hop(experts, across_nodes, to_nodes, network_sent, network_received)
     landed_NK = network.send_ids(ids_TK, experts.group)
-    local = distinct(experts.owners(landed_NK) - first)
-    node = _hop(experts, inside, sort_choices(local, node_size), passed_on, come)
+    to_ranks = sort_choices(distinct(experts.owners(landed_NK) - first), node_size)
+    node = _hop(experts, inside_node, to_ranks, node_sent, node_received)
     origin_GM = torch.arange(experts.size, device=ids_TK.device).view(num_nodes, node_size).t()
-    sources_N = origin_GM.flatten().repeat_interleave(come_GM.flatten(), output_size=sum(come))
-    arrived_NK = node.send_ids(landed_NK, experts.group)
-    return Way(network, node, arrived_NK, sources_N, counts, Told(capacity, longest))
+    sources_N = origin_GM.flatten().repeat_interleave(rows_from_GM.flatten(), output_size=sum(node_received))
+    return Hops(
+        network=network,
+        node=node,
+        arrived_NK=node.send_ids(landed_NK, experts.group),
+        sources_N=sources_N,
+        counts=counts,
+        agreed=Agreed(capacity, most_tokens),
+    )
 
 
-def _hop(experts: ExpertGroup, peers: slice, found: Sorted, sent: Splits, received: Splits) -> Hop:
-    """Return a hop to ``peers``, given the rows to and from each of them."""
-    return Hop(found.slots(sum(sent)).rows, *(_spread(experts, peers, rows) for rows in (sent, received)))
+def _hop(experts: ExpertGroup, peers: slice, destinations: Sorted, sent: Splits, received: Splits) -> Hop:
+    """Return a hop to ``peers``, given each token's destinations, and the rows to and from each of them."""
+    return Hop(
+        rows=destinations.slots(sum(sent)).rows,
+        sent=_spread(experts, peers, sent),
+        received=_spread(experts, peers, received),
+    )
 
 
 def _exchange(experts: ExpertGroup, peers: slice, lines: Tensor) -> Tensor:
-    """Exchange a line of numbers with each of ``peers``."""
-    along = _spread(experts, peers, [1] * len(lines))
-    return exchange_now(lines.contiguous(), along, along, experts.group)
+    """Send a line of numbers to each of ``peers``, and return the lines that they sent to this rank."""
+    splits = _spread(experts, peers, [1] * len(lines))
+    return exchange_now(lines.contiguous(), splits, splits, experts.group)
 
 
 def _spread(experts: ExpertGroup, peers: slice, rows: Splits) -> list[int]:

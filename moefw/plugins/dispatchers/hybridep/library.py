@@ -61,7 +61,8 @@ def build(
 class _Choices:
     """The choices of a movement over the experts of all ranks, with tokens padded to the same number on every rank.
 
-    ``wanted`` is the number of rows that choose this rank's experts. It is set where dropped rows are counted.
+    ``choosing_rows`` is the number of rows, of all ranks, that choose this rank's experts. It is set where dropped rows
+    are counted.
     """
 
     routing_TE: Tensor
@@ -70,7 +71,7 @@ class _Choices:
     alignment: int
     capacity: int
     budget: int | None
-    wanted: Tensor | None
+    choosing_rows: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,35 +111,44 @@ class LibraryHybridEP(Dispatcher):
         budget: Budget | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        self.experts, self.wire, self.row_alignment, self.key_columns = experts, wire, row_alignment, key_columns
-        self.budget, self.max_tokens = budget, max_tokens
+        self.experts = experts
+        self.wire = wire
+        self.row_alignment = row_alignment
+        self.key_columns = key_columns
+        self.budget = budget
+        self.max_tokens = max_tokens
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
         """Build the routing map over all experts. The library gathers it; ``counts`` is unused."""
-        ids_TK, experts, budget = routing.expert_ids_TK, self.experts, None if dropless else self.budget
+        ids_TK = routing.expert_ids_TK
+        experts = self.experts
+        budget = None if dropless else self.budget
         num_tokens, top_k = ids_TK.shape
-        most, capacity = self._agree(num_tokens, routing.capacity, ids_TK.device)
+        most_tokens, capacity = self._agree(num_tokens, routing.capacity, ids_TK.device)
         if capacity and budget is not None:
             raise moefw.ContractError(
                 "HybridEP has no budget of rows and a capacity of each expert at once.",
                 "Leave rank_capacity out, or route without a capacity.",
             )
-        rows = max(1, -(-most // CHUNK)) * CHUNK
+        # (T, K) -> (rows, K * etp): every rank has the same number of tokens, and each part of an expert is an expert.
+        rows = max(1, -(-most_tokens // CHUNK)) * CHUNK
         parts_TK = F.pad(experts.parts(ids_TK), (0, 0, 0, rows - num_tokens), value=-1)
+        # -> (rows, num_parts): the choices as a map. Choices of no expert go to one more column, which is cut off.
         num_parts = experts.local_experts * experts.size
-        spread_TK = torch.where(parts_TK >= 0, parts_TK, num_parts)
+        columns_TK = torch.where(parts_TK >= 0, parts_TK, num_parts)
         routing_TE = torch.zeros(rows, num_parts + 1, dtype=torch.bool, device=ids_TK.device)
-        routing_TE = routing_TE.scatter_(1, spread_TK, True)[:, :num_parts].contiguous()
+        routing_TE = routing_TE.scatter_(1, columns_TK, True)[:, :num_parts].contiguous()
+        counts_dropped = budget is not None and budget.on_overflow == "drop"
         choices = _Choices(
             routing_TE,
-            spread_TK,
+            columns_TK,
             num_tokens,
             alignment=1 if capacity else self.row_alignment,
             capacity=capacity,
-            budget=None if budget is None else budget.rows(most * top_k * experts.etp, self.row_alignment),
-            wanted=self._wanted(routing_TE) if budget and budget.on_overflow == "drop" else None,
+            budget=None if budget is None else budget.rows(most_tokens * top_k * experts.etp, self.row_alignment),
+            choosing_rows=self._choosing_rows(routing_TE) if counts_dropped else None,
         )
         return DispatchPlan(detail=choices)
 
@@ -151,15 +161,15 @@ class LibraryHybridEP(Dispatcher):
             check_tokens(num_tokens, self.max_tokens)
             return self.max_tokens, 0
         ones = [1] * self.experts.size
-        mine_P1 = torch.full((self.experts.size, 1), num_tokens, device=device)
-        told_P2 = exchange_now(F.pad(mine_P1, (0, 1), value=capacity or 0), ones, ones, self.experts.group)
-        lengths, capacities = zip(*on_host(told_P2)[0], strict=True)
+        lines_to_P = F.pad(torch.full((self.experts.size, 1), num_tokens, device=device), (0, 1), value=capacity or 0)
+        (lines_from,) = on_host(exchange_now(lines_to_P, ones, ones, self.experts.group))
+        lengths, capacities = zip(*lines_from, strict=True)
         return max(lengths), sum(capacities)
 
-    def _wanted(self, routing_TE: Tensor) -> Tensor:
+    def _choosing_rows(self, routing_TE: Tensor) -> Tensor:
         """Return the number of rows, over all ranks, that choose this rank's experts. Stays on the device."""
-        local, ones = self.experts.local_experts, [1] * self.experts.size
-        sent_Pe = routing_TE.sum(0).view(self.experts.size, local)
+        ones = [1] * self.experts.size
+        sent_Pe = routing_TE.sum(0).view(self.experts.size, self.experts.local_experts)
         return exchange_now(sent_Pe, ones, ones, self.experts.group).sum()
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
@@ -168,6 +178,7 @@ class LibraryHybridEP(Dispatcher):
         trip = _Trip(plan)
 
         def send(sent: Sequence[Tensor]) -> Moved:
+            # (rows, D) and (rows, num_parts) -> (R, D) and (R), grouped by expert
             landed = self.wire.send(
                 sent[0], sent[1], choices.routing_TE, alignment=choices.alignment, budget=choices.budget
             )
@@ -185,28 +196,44 @@ class LibraryHybridEP(Dispatcher):
         """Send along the handle. The routing map is not gathered again."""
         choices: _Choices = handle.plan.detail
         metadata: _Metadata = handle.detail
-        there = partial(self._send_again, metadata=metadata, choices=choices)
-        back = partial(self._send_back, metadata=metadata, choices=choices)
-        detail = _Trip(handle.plan, metadata)
-        return start(self._sent(x_TD, weights_TK, choices), forward=there, dual=back, detail=detail)
+        return start(
+            self._sent(x_TD, weights_TK, choices),
+            forward=partial(self._send_again, metadata=metadata, choices=choices),
+            dual=partial(self._send_back, metadata=metadata, choices=choices),
+            detail=_Trip(handle.plan, metadata),
+        )
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor, choices: _Choices) -> list[Tensor]:
-        """Return tokens padded to the same number on every rank, and their weights with one column per expert."""
+        """Return tokens padded to the same number on every rank, and their weights with one column per expert.
+
+        Raises ContractError for tokens that are not bf16.
+        """
         if x_TD.dtype is not torch.bfloat16:
-            what = f"HybridEP moves bf16 rows; these are {x_TD.dtype}."
-            raise moefw.ContractError(what, "Use precision: {use: bf16}.")
+            raise moefw.ContractError(
+                f"HybridEP moves bf16 rows; these are {x_TD.dtype}.", "Use precision: {use: bf16}."
+            )
         rows, num_parts = choices.routing_TE.shape
-        extra, etp = rows - choices.num_tokens, self.experts.etp
-        weights_TK = F.pad(weights_TK if etp == 1 else weights_TK.repeat_interleave(etp, 1), (0, 0, 0, extra))
-        spread_TE = weights_TK.new_zeros(rows, num_parts + 1).scatter(1, choices.ids_TK, weights_TK)
-        return [F.pad(x_TD, (0, 0, 0, extra)) if extra else x_TD, spread_TE[:, :num_parts]]
+        missing = rows - choices.num_tokens
+        if missing:
+            # (T, D) -> (rows, D)
+            x_TD = F.pad(x_TD, (0, 0, 0, missing))
+        # (T, K) -> (rows, K * etp) -> (rows, num_parts). Each part of an expert has the weight of the expert.
+        if self.experts.etp > 1:
+            weights_TK = weights_TK.repeat_interleave(self.experts.etp, 1)
+        weights_TK = F.pad(weights_TK, (0, 0, 0, missing))
+        weights_TE = weights_TK.new_zeros(rows, num_parts + 1).scatter(1, choices.ids_TK, weights_TK)
+        return [x_TD, weights_TE[:, :num_parts]]
 
     def _send_again(self, sent: Sequence[Tensor], metadata: _Metadata, choices: _Choices) -> Moved:
+        """Dispatch rows, and weights if given, along a handle. Nothing to wait for."""
         probs_TE = sent[1] if len(sent) > 1 else None
-        like = {"alignment": choices.alignment, "num_rows": metadata.num_rows}
-        return self.wire.send_again(sent[0], probs_TE, metadata.handle, **like), []
+        received = self.wire.send_again(
+            sent[0], probs_TE, metadata.handle, alignment=choices.alignment, num_rows=metadata.num_rows
+        )
+        return received, []
 
     def _send_back(self, sent: Sequence[Tensor], metadata: _Metadata, choices: _Choices) -> Moved:
+        """Combine rows, and weights if given, along a handle. Nothing to wait for."""
         weights_R = sent[1] if len(sent) > 1 else None
         return self.wire.send_back(sent[0], weights_R, metadata.handle, alignment=choices.alignment), []
 
@@ -220,16 +247,17 @@ class LibraryHybridEP(Dispatcher):
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Return the rows as they arrived, padded to a capacity if there is one."""
         trip: _Trip = pending.detail
-        rows = finish(pending)
-        assert trip.metadata is not None
-        handle = DispatchHandle(plan=trip.plan, detail=trip.metadata)
-        metadata, choices = trip.metadata, trip.plan.detail
+        choices: _Choices = trip.plan.detail
+        rows_RD, weights_R = finish(pending)
+        metadata = trip.metadata
+        assert metadata is not None
+        handle = DispatchHandle(plan=trip.plan, detail=metadata)
         if metadata.groups is not None:
-            return ExpertBatch.of(metadata.groups.regroup(*rows), metadata.groups), handle
+            return ExpertBatch.of(metadata.groups.regroup(rows_RD, weights_R), metadata.groups), handle
         counts_e: Tensor = metadata.handle[COUNTS]
         batch = ExpertBatch(
-            rows_RD=rows[0],
-            row_weights_R=rows[1],
+            rows_RD=rows_RD,
+            row_weights_R=weights_R,
             counts_e=counts_e,
             offsets_e=on_device(metadata.sizes_e, counts_e.device).cumsum(0, dtype=torch.int32),
             counts_host=tuple(metadata.sizes_e.tolist()) if choices.budget is None else None,
@@ -238,22 +266,29 @@ class LibraryHybridEP(Dispatcher):
         return batch, handle
 
     def _stats(self, handle: tuple[Any, ...], choices: _Choices) -> dict[str, Tensor]:
+        """Return the statistics of a budget. Empty without a budget."""
         if choices.budget is None:
             return {}
-        if choices.wanted is not None:
-            return {"dropped_rows": (choices.wanted - handle[COUNTS].sum()).float()}
+        if choices.choosing_rows is not None:
+            return {"dropped_rows": (choices.choosing_rows - handle[COUNTS].sum()).float()}
         return {"overflow": handle[OVERFLOW].reshape(()).float()}
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each token over its experts here, in the node and between nodes."""
         choices: _Choices = handle.plan.detail
         metadata: _Metadata = handle.detail
-        there = partial(self._send_back, metadata=metadata, choices=choices)
-        back = partial(self._send_again, metadata=metadata, choices=choices)
-        rows = rows_RD if metadata.groups is None else metadata.groups.restore(rows_RD)
-        return start([rows], forward=there, dual=back, detail=choices.num_tokens)
+        if metadata.groups is not None:
+            # Without the padding to a capacity, which the library does not know.
+            rows_RD = metadata.groups.restore(rows_RD)
+        # (R, D) -> (rows, D)
+        return start(
+            [rows_RD],
+            forward=partial(self._send_back, metadata=metadata, choices=choices),
+            dual=partial(self._send_again, metadata=metadata, choices=choices),
+            detail=choices.num_tokens,
+        )
 
     def finish_combine(self, pending: Pending) -> Tensor:
-        """Drop the padding."""
+        """Drop the tokens that pad this rank's: ``(rows, D)`` to ``(T, D)``."""
         (out_TD,) = finish(pending)
         return out_TD[: pending.detail]

@@ -43,31 +43,37 @@ def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem
     """Return a problem if the library does not support a layer."""
     if shape.ranks == 1:
         return []
-    found = []
+    reasons = []
     if shape.model_dim % DIM_MULTIPLE:
-        found.append(f"model.dim is a multiple of {DIM_MULTIPLE}, not {shape.model_dim}")
+        reasons.append(f"model.dim is a multiple of {DIM_MULTIPLE}, not {shape.model_dim}")
     if shape.local_experts > MAX_LOCAL_EXPERTS:
-        found.append(f"a rank holds at most {MAX_LOCAL_EXPERTS} experts, not {shape.local_experts}")
+        reasons.append(f"a rank holds at most {MAX_LOCAL_EXPERTS} experts, not {shape.local_experts}")
     if shape.node_ranks is not None:
-        found += _in_a_node(shape, shape.node_ranks, max_tokens)
-    if not found:
+        reasons += _node_limits(shape, shape.node_ranks, max_tokens)
+    if not reasons:
         return []
-    what = f"HybridEP cannot carry this layer: {'; '.join(found)}."
-    return [moefw.Problem(what, "Use sizes within these limits, or backend: torch.", "backend")]
+    return [
+        moefw.Problem(
+            f"HybridEP cannot carry this layer: {'; '.join(reasons)}.",
+            "Use sizes within these limits, or backend: torch.",
+            "backend",
+        )
+    ]
 
 
-def _in_a_node(shape: Shape, node_ranks: int, max_tokens: int | None) -> list[str]:
-    found = []
+def _node_limits(shape: Shape, node_ranks: int, max_tokens: int | None) -> list[str]:
+    """Return the reasons why the library does not support a layer on NVLink domains of ``node_ranks``."""
+    reasons = []
     if node_ranks > MAX_NODE_RANKS:
-        found.append(f"an NVLink domain has at most {MAX_NODE_RANKS} ranks, not {node_ranks}")
+        reasons.append(f"an NVLink domain has at most {MAX_NODE_RANKS} ranks, not {node_ranks}")
     if shape.ranks % node_ranks:
-        found.append(f"{shape.ranks} ranks do not divide into NVLink domains of {node_ranks}")
+        reasons.append(f"{shape.ranks} ranks do not divide into NVLink domains of {node_ranks}")
     node_experts = shape.local_experts * node_ranks
     if node_experts % NODE_EXPERTS_MULTIPLE:
-        found.append(f"the experts of an NVLink domain are a multiple of {NODE_EXPERTS_MULTIPLE}, not {node_experts}")
+        reasons.append(f"the experts of an NVLink domain are a multiple of {NODE_EXPERTS_MULTIPLE}, not {node_experts}")
     if shape.ranks > node_ranks and (max_tokens or 0) > MAX_TOKENS_BETWEEN_NODES:
-        found.append(f"a rank sends at most {MAX_TOKENS_BETWEEN_NODES} tokens between nodes, not {max_tokens}")
-    return found
+        reasons.append(f"a rank sends at most {MAX_TOKENS_BETWEEN_NODES} tokens between nodes, not {max_tokens}")
+    return reasons
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int:
@@ -77,10 +83,13 @@ def ranks_per_node(nodes: Sequence[int]) -> int:
 
 def uneven_nodes(nodes: Sequence[int]) -> moefw.Problem | None:
     """Return a problem if nodes hold unequal numbers of the group's ranks, or a node's ranks are not consecutive."""
-    each = ranks_per_node(nodes)
-    even = [nodes[first] for first in range(0, len(nodes), each) for _ in range(each)]
-    if list(nodes) == even[: len(nodes)] and len(nodes) % each == 0 and len(set(nodes)) == len(nodes) // each:
+    node_ranks = ranks_per_node(nodes)
+    runs = [nodes[first : first + node_ranks] for first in range(0, len(nodes), node_ranks)]
+    is_even = all(len(run) == node_ranks and len(set(run)) == 1 for run in runs)
+    if is_even and len(set(nodes)) == len(runs):
         return None
-    wants = "hybridep wants equally many ranks of each expert-parallel group on every node"
-    what = f"{wants}; with the layout's ranks_per_node they lie on {list(nodes)}."
-    return moefw.Problem(what, "Use an ep x etp that fills whole nodes or divides one.")
+    return moefw.Problem(
+        "hybridep wants equally many ranks of each expert-parallel group on every node; "
+        f"with the layout's ranks_per_node they lie on {list(nodes)}.",
+        "Use an ep x etp that fills whole nodes or divides one.",
+    )

@@ -1,6 +1,7 @@
 """Hierarchical dispatch over a process group: once to each node, there to the ranks that need it; summed in reverse.
 
-Shapes: legend in :mod:`moefw.core.stages`; ``N`` rows that arrive.
+Shapes: legend in :mod:`moefw.core.stages`; ``N`` rows that arrive; ``N'`` rows that land here, on their way to the
+ranks of this node.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.budget import Budget, reported
-from moefw.plugins.dispatchers.hybridep.hops import Told, Way, find_way
+from moefw.plugins.dispatchers.hybridep.hops import Agreed, Hops, plan_hops
 from moefw.plugins.dispatchers.hybridep.limits import ranks_per_node
 from moefw.runtime.communication.exchange import exchange
 from moefw.runtime.communication.movement import finish
@@ -26,7 +27,7 @@ from moefw_kernels.permute import Arrival, arrange
 class _Metadata:
     """The metadata of one movement: its hops, and how rows that arrive are expanded."""
 
-    way: Way
+    hops: Hops
     arrival: Arrival
     stats: Mapping[str, Tensor]
 
@@ -43,7 +44,10 @@ class TorchHybridEP(Dispatcher):
         budget: Budget | None = None,
         codec: Codec | None = None,
     ) -> None:
-        self.experts, self.row_alignment, self.budget, self.codec = experts, row_alignment, budget, codec
+        self.experts = experts
+        self.row_alignment = row_alignment
+        self.budget = budget
+        self.codec = codec
         self.node_size = ranks_per_node(experts.nodes)
 
     def plan(
@@ -53,24 +57,29 @@ class TorchHybridEP(Dispatcher):
 
         The host waits once.
         """
-        experts, ids_TK, budget = self.experts, routing.expert_ids_TK, None if dropless else self.budget
-        way = find_way(experts, self.node_size, ids_TK, Told(capacity=routing.capacity or 0, longest=len(ids_TK)))
-        choices = way.told.longest * ids_TK.shape[1] * experts.etp
+        experts = self.experts
+        ids_TK = routing.expert_ids_TK
+        budget = None if dropless else self.budget
+        own = Agreed(capacity=routing.capacity or 0, most_tokens=len(ids_TK))
+        # (T, K) -> the ids of the rows that arrive (N, K)
+        hops = plan_hops(experts, self.node_size, ids_TK, own)
+        most_choices = hops.agreed.most_tokens * ids_TK.shape[1] * experts.etp
         arrival = arrange(
-            way.arrived_NK - experts.first_expert,
+            hops.arrived_NK - experts.first_expert,
             experts.local_experts,
             alignment=self.row_alignment,
-            capacity=way.told.capacity,
-            budget=None if budget is None else budget.rows(choices, self.row_alignment),
-            source_N=way.sources_N,
-            counts=way.counts,
+            capacity=hops.agreed.capacity,
+            budget=None if budget is None else budget.rows(most_choices, self.row_alignment),
+            source_N=hops.sources_N,
+            counts=hops.counts,
         )
-        return DispatchPlan(detail=_Metadata(way, arrival, reported(budget, arrival.left_out)))
+        return DispatchPlan(detail=_Metadata(hops, arrival, reported(budget, arrival.left_out)))
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
         """Send one row per (token, node), and the weights of all its choices."""
-        way: Way = plan.detail.way
-        return way.network.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
+        hops: Hops = plan.detail.hops
+        # (T, D) and (T, K) -> rows that land in this node, (N', D) and (N', K)
+        return hops.network.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
         """Send again along the same plan."""
@@ -80,20 +89,30 @@ class TorchHybridEP(Dispatcher):
         """Forward the received rows to the ranks of this node, and expand the rows that they forward."""
         plan: DispatchPlan = pending.detail
         metadata: _Metadata = plan.detail
-        arrived = finish(metadata.way.node.send(*finish(pending), group=self.experts.group, codec=self.codec))
-        batch = ExpertBatch.of(metadata.arrival.expand(*arrived), metadata.arrival, metadata.stats)
+        landed_ND, landed_NK = finish(pending)
+        # (N', D) and (N', K), which landed in this node -> (N, D) and (N, K), which are for this rank
+        inside = metadata.hops.node.send(landed_ND, landed_NK, group=self.experts.group, codec=self.codec)
+        rows_ND, weights_NK = finish(inside)
+        # -> (R, D) and (R), grouped by expert
+        batch = ExpertBatch.of(metadata.arrival.expand(rows_ND, weights_NK), metadata.arrival, metadata.stats)
         return batch, DispatchHandle(plan=plan)
 
     def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
         """Add up each row over its local experts and over its node's ranks, and send back one row per (token, node)."""
         metadata: _Metadata = handle.plan.detail
-        sums_ND, way, group = metadata.arrival.reduce(rows_RD), metadata.way, self.experts.group
-        node, network = way.node, way.network
+        node = metadata.hops.node
+        network = metadata.hops.network
+        group = self.experts.group
+        # (R, D) -> (N, D), sums over this rank's experts
+        sums_ND = metadata.arrival.reduce(rows_RD)
+        # -> (N', D), sums over the ranks of the node, at the rank where the row landed
         (partial_ND,) = finish(exchange([sums_ND], node.received, node.sent, group))
-        return exchange([node.add_up(partial_ND)], network.received, network.sent, group, detail=metadata)
+        landed_ND = node.add_up(partial_ND)
+        return exchange([landed_ND], network.received, network.sent, group, detail=metadata)
 
     def finish_combine(self, pending: Pending) -> Tensor:
         """Add up each token over its nodes."""
         metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return metadata.way.network.add_up(rows_ND)
+        # -> (T, D)
+        return metadata.hops.network.add_up(rows_ND)

@@ -12,8 +12,10 @@ import moefw
 from moefw.core.context import ExpertGroup
 from moefw.plugins.dispatchers.hybridep.limits import INSTALL, Shape, limits
 
-COUNTS, OVERFLOW = 7, -1
-"""Indices into the library's handle: valid rows of each expert, int32; and 1 where rows found no room."""
+COUNTS = 7
+"""Index into the library's handle of the valid rows of each expert, int32."""
+OVERFLOW = -1
+"""Index into the library's handle of a number that is 1 where rows found no room."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +36,8 @@ def library() -> Any:
     try:
         module = importlib.import_module("deep_ep")
     except (ImportError, AssertionError, OSError) as error:
-        said = " ".join(str(error).split())
-        raise moefw.PlanError(f"hybridep's backend: library cannot import deep_ep: {said}.", INSTALL) from error
+        message = " ".join(str(error).split())
+        raise moefw.PlanError(f"hybridep's backend: library cannot import deep_ep: {message}.", INSTALL) from error
     if not hasattr(module, "HybridEPBuffer"):
         raise moefw.PlanError("the installed deep_ep has no HybridEPBuffer.", INSTALL)
     return module

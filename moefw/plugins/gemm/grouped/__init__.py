@@ -13,6 +13,7 @@ from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
 
 DIM_MULTIPLE = 8
+"""Values of 16 bits in 16 bytes, on which rows of an operand begin."""
 
 
 @frozen
@@ -31,7 +32,8 @@ class Grouped(GemmPlugin):
 
         Saved two-dimensional tensors hold rows, under a budget the static number of them.
         """
-        regions = [(region, way) for region in ("expert_fc1", "expert_fc2") for way in ("keep", "offload", "stash")]
+        mechanisms = ("keep", "offload", "stash")
+        regions = [(region, mechanism) for region in ("expert_fc1", "expert_fc2") for mechanism in mechanisms]
         return moefw.offers(
             region=(*regions, ("expert_fc1", "recompute"), ("experts", "stash"), ("moe_act", "recompute")),
             formula=("swiglu", "clamped_swiglu", "bias"),

@@ -37,10 +37,14 @@ class GroupedExperts(nn.Module, ExpertGemm):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        dims, parts = context.site.dims, context.layout.size("etp")
-        d, f = dims.model_dim, dims.expert_dim // parts
-        self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
-        experts, recipe = len(self.numbers), context.recipe("moe.experts")
+        dims = context.site.dims
+        parts = context.layout.size("etp")
+        d = dims.model_dim
+        f = dims.expert_dim // parts
+        self.numbers = context.local_experts
+        self.shards = (context.expert_shard(0), context.expert_shard(1))
+        experts = len(self.numbers)
+        recipe = context.recipe("moe.experts")
         self.into, self.out_of = (recipe.at(name, groups=experts) for name in ("gate_up", "down"))
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * f, d))
         self.down = nn.Parameter(torch.empty(experts, d, f))
@@ -52,19 +56,22 @@ class GroupedExperts(nn.Module, ExpertGemm):
 
     def forward(self, batch: ExpertBatch) -> Tensor:
         """Return ``rows_RD``."""
-        about = batch.offsets_e, batch.keys_R, batch.counts_host
-        rows_RD: Tensor = self._fc2(self._fc1(batch.rows_RD, *about), batch.row_weights_R, *about)
+        h_RH = self._fc1(batch.rows_RD, batch.offsets_e, batch.keys_R, batch.counts_host)
+        rows_RD: Tensor = self._fc2(h_RH, batch.row_weights_R, batch.offsets_e, batch.keys_R, batch.counts_host)
         return rows_RD
 
     def _project_in(self, x_RD: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes) -> Tensor:
+        """Return the pre-activation ``(R, 2F)``: gate, then up."""
         h_RH: Tensor = _In.apply(self.into, x_RD, ends_e, keys_R, sizes, self.gate_up)  # type: ignore[no-untyped-call]
         return h_RH if self.gate_up_bias is None else add_group_bias(h_RH, self.gate_up_bias, ends_e)
 
     def _activate_and_project_out(
         self, h_RH: Tensor, weights_R: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes
     ) -> Tensor:
-        given = (self.out_of, self.clamp, h_RH, weights_R, ends_e, keys_R, sizes, self.down)
-        rows_RD: Tensor = _Out.apply(*given)  # type: ignore[no-untyped-call]
+        """Return the weighted results ``(R, D)`` of the experts; with etp > 1, this rank's part of their sum."""
+        rows_RD: Tensor = _Out.apply(  # type: ignore[no-untyped-call]
+            self.out_of, self.clamp, h_RH, weights_R, ends_e, keys_R, sizes, self.down
+        )
         if self.down_bias is None:
             return rows_RD
         return add_group_bias(rows_RD, widened(self.down_bias, self.shards[0]), ends_e, weights_R)
@@ -94,15 +101,22 @@ class _In(torch.autograd.Function):
         x, kept_x = input_operands(x_RD, recipe, rows)
         ctx.weight = WeightUse(gate_up)
         w13, kept_w13 = ctx.weight.operands(gate_up, recipe)
-        _save(ctx, recipe, (ends_e, keys_R), sizes, (kept_x, kept_w13), x_RD.dtype)
+        _save(
+            ctx,
+            recipe=recipe,
+            tensors=(ends_e, keys_R),
+            sizes=sizes,
+            operands=(kept_x, kept_w13),
+            dtype=x_RD.dtype,
+        )
         return in_dtype(grouped_mm(x, w13.mT, ends_e), x_RD.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         (ends_e, keys_R), (x, w13) = _saved(ctx, 2)
-        recipe, rows = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes)
-        grad, grad_of_wgrad = grad_operands(grad_RH, recipe, rows, trains=ctx.needs_input_grad[-1])
+        rows = RowGroups(ends_e, keys_R, ctx.sizes)
+        grad, grad_of_wgrad = grad_operands(grad_RH, ctx.recipe, rows, trains=ctx.needs_input_grad[-1])
         grad_x = in_dtype(grouped_mm(grad, w13, ends_e), ctx.dtype)
         grad_w13 = ctx.weight.gradient(ctx, -1, lambda: (grad_of_wgrad(), x), ends_e)
         return None, grad_x, None, None, None, grad_w13
@@ -124,13 +138,20 @@ class _Out(torch.autograd.Function):
         down: Tensor,
     ) -> Tensor:
         rows = RowGroups(ends_e, keys_R, sizes)
+        # A recipe may fuse the activation with its quantization; None: it does not.
         a = recipe.quantize_swiglu(h_RH, weights_R, rows=rows) if clamp is None else None
         if a is None:
             a = recipe.quantize(weighted_swiglu(h_RH, weights_R, clamp), role="input", during="fprop", rows=rows)
-        ctx.weight, ctx.clamp = WeightUse(down), clamp
+        ctx.weight = WeightUse(down)
+        ctx.clamp = clamp
         w2, kept_w2 = ctx.weight.operands(down, recipe)
         _save(
-            ctx, recipe, (weights_R, ends_e, keys_R), sizes, (keep_activation(h_RH, recipe, rows), kept_w2), h_RH.dtype
+            ctx,
+            recipe=recipe,
+            tensors=(weights_R, ends_e, keys_R),
+            sizes=sizes,
+            operands=(keep_activation(h_RH, recipe, rows), kept_w2),
+            dtype=h_RH.dtype,
         )
         return in_dtype(grouped_mm(a, w2.mT, ends_e), h_RH.dtype)
 
@@ -138,32 +159,44 @@ class _Out(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         (weights_R, ends_e, keys_R), (h_RH, w2) = _saved(ctx, 3)
-        recipe, rows, grad_RD = ctx.recipe, RowGroups(ends_e, keys_R, ctx.sizes), grad_RD.contiguous()
-        grad, grad_of_wgrad = grad_operands(grad_RD, recipe, rows, trains=ctx.needs_input_grad[-1])
+        recipe = ctx.recipe
+        rows = RowGroups(ends_e, keys_R, ctx.sizes)
+        grad, grad_of_wgrad = grad_operands(grad_RD.contiguous(), recipe, rows, trains=ctx.needs_input_grad[-1])
         grad_a = in_dtype(grouped_mm(grad, w2, ends_e), ctx.dtype)
+        # ``a`` is computed again from H, for the weight gradient.
         grad_h, grad_weights, a_RF = weighted_swiglu_backward(grad_a, h_RH, weights_R, ctx.clamp)
 
         def wgrad() -> tuple[Any, Any]:
             return grad_of_wgrad(), recipe.quantize(a_RF, role="input", during="wgrad", rows=rows)
 
-        return None, None, grad_h, grad_weights, None, None, None, ctx.weight.gradient(ctx, -1, wgrad, ends_e)
+        grad_w2 = ctx.weight.gradient(ctx, -1, wgrad, ends_e)
+        return None, None, grad_h, grad_weights, None, None, None, grad_w2
 
 
 def _save(
     ctx: Any,
+    *,
     recipe: Precision,
-    about: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
     sizes: Sizes,
-    kept: Sequence[SavedOperand],
+    operands: Sequence[SavedOperand],
     dtype: torch.dtype,
 ) -> None:
-    ctx.save_for_backward(*about, *(tensor for one in kept for tensor in one.tensors))
-    ctx.operands = [(one.operand, len(one.tensors)) for one in kept]
-    ctx.recipe, ctx.sizes, ctx.dtype = recipe, sizes, dtype
+    """Save tensors and operands for backward. ``ctx`` holds only what makes operands of tensors, and no tensor.
+
+    So memory policies see every tensor, and free those that they drop.
+    """
+    of_operands = [tensor for saved in operands for tensor in saved.tensors]
+    ctx.save_for_backward(*tensors, *of_operands)
+    ctx.operands = [(saved.operand, len(saved.tensors)) for saved in operands]
+    ctx.recipe = recipe
+    ctx.sizes = sizes
+    ctx.dtype = dtype
 
 
-def _saved(ctx: Any, about: int) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return the first ``about`` tensors, and the operands made from the others."""
-    tensors = iter(ctx.saved_tensors)
-    first = tuple(islice(tensors, about))
-    return first, [operand(list(islice(tensors, count))) for operand, count in ctx.operands]
+def _saved(ctx: Any, num_tensors: int) -> tuple[tuple[Any, ...], list[Any]]:
+    """Return the ``num_tensors`` tensors that ``_save`` was given, and the operands."""
+    saved = iter(ctx.saved_tensors)
+    tensors = tuple(islice(saved, num_tensors))
+    operands = [operand(list(islice(saved, count))) for operand, count in ctx.operands]
+    return tensors, operands

@@ -21,9 +21,9 @@ class Loop(GemmPlugin):
     def offers(self, site: Site) -> moefw.Offers:
         """Return the offers: both projections and the activation between them are regions of each expert."""
         regions = ("expert_fc1", "moe_act", "expert_fc2")
-        kept = [(region, way) for region in regions for way in ("keep", "offload")]
+        held = [(region, mechanism) for region in regions for mechanism in ("keep", "offload")]
         return moefw.offers(
-            region=(*kept, ("expert_fc1", "recompute"), ("moe_act", "recompute")),
+            region=(*held, ("expert_fc1", "recompute"), ("moe_act", "recompute")),
             formula=("swiglu", "clamped_swiglu", "bias"),
             by_pass=True,
             named_products=True,

@@ -29,9 +29,12 @@ class LoopExperts(nn.Module, ExpertGemm):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        dims, parts = context.site.dims, context.layout.size("etp")
-        d, f = dims.model_dim, dims.expert_dim // parts
-        self.numbers, self.shards = context.local_experts, (context.expert_shard(0), context.expert_shard(1))
+        dims = context.site.dims
+        parts = context.layout.size("etp")
+        d = dims.model_dim
+        f = dims.expert_dim // parts
+        self.numbers = context.local_experts
+        self.shards = (context.expert_shard(0), context.expert_shard(1))
         recipe = context.recipe("moe.experts")
         self.into, self.out_of = (separate(recipe, name, len(self.numbers)) for name in ("gate_up", "down"))
         self.gate_up = nn.ParameterList(torch.empty(2 * f, d) for _ in self.numbers)
@@ -48,6 +51,7 @@ class LoopExperts(nn.Module, ExpertGemm):
         """Return ``rows_RD``."""
         assert batch.counts_host is not None
         outputs = []
+        # Behind the last group there may be rows of no expert, whose results are zeros.
         sizes = [*batch.counts_host, len(batch.rows_RD) - sum(batch.counts_host)]
         *groups, unused = batch.rows_RD.split(sizes)
         *weights, _ = batch.row_weights_R.split(sizes)
@@ -59,10 +63,14 @@ class LoopExperts(nn.Module, ExpertGemm):
         return torch.cat([*outputs, torch.zeros_like(unused)])
 
     def _project_in(self, expert: int, x_RD: Tensor, keys_R: Tensor | None) -> Tensor:
+        """Return the pre-activation ``(R, 2F)`` of one expert's rows: gate, then up."""
         h_RH = linear(x_RD, self.gate_up[expert], self.into[expert], RowGroups(keys_R=keys_R))
-        return h_RH + self.gate_up_bias[expert].to(h_RH.dtype) if self.gate_up_bias else h_RH
+        if self.gate_up_bias:
+            h_RH = h_RH + self.gate_up_bias[expert].to(h_RH.dtype)
+        return h_RH
 
     def _project_out(self, expert: int, a_RF: Tensor, weights_R: Tensor, keys_R: Tensor | None) -> Tensor:
+        """Return the results ``(R, D)`` of one expert; its bias too is multiplied by the weights."""
         out_RD = linear(a_RF, self.down[expert], self.out_of[expert], RowGroups(keys_R=keys_R))
         if not self.down_bias:
             return out_RD
@@ -84,6 +92,7 @@ class LoopExperts(nn.Module, ExpertGemm):
 
 
 def _activate(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None, recipe: Precision) -> Tensor:
+    """Return the weighted activation ``(R, F)``. A recipe by pass also chooses the form in which H is saved."""
     if not recipe.by_pass:
         return weighted_swiglu(h_RH, weights_R, clamp)
     a_RF: Tensor = _Activation.apply(h_RH, weights_R, clamp, recipe)  # type: ignore[no-untyped-call]
@@ -95,9 +104,10 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None, precision: Precision) -> Tensor:
-        kept = keep_activation(h_RH, precision, RowGroups())
-        ctx.save_for_backward(weights_R, *kept.tensors)
-        ctx.operand, ctx.clamp = kept.operand, clamp
+        saved = keep_activation(h_RH, precision, RowGroups())
+        ctx.save_for_backward(weights_R, *saved.tensors)
+        ctx.operand = saved.operand
+        ctx.clamp = clamp
         return weighted_swiglu(h_RH, weights_R, clamp)
 
     @staticmethod

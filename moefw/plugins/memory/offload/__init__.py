@@ -38,10 +38,20 @@ class Offload(MemoryPlugin):
         if (self.to == "nvme") == (self.path is not None):
             return []
         if self.path is None:
-            what = "with to: nvme, activations wait in files, and nothing says where."
-            return [moefw.Problem(what, "Set path to a folder on a local disk.", "to")]
-        what = "path is where files lie, and with to: host there are none."
-        return [moefw.Problem(what, "Leave path out, or use to: nvme.", "path")]
+            return [
+                moefw.Problem(
+                    "with to: nvme, activations wait in files, and nothing says where.",
+                    "Set path to a folder on a local disk.",
+                    "to",
+                )
+            ]
+        return [
+            moefw.Problem(
+                "path is where files lie, and with to: host there are none.",
+                "Leave path out, or use to: nvme.",
+                "path",
+            )
+        ]
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Return the policy. Raises PlanError where ``path`` is not a writable folder."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from moefw.core.errors import PlanError, RunError
 from moefw.runtime.memory.host import in_host_memory
 
-ACTIVATIONS = "memory policy offload", "activations", "Offload less (fraction, regions), or use to: nvme."
+ACTIVATIONS = ("memory policy offload", "activations", "Offload less (fraction, regions), or use to: nvme.")
+"""Who allocates, for what, and what to do if there is no memory."""
 STATES = (
     "memory policy optimizer-offload",
     "states of the optimizer",
@@ -25,9 +26,9 @@ STATES = (
 def host_memory(*, pinned: bool, words: tuple[str, str, str] = ACTIVATIONS) -> Callable[[int], Tensor]:
     """Return a function that allocates ``nbytes``; ``pinned``: page-locked, so that a GPU copies at full speed.
 
-    ``words`` of the error: who allocates, for what, and the fix.
+    ``words`` of the RunError that it raises where there is no memory: who allocates, for what, and the fix.
     """
-    who, what_for, fix = words
+    who, purpose, fix = words
 
     def allocate(nbytes: int) -> Tensor:
         try:
@@ -35,14 +36,12 @@ def host_memory(*, pinned: bool, words: tuple[str, str, str] = ACTIVATIONS) -> C
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             kind = "page-locked host memory" if pinned else "host memory"
-            what = f"{who}: {nbytes} bytes of {kind} for {what_for} cannot be had ({_first(error)})."
-            raise RunError(what, fix) from error
+            first_line = str(error).partition("\n")[0]
+            raise RunError(
+                f"{who}: {nbytes} bytes of {kind} for {purpose} cannot be had ({first_line}).", fix
+            ) from error
 
     return allocate
-
-
-def _first(error: RuntimeError) -> str:
-    return str(error).partition("\n")[0]
 
 
 @final
@@ -54,10 +53,12 @@ class UnnamedFiles:
         try:
             self._open().close()
         except OSError as error:
-            what = f"memory policy offload cannot write to path {str(folder)!r}: {error.strerror}."
             missing = isinstance(error, FileNotFoundError | NotADirectoryError)
             fix = "Make the folder" if missing else "Give this user the right to write there"
-            raise PlanError(what, f"{fix}, or name another one, on every machine of the run.") from error
+            raise PlanError(
+                f"memory policy offload cannot write to path {str(folder)!r}: {error.strerror}.",
+                f"{fix}, or name another one, on every machine of the run.",
+            ) from error
 
     def __call__(self, nbytes: int) -> Tensor:
         """Return ``nbytes`` that are mapped to a file. Raises RunError where the disk has no room for them.
@@ -68,9 +69,11 @@ class UnnamedFiles:
             try:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             except OSError as error:
-                what = f"memory policy offload: no room for {nbytes} more bytes in path {str(self._folder)!r}"
-                fix = "Free some, name a larger disk, or offload less (fraction, regions)."
-                raise RunError(f"{what}: {error.strerror}.", fix) from error
+                raise RunError(
+                    f"memory policy offload: no room for {nbytes} more bytes in path {str(self._folder)!r}: "
+                    f"{error.strerror}.",
+                    "Free some, name a larger disk, or offload less (fraction, regions).",
+                ) from error
             with in_host_memory():
                 return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
 

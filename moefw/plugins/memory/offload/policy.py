@@ -26,7 +26,9 @@ class OffloadPolicy(MemoryPolicy):
     """Offloads tensors of at least ``min_bytes``, up to ``fraction`` of their bytes in each call of a region."""
 
     def __init__(self, pool: Pool, *, min_bytes: int, fraction: float) -> None:
-        self.pool, self.min_bytes, self.fraction = pool, min_bytes, fraction
+        self.pool = pool
+        self.min_bytes = min_bytes
+        self.fraction = fraction
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` with its saved tensors offloaded.
@@ -36,6 +38,7 @@ class OffloadPolicy(MemoryPolicy):
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if in_backward():
+                # A rerun for an enclosing region, through which no backward goes.
                 with saved_tensors_hooks(stay, unpack):
                     return function(*args, **kwargs)
             call = _Call(self)
@@ -52,17 +55,19 @@ class _Call:
     """One call of a region: the copies it needs, and the call before it, which backward reaches next."""
 
     def __init__(self, policy: OffloadPolicy) -> None:
-        self.policy, self.pool = policy, policy.pool
-        self.eligible_bytes = self.moved_bytes = 0
+        self.policy = policy
+        self.pool = policy.pool
+        self.eligible_bytes = 0
+        self.moved_bytes = 0
         self._before: Callable[[], _Call | None] = _nothing
         self._copies: list[weakref.ref[Copy]] = []
         self._staying: set[Span] = set()
 
     def pack(self, tensor: Tensor) -> Tensor | StandIn | _Packed:
         """Return the replacement of a saved tensor until backward."""
-        again = stand_in(tensor)
-        if again is not None:
-            return again
+        computed_again = stand_in(tensor)
+        if computed_again is not None:
+            return computed_again
         if not self._may_move(tensor):
             return stay(tensor)
         span = Span.of(tensor)
@@ -77,11 +82,13 @@ class _Call:
     def end(self) -> None:
         """Append this call to those that offloaded something."""
         if self._copies:
-            self._before, self.pool.latest = self.pool.latest, weakref.ref(self)
+            self._before = self.pool.latest
+            self.pool.latest = weakref.ref(self)
 
     def fetch(self) -> None:
         """Start fetching all copies that are still referenced."""
-        copies, self._copies = self._copies, []
+        copies = self._copies
+        self._copies = []
         for reference in copies:
             copy = reference()
             if copy is not None:
@@ -90,16 +97,24 @@ class _Call:
     def fetch_with_next(self) -> None:
         """Start fetching this call's copies, and those of the call that backward reaches next."""
         self.fetch()
-        before, self._before = self._before(), _nothing
+        before = self._before()
+        self._before = _nothing
         if before is not None:
             before.fetch()
 
     def _may_move(self, tensor: Tensor) -> bool:
-        plain = type(tensor) in (Tensor, FakeTensor) and tensor.layout is torch.strided and tensor.numel() > 0
-        on_device = plain and tensor.device.type == self.pool.device.type
-        return on_device and not any(isinstance(one, nn.Parameter) for one in (tensor, tensor._base))
+        """Return whether a tensor is plain memory on the device, and neither a parameter nor a view of one."""
+        if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+            return False
+        if tensor.device.type != self.pool.device.type:
+            return False
+        return not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter)
 
     def _affords(self, span: Span) -> bool:
+        """Return whether the share of offloaded bytes stays below ``fraction`` with this span, and count it.
+
+        A span that stays is remembered: saved again, it must not be counted again.
+        """
         if span in self._staying:
             return False
         self.eligible_bytes += span.nbytes
@@ -115,10 +130,14 @@ class _Packed:
     """A saved tensor whose values are offloaded."""
 
     def __init__(self, call: _Call, copy: Copy, tensor: Tensor, *, start: int) -> None:
-        self.call, self.copy, self.start = call, copy, start
-        self.size, self.stride = tensor.size(), tensor.stride()
+        self.call = call
+        self.copy = copy
+        self.start = start
+        self.size = tensor.size()
+        self.stride = tensor.stride()
 
     def tensor(self) -> Tensor:
+        """Return the tensor, and start fetching what backward needs next."""
         self.call.fetch_with_next()
         return view(self.copy.values(), self.size, self.stride, self.start)
 

@@ -42,20 +42,24 @@ class Copy:
     """
 
     def __init__(self, pool: Pool, span: Span, values: Tensor) -> None:
-        self._span, self._transfers = span, pool.transfers
+        self._span = span
+        self._transfers = pool.transfers
         self._buffer = pool.take(span.nbytes)
         self._give_back = weakref.finalize(self, pool.give, self._buffer)
         self._back: tuple[Tensor, Any] | None = None
-        room, buffer = self._buffer.values(span), self._buffer
-        buffer.last_use = self._transfers.out(values, room, after=buffer.last_use)
+        buffer = self._buffer
+        buffer.last_use = self._transfers.out(values, buffer.values(span), after=buffer.last_use)
 
     def fetch(self) -> None:
         """Start fetching the values, once."""
-        if self._back is None:
-            buffer = self._buffer
-            self._back = self._transfers.back(buffer.values(self._span), after=buffer.last_use)
-            buffer.last_use = self._back[1]
-            self._give_back()
+        if self._back is not None:
+            return
+        buffer = self._buffer
+        values, arrived = self._transfers.back(buffer.values(self._span), after=buffer.last_use)
+        self._back = (values, arrived)
+        # The next user of the buffer waits for the fetch, on the device: the host gives the buffer back at once.
+        buffer.last_use = arrived
+        self._give_back()
 
     def values(self) -> Tensor:
         """Return the fetched values, for use on the current stream. Every call returns the same tensor."""
@@ -74,7 +78,8 @@ class Pool:
     """
 
     def __init__(self, allocate: Allocate, transfers: Transfers) -> None:
-        self.transfers, self.device = transfers, transfers.device
+        self.transfers = transfers
+        self.device = transfers.device
         self.copies: weakref.WeakValueDictionary[Span, Copy] = weakref.WeakValueDictionary()
         self.latest: Callable[[], Any] = lambda: None
         self.num_buffers = 0
@@ -89,7 +94,8 @@ class Pool:
 
     def copy(self, tensor: Tensor, span: Span) -> Copy:
         """Return a copy of the tensor's span off the device. Raises RunError where there is no room."""
-        self.copies[span] = copy = Copy(self, span, span.values(tensor))
+        copy = Copy(self, span, span.values(tensor))
+        self.copies[span] = copy
         return copy
 
     def take(self, nbytes: int) -> Buffer:

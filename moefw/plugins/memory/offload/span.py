@@ -31,11 +31,14 @@ class Span:
         storage, so that they are offloaded together, unless the storage is more than twice as long.
         """
         length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-        start, memory = int(tensor.storage_offset()), tensor.untyped_storage()
-        whole = memory.nbytes() // tensor.itemsize
-        if tensor.numel() < length and whole <= 2 * length:
-            start, length = 0, whole
-        return Span(StorageWeakRef(memory), tensor._version, start, length, tensor.dtype)
+        start = int(tensor.storage_offset())
+        storage = tensor.untyped_storage()
+        storage_length = storage.nbytes() // tensor.itemsize
+        has_gaps = tensor.numel() < length
+        if has_gaps and storage_length <= 2 * length:
+            start = 0
+            length = storage_length
+        return Span(StorageWeakRef(storage), tensor._version, start, length, tensor.dtype)
 
     @property
     def nbytes(self) -> int:

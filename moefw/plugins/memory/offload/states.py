@@ -14,14 +14,18 @@ from moefw.plugins.memory.offload.streams import Transfers
 from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets
 
 ALIGN_BYTES = 64
+"""Tensors in a slot begin at multiples of this."""
 
 
 class HostStates(OptimizerStates):
-    """``inner`` states, resting in memory from ``allocate``."""
+    """The states of ``inner``, in memory from ``allocate`` between steps."""
 
     def __init__(self, inner: OptimizerStates, transfers: Transfers, allocate: Allocate, *, bucket_bytes: int) -> None:
-        self.inner, self.dtype = inner, inner.dtype
-        self.transfers, self.allocate, self.bucket_bytes = transfers, allocate, bucket_bytes
+        self.inner = inner
+        self.dtype = inner.dtype
+        self.transfers = transfers
+        self.allocate = allocate
+        self.bucket_bytes = bucket_bytes
         self.host_bytes = 0
         """Bytes of states. None of them are on the device between steps."""
 
@@ -37,11 +41,12 @@ class Slot:
     """Memory that buckets use in turn. ``last_use``: event of the copy that must be done before the next one."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory, self.taken = memory, 0
+        self.memory = memory
+        self.taken = 0
         self.last_use: Any = None
 
     def take(self, like: Tensor) -> Tensor:
-        """Return the next free part of the memory, for a tensor."""
+        """Return the next free part of the memory, of the dtype and shape of ``like``. ``taken`` 0 frees all parts."""
         start = self.taken
         end = start + like.numel() * like.dtype.itemsize
         self.taken = end + -end % ALIGN_BYTES
@@ -52,7 +57,7 @@ def slots(
     buckets: Sequence[Sequence[Tensor]], allocate: Callable[[int], Tensor], held: Sequence[Slot] = ()
 ) -> Sequence[Slot]:
     """Return slots for two buckets of tensors at a time, or for the only one: those ``held`` if large enough."""
-    sizes = [sum(each.numel() * each.dtype.itemsize + ALIGN_BYTES for each in bucket) for bucket in buckets]
+    sizes = [sum(tensor.numel() * tensor.dtype.itemsize + ALIGN_BYTES for tensor in bucket) for bucket in buckets]
     if len(held) >= min(2, len(sizes)) and len(held[0].memory) >= max(sizes):
         return held
     return [Slot(allocate(max(sizes))) for _ in sizes[:2]]
@@ -69,36 +74,43 @@ class StreamedStates(HostStates):
         """Update on the device."""
         if not parts:
             return
-        per_element = sum(state.dtype.itemsize for state in parts[0].states.values())
-        waiting = list(buckets(parts, self.bucket_bytes // per_element))
-        room = slots([[state for part in bucket for state in part.states.values()] for bucket in waiting], self._memory)
-        coming = self._fetch(waiting[0], room[0])
-        for number, bucket in enumerate(waiting):
-            here, slot = coming, room[number % 2]
-            if number + 1 < len(waiting):
-                coming = self._fetch(waiting[number + 1], room[(number + 1) % 2])
+        bytes_per_element = sum(state.dtype.itemsize for state in parts[0].states.values())
+        in_turn = list(buckets(parts, self.bucket_bytes // bytes_per_element))
+        states = [[state for part in bucket for state in part.states.values()] for bucket in in_turn]
+        device_slots = slots(states, self._memory)
+        fetched = self._fetch(in_turn[0], device_slots[0])
+        for number, bucket in enumerate(in_turn):
+            slot = device_slots[number % 2]
+            current = fetched
+            if number + 1 < len(in_turn):
+                # Into the other slot, while the states in this one are updated.
+                fetched = self._fetch(in_turn[number + 1], device_slots[(number + 1) % 2])
             self.transfers.use(slot.memory, slot.last_use)
-            self.inner.update(here)
-            self._send(here, bucket, slot)
-        for slot in room:
+            self.inner.update(current)
+            self._send(current, bucket, slot)
+        # Whoever reads the states next, such as a checkpoint, reads them on the host.
+        for slot in device_slots:
             self.transfers.wait(slot.last_use)
 
     def _memory(self, nbytes: int) -> Tensor:
+        """Return memory of the device for a slot, ``(nbytes)`` uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.device)
 
     def _fetch(self, bucket: Sequence[StatePart], slot: Slot) -> list[StatePart]:
         """Start copying states to the device, once the states before them have left the slot."""
-        slot.taken, left, fetched = 0, slot.last_use, []
+        slot.taken = 0
+        slot_is_free = slot.last_use
+        fetched = []
         for part in bucket:
-            here = {key: slot.take(state) for key, state in part.states.items()}
+            on_device = {key: slot.take(state) for key, state in part.states.items()}
             for key, state in part.states.items():
-                slot.last_use = self.transfers.into(state, here[key], after=left)
-            fetched.append(replace(part, states=here))
+                slot.last_use = self.transfers.into(state, on_device[key], after=slot_is_free)
+            fetched.append(replace(part, states=on_device))
         return fetched
 
-    def _send(self, here: Sequence[StatePart], bucket: Sequence[StatePart], slot: Slot) -> None:
+    def _send(self, updated: Sequence[StatePart], bucket: Sequence[StatePart], slot: Slot) -> None:
         """Start copying states back to host memory."""
-        for new, part in zip(here, bucket, strict=True):
+        for new, part in zip(updated, bucket, strict=True):
             for key, state in part.states.items():
                 slot.last_use = self.transfers.out(new.states[key], state, after=None)
 
@@ -118,30 +130,36 @@ class StatesUpdatedThere(HostStates):
         """Update on the host."""
         if not parts:
             return
-        per_element = parts[0].parameter.dtype.itemsize + parts[0].grad.dtype.itemsize
-        waiting = list(buckets(parts, self.bucket_bytes // per_element))
-        passing = [[each for part in bucket for each in (part.parameter, part.grad)] for bucket in waiting]
-        self._slots = slots(passing, self.allocate, self._slots)
-        coming = self._bring(waiting[0], self._slots[0])
-        for number, bucket in enumerate(waiting):
-            there, slot = coming, self._slots[number % 2]
-            if number + 1 < len(waiting):
-                coming = self._bring(waiting[number + 1], self._slots[(number + 1) % 2])
+        bytes_per_element = parts[0].parameter.dtype.itemsize + parts[0].grad.dtype.itemsize
+        in_turn = list(buckets(parts, self.bucket_bytes // bytes_per_element))
+        copied = [[tensor for part in bucket for tensor in (part.parameter, part.grad)] for bucket in in_turn]
+        self._slots = slots(copied, self.allocate, self._slots)
+        fetched = self._fetch(in_turn[0], self._slots[0])
+        for number, bucket in enumerate(in_turn):
+            slot = self._slots[number % 2]
+            current = fetched
+            if number + 1 < len(in_turn):
+                # Into the other slot, while the bucket in this one is updated.
+                fetched = self._fetch(in_turn[number + 1], self._slots[(number + 1) % 2])
+            # The host itself is about to read the slot.
             self.transfers.wait(slot.last_use)
-            self.inner.update(there)
-            for part, new in zip(bucket, there, strict=True):
+            self.inner.update(current)
+            for part, new in zip(bucket, current, strict=True):
                 slot.last_use = self.transfers.into(new.parameter, part.parameter, after=None)
+        # Copies run in order, so that with the last one all parameters have arrived.
         self.transfers.use(bucket[-1].parameter, slot.last_use)
 
-    def _bring(self, bucket: Sequence[StatePart], slot: Slot) -> list[StatePart]:
+    def _fetch(self, bucket: Sequence[StatePart], slot: Slot) -> list[StatePart]:
         """Start copying parameters and gradients to the host, once the parameters before them have left the slot."""
-        slot.taken, left, brought = 0, slot.last_use, []
+        slot.taken = 0
+        slot_is_free = slot.last_use
+        fetched = []
         for part in bucket:
-            there = replace(part, parameter=slot.take(part.parameter), grad=slot.take(part.grad))
-            self.transfers.out(part.parameter, there.parameter, after=left)
-            slot.last_use = self.transfers.out(part.grad, there.grad, after=left)
-            brought.append(there)
-        return brought
+            on_host = replace(part, parameter=slot.take(part.parameter), grad=slot.take(part.grad))
+            self.transfers.out(part.parameter, on_host.parameter, after=slot_is_free)
+            slot.last_use = self.transfers.out(part.grad, on_host.grad, after=slot_is_free)
+            fetched.append(on_host)
+        return fetched
 
 
 @final
@@ -151,7 +169,9 @@ class OffloadStatesPolicy(OptimizerPolicy):
     def __init__(
         self, transfers: Transfers, allocate: Allocate, *, update: Literal["host", "device"], bucket_bytes: int
     ) -> None:
-        self.transfers, self.allocate, self.bucket_bytes = transfers, allocate, bucket_bytes
+        self.transfers = transfers
+        self.allocate = allocate
+        self.bucket_bytes = bucket_bytes
         self._kind: type[HostStates] = StreamedStates if update == "device" else StatesUpdatedThere
 
     def treat(self, states: OptimizerStates) -> OptimizerStates:

@@ -82,8 +82,10 @@ class CudaTransfers(Transfers):
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self.device, self._cuda = device, cuda
-        self._out, self._back = cuda.Stream(device), cuda.Stream(device)
+        self.device = device
+        self._cuda = cuda
+        self._out = cuda.Stream(device)
+        self._back = cuda.Stream(device)
 
     def out(self, values: Tensor, room: Tensor, *, after: Any) -> Any:
         """Copy on the stream of that direction, once the current stream has computed the values."""
@@ -113,6 +115,7 @@ class CudaTransfers(Transfers):
         event.synchronize()
 
     def _copy(self, source: Tensor, target: Tensor, stream: Any, after: Any) -> Any:
+        """Copy on ``stream``, behind ``after`` and the current stream's queued work; return the event of the copy."""
         stream.wait_event(self._cuda.current_stream(self.device).record_event())
         if after is not None:
             stream.wait_event(after)

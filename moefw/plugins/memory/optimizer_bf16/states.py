@@ -18,28 +18,33 @@ ELEMENTS: Final = 1 << 24
 DROPPED_BITS: Final = 16
 """Number of bits by which fp32 is longer than bf16."""
 _DROPPED: Final = (1 << DROPPED_BITS) - 1
+"""Mask of these bits."""
 WORDS: Final = 64 // DROPPED_BITS
 """Number of states that are rounded with the 64 bits drawn for an element."""
 
 
 def draws(part: StatePart, number: int) -> Tensor:
-    """Return 64 random bits for each element of a part, int64, in draw ``number``.
+    """Return 64 random bits for each element of a part, int64 of the parameter's shape, in draw ``number``.
 
-    They depend on the seed, the step, the draw, and the element's place in the named tensor, which no layout changes.
+    They depend on the seed, the step, the draw, and the element's place in the named tensor. So they are the same on
+    every layout and on every copy of a parameter, and a resumed run draws them again.
     """
     bits = torch.zeros(part.parameter.shape, dtype=torch.int64, device=part.parameter.device)
     for origin in part.origins:
+        # A key for each named tensor of which this parameter holds a box: two states, steps or tensors never share one.
         key = hashlib.sha256(f"{part.seed}:{part.step}:{number}:{origin.name}".encode()).digest()
         bits[origin.box] = stream(int.from_bytes(key[:8], "big"), numbers(origin, bits.device))
     return bits
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
-    """Return fp32 ``x`` in bf16, rounded up in magnitude where the low 16 of the random ``bits`` (int64) carry.
+    """Return fp32 ``x`` in bf16, rounded at random by the low 16 of the ``bits`` (int64), without bias.
 
-    The probability is the fraction of the way to that neighbour. Values that bf16 represents exactly, and values that
-    are not finite, do not change.
+    The probability of the neighbour of larger magnitude is the fraction of the way to it. Values that bf16 represents
+    exactly, and values that are not finite, do not change.
     """
+    # bf16 is the upper half of fp32. Random bits added to the lower half carry into it as often as that half is large;
+    # the carry runs into the exponent where it must. Infinity would become NaN, and so is left out.
     carried = (x.view(torch.int32) + (bits & _DROPPED).to(torch.int32)) & ~_DROPPED
     return torch.where(x.isfinite(), carried.view(torch.float32), x).to(torch.bfloat16)
 
@@ -58,12 +63,14 @@ class BF16Policy(OptimizerPolicy):
 
 @final
 class BF16States(OptimizerStates):
-    """``inner`` states, rounded."""
+    """The states of ``inner`` in bf16. ``elements`` of them are in fp32 at a time."""
 
     dtype = torch.bfloat16
 
     def __init__(self, inner: OptimizerStates, *, stochastic: bool, elements: int = ELEMENTS) -> None:
-        self.inner, self.stochastic, self.elements = inner, stochastic, elements
+        self.inner = inner
+        self.stochastic = stochastic
+        self.elements = elements
 
     def room(self, parameter: Tensor) -> Tensor:
         """Return zeros in bf16."""
@@ -72,16 +79,24 @@ class BF16States(OptimizerStates):
     def update(self, parts: Sequence[StatePart]) -> None:
         """Update in fp32, bucket by bucket, and round the new states."""
         for bucket in buckets(parts, self.elements):
-            wide = [replace(part, states={key: state.float() for key, state in part.states.items()}) for part in bucket]
+            wide = [_widened(part) for part in bucket]
             self.inner.update(wide)
             for part, new in zip(bucket, wide, strict=True):
                 self._store(part, new)
 
     def _store(self, part: StatePart, new: StatePart) -> None:
+        """Copy the new states into those of ``part``, rounded. Each state of an element takes bits of its own."""
+        if not self.stochastic:
+            for key, state in part.states.items():
+                state.copy_(new.states[key])
+            return
         bits = None
         for number, (key, state) in enumerate(part.states.items()):
-            if not self.stochastic:
-                state.copy_(new.states[key])
-                continue
+            # A draw has 64 bits: four states use 16 of them each.
             bits = draws(part, number // WORDS) if bits is None or number % WORDS == 0 else bits >> DROPPED_BITS
             state.copy_(rounded(new.states[key], bits))
+
+
+def _widened(part: StatePart) -> StatePart:
+    """Return the part with its states in fp32, as copies."""
+    return replace(part, states={key: state.float() for key, state in part.states.items()})

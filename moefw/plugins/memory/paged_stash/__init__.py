@@ -39,10 +39,14 @@ class PagedStash(MemoryPlugin):
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Return the needs: the regions, and a budget of rows that a second run lifts."""
-        whole = "only a GEMM that computes on all rows of a budget at once saves them as one tensor"
-        fix = "Use a GEMM that offers it (gemm.use), or leave the region out."
         regions = [
-            moefw.need("region", (region, self.mechanism), reason=whole, fix=fix, option="regions")
+            moefw.need(
+                "region",
+                (region, self.mechanism),
+                reason="only a GEMM that computes on all rows of a budget at once saves them as one tensor",
+                fix="Use a GEMM that offers it (gemm.use), or leave the region out.",
+                option="regions",
+            )
             for region in self.regions
         ]
         budget = moefw.need(

@@ -28,7 +28,8 @@ class StashPolicy(MemoryPolicy):
     """Stashes rows. ``share``: fraction of the static number of rows that has pages on the device."""
 
     def __init__(self, stash: Stash, *, share: float) -> None:
-        self.stash, self.share = stash, share
+        self.stash = stash
+        self.share = share
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function``, which saves valid rows in pages if it computes on static rows.
@@ -42,6 +43,7 @@ class StashPolicy(MemoryPolicy):
                 return function(*args, **kwargs)
             rows = None if in_backward() else current()
             if rows is None:
+                # A rerun for an enclosing region, through which no backward goes, or rows whose number is not static.
                 with saved_tensors_hooks(_keep, unpack):
                     return function(*args, **kwargs)
             call = _Call(self, region, rows)
@@ -58,14 +60,17 @@ class _Call:
     """One call of a region, and the number of its saved rows that found no page."""
 
     def __init__(self, policy: StashPolicy, region: str, rows: StaticRows) -> None:
-        self.policy, self.region, self.rows, self.num_valid = policy, region, rows, rows.num_valid
+        self.policy = policy
+        self.region = region
+        self.rows = rows
+        self.num_valid = rows.num_valid
         self.unsaved = torch.zeros((), device=self.num_valid.device)
 
     def pack(self, tensor: Tensor) -> Tensor | StandIn | _Packed:
         """Return the replacement of a saved tensor until backward."""
-        again = stand_in(tensor)
-        if again is not None:
-            return again
+        computed_again = stand_in(tensor)
+        if computed_again is not None:
+            return computed_again
         if not self._holds_rows(tensor):
             return stay(tensor)
         bits_RC = tensor.detach().view(BITS[tensor.itemsize])
@@ -75,10 +80,14 @@ class _Call:
         return _Packed(held, tensor)
 
     def _holds_rows(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor or without_memory()
-        plain = plain and tensor.layout is torch.strided and tensor.itemsize in BITS
-        rows = plain and tensor.ndim == 2 and len(tensor) == self.rows.num_rows and tensor.numel() > 0
-        return rows and tensor.device == self.num_valid.device and not isinstance(tensor._base, nn.Parameter)
+        """Return whether a tensor is plain memory with the static number of rows, and no view of a parameter."""
+        if type(tensor) is not Tensor and not without_memory():
+            return False
+        if tensor.layout is not torch.strided or tensor.itemsize not in BITS:
+            return False
+        if tensor.ndim != 2 or len(tensor) != self.rows.num_rows or tensor.numel() == 0:
+            return False
+        return tensor.device == self.num_valid.device and not isinstance(tensor._base, nn.Parameter)
 
 
 @final
@@ -86,15 +95,20 @@ class _Packed:
     """A saved tensor whose valid rows are in pages."""
 
     def __init__(self, held: Held, tensor: Tensor) -> None:
-        self._held, self._dtype = held, tensor.dtype
-        self._size, self._stride = tensor.size(), tensor.stride()
+        self._held = held
+        self._dtype = tensor.dtype
+        self._size = tensor.size()
+        self._stride = tensor.stride()
 
     def tensor(self) -> Tensor:
         """Return the tensor with its strides, so that kernels compute the same bits; other rows are undefined."""
-        whole = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._held.device)
-        self._held.load(whole.view(BITS[whole.itemsize]))
-        return whole
+        loaded = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._held.device)
+        self._held.load(loaded.view(BITS[loaded.itemsize]))
+        return loaded
 
 
 def _keep(tensor: Tensor) -> Tensor | StandIn:
-    return (None if in_backward() else stand_in(tensor)) or stay(tensor)
+    """Return the saved tensor itself, or what stands in for it until it is computed again."""
+    if in_backward():
+        return stay(tensor)
+    return stand_in(tensor) or stay(tensor)

@@ -52,7 +52,8 @@ class CudaOrder(Order):
     """Waits only where the stream changes. ``cuda`` is ``torch.cuda``, or a test double."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device, cuda
+        self._device = device
+        self._cuda = cuda
         self._last: Any = None
 
     def enter(self) -> None:
@@ -91,7 +92,10 @@ class Pool:
     """Pages for ``num_tensors`` tensors of one kind and of up to ``num_rows`` static rows; it holds ``num_held``."""
 
     def __init__(self, pages: Pages, *, num_tensors: int, num_rows: int) -> None:
-        self.pages, self.num_tensors, self.num_rows, self.num_held = pages, num_tensors, num_rows, 0
+        self.pages = pages
+        self.num_tensors = num_tensors
+        self.num_rows = num_rows
+        self.num_held = 0
 
     def takes(self, num_rows: int) -> bool:
         """Return whether the pool has room for one more tensor of ``num_rows`` static rows."""
@@ -103,7 +107,10 @@ class Held:
     """The valid rows of a tensor, in pages until nothing refers to this any more."""
 
     def __init__(self, stash: Stash, pool: Pool, table: Tensor, num_valid: Tensor) -> None:
-        self._stash, self._pool, self._table, self._num_valid = stash, pool, table, num_valid
+        self._stash = stash
+        self._pool = pool
+        self._table = table
+        self._num_valid = num_valid
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +135,10 @@ class Stash:
     def __init__(self, order: Order, *, page_rows: int, spill: bool, pinned: bool) -> None:
         self.num_layers: Counter[str] = Counter()
         self.pools: defaultdict[Kind, list[Pool]] = defaultdict(list)
-        self._order, self._page_rows, self._spill, self._pinned = order, page_rows, spill, pinned
+        self._order = order
+        self._page_rows = page_rows
+        self._spill = spill
+        self._pinned = pinned
         self._let_go: deque[tuple[Pool, Tensor]] = deque()
 
     @property
@@ -169,18 +179,24 @@ class Stash:
         self._let_go.clear()
 
     def _open(self, kind: Kind, bits_RC: Tensor, share: float) -> Pool:
+        """Return a new pool for one tensor of each layer, with near pages for ``share`` of the rows of each.
+
+        With spill there are far pages for all other rows.
+        """
         num_rows = len(bits_RC)
-        most = math.ceil(num_rows / self._page_rows)
-        near = min(most, num_pages(share * num_rows, self._page_rows))
+        all_pages = math.ceil(num_rows / self._page_rows)
+        near_pages = min(all_pages, num_pages(share * num_rows, self._page_rows))
+        far_pages = all_pages - near_pages if self._spill else 0
         num_tensors = max(1, self.num_layers[kind.region])
         shape = (self._page_rows, kind.width)
         pages = open_pages(
-            bits_RC.new_empty(num_tensors * near, *shape),
-            self._far(bits_RC, num_tensors * (most - near if self._spill else 0), *shape),
+            bits_RC.new_empty(num_tensors * near_pages, *shape),
+            self._far_memory(bits_RC, num_tensors * far_pages, *shape),
         )
         return Pool(pages, num_tensors=num_tensors, num_rows=num_rows)
 
-    def _far(self, bits_RC: Tensor, *shape: int) -> Tensor:
+    def _far_memory(self, bits_RC: Tensor, *shape: int) -> Tensor:
+        """Return host memory of the dtype of ``bits_RC``; where tensors have no memory, a tensor without it."""
         if not without_memory():
             return self._host_memory(*shape, dtype=bits_RC.dtype)
         with in_host_memory():
@@ -193,9 +209,13 @@ class Stash:
                 return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             nbytes = math.prod(shape) * dtype.itemsize
-            memory, why = "page-locked host memory" if pinned else "host memory", str(error).partition("\n")[0]
-            what = f"memory policy paged-stash: {nbytes} bytes of {memory} for rows that spill cannot be had ({why})."
-            raise RunError(what, "Leave spill out, raise factor, or stash fewer regions.") from error
+            memory = "page-locked host memory" if pinned else "host memory"
+            first_line = str(error).partition("\n")[0]
+            raise RunError(
+                f"memory policy paged-stash: {nbytes} bytes of {memory} for rows that spill cannot be had "
+                f"({first_line}).",
+                "Leave spill out, raise factor, or stash fewer regions.",
+            ) from error
 
 
 def open_stash(device: torch.device, *, page_rows: int, spill: bool) -> Stash:

@@ -1,4 +1,10 @@
-"""Recompute: keeps the inputs of a region. Its saved tensors and outputs are computed again when needed."""
+"""Recompute: keeps the inputs of a region. Its saved tensors and outputs are computed again when needed.
+
+In forward, hooks on saved tensors drop every tensor that a region saves and note only its shape and number. In
+backward, the first of them that is requested runs the region again, with hooks that collect what it saves: it saves the
+same tensors in the same order, so that numbers stay valid. Tensors behind the last saved one are not computed again,
+unless others saved a reference to an output in place of the output (:mod:`moefw.runtime.memory.dropped`).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,10 @@ class Call(ABC):
     _returned: Sequence[Tensor] | None = None
 
     def returned(self, result: Any) -> Any:
-        """Return ``result`` unchanged. Tensors in it that require gradients then need not be saved by others."""
+        """Return ``result`` with the same values. Others need not save those of its tensors that require gradients.
+
+        Autograd gets them from a node of this call. Others save a reference to it, and take them from :meth:`output`.
+        """
         leaves, structure = tree_flatten(result)
         self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if self.places:
@@ -32,7 +41,7 @@ class Call(ABC):
         return tree_unflatten(leaves, structure)
 
     def want(self) -> None:
-        """Note that an output will be requested."""
+        """Note that somebody has saved a reference to an output, which will be requested."""
 
     def output(self, index: int) -> Tensor:
         """Return output ``index`` of the call."""
@@ -60,53 +69,65 @@ class Run(Call):
     """A function that is run again, up to the last tensor that is needed."""
 
     def __init__(self, region: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._region, self._function, self._arguments = region, function, Arguments(args, kwargs)
+        self._region = region
+        self._function = function
+        self._arguments = Arguments(args, kwargs)
         self._scope = current()
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
-        self._found: dict[int, Tensor] = {}
-        self._wanted = False
+        """Shape and dtype of each tensor that the first run saved, and dropped."""
+        self._computed: dict[int, Tensor] = {}
+        """Those of these tensors that were computed again and not requested yet, by number."""
+        self._needs_outputs = False
 
     def result(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function for the first time, dropping what it saves."""
-        with saved_tensors_hooks(self._drop, self._find):
+        """Run the function for the first time, and drop what it saves."""
+        with saved_tensors_hooks(self._drop, self._compute):
             result = self._function(*args, **kwargs)
         return self.returned(result)
 
     def want(self) -> None:
         """Note that the function must be run to its end."""
-        self._wanted = True
+        self._needs_outputs = True
 
     def again(self) -> Any:
-        """Run the function again, to its end if an output is needed, and hold the tensors that it saves."""
+        """Run the function again, hold the tensors that it saves, and return its result.
+
+        None if no output is needed: the run then ends with the last saved tensor.
+        """
         args, kwargs = self._arguments.again()
-        found: list[Tensor] = []
+        saved: list[Tensor] = []
 
         def collect(tensor: Tensor) -> None:
-            found.append(stay(tensor))
-            if len(found) == len(self._saved) and not self._wanted:
+            saved.append(stay(tensor))
+            if len(saved) == len(self._saved) and not self._needs_outputs:
                 raise _EnoughError
 
         try:
+            # In the scope of the first run, which knows outputs of other calls by their memory, wherever backward runs.
             with torch.enable_grad(), inside(self._scope), saved_tensors_hooks(collect, _never):
                 result = self._function(*args, **kwargs)
         except _EnoughError:
             result = None
-        if [(tensor.shape, tensor.dtype) for tensor in found] != self._saved:
-            what = f"memory policy recompute: the region {self._region!r} saves other tensors when it is run again."
-            raise ContractError(what, "What a recomputed region does may depend on nothing but what it is given.")
-        self._found = dict(enumerate(found))
+        if [(tensor.shape, tensor.dtype) for tensor in saved] != self._saved:
+            raise ContractError(
+                f"memory policy recompute: the region {self._region!r} saves other tensors when it is run again.",
+                "What a recomputed region does may depend on nothing but what it is given.",
+            )
+        self._computed = dict(enumerate(saved))
         return result
 
     def _drop(self, tensor: Tensor) -> int:
+        """Return the number of a saved tensor, which autograd keeps in its place."""
         self._saved.append((tensor.shape, tensor.dtype))
         return len(self._saved) - 1
 
-    def _find(self, index: int) -> Tensor:
-        if index not in self._found:
+    def _compute(self, index: int) -> Tensor:
+        """Return saved tensor ``index``. The first request computes all; each is held until its own request."""
+        if index not in self._computed:
             result = self.again()
-            if self._wanted:
+            if self._needs_outputs:
                 self.hold(result)
-        return self._found.pop(index)
+        return self._computed.pop(index)
 
 
 @final
@@ -114,7 +135,9 @@ class Movement(Call):
     """A movement of rows that is repeated; its metadata is in ``handle``."""
 
     def __init__(self, again: Callable[..., Any], handle: Any, args: Sequence[Any]) -> None:
-        self._again, self._handle, self._arguments = again, handle, Arguments(args, {})
+        self._again = again
+        self._handle = handle
+        self._arguments = Arguments(args, {})
 
     def again(self) -> Any:
         """Repeat the movement and return its result."""
@@ -124,7 +147,7 @@ class Movement(Call):
 
 
 class _EnoughError(Exception):
-    """All tensors that are needed have been found."""
+    """All tensors that are needed have been computed."""
 
 
 def _never(packed: None) -> Never:
@@ -139,7 +162,8 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.outputs = call, [Output(tensor, call, index) for index, tensor in enumerate(tensors)]
+        ctx.call = call
+        ctx.outputs = [Output(tensor, call, index) for index, tensor in enumerate(tensors)]
         ctx.set_materialize_grads(False)
         return tensors
 
@@ -147,7 +171,8 @@ class _Return(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.call is not None:
             ctx.call.forget()
-        ctx.call, ctx.outputs = None, ()
+        ctx.call = None
+        ctx.outputs = ()
         return (None, *grads)
 
 
@@ -171,8 +196,10 @@ class Arguments:
         """Return the arguments, detached from their graph. Those that could be recomputed in forward still can be."""
         leaves = list(self._others)
         saved: Sequence[Tensor] = self._saving.grad_fn.saved_tensors  # type: ignore[union-attr]
-        for at, tensor, wanted, output in zip(self._places, saved, self._differentiable, self._outputs, strict=True):
-            leaves[at] = tensor.detach().requires_grad_(wanted)
+        for at, tensor, differentiable, output in zip(
+            self._places, saved, self._differentiable, self._outputs, strict=True
+        ):
+            leaves[at] = tensor.detach().requires_grad_(differentiable)
             if output is not None:
                 output.lies_in(tensor)
         args, kwargs = tree_unflatten(leaves, self._structure)
@@ -208,9 +235,9 @@ class RecomputePolicy(MemoryPolicy):
         """Return ``finish``. Its saved tensors are kept, and ``again`` recomputes its outputs."""
 
         def repeated(pending: Any, *args: Any) -> Any:
-            brought, handle = finish(pending, *args)
+            result, handle = finish(pending, *args)
             if torch.is_grad_enabled():
-                brought = Movement(again, handle, args).returned(brought)
-            return brought, handle
+                result = Movement(again, handle, args).returned(result)
+            return result, handle
 
         return repeated

@@ -39,12 +39,15 @@ class Coupled(LayoutPlugin):
 
     def plan(self, world: int | None) -> moefw.MeshPlan:
         """Arrange ``world`` ranks, or the smallest world that fits: pp * ep*cp*tp, and enough copies to shard."""
-        pp, cp, tp, ep = self.pp, self.cp, self.tp, self.ep
+        pp = self.pp
+        cp = self.cp
+        tp = self.tp
+        ep = self.ep
         if self.dp and self.dp % ep:
             near = max(1, round(self.dp / ep)) * ep
             raise moefw.PlanError(f"ep {ep} does not divide dp {self.dp}.", f"Leave dp out, or use dp: {near}.")
-        shared = Sharing(option="shard", asked=self.shard, copy_ranks=pp * tp, axes="dp x cp")
-        spread_out = Sharing(
+        dense_sharing = Sharing(option="shard", asked=self.shard, copy_ranks=pp * tp, axes="dp x cp")
+        expert_sharing = Sharing(
             option="expert_shard", asked=self.expert_shard, copy_ranks=pp * ep * tp, axes="dp / ep x cp"
         )
         along = f"dp {self.dp}" if self.dp else f"ep {ep}"
@@ -53,13 +56,13 @@ class Coupled(LayoutPlugin):
             unit=pp * (self.dp or ep) * cp * tp,
             exactly=self.dp is not None,
             sizes=f"pp {pp} x {along} x cp {cp} x tp {tp}",
-            sharings=(shared, spread_out),
+            sharings=(dense_sharing, expert_sharing),
         )
         dp = world // (pp * cp * tp)
         return moefw.MeshPlan(
             dense=moefw.Mesh((("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp))),
             experts=moefw.Mesh((("pp", pp), ("edp", dp // ep), ("ep", ep), ("edp", cp), ("etp", tp))),
-            shards={"dense": shared.over(world), "experts": spread_out.over(world)},
+            shards={"dense": dense_sharing.over(world), "experts": expert_sharing.over(world)},
         )
 
 

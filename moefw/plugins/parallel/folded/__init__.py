@@ -16,6 +16,7 @@ from moefw.plugins.parallel.options import Sharing, fit_world, shards_validator,
 
 
 def _each_axis_once(_: object, option: Any, order: tuple[str, ...]) -> None:
+    """Raise ValueError unless ``order`` names each axis of the mesh once. An attrs validator."""
     axes: tuple[str, ...] = option.default
     wrong = [f"{axis} is missing" for axis in axes if axis not in order]
     wrong += [f"{axis} stands there {order.count(axis)} times" for axis in axes if order.count(axis) > 1]
@@ -25,9 +26,12 @@ def _each_axis_once(_: object, option: Any, order: tuple[str, ...]) -> None:
 
 
 def _etp_inside_ep(_: object, option: Any, order: tuple[str, ...]) -> None:
+    """Raise ValueError unless etp is inside ep. An attrs validator."""
     if order.index("etp") < order.index("ep"):
-        why = "dispatch libraries (DeepEP, HybridEP) number the experts of a group by consecutive ranks"
-        raise ValueError(f"etp stands before ep, and {why}. Name etp after ep.")
+        raise ValueError(
+            "etp stands before ep, and dispatch libraries (DeepEP, HybridEP) number the experts of a group by "
+            "consecutive ranks. Name etp after ep."
+        )
 
 
 @frozen(kw_only=True)
@@ -74,28 +78,36 @@ class Folded(LayoutPlugin):
 
     def plan(self, world: int | None) -> moefw.MeshPlan:
         """Arrange ``world`` ranks, or the smallest world that fits: pp * lcm(dp*cp*tp, ep*etp), and copies to shard."""
-        dense, experts = self.dense, self.experts
-        fixed, spread = (dense.dp or 1) * dense.cp * dense.tp, experts.ep * experts.etp
-        stage = math.lcm(fixed, spread)
-        if dense.dp and stage != fixed:
-            what = f"ep {experts.ep} x etp {experts.etp} = {spread} does not divide dp x cp x tp = {fixed}."
-            raise moefw.PlanError(what, f"Leave dense.dp out, or use dense.dp: {stage // dense.cp // dense.tp}.")
-        shared = Sharing(option="dense.shard", asked=dense.shard, copy_ranks=self.pp * dense.tp, axes="dp x cp")
-        spread_out = Sharing(option="experts.shard", asked=experts.shard, copy_ranks=self.pp * spread, axes="edp")
+        dense = self.dense
+        experts = self.experts
+        # The ranks of a pipeline stage are a multiple of those of both meshes; ``dp`` and ``edp`` follow from it.
+        dense_ranks = (dense.dp or 1) * dense.cp * dense.tp
+        expert_ranks = experts.ep * experts.etp
+        smallest_stage = math.lcm(dense_ranks, expert_ranks)
+        if dense.dp and smallest_stage != dense_ranks:
+            fitting_dp = smallest_stage // dense.cp // dense.tp
+            raise moefw.PlanError(
+                f"ep {experts.ep} x etp {experts.etp} = {expert_ranks} does not divide dp x cp x tp = {dense_ranks}.",
+                f"Leave dense.dp out, or use dense.dp: {fitting_dp}.",
+            )
+        dense_sharing = Sharing(option="dense.shard", asked=dense.shard, copy_ranks=self.pp * dense.tp, axes="dp x cp")
+        expert_sharing = Sharing(
+            option="experts.shard", asked=experts.shard, copy_ranks=self.pp * expert_ranks, axes="edp"
+        )
         world = fit_world(
             world,
-            unit=self.pp * stage,
+            unit=self.pp * smallest_stage,
             exactly=dense.dp is not None,
-            sizes=f"pp {self.pp} x lcm(dp x cp x tp = {fixed}, ep x etp = {spread})",
-            sharings=(shared, spread_out),
+            sizes=f"pp {self.pp} x lcm(dp x cp x tp = {dense_ranks}, ep x etp = {expert_ranks})",
+            sharings=(dense_sharing, expert_sharing),
         )
         stage = world // self.pp
         sizes = {"dp": stage // (dense.cp * dense.tp), "cp": dense.cp, "tp": dense.tp}
-        sizes |= {"edp": stage // spread, "ep": experts.ep, "etp": experts.etp}
+        sizes |= {"edp": stage // expert_ranks, "ep": experts.ep, "etp": experts.etp}
         return moefw.MeshPlan(
             dense=moefw.Mesh((("pp", self.pp), *((axis, sizes[axis]) for axis in dense.order))),
             experts=moefw.Mesh((("pp", self.pp), *((axis, sizes[axis]) for axis in experts.order))),
-            shards={"dense": shared.over(world), "experts": spread_out.over(world)},
+            shards={"dense": dense_sharing.over(world), "experts": expert_sharing.over(world)},
         )
 
 

@@ -49,7 +49,9 @@ class BlockwiseProducts(Products):
 def _in_rows(operand: Quantized) -> tuple[Tensor, ScalingType]:
     """Return the scales, in torch's layout, and the scaling type of an operand whose last axis is summed over."""
     assert operand.block is not None
-    scales, scaling = operand.scales, _SCALING[operand.block]
+    scales = operand.scales
+    scaling = _SCALING[operand.block]
     if scaling is ScalingType.BlockWise1x128:
         return scales.mT.contiguous().mT, scaling
+    # The rows of scales of 128x128 blocks begin on 16 bytes: L in the table above.
     return F.pad(scales, (0, -scales.shape[-1] % 4)).contiguous().mT, scaling

@@ -41,7 +41,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
     """Formats in which rows may travel to the experts."""
 
     rtol: ClassVar[float] = 0.15
-    """Largest error of an operand, as a share of the largest value of what it stands for."""
+    """Largest error of an operand, as a share of the largest value of the tensor that was quantized."""
 
     row_scales: ClassVar[Any] = ANY
     """Roles whose rows are scaled alone."""
@@ -67,24 +67,40 @@ class LowPrecisionPlugin(PrecisionPlugin):
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Return the needs: whole blocks of rows, GEMMs that quantize for each pass, a GPU that multiplies codes."""
-        blocks = f"the weight gradient takes rows in blocks of {self.rows}, each of one expert"
-        passes = "backward multiplies operands that are quantized along other axes than those of forward"
-        return [
-            moefw.need("row_alignment", self.rows, reason=blocks),
-            moefw.need("by_pass", True, reason=passes, fix="Use parts that multiply through moefw.linear."),
-            *(self.gpus.needs() if self.backend == "torch" else ()),
-            *(te_needs(self.te_gpus) if self.backend == "te" else ()),
+        needs = [
+            moefw.need(
+                "row_alignment",
+                self.rows,
+                reason=f"the weight gradient takes rows in blocks of {self.rows}, each of one expert",
+            ),
+            moefw.need(
+                "by_pass",
+                True,
+                reason="backward multiplies operands that are quantized along other axes than those of forward",
+                fix="Use parts that multiply through moefw.linear.",
+            ),
         ]
+        if self.backend == "torch":
+            needs += self.gpus.needs()
+        if self.backend == "te":
+            needs += te_needs(self.te_gpus)
+        return needs
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Return a problem for each pattern of ``keep_bf16`` that names no module."""
         layers = range(-site.num_layers, site.num_layers)
         modules = [f"layers.{layer}.{module}" for layer in layers for module in MODULES]
-        return [
-            moefw.Problem(f"{name!r} names no module.", "Use for example layers.0.* or *.attention.", f"keep_bf16[{i}]")
-            for i, name in enumerate(self.keep_bf16)
-            if not any(fnmatchcase(module, name) for module in modules)
-        ]
+        problems = []
+        for number, pattern in enumerate(self.keep_bf16):
+            if not any(fnmatchcase(module, pattern) for module in modules):
+                problems.append(
+                    moefw.Problem(
+                        f"{pattern!r} names no module.",
+                        "Use for example layers.0.* or *.attention.",
+                        f"keep_bf16[{number}]",
+                    )
+                )
+        return problems
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
@@ -118,7 +134,13 @@ class QuantizedPlugin(LowPrecisionPlugin):
         """Return also the need of a GEMM that lets the recipe save its activations."""
         needs = list(super().needs(site))
         if self.saved_activations != "bf16":
-            reason = f"saved_activations is {self.saved_activations}"
-            fix = "Use gemm: grouped or loop, or saved_activations: bf16."
-            needs.append(moefw.need("activations_kept", True, reason=reason, fix=fix, option="saved_activations"))
+            needs.append(
+                moefw.need(
+                    "activations_kept",
+                    True,
+                    reason=f"saved_activations is {self.saved_activations}",
+                    fix="Use gemm: grouped or loop, or saved_activations: bf16.",
+                    option="saved_activations",
+                )
+            )
         return needs

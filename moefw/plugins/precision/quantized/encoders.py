@@ -34,11 +34,17 @@ from moefw_kernels.quantize import (
 
 @final
 class PackedRows:
-    """A row of ``dim`` codes, one byte each, then its scales."""
+    """A row of ``dim`` codes, one byte each, then its scales, which end at byte ``_end``; an even number of bytes.
+
+    Packed rows are tensors of bf16, so that their bytes travel as other rows do.
+    """
 
     def __init__(self, scales: Scales, *, dim: int) -> None:
-        self._scales, self._dim, self._scale_dtype = scales, dim, scale_dtype(scales)
-        self._end = dim + -(-dim // row_block(scales)) * self._scale_dtype.itemsize
+        self._scales = scales
+        self._dim = dim
+        self._scale_dtype = scale_dtype(scales)
+        num_blocks = -(-dim // row_block(scales))
+        self._end = dim + num_blocks * self._scale_dtype.itemsize
         self.row_bytes = self._end + self._end % 2
 
     def pack(self, rows_ND: Tensor) -> Tensor:
@@ -53,17 +59,19 @@ class PackedRows:
             return self.pack(rows.gather(x_TD))
         packed = torch.empty(len(rows.token_R), self.row_bytes, dtype=torch.uint8, device=x_TD.device)
         packed[:, self._end :] = 0
-        codes, scales = packed[:, : self._dim].view(E4M3.dtype), packed[:, self._dim : self._end]
-        permute_quantize(x_TD, rows, scales=self._scales, into=(codes, scales.view(self._scale_dtype)))
+        codes = packed[:, : self._dim].view(E4M3.dtype)
+        scales = packed[:, self._dim : self._end].view(self._scale_dtype)
+        permute_quantize(x_TD, rows, scales=self._scales, into=(codes, scales))
         return packed.view(torch.bfloat16)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows ``(N, dim)``, as the GEMM that quantizes them again will see them."""
-        codes, scales, _ = packed.view(torch.uint8).split(
-            [self._dim, self._end - self._dim, self.row_bytes - self._end], dim=1
-        )
-        codes, scales = (part.clone(memory_format=torch.contiguous_format) for part in (codes, scales))
-        codes, scales = codes.view(E4M3.dtype), scales.view(self._scale_dtype)
+        as_bytes = packed.view(torch.uint8)
+        # Copies: scales may begin at any byte of the packed rows, and a view of bytes as a wider dtype may not.
+        code_bytes = as_bytes[:, : self._dim].clone(memory_format=torch.contiguous_format)
+        scale_bytes = as_bytes[:, self._dim : self._end].clone(memory_format=torch.contiguous_format)
+        codes = code_bytes.view(E4M3.dtype)
+        scales = scale_bytes.view(self._scale_dtype)
         return rows_of(codes, scales, scales=self._scales).dequantize().to(dtype)
 
 
@@ -114,7 +122,9 @@ class Encoder(ABC):
 
 def summed_axis(role: Role, during: Pass) -> int:
     """Return the axis of an operand over which the product of a pass sums."""
-    return -2 if during == "wgrad" or (role, during) == ("weight", "dgrad") else -1
+    if during == "wgrad" or (role == "weight" and during == "dgrad"):
+        return -2
+    return -1
 
 
 @final
@@ -124,7 +134,8 @@ class Blockwise(Encoder):
     square_weights = True
 
     def __init__(self, *, power_of_two: bool, primary: SquareBlocks | None = None) -> None:
-        self._power_of_two, self._primary = power_of_two, primary
+        self._power_of_two = power_of_two
+        self._primary = primary
         self.row_scales: Scales = "power_of_two" if power_of_two else "fp32"
 
     def weight_codec(self) -> WeightCodec | None:
@@ -135,8 +146,12 @@ class Blockwise(Encoder):
         """Return the operand. A weight that was gathered as codes keeps them."""
         if isinstance(x, GatheredWeight):
             return quantized_weight(x)
-        along = (1, 128) if summed_axis(role, during) == -1 else (128, 1)
-        block = (128, 128) if role == "weight" else along
+        if role == "weight":
+            block = (128, 128)
+        elif summed_axis(role, during) == -1:
+            block = (1, 128)
+        else:
+            block = (128, 1)
         return quantize_fp8(x, block=block, power_of_two=self._power_of_two)
 
     def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized]:
@@ -159,8 +174,10 @@ class MX(Encoder):
         return quantize_mxfp8(x, block=(1, 32) if summed_axis(role, during) == -1 else (32, 1))
 
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
-        """Return the operands of a weight, of which those of both passes are made in one read."""
-        return quantize_mxfp8_both(x) if tuple(passes) == ("fprop", "dgrad") else super().encode_weight(x, passes)
+        """Return the operands of a weight; for fprop and dgrad, both are made in one read."""
+        if tuple(passes) == ("fprop", "dgrad"):
+            return quantize_mxfp8_both(x)
+        return super().encode_weight(x, passes)
 
     def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized]:
         """Return the operands of rows."""

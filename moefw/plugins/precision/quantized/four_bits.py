@@ -25,7 +25,10 @@ class FourBits(Encoder):
     """
 
     def __init__(self, place: str, *, draws: bool, turns: bool, square_weights: bool) -> None:
-        self._place, self.draws, self._turns, self.square_weights = place, draws, turns, square_weights
+        self._place = place
+        self.draws = draws
+        self._turns = turns
+        self.square_weights = square_weights
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
         """Return the encoder of a module or a GEMM inside."""
@@ -36,19 +39,24 @@ class FourBits(Encoder):
         """Return the operand. The rows of a transformed operand are padded with zeros to a multiple of 16."""
         block = (1, SIZE) if summed_axis(role, during) == -1 else (SIZE, 1)
         if role == "weight":
-            block = (SIZE, SIZE) if self.square_weights else block
+            if self.square_weights:
+                block = (SIZE, SIZE)
             return quantize_nvfp4(x, block=block, global_amax=matrix_amax(x))
         keys_R = None
         if self.draws and role == "grad" and rows.keys_R is not None:
             keys_R = mix(rows.keys_R ^ salt(f"{self._place}.{during}"))
         if self._turns and during == "wgrad":
             x = hadamard(F.pad(x, (0, 0, 0, -x.shape[-2] % SIZE)), axis=-2)
-            keys_R = None if keys_R is None else turned(keys_R)
+            if keys_R is not None:
+                keys_R = turned(keys_R)
         return quantize_nvfp4(x, block=block, keys=keys_R, ends_e=rows.ends_e)
 
 
 def turned(keys_R: Tensor) -> Tensor:
-    """Return keys of rows that mix 16 rows each, from the key of the first of these, which is never padding."""
+    """Return keys of transformed rows, each of which mixes 16 rows, from the key of the first of these 16.
+
+    The first is never padding, whose key is 0 in every group.
+    """
     places = mix(torch.arange(1, SIZE + 1, device=keys_R.device))
     return mix(keys_R[::SIZE].unsqueeze(1) ^ places).flatten()
 

@@ -46,13 +46,21 @@ class FP8Blockwise(QuantizedPlugin):
         if self.primary_weights == "fp32":
             return problems
         if self.backend == "te":
-            what = "Transformer Engine quantizes weights itself, from values: it takes no codes that were gathered."
-            fix = "Use backend: torch or emulate, or primary_weights: fp32."
-            problems.append(moefw.Problem(what, fix, "primary_weights"))
+            problems.append(
+                moefw.Problem(
+                    "Transformer Engine quantizes weights itself, from values: it takes no codes that were gathered.",
+                    "Use backend: torch or emulate, or primary_weights: fp32.",
+                    "primary_weights",
+                )
+            )
         elif site.layout.world > 1 and all(len(site.layout.copies(0, side)[0]) == 1 for side in get_args(Side)):
-            what = "with primary_weights: fp8, weights are gathered as codes, and this layout shards none."
-            fix = "Shard parameters (shard: all, in parallel), or use primary_weights: fp32."
-            problems.append(moefw.Problem(what, fix, "primary_weights"))
+            problems.append(
+                moefw.Problem(
+                    "with primary_weights: fp8, weights are gathered as codes, and this layout shards none.",
+                    "Shard parameters (shard: all, in parallel), or use primary_weights: fp32.",
+                    "primary_weights",
+                )
+            )
         return problems
 
     def operands(self, site: Site) -> Operands:

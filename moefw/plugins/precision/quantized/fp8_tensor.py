@@ -43,21 +43,36 @@ class FP8Tensor(QuantizedPlugin):
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Return also the need of delayed scaling for GEMMs that remember magnitudes, each its own."""
-        reason = "delayed scaling remembers the largest magnitudes of each GEMM"
-        fix = "Use parts that take Precision.at(name, groups=...) for each GEMM, or scaling: current."
-        delayed = [moefw.need("named_products", True, reason=reason, fix=fix, option="scaling")]
-        return [*super().needs(site), *(delayed if self.scaling == "delayed" else ())]
+        needs = [*super().needs(site)]
+        if self.scaling == "delayed":
+            needs.append(
+                moefw.need(
+                    "named_products",
+                    True,
+                    reason="delayed scaling remembers the largest magnitudes of each GEMM",
+                    fix="Use parts that take Precision.at(name, groups=...) for each GEMM, or scaling: current.",
+                    option="scaling",
+                )
+            )
+        return needs
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Return also a problem for each option of delayed scaling that is set under current scaling."""
-        given = [name for name in DELAYED if self.scaling == "current" and getattr(self, name) is not None]
-        fix = "Leave it out, or use scaling: delayed."
-        wrong = [moefw.Problem(f"{name} is no option of scaling: current.", fix, name) for name in given]
-        return [*super().check(site), *wrong]
+        problems = [*super().check(site)]
+        if self.scaling == "current":
+            for name in DELAYED:
+                if getattr(self, name) is not None:
+                    what = f"{name} is no option of scaling: current."
+                    problems.append(moefw.Problem(what, "Leave it out, or use scaling: delayed.", name))
+        return problems
 
-    def _options(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in DELAYED}
-        return {name: DELAYED[name] if value is None else value for name, value in given.items()}
+    def _delayed_options(self) -> dict[str, Any]:
+        """Return the options of delayed scaling, with defaults for those that are not set."""
+        options = {}
+        for name, default in DELAYED.items():
+            value = getattr(self, name)
+            options[name] = default if value is None else value
+        return options
 
     def operands(self, site: Site) -> Operands:
         """Return operands with one scale per tensor, of this step or of earlier steps."""
@@ -68,7 +83,7 @@ class FP8Tensor(QuantizedPlugin):
 
         current = self.scaling == "current"
         return Operands(
-            encoder=CurrentScales() if current else DelayedScales(**self._options()),
+            encoder=CurrentScales() if current else DelayedScales(**self._delayed_options()),
             products=TensorwiseProducts(),
             quantizers=CurrentTensors() if current else DelayedTensors(),
             activations=self.saved_activations,

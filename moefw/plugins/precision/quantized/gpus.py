@@ -30,10 +30,12 @@ class Gpus:
 
     def needs(self) -> list[moefw.Need]:
         """Return the needs on the machine."""
-        where = f"of compute capability {' or '.join(self.capabilities)} alone"
-        reason = f"{self.library} multiplies {self.multiplies} on GPUs {where}"
-        wanted = {"device": ("cuda",), "capability": self.capabilities}
-        return [moefw.need(fact, values, reason=reason, fix=FIX, option="backend") for fact, values in wanted.items()]
+        capabilities = " or ".join(self.capabilities)
+        reason = f"{self.library} multiplies {self.multiplies} on GPUs of compute capability {capabilities} alone"
+        return [
+            moefw.need("device", ("cuda",), reason=reason, fix=FIX, option="backend"),
+            moefw.need("capability", self.capabilities, reason=reason, fix=FIX, option="backend"),
+        ]
 
     def require(self, device: torch.device) -> None:
         """Raise PlanError unless the library multiplies these operands on the device."""
@@ -41,17 +43,20 @@ class Gpus:
 
         from moefw_kernels.devices import is_gpu
 
-        wants = f"backend: {self.backend} needs compute capability {' or '.join(self.capabilities)}"
+        requirement = f"backend: {self.backend} needs compute capability {' or '.join(self.capabilities)}"
         if not is_gpu(device):
-            raise moefw.PlanError(f"{wants}; this device is {device}.", FIX)
-        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        if found not in self.capabilities:
-            raise moefw.PlanError(f"{wants}; {device} has {found}.", FIX)
-        built = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-        if built < self.cuda:
-            least = ".".join(map(str, self.cuda))
-            what = f"{self.backend} needs a torch built for CUDA {least} or later; this one is for {torch.version.cuda}"
-            raise moefw.PlanError(f"backend: {what}.", f"Install another build of torch, or: {FIX}")
+            raise moefw.PlanError(f"{requirement}; this device is {device}.", FIX)
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        if capability not in self.capabilities:
+            raise moefw.PlanError(f"{requirement}; {device} has {capability}.", FIX)
+        built_for = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+        if built_for < self.cuda:
+            oldest = ".".join(map(str, self.cuda))
+            raise moefw.PlanError(
+                f"backend: {self.backend} needs a torch built for CUDA {oldest} or later; "
+                f"this one is for {torch.version.cuda}.",
+                f"Install another build of torch, or: {FIX}",
+            )
 
 
 BLOCKS_OF_128: Final = Gpus(multiplies="FP8 in blocks of 128", capabilities=("9.0",), cuda=(12, 9))

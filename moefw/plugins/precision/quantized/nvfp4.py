@@ -51,9 +51,15 @@ class NVFP4(LowPrecisionPlugin):
             reason = "Transformer Engine quantizes groups of rows to NVFP4 in tiles of 128"
             needs.append(moefw.need("row_alignment", 128, reason=reason, option="backend"))
         elif self.stochastic_rounding:
-            reason = "what it draws for a row must not depend on where the row is"
-            fix = "Use parts that offer row_keys, or stochastic_rounding: false."
-            needs.append(moefw.need("row_keys", True, reason=reason, fix=fix, option="stochastic_rounding"))
+            needs.append(
+                moefw.need(
+                    "row_keys",
+                    True,
+                    reason="what it draws for a row must not depend on where the row is",
+                    fix="Use parts that offer row_keys, or stochastic_rounding: false.",
+                    option="stochastic_rounding",
+                )
+            )
         return needs
 
     def operands(self, site: Site) -> Operands:
@@ -63,10 +69,15 @@ class NVFP4(LowPrecisionPlugin):
         from moefw.plugins.precision.quantized.swizzled_products import NVFP4Products
         from moefw.plugins.precision.quantized.te.quantizers import FP4Blocks
 
-        draws, turns, square = self.stochastic_rounding, self.hadamard, self.square_weights
-        place = f"layers.{site.layer}"
-        return Operands(
-            encoder=FourBits(place, draws=draws and self.backend != "te", turns=turns, square_weights=square),
-            products=NVFP4Products(),
-            quantizers=FP4Blocks(draws, turns, square),
+        encoder = FourBits(
+            f"layers.{site.layer}",
+            draws=self.stochastic_rounding and self.backend != "te",
+            turns=self.hadamard,
+            square_weights=self.square_weights,
         )
+        quantizers = FP4Blocks(
+            draws=self.stochastic_rounding,
+            turns=self.hadamard,
+            square_weights=self.square_weights,
+        )
+        return Operands(encoder=encoder, products=NVFP4Products(), quantizers=quantizers)

@@ -33,13 +33,17 @@ class SquareBlocks(WeightCodec):
         """Raise PlanError unless each shard of the weight, or of a stack of them, consists of whole blocks."""
         *stacked, rows, columns = shape
         name = f"primary_weights: fp8: {weight} is {'x'.join(map(str, shape))}"
-        if stacked and stacked[0] % shards:
-            what = f"{name}, and {shards} ranks cannot shard {stacked[0]} experts evenly."
-            raise PlanError(what, f"Use gemm: loop. Or: {_FIX}")
-        own, left = (rows, 0) if stacked else divmod(rows, shards)
-        if left or own % BLOCK[0] or columns % BLOCK[1]:
-            among = "" if stacked else f" for each of {shards} ranks"
-            raise PlanError(f"{name}: no whole blocks of 128x128{among}.", _FIX)
+        if stacked:
+            # A stack is sharded by expert, so that a shard has whole matrices.
+            if stacked[0] % shards:
+                raise PlanError(
+                    f"{name}, and {shards} ranks cannot shard {stacked[0]} experts evenly.",
+                    f"Use gemm: loop. Or: {_FIX}",
+                )
+            if rows % BLOCK[0] or columns % BLOCK[1]:
+                raise PlanError(f"{name}: no whole blocks of 128x128.", _FIX)
+        elif rows % shards or rows // shards % BLOCK[0] or columns % BLOCK[1]:
+            raise PlanError(f"{name}: no whole blocks of 128x128 for each of {shards} ranks.", _FIX)
 
     def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and scales."""
@@ -50,4 +54,4 @@ class SquareBlocks(WeightCodec):
 def quantized_weight(weight: GatheredWeight) -> Quantized:
     """Return the gathered codes and scales as an operand."""
     codes, scales = weight.parts
-    return Quantized(codes, scales, E4M3, BLOCK, -1, tuple(weight.shape))
+    return Quantized(codes=codes, scales=scales, fmt=E4M3, block=BLOCK, axis=-1, shape=tuple(weight.shape))

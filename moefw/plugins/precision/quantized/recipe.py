@@ -32,8 +32,10 @@ class LowPrecisionRecipe(nn.Module, Precision):
 
     def __init__(self, encoder: Encoder, *, activations: Activations) -> None:
         super().__init__()
-        self.encoder, self._activations = encoder, activations
-        self.draws, self.shares_inputs = encoder.draws, encoder.shares_inputs
+        self.encoder = encoder
+        self._activations = activations
+        self.draws = encoder.draws
+        self.shares_inputs = encoder.shares_inputs
 
     def codec(self, dim: int) -> Codec | None:
         """Return the codec that packs rows in the blocks of fprop; None if the format has none."""
@@ -44,13 +46,14 @@ class LowPrecisionRecipe(nn.Module, Precision):
         return self.encoder.weight_codec()
 
     def keep_activation(self, x: Tensor, rows: RowGroups | None = None) -> SavedOperand:
-        """Return what to save of ``x``: codes in blocks along its last axis, or ``x`` itself."""
+        """Return the saved form of ``x``: codes in blocks along its last axis, or ``x`` itself."""
         if self._activations == "bf16":
             return super().keep_activation(x, rows)
         dtype = x.dtype
         if self._activations == "int8":
             return SavedOperand(integer_rows(x), lambda saved: from_integers(saved[0], saved[1], dtype))
-        return _kept(self.encoder.encode_activation(x, rows or _NO_ROWS), lambda codes: codes.dequantize().to(dtype))
+        encoded = self.encoder.encode_activation(x, rows or _NO_ROWS)
+        return _saved(encoded, lambda codes: codes.dequantize().to(dtype))
 
 
 class QuantizedRecipe(LowPrecisionRecipe):
@@ -82,23 +85,30 @@ class QuantizedRecipe(LowPrecisionRecipe):
 
     def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
         """Return the operand of the first pass, and the codes for wgrad, where rows are read once."""
-        made = self.encode_both(x, rows)
-        if made is None:
+        both = self.encode_both(x, rows)
+        if both is None:
             return None
-        along, across = made
+        along, across = both
         first: Pass = "fprop" if role == "input" else "dgrad"
-        return self.operand_of(x, first)(along), _kept(across, self.operand_of(x, "wgrad"))
+        return self.operand_of(x, first)(along), _saved(across, self.operand_of(x, "wgrad"))
 
     def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], Any]]:
         """Return functions that hold codes and scales."""
-        made = zip(passes, self.encode_weight(weight, passes), strict=True)
-        return {during: partial(self.operand_of(weight, during), codes) for during, codes in made}
+        encoded = self.encode_weight(weight, passes)
+        return {
+            during: partial(self.operand_of(weight, during), codes)
+            for during, codes in zip(passes, encoded, strict=True)
+        }
 
     def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: RowGroups | None = None) -> Any | None:
         """Return the operand if ``h_RH`` is bf16 without gradients, blocks run along rows and no zeros are added."""
-        scales, like_a_RF = self.encoder.row_scales, h_RH.chunk(2, dim=-1)[0]
-        wanted = h_RH.dtype is torch.bfloat16 and not (torch.is_grad_enabled() and h_RH.requires_grad)
-        if scales is None or not wanted or self.fills_up(like_a_RF, rows or _NO_ROWS):
+        scales = self.encoder.row_scales
+        if scales is None or h_RH.dtype is not torch.bfloat16:
+            return None
+        if torch.is_grad_enabled() and h_RH.requires_grad:
+            return None
+        like_a_RF = h_RH.chunk(2, dim=-1)[0]  # a tensor of the activation's shape
+        if self.fills_up(like_a_RF, rows or _NO_ROWS):
             return None
         return self.operand_of(like_a_RF, "fprop")(swiglu_quantize(h_RH, weights_R, scales=scales))
 
@@ -110,7 +120,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
         """Return the codes of an input, or a weight itself."""
         if role == "weight":
             return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
-        return _kept(self.encode(x, role, during, rows or _NO_ROWS), self.operand_of(x, during))
+        return _saved(self.encode(x, role, during, rows or _NO_ROWS), self.operand_of(x, during))
 
 
 @final
@@ -140,8 +150,11 @@ class EmulatedRecipe(QuantizedRecipe):
         return super().quantize(x, role=role, during=during, rows=rows)
 
 
-def _kept(encoded: Quantized, operand: Callable[[Quantized], Any]) -> SavedOperand:
-    """Return codes and scales to save. The function that makes the operand keeps no reference to them."""
+def _saved(encoded: Quantized, operand: Callable[[Quantized], Any]) -> SavedOperand:
+    """Return codes and scales to save, and the function that makes the operand of them.
+
+    The function keeps no reference to them: a memory policy that takes them away from autograd frees them.
+    """
     names = [name for name in ("codes", "scales", "global_scale") if getattr(encoded, name) is not None]
     empty = encoded.codes.new_empty(0)
 
@@ -150,10 +163,13 @@ def _kept(encoded: Quantized, operand: Callable[[Quantized], Any]) -> SavedOpera
         return replace(form, **parts)
 
     form = filled(encoded, [empty] * len(names))
-    return SavedOperand(tuple(getattr(encoded, name) for name in names), lambda saved: operand(filled(form, saved)))
+    tensors = tuple(getattr(encoded, name) for name in names)
+    return SavedOperand(tensors, lambda saved: operand(filled(form, saved)))
 
 
 class _StraightThrough(torch.autograd.Function):
+    """Quantizes and dequantizes. Gradients pass unchanged."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, recipe: EmulatedRecipe, role: Role, during: Pass, rows: RowGroups | None

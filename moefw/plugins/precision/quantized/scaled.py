@@ -35,8 +35,8 @@ class Scaled:
     @property
     def mT(self) -> Scaled:
         """The transpose of each matrix, without a copy."""
-        turned = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        return Scaled(self.codes.mT, turned, self.dtype, self.products)
+        *leading, rows, columns = self.shape
+        return Scaled(self.codes.mT, (*leading, columns, rows), self.dtype, self.products)
 
     def __matmul__(self, other: Scaled) -> Tensor:
         """Return the product of two matrices."""
@@ -48,10 +48,12 @@ class Scaled:
         """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it."""
         if self.codes.codes.numel() and other.codes.codes.numel():
             return self._cut(self.products.grouped_mm(self.codes, other.codes, ends_e, self.dtype), other)
-        groups = [len(ends_e)] if len(other.shape) == 2 else []
+        sums_over_rows = len(other.shape) == 2
+        groups = (len(ends_e),) if sums_over_rows else ()
         return self._zeros(*groups, self.shape[0], other.shape[-1])
 
     def _cut(self, product: Tensor, other: Scaled) -> Tensor:
+        """Return the product without the rows and columns of added zeros."""
         return product[..., : self.shape[-2], : other.shape[-1]].contiguous()
 
     def _zeros(self, *size: int) -> Tensor:
@@ -84,25 +86,32 @@ class ScaledRecipe(QuantizedRecipe):
 
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
         """Return codes and scales of a weight, contiguous along the axis that each pass sums over."""
-        made = self.encoder.encode_weight(_filled(x, *self._missing(x, -2, RowGroups())), passes)
-        return [_along(one, summed_axis("weight", during)) for one, during in zip(made, passes, strict=True)]
+        more_rows, more_columns = self._missing(x, -2, RowGroups())
+        encoded = self.encoder.encode_weight(_filled(x, more_rows, more_columns), passes)
+        return [_along(codes, summed_axis("weight", during)) for codes, during in zip(encoded, passes, strict=True)]
 
     def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
         """Return codes and scales of rows, contiguous along the axis that each pass sums over."""
         missing = self._missing(x, -1, rows)
         if missing != self._missing(x, -2, rows):
             return None
-        made = self.encoder.encode_both(_filled(x, *missing))
-        return None if made is None else (_along(made[0], -1), _along(made[1], -2))
+        both = self.encoder.encode_both(_filled(x, *missing))
+        if both is None:
+            return None
+        along, across = both
+        return _along(along, -1), _along(across, -2)
 
     def fills_up(self, x: Tensor, rows: RowGroups) -> bool:
         """Return whether a size is not a multiple."""
         return self._missing(x, -1, rows) != (0, 0)
 
     def _missing(self, x: Tensor, axis: int, rows: RowGroups) -> tuple[int, int]:
-        """Return how many rows and columns of zeros are added."""
+        """Return how many rows and columns of zeros are added for a sum along ``axis``."""
         more_rows, more_columns = (-size % self._products.multiple for size in x.shape[-2:])
-        return (0 if rows.ends_e is not None and axis == -1 else more_rows), more_columns
+        if rows.ends_e is not None and axis == -1:
+            # Rows of groups are not padded: dispatchers align them, and here nothing sums over them.
+            more_rows = 0
+        return more_rows, more_columns
 
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Scaled]:
         """Return a function that adds shape and dtype to codes."""
@@ -112,8 +121,11 @@ class ScaledRecipe(QuantizedRecipe):
 
 def _filled(x: Tensor, more_rows: int, more_columns: int) -> Tensor:
     """Return ``x`` with rows and columns of zeros added; without any, ``x`` itself."""
-    return F.pad(x, (0, more_columns, 0, more_rows)) if more_rows or more_columns else x
+    if not more_rows and not more_columns:
+        return x
+    return F.pad(x, (0, more_columns, 0, more_rows))
 
 
 def _along(encoded: Quantized, axis: int) -> Quantized:
+    """Return the same numbers with codes contiguous along ``axis``. Another axis takes square blocks or none."""
     return encoded if encoded.axis == axis else encoded.along(axis)

@@ -44,35 +44,40 @@ class SwizzledProducts(Products):
 
     def mm(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
         """See ``Products.mm``."""
-        tiles = swizzle(_scales(a)), swizzle(_scales(b.mT))
-        told = self._told(a, b, tiles, (None, None))
-        return F.scaled_mm(self.codes_of(a), self.codes_of(b), **told, output_dtype=out_dtype)
+        scaling = self._scaling_of_both(a, b, tiles=(swizzle(_scales(a)), swizzle(_scales(b.mT))), ends=(None, None))
+        return F.scaled_mm(self.codes_of(a), self.codes_of(b), **scaling, output_dtype=out_dtype)
 
     def grouped_mm(self, a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
         """See ``Products.grouped_mm``."""
         if len(b.shape) == 3:
-            tiles, groups = (swizzle(_scales(a), ends=ends_e), swizzle(_scales(b.mT))), (ends_e, None)
-            return self._grouped(a, b, ends_e, self._told(a, b, tiles, groups)).to(out_dtype)
-        ends = ends_e // self.block
-        tiles = swizzle(_scales(a), ends=ends, axis=-1), swizzle(_scales(b.mT), ends=ends, axis=-1)
-        out_eOI = self._grouped(a, b, ends_e, self._told(a, b, tiles, (ends_e, ends_e)))
+            tiles = (swizzle(_scales(a), ends=ends_e), swizzle(_scales(b.mT)))
+            scaling = self._scaling_of_both(a, b, tiles=tiles, ends=(ends_e, None))
+            return self._grouped(a, b, ends_e, scaling).to(out_dtype)
+        # Groups end along the axis that is summed over, of which a block of scales is one column.
+        block_ends_e = ends_e // self.block
+        tiles = (swizzle(_scales(a), ends=block_ends_e, axis=-1), swizzle(_scales(b.mT), ends=block_ends_e, axis=-1))
+        scaling = self._scaling_of_both(a, b, tiles=tiles, ends=(ends_e, ends_e))
+        out_eOI = self._grouped(a, b, ends_e, scaling)
+        # Nothing has been written for groups without rows.
         has_rows_e = ends_e.diff(prepend=ends_e.new_zeros(1)) > 0
         return out_eOI.to(out_dtype).where(has_rows_e[:, None, None], 0)
 
-    def _grouped(self, a: Quantized, b: Quantized, ends_e: Tensor, told: dict[str, Any]) -> Tensor:
-        codes, dtype = (self.codes_of(a), self.codes_of(b)), torch.bfloat16
-        product: Tensor = F.scaled_grouped_mm(*codes, **told, offs=ends_e, output_dtype=dtype)  # type: ignore[attr-defined]
+    def _grouped(self, a: Quantized, b: Quantized, ends_e: Tensor, scaling: dict[str, Any]) -> Tensor:
+        """Return the product of groups in bf16."""
+        product: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+            self.codes_of(a), self.codes_of(b), **scaling, offs=ends_e, output_dtype=torch.bfloat16
+        )
         return product
 
-    def _told(
-        self, a: Quantized, b: Quantized, tiles: tuple[Tensor, Tensor], groups: tuple[Tensor | None, Tensor | None]
+    def _scaling_of_both(
+        self, a: Quantized, b: Quantized, *, tiles: tuple[Tensor, Tensor], ends: tuple[Tensor | None, Tensor | None]
     ) -> dict[str, Any]:
-        sides = zip("ab", (a, b), tiles, groups, strict=True)
-        return {
-            f"{name}_{side}": value
-            for side, operand, tiles_, ends_e in sides
-            for name, value in self.scaling(tiles_, operand, ends_e).items()
-        }
+        """Return torch's arguments for the scales of both operands: ``scale_a``, ``scale_b``, and so on."""
+        arguments = {}
+        for side, operand, operand_tiles, ends_e in zip("ab", (a, b), tiles, ends, strict=True):
+            for name, value in self.scaling(operand_tiles, operand, ends_e).items():
+                arguments[f"{name}_{side}"] = value
+        return arguments
 
 
 @final
@@ -126,6 +131,7 @@ def _scales(operand: Quantized) -> Tensor:
 def _of_groups(level: Tensor, operand: Quantized, ends_e: Tensor) -> Tensor:
     """Return the scale of each group, taken from its first block of rows; any scale for a group without rows."""
     assert operand.block is not None
+    # One number for each row of blocks (n, 1), or in a transpose for each column of blocks (1, n).
     step = operand.block[1] if level.shape[-1] > 1 else operand.block[0]
     starts_e = F.pad(ends_e, (1, 0))[:-1] // step
     return level.flatten()[starts_e.clamp(max=level.numel() - 1)]

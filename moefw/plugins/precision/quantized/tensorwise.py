@@ -54,17 +54,21 @@ class DelayedScales(Encoder):
     shares_inputs = False
 
     def __init__(self, *, history: int, margin: int, algorithm: Algorithm) -> None:
-        self._history, self._margin, self._algorithm = history, margin, algorithm
+        self._history = history
+        self._margin = margin
+        self._algorithm = algorithm
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
         """Return the encoder of a GEMM, or this one where no GEMM is named yet."""
-        return self if groups is None else GemmScales(name, groups, self._history, self._margin, self._algorithm)
+        if groups is None:
+            return self
+        return GemmScales(name, groups, self._history, self._margin, self._algorithm)
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Raise ContractError: without a named GEMM, no history would record the magnitude."""
-        what = "a GEMM without a name multiplies under delayed scaling: nothing would remember its magnitudes."
         raise ContractError(
-            what, "Assign Precision.at(name, groups=...) to the GEMM's module, or use scaling: current."
+            "a GEMM without a name multiplies under delayed scaling: nothing would remember its magnitudes.",
+            "Assign Precision.at(name, groups=...) to the GEMM's module, or use scaling: current.",
         )
 
 
@@ -82,7 +86,8 @@ class GemmScales(nn.Module, Encoder, Meter):
 
     def __init__(self, name: str, groups: int, history: int, margin: int, algorithm: Algorithm) -> None:
         super().__init__()
-        self.gemm, self._margin = name, margin
+        self.gemm = name
+        self._margin = margin
         self._algorithm: Algorithm = algorithm
         shape = (groups, len(FORMATS))
         self.register_buffer("scale", torch.ones(shape), persistent=False)
@@ -91,14 +96,18 @@ class GemmScales(nn.Module, Encoder, Meter):
 
     def state_spec(self) -> Sequence[State]:
         """Return the scales, the history from which the next ones come, and the magnitudes of the current step."""
-        scale, history, largest = (tuple(tensor.shape) for tensor in (self.scale, self.history, self.largest))
-        return State("scale", scale), State("history", history), State("largest", largest, saved=False)
+        return (
+            State("scale", tuple(self.scale.shape)),
+            State("history", tuple(self.history.shape)),
+            State("largest", tuple(self.largest.shape), saved=False),
+        )
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand; in training, record its magnitude. If that is not finite, the whole group is NaN."""
-        operand = [*FORMATS].index(role)
+        operand = list(FORMATS).index(role)
         amax = matrix_amax(x) if rows.ends_e is None else group_amax(x, rows.ends_e)
         if self.training:
+            # A maximum is the same however the batch is split, and however often a region runs again.
             largest = self.largest[:, operand]
             largest.copy_(torch.maximum(largest, amax.view_as(largest)))
         scale = torch.where(amax.isfinite(), self.scale[:, operand].view_as(amax), torch.nan)

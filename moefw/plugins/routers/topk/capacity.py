@@ -26,7 +26,9 @@ class Limit:
     """
 
     def __init__(self, options: Capacity, dims: Dims, groups: TokenGroups) -> None:
-        self.num_experts, self.by_weight, self.pad = dims.num_experts, options.drop == "probs", options.pad
+        self.num_experts = dims.num_experts
+        self.by_weight = options.drop == "probs"
+        self.pad = options.pad
         self.share = Fraction(str(options.factor)) * dims.top_k / dims.num_experts
         self.groups = groups if options.over == "micro_batch" else None
 
@@ -37,15 +39,18 @@ class Limit:
     def kept(self, ids_TK: Tensor, weights_TK: Tensor, batch: Batch) -> Tensor | None:
         """Return which choices are kept, bool (T, K), False for -1; None if no expert can overflow."""
         group = None if self.groups is None else self.groups[batch.cp]
-        together = len(ids_TK) * (1 if group is None else group.size())
-        capacity = self.of(together)
-        if capacity >= together:
+        num_tokens = len(ids_TK) if group is None else len(ids_TK) * group.size()
+        capacity = self.of(num_tokens)
+        if capacity >= num_tokens:
+            # A token chooses an expert once, so that no expert has more choices than there are tokens.
             return None
         by = weights_TK.detach() if self.by_weight else None
         if group is None:
             return within_capacity(ids_TK, capacity, self.num_experts, by=by)
+        # The choices of all ranks (N, K), in the order of the whole micro-batch: which are dropped depends on no split.
         order = _gathered(_place_in_batch(batch).unsqueeze(1), group).squeeze(1).argsort()
-        ids_NK, by_NK = _gathered(ids_TK, group)[order], None if by is None else _gathered(by, group)[order]
+        ids_NK = _gathered(ids_TK, group)[order]
+        by_NK = None if by is None else _gathered(by, group)[order]
         kept_NK = torch.empty_like(ids_NK, dtype=torch.bool)
         kept_NK[order] = within_capacity(ids_NK, capacity, self.num_experts, by=by_NK)
         return kept_NK.chunk(group.size())[group.rank()]
@@ -53,9 +58,9 @@ class Limit:
 
 def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
     """Return the rows of all ranks, in order of rank."""
-    whole = own.new_empty(len(own) * group.size(), *own.shape[1:])
-    all_gather(whole, own.contiguous(), group=group)
-    return whole
+    of_ranks = own.new_empty(len(own) * group.size(), *own.shape[1:])
+    all_gather(of_ranks, own.contiguous(), group=group)
+    return of_ranks
 
 
 def _place_in_batch(batch: Batch) -> Tensor:

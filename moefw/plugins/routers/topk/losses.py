@@ -31,10 +31,12 @@ micro-batch choose each expert, and how many there are, (E + 1)."""
 
 
 def rows_of(level: str, batch: Batch, num_tokens: int) -> Rows | None:
-    """Return the rows of tokens that a level balances."""
+    """Return the rows of tokens that a level balances. None: all tokens, whose mass need not be added up in order."""
     if level == "sequence":
         return sequences(batch, num_tokens)
-    return Rows(1) if level == "micro_batch" else None
+    if level == "micro_batch":
+        return Rows(1)
+    return None
 
 
 def sequences(batch: Batch, num_tokens: int) -> Rows:
@@ -59,7 +61,9 @@ def load_loss(mass_E: Tensor, load_E: Tensor) -> Tensor:
 
 
 def over_model(layers: Sequence[Pooled]) -> Tensor:
-    """Return the load-balancing loss over the tokens of all layers together, times the valid tokens: this rank's part.
+    """Return the load-balancing loss over the tokens of all layers together, times the valid tokens.
+
+    It is this rank's part of the loss, from its masses and the counts of all ranks.
 
     ``E sum_e n_e mass_e / N^2`` over the N rows of all layers, as ``load_balancing_loss_func`` of ``transformers`` has
     it: K if experts are equally loaded, where the other levels are 1.
@@ -78,11 +82,12 @@ class Losses:
 
     def __init__(self, rules: Sequence[Balance], choice: Choice, groups: TokenGroups = ALONE) -> None:
         aux = [rule for rule in rules if rule.kind == "aux_loss"]
-        self.levels: tuple[tuple[str, float], ...] = tuple((r.option("over"), r.option("coeff")) for r in aux)
+        self.levels: tuple[tuple[str, float], ...] = tuple((rule.option("over"), rule.option("coeff")) for rule in aux)
         self.keeps_load = "global_batch" in dict(self.levels)
         self.over_model = next((rule.option("coeff") for rule in aux if rule.level == OVER_MODEL), None)
         self.z_coeff = next((rule.option("coeff") for rule in rules if rule.kind == "z_loss"), None)
-        self._choice, self._groups = choice, groups
+        self._choice = choice
+        self._groups = groups
 
     def __call__(
         self,
@@ -98,12 +103,19 @@ class Losses:
         ``ids_TK`` are the plain top-k of the valid tokens if the router has chosen those.
         """
         over = [rows_of(level, batch, len(logits_TE)) for level, _ in self.levels]
-        given = {"scores_TE": scores_TE, "ids_TK": ids_TK, "mask_T": mask_T}
-        found, z = token_sums(logits_TE, self._choice, over, **given, z_coeff=self.z_coeff)
+        sums, z = token_sums(
+            logits_TE,
+            self._choice,
+            over,
+            scores_TE=scores_TE,
+            ids_TK=ids_TK,
+            mask_T=mask_T,
+            z_coeff=self.z_coeff,
+        )
         losses: dict[str, Tensor] = {}
         stats: dict[str, Tensor] = {}
         pool: Pooled = {}
-        for (level, coeff), (mass_RE, seen_RX) in zip(self.levels, found, strict=True):
+        for (level, coeff), (mass_RE, seen_RX) in zip(self.levels, sums, strict=True):
             if level == "global_batch":
                 assert load_E is not None
                 stats[CHOICES] = seen_RX[0, :-1]
@@ -119,10 +131,13 @@ class Losses:
         return losses, stats, pool
 
     def _add_up(self, seen_RX: Tensor, batch: Batch) -> None:
+        """Add up the counts of the ranks that share the tokens, in place. They have no gradient; masses stay local."""
         group = self._groups[batch.cp]
         if group is not None:
             dist.all_reduce(seen_RX, group=group)
 
     def over_layers(self, layers: Sequence[Pooled]) -> dict[str, Tensor]:
         """Return the loss over all layers by name, if there is one."""
-        return {} if self.over_model is None else {NAMES["model"]: self.over_model * over_model(layers)}
+        if self.over_model is None:
+            return {}
+        return {NAMES["model"]: self.over_model * over_model(layers)}

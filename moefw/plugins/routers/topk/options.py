@@ -49,7 +49,9 @@ class Balance:
     @property
     def level(self) -> str:
         """The rule in words. No two rules may have the same words."""
-        return f"{self.kind} over {self.option('over')}" if self.kind == "aux_loss" else self.kind
+        if self.kind == "aux_loss":
+            return f"aux_loss over {self.option('over')}"
+        return self.kind
 
 
 @frozen(kw_only=True)
@@ -98,7 +100,9 @@ class Options:
 
     def renormalised(self, top_k: int) -> bool:
         """Return whether chosen scores other than softmax are divided by their sum."""
-        return top_k > 1 if self.renormalise is None else self.renormalise
+        if self.renormalise is None:
+            return top_k > 1
+        return self.renormalise
 
 
 def check_options(rules: Sequence[Balance]) -> Iterator[Problem]:
@@ -118,9 +122,10 @@ def check_rules(score: str, rules: Sequence[Balance]) -> Iterator[Problem]:
     levels = [rule.level for rule in rules]
     for level in sorted({level for level in levels if levels.count(level) > 1}):
         yield Problem(f"balance names {level} more than once.", "Keep one.", "balance")
-    for rival in sorted(kinds & {"aux_loss", "expert_bias"} if "quantile" in kinds else ()):
-        what = f"quantile and {rival} both balance: quantile already gives every expert its fair share."
-        yield Problem(what, f"Keep quantile or {rival}.", "balance")
+    if "quantile" in kinds:
+        for rival in sorted(kinds & {"aux_loss", "expert_bias"}):
+            what = f"quantile and {rival} both balance: quantile already gives every expert its fair share."
+            yield Problem(what, f"Keep quantile or {rival}.", "balance")
     if "expert_bias" in kinds and score == "softmax":
         what = "an expert bias is added to scores that do not depend on each other, and score: softmax has none."
         yield Problem(what, "Use score: sigmoid or sqrtsoftplus, or balance by aux_loss.", "balance")
@@ -147,7 +152,10 @@ def check_quantile(dims: Dims, groups: Groups | None, rules: Sequence[Balance]) 
 
 def check_groups(dims: Dims, groups: Groups) -> Iterator[Problem]:
     """Yield problems of groups that are unequal, or too small to choose from and to score a group by."""
-    experts, k, count, keep = dims.num_experts, dims.top_k, groups.count, groups.keep
+    experts = dims.num_experts
+    k = dims.top_k
+    count = groups.count
+    keep = groups.keep
     if experts % count:
         what = f"{experts} experts do not divide into {count} groups."
         yield Problem(what, "Use a divisor of model.num_experts.", "groups.count")
@@ -155,28 +163,30 @@ def check_groups(dims: Dims, groups: Groups) -> Iterator[Problem]:
     if keep > count:
         yield Problem(f"{keep} groups of {count} cannot be kept.", f"Use at most {count}.", "groups.keep")
         return
-    each = experts // count
+    group_size = experts // count
     if groups.best is None and k % keep:
         what = f"a group is scored by its best top_k / keep experts, and keep {keep} does not divide top_k {k}."
         yield Problem(what, "Use a divisor of model.top_k, or set groups.best.", "groups.keep")
-    elif groups.best is not None and groups.best > each:
-        what = f"a group of {each} experts cannot be scored by its best {groups.best}."
-        yield Problem(what, f"Use at most {each}.", "groups.best")
-    elif k > keep * each:
-        what = f"{keep} groups of {each} experts have {keep * each}, and top_k is {k}."
+    elif groups.best is not None and groups.best > group_size:
+        what = f"a group of {group_size} experts cannot be scored by its best {groups.best}."
+        yield Problem(what, f"Use at most {group_size}.", "groups.best")
+    elif k > keep * group_size:
+        what = f"{keep} groups of {group_size} experts have {keep * group_size}, and top_k is {k}."
         yield Problem(what, "Keep more groups, or lower model.top_k.", "groups.keep")
 
 
 def check_capacity(capacity: Capacity, rules: Sequence[Balance]) -> Iterator[Problem]:
-    """Yield a problem for padding to no rank's capacity, and for each rule that sets a bias.
+    """Yield a problem of padding to a capacity that is not that of a rank, and for each rule that sets a bias.
 
     A bias would chase a load that the capacity has cut.
     """
     if capacity.pad and capacity.over != "rank":
-        what = (
-            "capacity.pad gives each expert as many rows of every rank, and capacity.over micro_batch counts them over"
+        yield Problem(
+            "capacity.pad gives each expert as many rows of every rank, and capacity.over micro_batch counts them over "
+            "all ranks.",
+            "Use capacity.over: rank, or capacity.pad: false.",
+            "capacity.over",
         )
-        yield Problem(f"{what} all ranks.", "Use capacity.over: rank, or capacity.pad: false.", "capacity.over")
     for kind in sorted({rule.kind for rule in rules} & {"expert_bias", "quantile"}):
         what = f"capacity drops choices, and balance kind {kind} counts on every choice being served."
         yield Problem(what, f"Leave capacity or {kind} out; aux_loss goes with capacity.", "capacity")

@@ -28,7 +28,10 @@ from moefw.runtime.compute.product import wide_linear
 from moefw_kernels.random import token_keys, uniform
 from moefw_kernels.routing import Choice, Chosen, route, route_to
 
-BIAS, BETA = "expert_bias", "quantile_beta"
+BIAS = "expert_bias"
+"""State (E) of the rule ``expert_bias``."""
+BETA = "quantile_beta"
+"""State (E) of the rule ``quantile``."""
 
 
 @final
@@ -46,12 +49,14 @@ class TopKRouter(nn.Module, Router):
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
         self.bias = nn.Parameter(torch.empty(dims.num_experts)) if options.bias else None
         self.rules = {rule.kind: rule for rule in options.balance}
-        self._layer, self._num_experts = site.layer, dims.num_experts
+        self._layer = site.layer
+        self._num_experts = dims.num_experts
         self._dtype = torch.float64 if options.dtype == "fp64" else torch.float32
         self._jitter = options.jitter
-        limits, groups = options.groups, None
-        if limits is not None:
-            groups = limits.count, limits.keep, limits.best or dims.top_k // limits.keep
+        groups = None
+        if options.groups is not None:
+            best = options.groups.best or dims.top_k // options.groups.keep
+            groups = (options.groups.count, options.groups.keep, best)
         has_losses = not self.rules.keys() <= {"expert_bias", "quantile"}
         self._choice = Choice(
             k=dims.top_k,
@@ -70,8 +75,13 @@ class TopKRouter(nn.Module, Router):
         self._keep_state()
 
     def _keep_state(self) -> None:
+        """Register the state of each rule that has one. ``_bias`` is the name of the state that biases choices."""
         experts = self._num_experts
-        self._bias = BETA if "quantile" in self.rules else BIAS if "expert_bias" in self.rules else None
+        self._bias: str | None = None
+        if "quantile" in self.rules:
+            self._bias = BETA
+        elif "expert_bias" in self.rules:
+            self._bias = BIAS
         self._states: tuple[State, ...] = ()
         if self._bias is not None:
             self._states = (State(self._bias, (experts,)),)
@@ -94,20 +104,25 @@ class TopKRouter(nn.Module, Router):
         if self.bias is not None:
             logits_TE = logits_TE + self.bias.to(self._dtype)
         bias_E = None if self._bias is None else getattr(self, self._bias)
-        given_TK = None if batch.routes is None else batch.route(self._layer, len(x_TD), self._choice.k)
+        # (T, E) -> (T, K). Choices of an earlier forward are replayed; -1 among them is none.
+        replayed_TK = None if batch.routes is None else batch.route(self._layer, len(x_TD), self._choice.k)
         stats: Stats = {}
-        if self._quantile is None and given_TK is None:
-            ids_TK, weights_TK, counts_E, scores_TE = route(logits_TE, self._choice, bias_E, mask_T)
+        if self._quantile is None and replayed_TK is None:
+            chosen = route(logits_TE, self._choice, bias_E, mask_T)
         else:
-            (ids_TK, weights_TK, counts_E, scores_TE), stats = self._route_to(given_TK, logits_TE, bias_E, mask_T)
+            chosen, stats = self._route_to(replayed_TK, logits_TE, bias_E, mask_T)
+        ids_TK, weights_TK, counts_E, scores_TE = chosen
         stats["tokens_per_expert"] = counts_E
-        is_plain = bias_E is None and given_TK is None and self._choice.groups is None
+        # Balance losses count the plain top-k, whatever bias, groups or capacity change of it.
+        is_plain = bias_E is None and replayed_TK is None and self._choice.groups is None
         plain_TK = ids_TK if is_plain else None
-        choices_TK = capacity = None
+        choices_TK: Tensor | None = None
+        capacity: int | None = None
         if self._limit is not None:
             choices_TK = ids_TK
             ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats, batch)
-        all_kept = mask_T is None and given_TK is None and (choices_TK is None or choices_TK is ids_TK)
+        has_dropped = choices_TK is not None and choices_TK is not ids_TK
+        all_kept = mask_T is None and replayed_TK is None and not has_dropped
         aux_losses: dict[str, Tensor] = {}
         pooled: Pooled = {}
         if self._losses is not None:
@@ -131,37 +146,43 @@ class TopKRouter(nn.Module, Router):
 
     def over_layers(self, pooled: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """Return the balance loss over the tokens of all layers, if there is one."""
-        return {} if self._losses is None else self._losses.over_layers(pooled)
+        if self._losses is None:
+            return {}
+        return self._losses.over_layers(pooled)
 
     def _route_to(
-        self, given_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None
+        self, replayed_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None
     ) -> tuple[Chosen, Stats]:
-        """Return the routing to recorded experts, or else to those that the quantile chooses, and its statistics."""
+        """Return the routing to replayed experts, or else to those that the quantile chooses, and its statistics."""
         stats: Stats = {}
         if self._quantile is not None:
             ids_TK, stats = self._quantile(logits_TE, bias_E, mask_T)
-        if given_TK is None:
+        if replayed_TK is None:
             return route_to(ids_TK, logits_TE, self._choice, mask_T), stats
-        return route_to(given_TK.clamp_min(0), logits_TE, self._choice, mask_T, given_TK < 0), stats
+        # A dropped choice gets some valid id, as ``route_to`` takes it.
+        return route_to(replayed_TK.clamp_min(0), logits_TE, self._choice, mask_T, replayed_TK < 0), stats
 
     def _drop(
         self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats, batch: Batch
     ) -> tuple[Tensor, Tensor, int | None]:
-        """Return ids and weights of the kept choices, and the size to pad groups to.
+        """Return ids and weights of the kept choices, and the size to pad groups to. Adds ``dropped_choices`` to stats.
 
-        All are kept in dropless evaluation and generation.
+        The very same ids if all are kept, as in dropless evaluation and generation.
         """
         limit = self._limit
         assert limit is not None
-        lifted = batch.dropless and not self.training
-        kept_TK = None if lifted else limit.kept(ids_TK, weights_TK, batch)
+        is_dropless = batch.dropless and not self.training
+        kept_TK = None if is_dropless else limit.kept(ids_TK, weights_TK, batch)
         if kept_TK is None:
             stats["dropped_choices"] = stats["tokens_per_expert"].new_zeros(())
         else:
             stats["dropped_choices"] = stats["tokens_per_expert"].sum() - kept_TK.sum()
-            ids_TK, weights_TK = ids_TK.masked_fill(~kept_TK, -1), weights_TK.masked_fill(~kept_TK, 0.0)
-        size = len(ids_TK) if lifted else limit.of(len(ids_TK))
-        return ids_TK, weights_TK, size if limit.pad else None
+            ids_TK = ids_TK.masked_fill(~kept_TK, -1)
+            weights_TK = weights_TK.masked_fill(~kept_TK, 0.0)
+        if not limit.pad:
+            return ids_TK, weights_TK, None
+        num_tokens = len(ids_TK)
+        return ids_TK, weights_TK, num_tokens if is_dropless else limit.of(num_tokens)
 
     @torch.no_grad()
     def update(self, reduced: Mapping[str, Tensor]) -> None:
@@ -171,15 +192,17 @@ class TopKRouter(nn.Module, Router):
         beta see :func:`next_quantile`. The load is the share of plain top-k choices, 1 = fair, kept if there were none.
         """
         if "expert_bias" in self.rules:
-            load_E = reduced["tokens_per_expert"]
+            counts_E = reduced["tokens_per_expert"]
             bias_E = self.get_buffer(BIAS)
-            bias_E += self.rules["expert_bias"].option("rate") * torch.sign(load_E.mean() - load_E)
+            bias_E += self.rules["expert_bias"].option("rate") * torch.sign(counts_E.mean() - counts_E)
         if "quantile" in self.rules:
             beta_E = self.get_buffer(BETA)
             beta_E.copy_(next_quantile(beta_E, reduced, self.rules["quantile"].option("ema")))
         if self._keeps_load:
-            choices_E, seen_E = reduced[CHOICES], self.get_buffer(LOAD)
-            seen_E.copy_(torch.where(choices_E.sum() > 0, choices_E / choices_E.mean().clamp_min(1e-9), seen_E))
+            choices_E = reduced[CHOICES]
+            load_E = self.get_buffer(LOAD)
+            new_load_E = choices_E / choices_E.mean().clamp_min(1e-9)
+            load_E.copy_(torch.where(choices_E.sum() > 0, new_load_E, load_E))
 
 
 def jittered(x_TD: Tensor, batch: Batch, eps: float, layer: int) -> Tensor:

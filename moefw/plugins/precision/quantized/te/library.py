@@ -48,24 +48,28 @@ def load() -> Library:
         gemms = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
         compiled = importlib.import_module("transformer_engine_torch")
         return Library(
-            pytorch.DType,
-            {name: getattr(pytorch, name) for name in QUANTIZERS},
-            gemms.general_gemm,
-            gemms.general_grouped_gemm,
-            compiled.split_quantize,
+            dtypes=pytorch.DType,
+            quantizers={name: getattr(pytorch, name) for name in QUANTIZERS},
+            gemm=gemms.general_gemm,
+            grouped_gemm=gemms.general_grouped_gemm,
+            split_quantize=compiled.split_quantize,
         )
     except (ImportError, AssertionError, OSError, RuntimeError, AttributeError) as error:
-        said = " ".join(str(error).split())
-        raise moefw.PlanError(f"backend: te cannot use transformer_engine: {said}.", INSTALL) from error
+        message = " ".join(str(error).split())
+        raise moefw.PlanError(f"backend: te cannot use transformer_engine: {message}.", INSTALL) from error
 
 
 def _check_version() -> None:
+    """Raise PlanError unless a release is installed whose signatures are known: ``OLDEST`` or later, same major."""
     try:
-        found = version("transformer-engine")
+        installed = version("transformer-engine")
     except PackageNotFoundError as error:
         raise moefw.PlanError("backend: te needs transformer-engine, which is not installed.", INSTALL) from error
-    if not OLDEST <= Version(found).release < (OLDEST[0] + 1,):
+    next_major = OLDEST[0] + 1
+    if not OLDEST <= Version(installed).release < (next_major,):
         oldest = ".".join(map(str, OLDEST))
-        what = f"backend: te knows transformer-engine from {oldest} to below {OLDEST[0] + 1}; {found} is installed."
-        wanted = f"transformer-engine[pytorch]>={oldest},<{OLDEST[0] + 1}"
-        raise moefw.PlanError(what, f"Run: pip install --no-build-isolation '{wanted}'.")
+        requirement = f"transformer-engine[pytorch]>={oldest},<{next_major}"
+        raise moefw.PlanError(
+            f"backend: te knows transformer-engine from {oldest} to below {next_major}; {installed} is installed.",
+            f"Run: pip install --no-build-isolation '{requirement}'.",
+        )

@@ -64,60 +64,74 @@ class TEOperand:
 
     def __matmul__(self, other: TEOperand) -> Tensor:
         """Return the product of two matrices. Raises ContractError where rows are in groups."""
-        mine, theirs = self.form, other.form
-        if mine.sizes is not None:
-            what = "rows in groups have scales of their own, and are multiplied as one matrix."
-            raise ContractError(what, "Multiply them with moefw.runtime.compute.product.grouped_mm.")
-        (left,), (right,) = self.matrices, other.matrices
-        product: Tensor = mine.te.gemm(
+        form = self.form
+        if form.sizes is not None:
+            raise ContractError(
+                "rows in groups have scales of their own, and are multiplied as one matrix.",
+                "Multiply them with moefw.runtime.compute.product.grouped_mm.",
+            )
+        (left,) = self.matrices
+        (right,) = other.matrices
+        product: Tensor = form.te.gemm(
             right,
             left,
-            out_dtype=mine.dtype,
-            layout=theirs.letter + mine.letter,
-            use_split_accumulator=mine.splits_sums,
+            out_dtype=form.dtype,
+            layout=other.form.letter + form.letter,
+            use_split_accumulator=form.splits_sums,
         )[0]
-        return product[: mine.shape[-2], : theirs.shape[-1]].contiguous()
+        # Without the padding of both operands.
+        return product[: form.shape[-2], : other.form.shape[-1]].contiguous()
 
     def grouped_mm(self, other: TEOperand, ends_e: Tensor) -> Tensor:
         """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it.
 
         Rows outside all groups are zero. Without any rows the library is not called, because its products may hang.
         """
-        mine, theirs = self.form, other.form
-        assert mine.sizes is not None
-        rows, columns = mine.shape[-2], theirs.shape[-1]
-        height, width = rows if not mine.turned else mine.filled[0], theirs.filled[1]
-        leading = (len(mine.sizes),) if mine.turned else ()
-        if not any(mine.sizes):
-            return torch.zeros(*leading, rows, columns, dtype=mine.dtype, device=ends_e.device)
-        out = torch.empty(*leading, height, width, dtype=mine.dtype, device=ends_e.device)
-        if not mine.turned:
-            out[sum(mine.sizes) :].zero_()
-        mine.te.grouped_gemm(
+        form = self.form
+        assert form.sizes is not None
+        # Turned, rows are summed over: a matrix for each group. Otherwise rows of all groups, which are not padded.
+        sums_over_rows = form.turned
+        rows = form.shape[-2]
+        columns = other.form.shape[-1]
+        leading = (len(form.sizes),) if sums_over_rows else ()
+        if not any(form.sizes):
+            return torch.zeros(*leading, rows, columns, dtype=form.dtype, device=ends_e.device)
+        height = form.filled[0] if sums_over_rows else rows
+        width = other.form.filled[1]
+        out = torch.empty(*leading, height, width, dtype=form.dtype, device=ends_e.device)
+        if not sums_over_rows:
+            out[sum(form.sizes) :].zero_()
+        form.te.grouped_gemm(
             list(other.matrices),
             list(self.matrices),
-            list(out) if mine.turned else [out],
-            [None] * len(mine.sizes),
-            mine.dtype,
-            layout=theirs.letter + mine.letter,
-            m_splits=list(mine.sizes),
-            single_output=not mine.turned,
-            use_split_accumulator=mine.splits_sums,
+            list(out) if sums_over_rows else [out],
+            [None] * len(form.sizes),
+            form.dtype,
+            layout=other.form.letter + form.letter,
+            m_splits=list(form.sizes),
+            single_output=not sums_over_rows,
+            use_split_accumulator=form.splits_sums,
         )
         return out[..., :rows, :columns].contiguous()
 
     def kept(self) -> SavedOperand:
         """Return the tensors to save. The function that makes the operand again keeps no reference to codes."""
-        taken = [_taken_apart(matrix) for matrix in self.matrices]
-        forms, form = [(kind, names, others) for kind, names, others, _ in taken], self.form
+        storages: list[tuple[type, list[str], dict[str, Any]]] = []
+        to_save: list[Tensor] = []
+        for matrix in self.matrices:
+            storage, names, others, tensors = _taken_apart(matrix)
+            storages.append((storage, names, others))
+            to_save += tensors
+        form = self.form
 
         def operand(saved: Sequence[Tensor]) -> TEOperand:
             tensors = iter(saved)
-            return TEOperand(
-                [kind(**others, **{name: next(tensors) for name in names}) for kind, names, others in forms], form
-            )
+            matrices = [
+                storage(**others, **{name: next(tensors) for name in names}) for storage, names, others in storages
+            ]
+            return TEOperand(matrices, form)
 
-        return SavedOperand(tuple(tensor for *_, tensors in taken for tensor in tensors), operand)
+        return SavedOperand(tuple(to_save), operand)
 
 
 def only(matrix: Any, *, columnwise: bool) -> Any:

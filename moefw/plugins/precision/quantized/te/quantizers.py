@@ -135,13 +135,15 @@ class DelayedTensors(Quantizers):
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
         """Return quantizers to E4M3, for gradients to E5M2. In training they raise the GEMM's largest magnitudes."""
         if self.scales is None:
-            what = "a GEMM without a name multiplies under delayed scaling: nothing would remember its magnitudes."
             raise ContractError(
-                what, "Assign Precision.at(name, groups=...) to the GEMM's module, or use scaling: current."
+                "a GEMM without a name multiplies under delayed scaling: nothing would remember its magnitudes.",
+                "Assign Precision.at(name, groups=...) to the GEMM's module, or use scaling: current.",
             )
-        scales, operand = self.scales, [*FORMATS].index(role)
+        scales = self.scales
+        operand = list(FORMATS).index(role)
+        # The kernels raise the magnitudes that they are given. Evaluation gives them some that nobody reads.
         largest = scales.largest if scales.training else torch.zeros_like(scales.largest)
-        made = (
+        by_group = (
             te.quantizers["Float8Quantizer"](
                 scales.scale[group, operand].reshape(1),
                 largest[group, operand].reshape(1),
@@ -151,7 +153,7 @@ class DelayedTensors(Quantizers):
             )
             for group in range(count)
         )
-        return [_for_gemm(quantizer, role) for quantizer in made]
+        return [_for_gemm(quantizer, role) for quantizer in by_group]
 
 
 @final
@@ -166,7 +168,9 @@ class FP4Blocks(Quantizers):
 
     def takes(self, x: Tensor, role: Role) -> Tensor:
         """Return rows in bf16, the only dtype that is transformed."""
-        return x.bfloat16() if self.turns and role != "weight" else x
+        if self.turns and role != "weight":
+            return x.bfloat16()
+        return x
 
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
         """Return quantizers to E2M1. Only columnwise codes, those of wgrad, are transformed."""
@@ -184,6 +188,7 @@ class FP4Blocks(Quantizers):
 
 
 def _dtype(te: Library, role: Role) -> Any:
+    """Return the library's dtype of the codes: range for gradients, precision otherwise."""
     return te.dtypes.kFloat8E5M2 if role == "grad" else te.dtypes.kFloat8E4M3
 
 

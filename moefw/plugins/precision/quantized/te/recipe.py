@@ -28,7 +28,8 @@ class TERecipe(LowPrecisionRecipe):
 
     def __init__(self, te: Library, quantizers: Quantizers, encoder: Encoder, *, activations: Activations) -> None:
         super().__init__(encoder, activations=activations)
-        self._te, self._quantizers = te, quantizers.at(encoder)
+        self._te = te
+        self._quantizers = quantizers.at(encoder)
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Return the recipe with the encoder of ``name``."""
@@ -41,27 +42,32 @@ class TERecipe(LowPrecisionRecipe):
 
     def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[TEOperand, SavedOperand]:
         """Return the operand of the first pass, and the codes for wgrad. The quantizers make both in one call."""
-        first, second = self._operands(x, role, ("fprop" if role == "input" else "dgrad", "wgrad"), rows)
+        first_pass: Pass = "fprop" if role == "input" else "dgrad"
+        first, second = self._operands(x, role, (first_pass, "wgrad"), rows)
         return first, second.kept()
 
     def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], TEOperand]]:
         """Return functions that hold codes and scales, made in one call."""
-        made = zip(passes, self._operands(weight, "weight", passes, None), strict=True)
-        return {during: _returns(operand) for during, operand in made}
+        operands = self._operands(weight, "weight", passes, None)
+        return {during: _returns(operand) for during, operand in zip(passes, operands, strict=True)}
 
     def _operands(self, x: Tensor, role: Role, passes: Sequence[Pass], rows: RowGroups | None) -> list[TEOperand]:
         """Return the operand of each pass, with only the codes that it multiplies."""
-        sizes, quantizers = _sizes(rows), self._quantizers
+        sizes = _sizes(rows)
+        quantizers = self._quantizers
         usages = [Usage.of(role, during, alone=quantizers.columns_alone) for during in passes]
-        made = Usage(any(usage.rowwise for usage in usages), any(usage.columnwise for usage in usages))
+        all_codes = Usage(
+            rowwise=any(usage.rowwise for usage in usages),
+            columnwise=any(usage.columnwise for usage in usages),
+        )
         forms = [
             Form(
-                self._te,
-                tuple(x.shape),
-                quantizers.multiple,
-                sizes,
-                torch.float32 if during == "wgrad" else torch.bfloat16,
-                quantizers.splits_sums or during != "fprop",
+                te=self._te,
+                shape=tuple(x.shape),
+                multiple=quantizers.multiple,
+                sizes=sizes,
+                dtype=torch.float32 if during == "wgrad" else torch.bfloat16,
+                splits_sums=quantizers.splits_sums or during != "fprop",
             )
             for during in passes
         ]
@@ -70,13 +76,18 @@ class TERecipe(LowPrecisionRecipe):
         x = quantizers.takes(x.detach(), role)
         if more_rows or more_columns:
             x = F.pad(x, (0, more_columns, 0, more_rows))
-        matrices = self._matrices(x.contiguous(), role, made, sizes)
-        if not (made.rowwise and made.columnwise):
+        matrices = self._matrices(x.contiguous(), role, all_codes, sizes)
+        if not (all_codes.rowwise and all_codes.columnwise):
             return [TEOperand(matrices, form) for form in forms]
-        wanted = [[only(matrix, columnwise=usage.columnwise) for matrix in matrices] for usage in usages]
-        return [TEOperand(own, form) for own, form in zip(wanted, forms, strict=True)]
+        operands = []
+        for usage, form in zip(usages, forms, strict=True):
+            # Codes that this pass does not multiply would be held as long as the operand.
+            needed = [only(matrix, columnwise=usage.columnwise) for matrix in matrices]
+            operands.append(TEOperand(needed, form))
+        return operands
 
     def _matrices(self, x: Tensor, role: Role, usage: Usage, sizes: tuple[int, ...] | None) -> list[Any]:
+        """Return the quantized matrices: one for each group of rows, or for each weight of a stack, or one."""
         if sizes is not None and not any(sizes):
             return []
         if sizes is not None:
@@ -94,13 +105,17 @@ class TERecipe(LowPrecisionRecipe):
 
 
 def _returns(operand: TEOperand) -> Callable[[], TEOperand]:
+    """Return a function that returns the operand. A lambda in a loop would return the last one."""
     return lambda: operand
 
 
 def _sizes(rows: RowGroups | None) -> tuple[int, ...] | None:
+    """Return the sizes of groups of rows; None if there are no groups. Raises ContractError if the host lacks them."""
     if rows is None or rows.ends_e is None:
         return None
     if rows.sizes is None:
-        what = "backend: te quantizes rows in groups, and nobody told it their sizes on the host."
-        raise ContractError(what, "Give RowGroups(ends_e, sizes=ExpertBatch.counts_host), or use backend: emulate.")
+        raise ContractError(
+            "backend: te quantizes rows in groups, and nobody told it their sizes on the host.",
+            "Give RowGroups(ends_e, sizes=ExpertBatch.counts_host), or use backend: emulate.",
+        )
     return rows.sizes
