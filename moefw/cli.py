@@ -111,14 +111,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _say(error: MoefwError) -> None:
-    """Print an error. Unless a run failed, ranks other than the first of a machine first wait for it to print.
+    """Print an error. Ranks that have nothing else to say than another one first wait for it to print.
 
-    What every rank would say is left to rank 0, for which the others wait.
+    It is rank 0 for an error of every rank, and the first rank of a machine unless a run failed. Its end ends those
+    that wait. A rank that is not ended prints, too: the other one may be stuck.
     """
-    if error.on_every_rank and rank() != "0":
-        time.sleep(PATIENCE_S)
-        return
-    if "0" not in (rank(), local_rank()) and error.exit_code != 1:
+    speaks = rank() == "0" or (local_rank() == "0" and not error.on_every_rank)
+    if not speaks and (error.on_every_rank or error.exit_code != 1):
         time.sleep(PATIENCE_S)
     kind = "" if isinstance(error, StoppedError) else "error: "
     for problem in error.problems:

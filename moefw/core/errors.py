@@ -33,8 +33,8 @@ class MoefwError(Exception):
     """Base of all errors that moefw raises on purpose.
 
     ``exit_code`` is that of the command line: 2 for wrong input, 1 for a failed run, 75 for a run that a signal stopped
-    and ``--resume`` continues. ``on_every_rank``: every rank raises it, with the same problems, so that the first rank
-    alone reports them.
+    and ``--resume`` continues. ``on_every_rank``: every rank raises it, with the same problems, so that one report is
+    enough.
     """
 
     exit_code = 2
