@@ -116,15 +116,19 @@ class Combination:
 
 
 def settled(combination: Combination) -> Combination:
-    """Return the combination adapted to its parts: see ``smallest``, ``equal_tokens`` and ``regions`` of a variant."""
+    """Return the combination adapted to the fields of its variants.
+
+    See ``smallest``, ``equal_tokens``, ``needs_all_tokens`` and ``regions`` there.
+    """
     parts, tokens = combination.parts.values(), combination.tokens
     smallest = max(variant.smallest for variant in parts)
     tokens = tuple(number if number == 0 else max(number, smallest) for number in tokens)
-    equal = any(variant.equal_tokens for variant in parts)
+    unmasked = any(variant.equal_tokens for variant in parts)
+    equal = unmasked or any(variant.needs_all_tokens for variant in parts)
     return evolve(
         combination,
         tokens=(max(tokens),) * len(tokens) if equal else tokens,
-        masked=combination.masked and not equal,
+        masked=combination.masked and not unmasked,
         shared=combination.shared or any("shared_experts" in variant.regions for variant in parts),
     )
 

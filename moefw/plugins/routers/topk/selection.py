@@ -8,6 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moefw.core.site import Dims
+from moefw.core.stages import Batch
+from moefw.runtime.parallel.shared_tokens import TokenGroups, WholeMicroBatch
+
 Stats = dict[str, Tensor]
 
 
@@ -17,33 +21,38 @@ class BelowQuantile:
 
     A token chooses expert e if ``l_e - beta_e`` is above alpha, its best value that is not chosen. So e is chosen by
     ``N K / E`` of N valid tokens if beta_e is the ``floor(N K / E) + 1``-th largest ``l_e - alpha``
-    (Megatron Core's ``quantile_balancing``, notes 1.1).
+    (Megatron Core's ``quantile_balancing``, notes 1.1). The N tokens are those of a micro-batch, which the ranks in
+    ``groups`` share.
     """
 
-    def __init__(self, k: int, num_experts: int) -> None:
-        self.k, self.num_experts = k, num_experts
+    def __init__(self, dims: Dims, groups: TokenGroups) -> None:
+        self.k, self.num_experts, self.groups = dims.top_k, dims.num_experts, groups
 
-    def __call__(self, ranking_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None) -> tuple[Tensor, Stats]:
-        """Choose. ``quantile_sum`` (E) is the beta wanted here times ``quantile_tokens`` (1), the valid tokens."""
+    @torch.no_grad()
+    def __call__(self, ranking_TE: Tensor, bias_E: Tensor | None, batch: Batch) -> tuple[Tensor, Stats]:
+        """Choose. ``quantile_sum`` (E) is the beta wanted here times ``quantile_tokens`` (1), valid on this rank."""
         assert bias_E is not None
-        with torch.no_grad():
-            best = (ranking_TE - bias_E).topk(self.k + 1)
-            beta_E, tokens = self._fair(ranking_TE - best.values[:, -1:], mask_T)
-            stats = {"quantile_sum": beta_E * tokens, "quantile_tokens": tokens.view(1)}
-            return best.indices[:, : self.k], stats
+        best = (ranking_TE - bias_E).topk(self.k + 1)
+        mask_T = batch.mask_T
+        whole = WholeMicroBatch(batch, len(ranking_TE), self.groups[batch.cp])
+        margin_NE = whole.of(ranking_TE - best.values[:, -1:])
+        beta_E = self._fair(margin_NE, None if mask_T is None else whole.of(mask_T))
+        tokens = beta_E.new_full((), float(len(ranking_TE))) if mask_T is None else mask_T.sum().float()
+        stats = {"quantile_sum": beta_E * tokens, "quantile_tokens": tokens.view(1)}
+        return best.indices[:, : self.k], stats
 
-    def _fair(self, margin_TE: Tensor, mask_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        device, num_tokens = margin_TE.device, len(margin_TE)
+    def _fair(self, margin_NE: Tensor, mask_N: Tensor | None) -> Tensor:
+        """Return the beta that would have given every expert its fair share of the valid tokens; 0 if there is none."""
+        num_tokens = len(margin_NE)
         if not num_tokens:
-            return torch.zeros(self.num_experts, device=device), torch.zeros((), device=device)
-        if mask_T is None:
+            return torch.zeros(self.num_experts, device=margin_NE.device)
+        if mask_N is None:
             place = num_tokens * self.k // self.num_experts
-            beta_E = margin_TE.topk(place + 1, dim=0).values[-1]
-            return beta_E.float(), torch.full((), float(num_tokens), device=device)
-        tokens = mask_T.sum()
-        sorted_TE = margin_TE.masked_fill(~mask_T.unsqueeze(-1), float("-inf")).sort(dim=0, descending=True).values
-        beta_E = sorted_TE.index_select(0, (tokens * self.k // self.num_experts).view(1)).squeeze(0)
-        return torch.where(tokens > 0, beta_E, 0.0).float(), tokens.float()
+            return margin_NE.topk(place + 1, dim=0).values[-1].float()
+        valid = mask_N.sum()
+        sorted_NE = margin_NE.masked_fill(~mask_N.unsqueeze(-1), float("-inf")).sort(dim=0, descending=True).values
+        beta_E = sorted_NE.index_select(0, (valid * self.k // self.num_experts).view(1)).squeeze(0)
+        return torch.where(valid > 0, beta_E, 0.0).float()
 
 
 def next_quantile(beta_E: Tensor, reduced: Mapping[str, Tensor], ema: float) -> Tensor:
