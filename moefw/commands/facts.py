@@ -31,7 +31,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "core": "what computes attention, in the hands of `context.core`, so that cp can exchange keys: `sdpa`, `flex`",
     "heads": "a number: the heads of an attention; a need is how many ranks share them evenly",
     "token_ids": "a number: how many token ids a model accepts",
-    "partition": "tokens on which a routing depends: one `token`, `sequence`, `micro_batch` or `global_batch`",
+    "partition": "tokens on which a routing depends: of a `token`, `sequence`, `micro_batch`, `global_batch` or `rank`",
     "region": 'pairs (region, mechanism) that memory policies may use: `("experts", "offload")`',
     "by_pass": "GEMMs go through `moefw.linear`, or quantize for each pass of backward themselves",
     "named_products": "each GEMM has a recipe of its own, `Precision.at(name, groups=...)`, that may remember steps",

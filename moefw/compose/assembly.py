@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -92,10 +92,21 @@ class Assembly:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the spec should know: the memory policies that are not exact."""
+        """What a reader of the spec should know: policies that are not exact, routing that depends on packs."""
         errors = {policy.name: policy.offers(self.site).get("rtol") for policy in self.parts.memory}
         says = "is not exact: it changes each gradient of a layer by at most"
-        return [f"{name} {says} {rtol:g} of its largest value" for name, rtol in errors.items() if rtol]
+        notes = [f"{name} {says} {rtol:g} of its largest value" for name, rtol in errors.items() if rtol]
+        return [*notes, *self._routing_by_pack()]
+
+    def _routing_by_pack(self) -> Iterator[str]:
+        """Yield a note if routing looks at micro-batches or ranks' parts of them, and those are packs."""
+        packing = self.spec.train.packing
+        partitions = {layer.facts.get("partition") for layer in self.layers.values()}
+        for partition in ("micro_batch", "rank"):
+            if packing != "none" and partition in partitions:
+                what = f"routing ({self.parts.routing.name}) looks at one {partition} at a time"
+                why = f"with packing: {packing} its sequences depend on dp and cp: another layout has other losses"
+                yield f"{what}, and {why}. Options that look at a token or a sequence do not depend on them"
 
     def resolved(self) -> dict[str, Any]:
         """Return the spec with every option spelled out, as plain data that can be loaded again."""

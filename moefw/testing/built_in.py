@@ -124,9 +124,16 @@ def _recompute(*regions: str) -> tuple[str, Any, dict[str, Any]]:
 
 BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "routing": {
-        "topk": (*_ROUTERS, (*_QUANTILE, {"words": {"score": "softmax"}, "state": ("beta_E",)})),
+        "topk": (
+            *_ROUTERS,
+            (*_QUANTILE, {"words": {"score": "softmax"}, "state": ("beta_E",), "needs_all_tokens": True}),
+        ),
         "sinkhorn": (
-            ("", {"use": "sinkhorn", "z_loss": 0.1}, {"words": {"kind": "sinkhorn", "z_coeff": 0.1}, "smallest": 4}),
+            (
+                "",
+                {"use": "sinkhorn", "z_loss": 0.1},
+                {"words": {"kind": "sinkhorn", "z_coeff": 0.1}, "smallest": 4, "needs_all_tokens": True},
+            ),
         ),
         "forced": (
             ("", {"use": "forced", "known_counts": False}, {"words": {"kind": "forced"}}),

@@ -67,19 +67,19 @@ def route(
 
     ``bias_E`` is the expert bias, ``beta_E`` the quantiles, ``load_E`` the load of the last global batch (1 = fair).
     ``micro_batches`` and ``sequences`` are lengths of consecutive pieces of T; None: one piece. ``ranks``: lengths of
-    the pieces that choose experts independently; None: ``micro_batches``.
+    the pieces that have a capacity each; None: ``micro_batches``.
     """
     valid = torch.ones(len(logits), dtype=torch.bool) if valid is None else valid
-    choosing = list(_pieces(logits, micro_batches if ranks is None else ranks))
+    capped = list(_pieces(logits, micro_batches if ranks is None else ranks))
     scores = scores_of(logits, rule)
     chosen = torch.full((len(logits), rule.top_k), -1, dtype=torch.int64)
-    for piece in choosing:
+    for piece in _pieces(logits, micro_batches):
         chosen[piece] = _choices(logits[piece].detach(), scores[piece].detach(), valid[piece], rule, bias_E, beta_E)
     weights = _weights(logits, scores, chosen, rule) * rule.scale
     chosen = chosen.masked_fill(~valid.unsqueeze(-1), -1)
     ids = chosen.clone()
     if rule.capacity is not None:
-        for piece in choosing:
+        for piece in capped:
             ids[piece] = within_capacity(chosen[piece], weights[piece], logits.shape[1], rule)
     loss = rule.z_coeff * _mean(logits.logsumexp(-1).square(), valid)
     shares = scores / scores.sum(-1, keepdim=True)

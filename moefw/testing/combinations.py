@@ -123,14 +123,18 @@ class Combination:
 
 
 def settled(combination: Combination) -> Combination:
-    """Return the combination adapted to its parts: see ``smallest``, ``equal_tokens`` and ``regions`` of a variant."""
+    """Return the combination adapted to the fields of its variants.
+
+    See ``smallest``, ``equal_tokens``, ``needs_all_tokens`` and ``regions`` there.
+    """
     parts = combination.parts.values()
     smallest = max(variant.smallest for variant in parts)
     tokens = tuple(number if number == 0 else max(number, smallest) for number in combination.tokens)
     masked = combination.masked
     if any(variant.equal_tokens for variant in parts):
-        tokens = (max(tokens),) * len(tokens)
         masked = False
+    if any(variant.equal_tokens or variant.needs_all_tokens for variant in parts):
+        tokens = (max(tokens),) * len(tokens)
     treats_shared_expert = any("shared_experts" in variant.regions for variant in parts)
     return evolve(combination, tokens=tokens, masked=masked, shared=combination.shared or treats_shared_expert)
 

@@ -120,13 +120,22 @@ class LayerCase:
         x_TD[:, 0] = x_TD[:, 0].abs() + 1.0
         return x_TD.to(self.dtype), probe_TD.to(self.dtype)
 
+    def places(self, rank: int) -> Tensor | None:
+        """Return where in the micro-batch a rank's tokens are, int64 (T); None: no other rank of cp or tp shares it."""
+        sharing = self.resolve().layout.group(rank, ("cp", "tp"))
+        if len(sharing) == 1:
+            return None
+        before = sum(self.tokens[other] for other in sharing if other < rank)
+        return before + torch.arange(self.tokens[rank])
+
     def batch(self, rank: int) -> Batch:
-        """Return a rank's micro-batch of one sequence."""
+        """Return a rank's micro-batch of one sequence, or its part of it."""
         ids = torch.zeros(1, self.tokens[rank], dtype=torch.int64)
         return Batch(
             ids_BS=ids,
             labels_BS=ids,
             mask_BS=self.mask(rank).unsqueeze(0) if self.masked else None,
+            places_S=self.places(rank),
             loss_scale=torch.tensor(1.0 / max(1, self.valid_tokens)),
             seeds_B=self.seeds(rank),
             keys_T=self.keys(rank),
@@ -363,7 +372,9 @@ def parameters_of(layer_case: LayerCase) -> dict[str, Tensor]:
 
 def _uniform(layer_case: LayerCase, rank: int) -> Tensor:
     """Return the random numbers from which a router makes the jitter of a rank's tokens, in [0, 1), (T, D)."""
-    return uniform(token_keys(layer_case.seeds(rank), torch.arange(layer_case.tokens[rank]), salt=0), layer_case.dim)
+    draws = layer_case.batch(rank).draws
+    assert draws is not None
+    return uniform(token_keys(*draws, salt=0), layer_case.dim)
 
 
 def _alone(layer_case: LayerCase) -> LayerCase:

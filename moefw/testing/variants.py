@@ -39,7 +39,8 @@ class Variant:
     ``world``: the number of ranks of a layout; ``pp``: how many of them hold other layers. ``rtol``: the part of a
     precision, or of a memory policy, in the tolerance relative to fp64. ``floor``: a gradient below this share of the
     largest one counts as nearly cancelling. ``equal_tokens``: works only if all ranks have equal numbers of tokens,
-    none masked. ``smallest``: the smallest nonzero number of tokens of a rank for which routing does not depend on the
+    none masked. ``needs_all_tokens``: works only if ranks that share a micro-batch have equal numbers of tokens.
+    ``smallest``: the smallest nonzero number of tokens of a rank for which routing does not depend on the
     last bit.
     """
 
@@ -56,6 +57,7 @@ class Variant:
     rtol: float = field(default=0.0, eq=False)
     floor: float = field(default=1e-2, eq=False)
     equal_tokens: bool = field(default=False, eq=False)
+    needs_all_tokens: bool = field(default=False, eq=False)
     smallest: int = field(default=0, eq=False)
 
     @property

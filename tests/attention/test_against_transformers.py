@@ -12,6 +12,8 @@ from attrs import field, frozen
 from torch import Tensor
 
 from moefw.core.stages import Batch
+from moefw.runtime.attention.rope import frequencies
+from moefw.runtime.attention.rope_options import Rope
 from moefw.testing.suites.runs import open_model, whole_model
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -116,6 +118,21 @@ def documents() -> tuple[Tensor, Tensor]:
     numbers = torch.stack([torch.arange(3).repeat_interleave(each) for each in lengths])
     positions = torch.stack([torch.cat([torch.arange(int(each)) for each in row]) for row in lengths])
     return numbers, positions
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize(("theta", "trained"), [(1e4, 16), (1e4, 4096), (1e4, 131072), (100.0, 131072)])
+def test_frequencies_of_yarn_are_those_of_transformers(theta: float, trained: int, truncate: bool) -> None:
+    """Blended up to a pair in the middle, behind the last one, and behind twice as many, where the blend ends."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    width = 16
+    parameters = {"rope_theta": theta, "original_max_position_embeddings": trained, "truncate": truncate, **YARN}
+    config = LlamaConfig(head_dim=width, rope_parameters={"rope_type": "yarn", **parameters})
+    wanted, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    rope = Rope(kind="yarn", theta=theta, trained_positions=trained, truncate=truncate, **YARN)
+    torch.testing.assert_close(frequencies(rope, width, torch.device("cpu")), wanted)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])

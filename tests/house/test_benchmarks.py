@@ -18,6 +18,17 @@ def test_the_layer_written_by_hand_computes_what_the_plugins_do(monkeypatch: pyt
     assert {name: len(each) for name, each in seconds.items()} == {"built": 1, "inline": 1, "inline again": 1}
 
 
+def test_only_scales_that_are_rounded_up_leave_block_maxima_of_nvfp4_without_bias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    nvfp4_bias = importlib.import_module("nvfp4_bias")
+    x = nvfp4_bias.one_large_in_16(64)
+    nearest, up = (nvfp4_bias.measure(x, scales, 32) for scales in ("nearest", "up"))
+    assert nearest["block_maxima"] < -0.008
+    assert abs(up["block_maxima"]) < 0.003
+
+
 def test_dropped_rows_leave_the_tokens_and_the_pre_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The saved bytes benchmark compares the results of its modes, and counts the live bytes of each."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -235,6 +235,7 @@ QUANTIZERS = {
     "nvfp4 1x16": quantize_nvfp4,
     "nvfp4 16x1": functools.partial(quantize_nvfp4, block=(16, 1)),
     "nvfp4 16x16": functools.partial(quantize_nvfp4, block=(16, 16)),
+    "nvfp4 up": functools.partial(quantize_nvfp4, scales="up"),
 }
 EACH = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=list(QUANTIZERS))
 
@@ -363,6 +364,25 @@ def test_stochastic_nvfp4_depends_on_its_keys_alone_and_has_no_bias(block: tuple
     allowed = 4 * drawn.std(0) / len(drawn) ** 0.5
     assert ((drawn.mean(0) - x[1]).abs() <= allowed).all()
     assert (drawn.std(0) > 0).sum() == 45
+
+
+@pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
+def test_stochastic_nvfp4_has_no_bias_at_all_if_scales_are_rounded_up(block: tuple[int, int]) -> None:
+    """To nearest, the largest number of a block with a scale that is rounded down saturates: here by 1/17."""
+    x = random(64, 64).clamp(-5.0, 5.0)
+    x[::16], x[:, ::16] = 6.375, 6.375  # a scale of 1.0625 lies between the E4M3 numbers 1 and 1.125
+    keys = token_keys(torch.arange(2_000), torch.arange(64), salt=2).view(2_000, 64)
+    many = x.expand(2_000, 64, 64)
+    amax = torch.tensor(2688.0)
+    for scales, at_most in (("nearest", 6.0), ("up", 6.75)):
+        values = quantize_nvfp4(many, block=block, keys=keys, global_amax=amax, scales=scales).dequantize()
+        assert values.max() == at_most
+        bias = values.double().mean(0) - x
+        if scales == "nearest":
+            assert (bias[x == 6.375] == -0.375).all()
+        else:
+            widest_step = 2 * 1.125
+            assert bias.abs().max() <= 5 * widest_step / 2 / 2_000**0.5
 
 
 shapes = st.tuples(st.sampled_from([0, 1, 2, 3, 7, 16, 17, 31, 127, 131]), st.sampled_from([0, 1, 2, 13, 16, 33, 129]))

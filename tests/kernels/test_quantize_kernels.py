@@ -90,8 +90,9 @@ def nvfp4_as_the_reference(block: tuple[int, int], dtype: torch.dtype, sizes: li
             each = [finite.abs().amax((-2, -1))] if view.ndim > 2 else []
             each += [finite.abs().amax(1)[:: block[0]].unsqueeze(1)] if view.ndim == 2 and view.numel() else []
             for level in (largest, *odd, *each):
-                mine = triton.quantize_nvfp4(view, block, level, keys)
-                same(mine, reference.quantize_nvfp4(view, block, level, keys))
+                for scales in ("nearest", "up"):
+                    mine = triton.quantize_nvfp4(view, block, level, keys, scales)
+                    same(mine, reference.quantize_nvfp4(view, block, level, keys, scales))
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,19 @@ def test_the_hubs_names_of_keys_and_the_librarys_mean_the_same(tmp_path: Path) -
     assert both[0]["attention"]["rope"]["theta"] == 5e4
 
 
+@pytest.mark.parametrize("below", range(5))
+def test_qwen2_windows_are_in_the_layers_where_transformers_has_them(below: int, tmp_path: Path) -> None:
+    import transformers
+
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": below}
+    said = {**TINY, "num_hidden_layers": 4, "num_key_value_heads": 2, **windows}
+    transformers.Qwen2MoeConfig(**said).save_pretrained(tmp_path / "saved")
+    assert "layer_types" in json.loads((tmp_path / "saved" / "config.json").read_text())
+    found = resolved(written(tmp_path, {"model_type": "qwen2_moe", **said}))["attention"]
+    saved = resolved(f"{tmp_path}/saved")["attention"]
+    assert [found[key] for key in ("window", "full_layers")] == [saved[key] for key in ("window", "full_layers")]
+
+
 def test_a_spec_may_say_otherwise_than_a_configuration(tmp_path: Path) -> None:
     path = written(tmp_path, {"model_type": "qwen3_moe", **TINY})
     found = resolved(path, model={"num_layers": 5}, attention={"qkv_bias": True}, routing={"jitter": 0.1})

@@ -144,6 +144,17 @@ def test_no_token_beyond_the_sequence_the_document_or_into_padding_is_predicted(
     assert labels_ahead(batch, 9).tolist() == [[IGNORED] * 6]
 
 
+def test_a_sequence_of_a_pack_sees_no_ids_of_the_next() -> None:
+    """Its own last label, which stands behind it, is all that it may see."""
+    ids = torch.tensor([[1, 2, 3, 4, 11, 12, 13]])
+    labels = torch.tensor([[2, 3, 4, 5, 12, 13, 14]])
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
+    pack = Batch(ids_BS=ids, labels_BS=labels, documents_BS=documents, lengths=(4, 3))
+    assert ids_ahead(pack, 1).tolist() == [[2, 3, 4, 5, 12, 13, 14]]
+    assert ids_ahead(pack, 2).tolist() == [[3, 4, 5, 0, 13, 14, 0]]
+    assert ids_ahead(pack, 3).tolist() == [[4, 5, 0, 0, 14, 0, 0]]
+
+
 TREE = {**SMALL, "model": {**SMALL["model"], "vocab_size": 64, "mtp_layers": 2}}
 PARALLEL = {
     "tp 2": (2, {"dense": {"tp": 2}, "experts": {"ep": 2}}),

@@ -67,6 +67,17 @@ def test_a_capacity_over_the_micro_batch_drops_the_same_choices(pool: RankPool, 
     compare(pool, tree(GQA, routing={"use": "topk", "capacity": capacity}), padded=True, packed=False, parallel=FOUR)
 
 
+WHOLE: dict[str, Any] = {
+    "sinkhorn": {"use": "sinkhorn", "z_loss": 0.01},
+    "quantile": {"use": "topk", "balance": [{"kind": "quantile", "ema": 0.5}]},
+}
+
+
+@pytest.mark.parametrize("router", WHOLE)
+def test_routers_of_a_micro_batch_see_the_tokens_of_all_ranks_that_share_it(pool: RankPool, router: str) -> None:
+    compare(pool, tree(GQA, routing=WHOLE[router]), padded=True, packed=False, parallel=FOUR)
+
+
 def test_stochastic_rounding_is_keyed_by_true_places(pool: RankPool) -> None:
     nvfp4 = {"use": "nvfp4", "backend": "emulate", "keep_bf16": []}
     model = {"dim": 32, "dense_dim": 64, "expert_dim": 32, "shared_expert_dim": 32, "num_layers": 2, "num_experts": 4}

@@ -78,6 +78,42 @@ def test_random_rounding_of_turned_rows_has_no_bias_either() -> None:
         assert error(mean[part], wanted[part]) < error(draws[0][part], wanted[part]) / 4
 
 
+def test_gradient_scales_that_are_rounded_up_leave_no_bias_and_change_nothing_else() -> None:
+    """A block with the largest number 6.375 has a scale of 1.0625, which lies between the E4M3 numbers 1 and 1.125."""
+    x = exact_blocks(64)
+    x[:, ::16] = 6.375
+    x[0, 0] = 2688.0
+    nearest, up = (recipe(gradient_scales=scales) for scales in ("nearest", "up"))
+    for role, during in (("input", "fprop"), ("weight", "fprop"), ("input", "wgrad")):
+        same = [rounds.quantize(x, role=role, during=during, rows=keys(64)) for rounds in (nearest, up)]
+        assert torch.equal(*same)
+    assert torch.equal(*(rounds.quantize(x, role="grad", during="dgrad") for rounds in (nearest, up)))
+    means = [
+        torch.stack([rounds.quantize(x, role="grad", during="dgrad", rows=keys(64, step)) for step in range(64)]).mean(
+            0
+        )
+        for rounds in (nearest, up)
+    ]
+    assert means[0][x == 6.375].mean().item() == 6.0
+    assert means[1][x == 6.375].mean().item() == pytest.approx(6.375, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"backend": "te"}, "Transformer Engine rounds the scales of blocks to nearest"),
+        ({"stochastic_rounding": False}, "scales that are rounded up make the largest numbers of blocks too large"),
+    ],
+    ids=str,
+)
+def test_scales_cannot_be_rounded_up_where_nothing_of_ours_is_rounded_at_random(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        recipe(gradient_scales="up", **options)
+    assert any(says in problem.what for problem in caught.value.problems)
+
+
 VARIATIONS: Mapping[str, dict[str, Any]] = {
     "the same": {},
     "another step": {"step": 1},

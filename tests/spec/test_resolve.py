@@ -56,6 +56,26 @@ class TestParts:
         text = "{model: {num_layers: 2, num_dense_layers: 2}, memory: [{use: keep, regions: [moe_act]}]}"
         assert "moe_act" in refusal(text).what
 
+    @pytest.mark.parametrize(
+        ("routing", "packing", "looks_at"),
+        [
+            ("{balance: [{kind: aux_loss}]}", "dynamic", "micro_batch"),
+            ("{balance: [{kind: aux_loss}]}", "static", "micro_batch"),
+            ("{balance: [{kind: quantile}]}", "dynamic", "micro_batch"),
+            ("{capacity: {factor: 1.0}}", "dynamic", "rank"),
+            ("{use: sinkhorn}", "dynamic", "micro_batch"),
+            ("{balance: [{kind: aux_loss}]}", "none", ""),
+            ("{balance: [{kind: aux_loss, over: sequence}]}", "dynamic", ""),
+            ("{balance: [{kind: aux_loss, over: global_batch}, {kind: expert_bias}], score: sigmoid}", "dynamic", ""),
+        ],
+    )
+    def test_routing_that_depends_on_packs_is_noted(self, routing: str, packing: str, looks_at: str) -> None:
+        notes = resolved(f"{{routing: {routing}, train: {{packing: {packing}}}}}").notes
+        assert len(notes) == bool(looks_at), notes
+        if looks_at:
+            assert f"looks at one {looks_at} at a time, and with packing: {packing}" in notes[0]
+            assert "another layout has other losses" in notes[0]
+
     def test_a_misfit_of_many_layers_is_told_once(self) -> None:
         text = "{model: {num_layers: 40, num_experts: 6, top_k: 7}, parallel: {experts: {ep: 4}}, gemm: {use: loop}}"
         told = refused(text)

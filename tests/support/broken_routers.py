@@ -210,6 +210,22 @@ class LosesByMicroBatch(Plain):
     runtime = _LosesByMicroBatch
 
 
+@frozen
+class LooksAtItsPart(LooksAtOthers):
+    name: ClassVar[str] = "looks-at-its-part"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(partition=("micro_batch",))
+
+
+@frozen
+class LosesByPart(LosesByMicroBatch):
+    name: ClassVar[str] = "loses-by-part"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(partition=("micro_batch",))
+
+
 class _CountsTheMask(PlainRouter):
     def count(self, ids_TK: Tensor) -> Tensor:
         return super().count(ids_TK.clamp_min(0))

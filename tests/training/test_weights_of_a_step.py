@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Layout, Precision
 from moefw.core.stages import Batch
+from moefw.models.embedding import lookup
 from moefw.runtime.compute import weights
 from moefw.runtime.compute.casts import BF16Recipe
 from moefw.runtime.compute.product import linear
@@ -98,6 +99,18 @@ def test_gradients_of_embeddings_are_added_in_place_but_for_those_of_padding(mon
     assert_alike(found, right, recipe="bf16")
     assert not found["embed.weight"][pad].any()
     assert len(scattered) == 1, "the first micro-batch alone makes a gradient of its own"
+
+
+def test_many_gradients_of_one_row_are_added_up_in_fp32() -> None:
+    """From 256 on, a sum in bf16 no longer grows by ones."""
+    weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
+    rows = torch.ones(300, dtype=torch.int64)
+    with shared_by_micro_batches([weight]):
+        for count in (1, 2):
+            found = lookup(weight, rows, None)
+            found.backward(torch.ones_like(found))
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [[0.0] * 2, [300.0 * count] * 2, [0.0] * 2]
 
 
 @pytest.mark.parametrize(("recipe", "gemm"), each_value(RECIPES, ["grouped", "loop"]))

@@ -15,6 +15,7 @@ from moefw_kernels.quantize.integers import from_integers, integer_rows
 from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.rows import Scales, empty_rows, row_block, rows_of, scale_dtype
 from moefw_kernels.quantize.scales import (
+    BlockScales,
     Rounding,
     delayed_scale,
     mx_scale,
@@ -27,6 +28,7 @@ __all__ = [
     "E2M1",
     "E4M3",
     "E5M2",
+    "BlockScales",
     "Format",
     "Quantized",
     "Rounding",
@@ -150,6 +152,7 @@ def quantize_nvfp4(
     global_amax: Tensor | None = None,
     keys: Tensor | None = None,
     ends_e: Tensor | None = None,
+    scales: BlockScales = "nearest",
 ) -> Quantized:
     """Return ``x`` (..., R, C) in E2M1, in blocks of 1x16, 16x1 or 16x16, each with an E4M3 scale.
 
@@ -157,6 +160,10 @@ def quantize_nvfp4(
     each expert; None takes the largest magnitude of ``x``. With ``keys``, int64 ``(..., R)``, rounds stochastically:
     element ``c`` of a row takes draw ``c`` of ``moefw_kernels.random.uniform`` of the row's key. With blocks of 16x16,
     the result of ``x.mT`` is the transpose of the result, bit for bit.
+
+    ``scales`` nearest, as in Transformer Engine: where a scale is rounded down, by up to 1/17, the block's numbers
+    beyond six times the scale saturate, so that their mean over draws is too small. ``scales`` up: nothing saturates,
+    and stochastic rounding has no bias.
 
     With ``ends_e``, int32, the rows ``(R, C)`` form groups that end there; no block may span two groups. Each group
     has one global scale, from ``global_amax`` ``(e,)`` or from its largest magnitude, so that its codes and scales
@@ -189,7 +196,7 @@ def quantize_nvfp4(
         group_R = group_of_row(ends_e, len(x))
         x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
         global_amax = torch.nn.functional.pad(global_amax, (0, 1))[group_R[:: block[0]]].unsqueeze(1)
-    quantized: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys)
+    quantized: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys, scales)
     return quantized
 
 

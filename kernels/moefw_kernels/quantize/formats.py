@@ -67,8 +67,8 @@ def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
     """Return the code of each number: uint8, the shape of ``x``, which is fp32, fp16 or bf16.
 
     Rounds to nearest, ties to the even code. With ``draws``, fp32 in [0, 1) of the same shape, rounds away from zero
-    where the number's distance to its lower neighbour, in units of that interval, exceeds the draw: unbiased, and
-    never further than a neighbour. Numbers beyond the largest one, including infinity, saturate to it.
+    where the number's distance to its lower neighbour, in units of that interval, exceeds the draw: never further than
+    a neighbour, and unbiased up to the largest number. Numbers beyond that, including infinity, saturate to it.
     """
     if draws is None and fmt is not E2M1:
         codes = x.float().clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)

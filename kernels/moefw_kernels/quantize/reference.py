@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from moefw_kernels.quantize.formats import E2M1, Format, encode
 from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
 from moefw_kernels.quantize.quantized import Quantized, above, laid, spread, turned
-from moefw_kernels.quantize.scales import Rounding, mx_scale, nvfp4_global_scale, nvfp4_scale, tensor_scale
+from moefw_kernels.quantize.scales import BlockScales, Rounding, mx_scale, nvfp4_global_scale, nvfp4_scale, tensor_scale
 from moefw_kernels.random import uniform
 
 
@@ -62,10 +62,13 @@ def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Qua
     return quantize_mxfp8(x, (1, 32), fmt, rounding), quantize_mxfp8(x, (32, 1), fmt, rounding)
 
 
-def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None) -> Quantized:
+def quantize_nvfp4(
+    x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None, scales: BlockScales = "nearest"
+) -> Quantized:
     """Quantize in blocks with E4M3 scales and an fp32 global scale: one, or one for each matrix or row of blocks."""
     encoder, decoder = nvfp4_global_scale(global_amax)
-    codes, multiplier = nvfp4_scale(block_amax(x, block), *(above(level, x.ndim) for level in (encoder, decoder)))
+    levels = (above(level, x.ndim) for level in (encoder, decoder))
+    codes, multiplier = nvfp4_scale(block_amax(x, block), *levels, scales=scales)
     draws = None if keys is None else uniform(keys.flatten(), x.shape[-1]).view(x.shape)
     return _quantized(
         x,

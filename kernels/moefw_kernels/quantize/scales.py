@@ -14,6 +14,8 @@ from moefw_kernels.quantize.formats import E2M1, E4M3, Format, decode, decode_e8
 
 FP32_MAX: Final = torch.finfo(torch.float32).max
 Rounding = Literal["rceil", "floor"]
+BlockScales = Literal["nearest", "up"]
+"""How E4M3 scales of blocks are rounded."""
 
 
 def divide(number: float, by: Tensor) -> Tensor:
@@ -86,13 +88,17 @@ def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
     return encoder, encoder.reciprocal()
 
 
-def nvfp4_scale(amax: Tensor, encoder: Tensor, decoder: Tensor) -> tuple[Tensor, Tensor]:
+def nvfp4_scale(
+    amax: Tensor, encoder: Tensor, decoder: Tensor, *, scales: BlockScales = "nearest"
+) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes (uint8) of blocks with magnitude ``amax`` (fp32), and the multipliers of their numbers.
 
-    ``encoder`` and ``decoder`` come from ``nvfp4_global_scale``. Source: ``compute_decoding_scaling_factor`` and
-    ``block_scale_inverse`` in ``quantize_transpose_nvfp4.cuh`` of Transformer Engine.
+    ``encoder`` and ``decoder`` come from ``nvfp4_global_scale``. ``scales``: a scale that is rounded to nearest may be
+    up to 1/16 too small, and the largest numbers of its block then saturate; one that is rounded up never is. Source:
+    ``compute_decoding_scaling_factor`` and ``block_scale_inverse`` in ``quantize_transpose_nvfp4.cuh`` of Transformer
+    Engine, which rounds to nearest.
     """
     scale = amax * (encoder * (1.0 / 6.0))
     scale = torch.where(amax.isfinite(), scale, torch.nan)
-    codes = encode(scale, E4M3)
+    codes = encode(scale, E4M3, draws=torch.zeros_like(scale) if scales == "up" else None)
     return codes, (decode(codes, E4M3) * decoder).reciprocal().clamp(max=FP32_MAX)

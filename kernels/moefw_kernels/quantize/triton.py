@@ -22,7 +22,7 @@ from moefw_kernels.quantize.formats import E2M1, Format
 from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.reference import axis_of
 from moefw_kernels.quantize.rows import Scales
-from moefw_kernels.quantize.scales import Rounding, nvfp4_global_scale
+from moefw_kernels.quantize.scales import BlockScales, Rounding, nvfp4_global_scale
 
 _EXACT: Final = tl.constexpr(0)
 _POWER_OF_TWO: Final = tl.constexpr(1)
@@ -236,8 +236,12 @@ def _nvfp4_kernel(
     x, encoders, decoders, keys, codes, scales,
     rows, columns, x_stride, r_stride, c_stride, level_stride, block_stride, key_rows,
     R: tl.constexpr, C: tl.constexpr, SQUARE: tl.constexpr, KEYED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    UP: tl.constexpr,
 ):  # fmt: skip
-    """Quantize in blocks of 16 along columns, or of 16 x 16 (R is 16). TRANSPOSED: keys and groups are of columns."""
+    """Quantize in blocks of 16 along columns, or of 16 x 16 (R is 16). TRANSPOSED: keys and groups are of columns.
+
+    UP: scales of blocks are rounded up, as by a draw of 0.
+    """
     matrix, r0, c0 = _place(rows, columns, R, C)
     tile = _tile(x + matrix * x_stride, r0, c0, rows, columns, r_stride, c_stride, R, C)
     blocks = tl.reshape(tile, (R, C // 16, 16))
@@ -258,7 +262,8 @@ def _nvfp4_kernel(
     level = matrix * level_stride + place * block_stride
     inside = place < count
     wanted = _float(amax) * tl.load(encoders + level, mask=inside, other=1.0)
-    scale = _encode(_float(tl.where(amax >= _INF, _NAN, _bits(wanted))), None, 3, -6, 0x43E00000, 7, 0x7F)
+    wanted = _float(tl.where(amax >= _INF, _NAN, _bits(wanted)))
+    scale = _encode(wanted, 0.0 if UP else None, 3, -6, 0x43E00000, 7, 0x7F)
     fraction = (scale & 7).to(tl.float32) * 0.001953125
     value = _float(tl.where(scale < 8, _bits(fraction), (((scale >> 3) + 120) << 23) | ((scale & 7) << 20)))
     value = value * tl.load(decoders + level, mask=inside, other=1.0)
@@ -307,15 +312,19 @@ def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Qua
     return _both(x, 32, fmt, _RCEIL if rounding == "rceil" else _FLOOR)
 
 
-def quantize_nvfp4(x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None) -> Quantized:
+def quantize_nvfp4(
+    x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None, scales: BlockScales = "nearest"
+) -> Quantized:
     """Implement ``reference.quantize_nvfp4``."""
     if axis_of(block) == -2:
         level = global_amax.mT if global_amax.ndim == x.ndim else global_amax
-        return _nvfp4(x.mT, 1, level, keys, transposed=True).mT
-    return _nvfp4(x, block[0], global_amax, keys, transposed=False)
+        return _nvfp4(x.mT, 1, level, keys, transposed=True, up=scales == "up").mT
+    return _nvfp4(x, block[0], global_amax, keys, transposed=False, up=scales == "up")
 
 
-def _nvfp4(x: Tensor, height: int, global_amax: Tensor, keys: Tensor | None, transposed: bool) -> Quantized:
+def _nvfp4(
+    x: Tensor, height: int, global_amax: Tensor, keys: Tensor | None, *, transposed: bool, up: bool
+) -> Quantized:
     encoder, decoder = nvfp4_global_scale(global_amax)
     x_BRC = _matrices(x)
     num, rows, columns = x_BRC.shape
@@ -326,7 +335,7 @@ def _nvfp4(x: Tensor, height: int, global_amax: Tensor, keys: Tensor | None, tra
         _nvfp4_kernel[grid](
             x_BRC, encoder * (1.0 / 6.0), decoder, keys if keys is None else keys.contiguous(), codes, scales,
             rows, columns, *x_BRC.stride(), int(0 < encoder.ndim < x.ndim), int(encoder.ndim == x.ndim),
-            columns if transposed else rows, 16, 64, height == 16, keys is not None, transposed,
+            columns if transposed else rows, 16, 64, height == 16, keys is not None, transposed, up,
         )  # fmt: skip
     scales = scales.view(torch.float8_e4m3fn)
     return Quantized(codes, scales, E2M1, (height, 16), -1, tuple(x.shape), decoder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from moefw.core.contracts import Layout, LayoutPlan
 from moefw.core.records import Side
@@ -11,10 +11,13 @@ from moefw.core.records import Side
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+PIECES_OF_A_RANK: Final = 2
+"""Number of equal pieces that each rank has of a sequence that several share."""
+
 
 def pieces_of(cp: int) -> int:
     """Return the number of equal pieces of a sequence that ranks share: two for each, or one for a rank alone."""
-    return 2 * cp if cp > 1 else 1
+    return PIECES_OF_A_RANK * cp if cp > 1 else 1
 
 
 def block_sizes(cp: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefw.core.stages import Batch, Routing
+from moefw.runtime.naming import initialise
+from moefw.runtime.parallel.sequence_cut import SequenceCut
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.runs import open_context
 
 
 @frozen(kw_only=True)
@@ -75,6 +81,37 @@ def of_sequences(batch: Batch, x_TD: Tensor, chosen: Sequence[int]) -> tuple[Ten
         loss_scale=batch.loss_scale,
     )
     return x_BSD[chosen].flatten(0, 1), part
+
+
+def shared_out(layer_case: LayerCase, tokens: Tokens) -> tuple[dict[str, Tensor], Routing]:
+    """Return what a router makes of a micro-batch that all ranks share, and the routing of this rank's part of it.
+
+    The former are, by name, tensors of all tokens in the order of the micro-batch: the same on every rank.
+    """
+    context, assembly = open_context(layer_case)
+    router: Any = assembly.parts.routing.build(context)
+    initialise(router, seed=0, std=lambda _: 0.3)
+    cut = SequenceCut(context.layout)
+    tp = TensorParallel(context.layout)
+    whole = tokens.batch(loss_scale=torch.tensor(0.1))
+    batch = replace(cut.part(whole), part=tp.shard(0), cp=cut.size)
+    x_BSD = cut.own(tokens.x(layer_case.dim).detach().view(*whole.ids_BS.shape, -1))
+    x_TD = batch.own(x_BSD.flatten(0, 1)).clone().requires_grad_()
+    routing = router(x_TD, batch)
+    (grad_TD,) = torch.autograd.grad(routing.weights_TK.square().sum(), x_TD)
+    own = {"expert_ids_TK": routing.expert_ids_TK, "weights_TK": routing.weights_TK, "the tokens' gradient": grad_TD}
+    joined = {name: cut.gather(tp.gather(part_TX).view(*x_BSD.shape[:2], -1)) for name, part_TX in own.items()}
+    return {name: value.detach() for name, value in joined.items()}, detached(routing)
+
+
+def detached(routing: Routing) -> Routing:
+    """Return what of a routing is compared, without a graph."""
+    return Routing(
+        expert_ids_TK=routing.expert_ids_TK,
+        weights_TK=routing.weights_TK.detach(),
+        stats={name: value.detach() for name, value in routing.stats.items()},
+        aux_losses=routing.aux_losses,
+    )
 
 
 def compared(first: Routing, second: Routing) -> Iterator[tuple[str, Tensor, Tensor]]:

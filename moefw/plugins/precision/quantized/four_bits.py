@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from moefw.core.records import Pass, Role, RowGroups
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw_kernels.hadamard import SIZE, hadamard
-from moefw_kernels.quantize import Quantized, matrix_amax, quantize_nvfp4
+from moefw_kernels.quantize import BlockScales, Quantized, matrix_amax, quantize_nvfp4
 from moefw_kernels.random import mix
 
 
@@ -21,19 +21,29 @@ class FourBits(Encoder):
     """E2M1 in blocks of 16 along the summed axis, weights in 16x16 if ``square_weights``.
 
     ``draws``: gradients are rounded at random, with separate keys for each ``place`` (``layers.3.attention.q_proj``)
-    and pass. ``turns``: the operands of wgrad are Hadamard-transformed along their rows.
+    and pass. ``turns``: the operands of wgrad are Hadamard-transformed along their rows. ``drawn_scales``: how the
+    scales of what is rounded at random are rounded.
     """
 
-    def __init__(self, place: str, *, draws: bool, turns: bool, square_weights: bool) -> None:
+    def __init__(
+        self, place: str, *, draws: bool, turns: bool, square_weights: bool, drawn_scales: BlockScales = "nearest"
+    ) -> None:
         self._place = place
         self.draws = draws
         self._turns = turns
         self.square_weights = square_weights
+        self._drawn_scales: BlockScales = drawn_scales
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
         """Return the encoder of a module or a GEMM inside."""
         place = f"{self._place}.{name}"
-        return FourBits(place, draws=self.draws, turns=self._turns, square_weights=self.square_weights)
+        return FourBits(
+            place,
+            draws=self.draws,
+            turns=self._turns,
+            square_weights=self.square_weights,
+            drawn_scales=self._drawn_scales,
+        )
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
         """Return the operand. The rows of a transformed operand are padded with zeros to a multiple of 16."""
@@ -49,7 +59,8 @@ class FourBits(Encoder):
             x = hadamard(F.pad(x, (0, 0, 0, -x.shape[-2] % SIZE)), axis=-2)
             if keys_R is not None:
                 keys_R = turned(keys_R)
-        return quantize_nvfp4(x, block=block, keys=keys_R, ends_e=rows.ends_e)
+        scales: BlockScales = "nearest" if keys_R is None else self._drawn_scales
+        return quantize_nvfp4(x, block=block, keys=keys_R, ends_e=rows.ends_e, scales=scales)
 
 
 def turned(keys_R: Tensor) -> Tensor:

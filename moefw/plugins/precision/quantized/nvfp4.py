@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import frozen
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 class NVFP4(LowPrecisionPlugin):
     """E2M1 in blocks of 16 with E4M3 scales, and an fp32 scale per expert's rows or weight matrix (arXiv 2509.25149).
 
-    ``stochastic_rounding``: gradients are rounded without bias. ``hadamard`` transforms every 16 rows of both operands
-    of the weight gradient, so that no token is rounded away by a larger one; their product stays the same.
-    ``square_weights``: blocks of 16x16, so that forward and backward multiply the same numbers; false: 1x16 along the
-    summed axis.
+    ``stochastic_rounding``: gradients are rounded at random, without bias up to six times the scale of their block.
+    ``gradient_scales``, those of such blocks, are rounded to nearest, as in Transformer Engine: where one is rounded
+    down, the largest numbers of its block saturate, and lose 1 % in the mean over all blocks. ``up``: no number
+    saturates and there is no bias, but a larger error.
+    ``hadamard`` transforms every 16 rows of both operands of the weight gradient, so that no token is rounded away by a
+    larger one; their product stays the same. ``square_weights``: blocks of 16x16, so that forward and backward multiply
+    the same numbers; false: 1x16 along the summed axis.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -40,6 +43,22 @@ class NVFP4(LowPrecisionPlugin):
     stochastic_rounding: bool = True
     hadamard: bool = True
     square_weights: bool = True
+    gradient_scales: Literal["nearest", "up"] = "nearest"
+
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """Return also a problem for scales rounded up by Transformer Engine, or of what is rounded to nearest."""
+        problems = list(super().check(site))
+        if self.gradient_scales == "up" and self.backend == "te":
+            what = "Transformer Engine rounds the scales of blocks to nearest."
+            fix = "Use backend: torch or emulate, or gradient_scales: nearest."
+            problems.append(moefw.Problem(what, fix, "gradient_scales"))
+        if self.gradient_scales == "up" and not self.stochastic_rounding:
+            what = (
+                "scales that are rounded up make the largest numbers of blocks too large where codes round to nearest."
+            )
+            fix = "Use stochastic_rounding: true, or gradient_scales: nearest."
+            problems.append(moefw.Problem(what, fix, "gradient_scales"))
+        return problems
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Return also the needs of row keys for random rounding and of row alignments for grouped GEMMs."""
@@ -74,6 +93,7 @@ class NVFP4(LowPrecisionPlugin):
             draws=self.stochastic_rounding and self.backend != "te",
             turns=self.hadamard,
             square_weights=self.square_weights,
+            drawn_scales=self.gradient_scales,
         )
         quantizers = FP4Blocks(
             draws=self.stochastic_rounding,

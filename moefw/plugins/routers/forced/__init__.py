@@ -14,10 +14,11 @@ from moefw.core.site import Site
 
 @frozen(kw_only=True)
 class Forced(RouterPlugin):
-    """Sends token t's choice k to expert ``(t*K + k) mod E``: for measuring speed, not for learning.
+    """Sends choice k of token t of a micro-batch to expert ``(t*K + k) mod E``: for measuring speed, not for learning.
 
     Weights are the softmax over the chosen logits, so that gradients flow. ``known_counts``: all ranks have the
-    same number of tokens in training, as under the trainer. Counts are then known beforehand and not exchanged.
+    same number of tokens in training, as under the trainer. Counts are then known beforehand and not exchanged, unless
+    ranks of cp and tp share a micro-batch and cut it where experts have not had equally many turns.
     """
 
     name: ClassVar[str] = "forced"
@@ -39,8 +40,9 @@ class Forced(RouterPlugin):
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""
         from moefw.plugins.routers.forced.router import ForcedRouter
+        from moefw.runtime.parallel.shared_tokens import token_groups
 
-        return ForcedRouter(context.site, known_counts=self.known_counts)
+        return ForcedRouter(context.site, known_counts=self.known_counts, groups=token_groups(context))
 
 
 @moefw.hookimpl

@@ -17,6 +17,7 @@ from moefw.core.site import Site
 class Sinkhorn(RouterPlugin):
     """Scales the scores of a micro-batch until experts share its tokens evenly, and chooses by the result.
 
+    Ranks of cp and tp that share a micro-batch gather its logits, and each computes the same plan of all tokens.
     Weights come from the unscaled scores: the sigmoid (top_k 1), or the softmax over all experts at the chosen ones.
     Sinkhorn balances without an auxiliary loss. ``z_loss`` is the coefficient of a z-loss on the logits.
     Scaling stops when it has converged, which the host checks once per round, or after ``max_rounds``.
@@ -43,8 +44,15 @@ class Sinkhorn(RouterPlugin):
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""
         from moefw.plugins.routers.sinkhorn.router import SinkhornRouter
+        from moefw.runtime.parallel.shared_tokens import token_groups
 
-        return SinkhornRouter(context.site, max_rounds=self.max_rounds, z_loss=self.z_loss, dtype=self.dtype)
+        return SinkhornRouter(
+            context.site,
+            max_rounds=self.max_rounds,
+            z_loss=self.z_loss,
+            dtype=self.dtype,
+            groups=token_groups(context),
+        )
 
 
 @moefw.hookimpl

@@ -12,6 +12,7 @@ from moefw.core.site import Site
 from moefw.core.stages import Batch, Routing
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
+from moefw.runtime.parallel.shared_tokens import ALONE, TokenGroups, WholeMicroBatch
 from moefw_kernels.devices import on_host, runs_ahead
 from moefw_kernels.routing import count_choices, z_loss
 
@@ -26,16 +27,18 @@ BETWEEN_READS: Final = 8
 class SinkhornRouter(nn.Module, Router):
     """Weight ``(E, D)``; no state. Balances in training. In evaluation, a token's experts are those of its best scores.
 
-    A plan depends on all tokens of a micro-batch, including later ones, so evaluation must not use it.
+    A plan depends on all tokens of a micro-batch, including later ones, so evaluation must not use it. The ranks in
+    ``groups`` share a micro-batch.
     """
 
-    def __init__(self, site: Site, *, max_rounds: int, z_loss: float, dtype: str) -> None:
+    def __init__(self, site: Site, *, max_rounds: int, z_loss: float, dtype: str, groups: TokenGroups = ALONE) -> None:
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
         self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
         self._max_rounds, self._z_coeff = max_rounds, z_loss
         self._dtype = {"fp32": torch.float32, "fp64": torch.float64}[dtype]
+        self._groups = groups
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens; masked tokens are not routed, not counted, and do not affect scaling."""
@@ -45,7 +48,7 @@ class SinkhornRouter(nn.Module, Router):
         recorded_TK = batch.route(self._layer, len(x_TD), self._top_k)
         ids_TK = recorded_TK
         if ids_TK is None:
-            chosen_by_TE = balanced(logits_TE.detach(), mask_T, self._max_rounds) if self.training else logits_TE
+            chosen_by_TE = self._plan(logits_TE, batch) if self.training else logits_TE
             ids_TK = chosen_by_TE.topk(self._top_k).indices
         if mask_T is not None:
             ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
@@ -65,6 +68,13 @@ class SinkhornRouter(nn.Module, Router):
             aux_losses=aux_losses,
             num_rows=ids_TK.numel() if mask_T is None and recorded_TK is None else None,
         )
+
+    def _plan(self, logits_TE: Tensor, batch: Batch) -> Tensor:
+        """Return this rank's rows of the transport plan of the micro-batch."""
+        mask_T = batch.mask_T
+        whole = WholeMicroBatch(batch, len(logits_TE), self._groups[batch.cp])
+        mask_N = None if mask_T is None else whole.of(mask_T)
+        return whole.own(balanced(whole.of(logits_TE), mask_N, self._max_rounds))
 
 
 @torch.no_grad()

@@ -43,8 +43,10 @@ class TopK(Options, RouterPlugin):
         partition = "token"
         if "aux_loss over sequence" in levels:
             partition = "sequence"
-        if self.capacity is not None or levels & {"aux_loss over micro_batch", OVER_MODEL, "quantile"}:
+        if levels & {"aux_loss over micro_batch", OVER_MODEL, "quantile"}:
             partition = "micro_batch"
+        if self.capacity is not None:
+            partition = self.capacity.over
         return moefw.offers(partition=(partition,))
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
@@ -98,9 +100,9 @@ class TopK(Options, RouterPlugin):
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         """Return the router of one layer."""
         from moefw.plugins.routers.topk.router import TopKRouter
+        from moefw.runtime.parallel.shared_tokens import token_groups
 
-        groups = {cp: layout.group("cp", "tp") for cp, layout in context.layouts.items()}
-        return TopKRouter(context.site, self, groups)
+        return TopKRouter(context.site, self, token_groups(context))
 
 
 @moefw.hookimpl

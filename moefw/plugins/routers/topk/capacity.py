@@ -5,15 +5,12 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import final
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from moefw.core.site import Dims
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk.options import Capacity
-from moefw.plugins.routers.topk.token_groups import TokenGroups
-from moefw.runtime.communication.gather import all_gather
+from moefw.runtime.parallel.shared_tokens import TokenGroups, WholeMicroBatch
 from moefw_kernels.routing import within_capacity
 
 
@@ -48,22 +45,6 @@ class Limit:
         if group is None:
             return within_capacity(ids_TK, capacity, self.num_experts, by=by)
         # The choices of all ranks (N, K), in the order of the whole micro-batch: which are dropped depends on no split.
-        order = _gathered(_place_in_batch(batch).unsqueeze(1), group).squeeze(1).argsort()
-        ids_NK = _gathered(ids_TK, group)[order]
-        by_NK = None if by is None else _gathered(by, group)[order]
-        kept_NK = torch.empty_like(ids_NK, dtype=torch.bool)
-        kept_NK[order] = within_capacity(ids_NK, capacity, self.num_experts, by=by_NK)
-        return kept_NK.chunk(group.size())[group.rank()]
-
-
-def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, in order of rank."""
-    of_ranks = own.new_empty(len(own) * group.size(), *own.shape[1:])
-    all_gather(of_ranks, own.contiguous(), group=group)
-    return of_ranks
-
-
-def _place_in_batch(batch: Batch) -> Tensor:
-    """Return a number for each of this rank's tokens that grows with its sequence, then with its place there."""
-    places_T = batch.own(batch.places.repeat(len(batch.ids_BS)))
-    return (batch.sequence_T << 40) + places_T
+        whole = WholeMicroBatch(batch, len(ids_TK), group)
+        by_NK = None if by is None else whole.of(by)
+        return whole.own(within_capacity(whole.of(ids_TK), capacity, self.num_experts, by=by_NK))

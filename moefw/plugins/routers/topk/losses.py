@@ -12,7 +12,7 @@ from torch import Tensor
 from moefw.core.errors import ContractError
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk.options import OVER_MODEL, Balance
-from moefw.plugins.routers.topk.token_groups import ALONE, TokenGroups
+from moefw.runtime.parallel.shared_tokens import ALONE, TokenGroups
 from moefw_kernels.routing import Choice, Rows, switch_loss, token_sums
 
 LOAD = "global_load"

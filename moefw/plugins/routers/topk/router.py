@@ -22,9 +22,9 @@ from moefw.plugins.routers.topk.capacity import Limit
 from moefw.plugins.routers.topk.losses import CHOICES, LOAD, Losses, Pooled
 from moefw.plugins.routers.topk.options import Options
 from moefw.plugins.routers.topk.selection import BelowQuantile, Stats, next_quantile
-from moefw.plugins.routers.topk.token_groups import ALONE, TokenGroups
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
+from moefw.runtime.parallel.shared_tokens import ALONE, TokenGroups
 from moefw_kernels.random import token_keys, uniform
 from moefw_kernels.routing import Choice, Chosen, route, route_to
 
@@ -67,7 +67,7 @@ class TopKRouter(nn.Module, Router):
             groups=groups,
             needs_scores=has_losses,
         )
-        self._quantile = BelowQuantile(dims.top_k, dims.num_experts) if "quantile" in self.rules else None
+        self._quantile = BelowQuantile(dims, token_groups) if "quantile" in self.rules else None
         self._limit = None if options.capacity is None else Limit(options.capacity, dims, token_groups)
         self._losses = None
         if has_losses:
@@ -110,7 +110,7 @@ class TopKRouter(nn.Module, Router):
         if self._quantile is None and replayed_TK is None:
             chosen = route(logits_TE, self._choice, bias_E, mask_T)
         else:
-            chosen, stats = self._route_to(replayed_TK, logits_TE, bias_E, mask_T)
+            chosen, stats = self._route_to(replayed_TK, logits_TE, bias_E, batch)
         ids_TK, weights_TK, counts_E, scores_TE = chosen
         stats["tokens_per_expert"] = counts_E
         # Balance losses count the plain top-k, whatever bias, groups or capacity change of it.
@@ -151,12 +151,13 @@ class TopKRouter(nn.Module, Router):
         return self._losses.over_layers(pooled)
 
     def _route_to(
-        self, replayed_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None
+        self, replayed_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, batch: Batch
     ) -> tuple[Chosen, Stats]:
         """Return the routing to replayed experts, or else to those that the quantile chooses, and its statistics."""
+        mask_T = batch.mask_T
         stats: Stats = {}
         if self._quantile is not None:
-            ids_TK, stats = self._quantile(logits_TE, bias_E, mask_T)
+            ids_TK, stats = self._quantile(logits_TE, bias_E, batch)
         if replayed_TK is None:
             return route_to(ids_TK, logits_TE, self._choice, mask_T), stats
         # A dropped choice gets some valid id, as ``route_to`` takes it.
