@@ -6,12 +6,13 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
@@ -19,23 +20,20 @@ from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
-from moefw.core.errors import CheckpointError, SpecError, nearest
+from moefw.core.errors import CheckpointError, MoefwError, SpecError
 from moefw.core.stages import Batch
+from moefw.models.huggingface.beside import BESIDE, hand_on
 from moefw.models.huggingface.config import read_config
-from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.families import family_of
 from moefw.models.huggingface.folder import Folder
-from moefw.models.huggingface.loading import load
+from moefw.models.huggingface.loading import fill, placed
 from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Description, Written, lay_out
+from moefw.runtime.communication.agreement import raise_together
+from moefw.runtime.finite import all_finite
 from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors
 from moefw.runtime.parallel.gradients import STAGE, copied_over, split_axis
 from moefw.runtime.parallel.pieces import whole
-
-BESIDE: Final = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
-)
-"""Files that belong to a model and that are handed on as they are."""
 
 
 @frozen(eq=False)
@@ -90,26 +88,36 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world)
     layout = open_layout(assembly, device)
     module = build_model(assembly, layout, torch.device(device), Shared())
-    return Pretrained(module, assembly, layout, read_weights(module, root, assembly))
+    return Pretrained(module, assembly, layout, read_weights(module, root, assembly, layout.host_group()))
 
 
-def read_weights(module: nn.Module, path: Path, assembly: Assembly) -> Source:
-    """Fill a model with the weights of a Hugging Face folder. Raises SpecError or CheckpointError before any change."""
-    config = read_config(path)
-    if config.get("model_type") not in FAMILIES:
-        what = f"{path}: models of type {config.get('model_type')!r} cannot be read."
-        raise SpecError(what, nearest(str(config.get("model_type")), FAMILIES))
-    folder, rules = Folder(path), FAMILIES[config["model_type"]].rules
-    origins, taken = load(module, folder, rules, num_experts=assembly.site.dims.num_experts)
-    tensors = {name: (folder.tensors[name].dtype, folder.tensors[name].shape) for name in taken}
-    return Source(path, config, origins, tensors)
+def read_weights(module: nn.Module, path: Path, assembly: Assembly, group: ProcessGroup | None) -> Source:
+    """Fill a model with the weights of a Hugging Face folder. Collective over ``group``.
+
+    Raises SpecError or CheckpointError on every rank, before any change; or CheckpointError with all tensors that hold
+    NaN or infinity, which are found as they are read.
+    """
+    error, folder, source = None, None, None
+    try:
+        config = read_config(path)
+        folder, rules = Folder(path), family_of(config, path).rules
+        origins, taken = placed(module, folder, rules, num_experts=assembly.site.dims.num_experts)
+        tensors = {name: (folder.tensors[name].dtype, folder.tensors[name].shape) for name in taken}
+        source = Source(path, config, origins, tensors)
+    except MoefwError as problem:
+        error = problem
+    raise_together(error, group)
+    assert folder is not None
+    assert source is not None
+    fill(module, folder, source.origins, group)
+    return source
 
 
 def save_pretrained(model: Pretrained, path: str | Path) -> None:
     """Write a folder that ``transformers`` loads: each tensor as it was named, with its dtype. Collective.
 
     What was FP8 or MXFP4 is written as bf16. The tokenizer's files are handed on. Raises CheckpointError if the folder
-    is there and holds something. It appears whole or not at all.
+    is there and holds something, or with all parameters that hold NaN or infinity. It appears whole or not at all.
     """
     root, source, leads = Path(path), model.source, model.layout.rank == 0
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
@@ -124,9 +132,15 @@ def save_pretrained(model: Pretrained, path: str | Path) -> None:
             raise CheckpointError(what, "Name another folder.") from error
     _meet(model.layout)
     written = Written.opened(scratch)
-    with torch.no_grad():
-        for name, tensor in _owned(model):
-            source.origins[name].of(written.tensors[source.origins[name].name]).copy_(tensor)
+    try:
+        with torch.no_grad(), all_finite("the model", CheckpointError, model.layout.host_group()) as looked_at:
+            for name, tensor in _owned(model):
+                origin = source.origins[name]
+                looked_at(name, origin.of(written.tensors[origin.name]).copy_(tensor))
+    except CheckpointError:
+        if leads:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
     written.flush()
     _meet(model.layout)
     if leads:
@@ -144,8 +158,7 @@ def _begin(scratch: Path, source: Source) -> None:
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     (scratch / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for name in BESIDE:
-        if (source.path / name).is_file():
-            shutil.copyfile(source.path / name, scratch / name)
+        hand_on(source.path / name, scratch / name)
 
 
 def _owned(model: Pretrained) -> Iterator[tuple[str, Tensor]]:

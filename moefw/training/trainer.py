@@ -16,8 +16,8 @@ from rich.console import Console
 from moefw.compose.assembly import Assembly
 from moefw.compose.optimizer import build_optimizer
 from moefw.compose.pretrained import read_weights
-from moefw.core.errors import MoefwError, Problem
-from moefw.runtime.communication.agreement import anywhere, raise_together
+from moefw.core.errors import Problem
+from moefw.runtime.communication.agreement import anywhere
 from moefw.training import checkpoint, ledger_file
 from moefw.training.clock import StepClock
 from moefw.training.engine import Engine, StepResult
@@ -210,14 +210,10 @@ class Trainer:
 
     def _read_weights(self) -> None:
         """Start from the weights of a Hugging Face folder, if the spec names one. Collective."""
-        problem, assembly = None, self.session.assembly
         if self.spec.weights is not None:
             stamp("reading weights", slow=True)
-            try:
-                read_weights(self.session.model, Path(self.spec.weights), assembly)
-            except MoefwError as error:
-                problem = error
-            raise_together(problem, self.host_group)
+            session = self.session
+            read_weights(session.model, Path(self.spec.weights), session.assembly, self.host_group)
 
 
 def _record(step: int, lr: float, result: StepResult) -> dict[str, Any]:

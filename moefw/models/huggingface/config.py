@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from moefw.core.errors import Problem, SpecError, nearest
+from moefw.core.files import read_regular
+
+MAX_BYTES: Final = 1 << 24
+"""16 MiB; a configuration has a few kilobytes."""
 
 NEUTRAL: Final = frozenset(
     {
@@ -80,10 +84,10 @@ def read_config(path: Path) -> Mapping[str, Any]:
     """Return the configuration in a ``config.json``, or in the folder that holds one. Raises SpecError."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(read_regular(path, max_bytes=MAX_BYTES))
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}.", "Name a folder with a config.json.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{path} is not JSON: {error}.", "Download it again.") from error
     if not isinstance(values, dict):
         raise SpecError(f"{path} holds no mapping.", "Download it again.")
