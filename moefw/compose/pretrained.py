@@ -77,7 +77,8 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     ``sections``: those of a spec, such as ``precision={"use": "bf16"}`` or ``parallel={"experts": {"ep": 8}}``.
     Parameters are fp32; FP8 and MXFP4 are read as bf16. Each rank reads its own experts. Raises SpecError for a
     configuration that is not supported, PlanError for sections that do not fit, and CheckpointError for tensors that
-    are damaged, missing, left over or of another shape. Nothing is built then.
+    are damaged, not finite, missing, left over or of another shape. A model that cannot be trained may still compute: a
+    router whose weights are always 1 (top-1, normalised) gets no gradient from them, here as in ``transformers``.
     """
     root = Path(path)
     if not root.is_dir():
@@ -85,7 +86,7 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     model = {"preset": str(root / "config.json"), **sections.get("model", {})}
     tree: Tree = {"run": {"device": device}, **sections, "model": model}
     world = dist.get_world_size() if dist.is_initialized() else 1
-    assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world)
+    assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world, trains=False)
     layout = open_layout(assembly, device)
     module = build_model(assembly, layout, torch.device(device), Shared())
     return Pretrained(module, assembly, layout, read_weights(module, root, assembly, layout.host_group()))

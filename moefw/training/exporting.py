@@ -98,7 +98,7 @@ def _read_back(config: Tree) -> dict[str, Any]:
         path.write_text(json.dumps(config))
         try:
             tree: dict[str, Any] = {"model": {"preset": str(path)}, "run": {"device": "cpu"}}
-            resolved = assemble_tree(tree, Marks("export"), defaults=defaults(), world=1).resolved()
+            resolved = assemble_tree(tree, Marks("export"), defaults=defaults(), world=1, trains=False).resolved()
         except MoefwError:
             return {}
     return dict(_computed(*(resolved[name] for name in ("model", "attention", "routing"))))

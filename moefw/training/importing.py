@@ -47,7 +47,7 @@ def opened(source: Path, run_dir: Path) -> tuple[Assembly, nn.Module, Folder, Ma
         raise SpecError(f"{source} is no folder.", "Name a folder with a config.json and safetensors files.")
     preset = str(source.absolute() / "config.json")
     tree: dict[str, Any] = {"model": {"preset": preset}, "run": {"dir": str(run_dir)}}
-    assembly = assemble_tree(tree, Marks("import"), defaults=defaults(), world=1)
+    assembly = assemble_tree(tree, Marks("import"), defaults=defaults(), world=1, trains=False)
     model = on_meta(assembly)
     folder, rules = Folder(source), family_of(read_config(source), source).rules
     origins, _ = placed(model, folder, rules, num_experts=assembly.site.dims.num_experts)

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moefw
+from command_here import complaint, moefw_says
 from experts_read import experts_read
-from hf_models import MODELS, OWN, VOCABULARY, loaded, model_of, same, tensors_of
+from hf_models import MODELS, OWN, SIZES, VOCABULARY, loaded, model_of, same, tensors_of, theirs
 from moefw.core.errors import CheckpointError, MoefwError, SpecError
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.origins import Origin
@@ -40,6 +41,26 @@ def test_a_module_returns_the_logits_of_transformers(family: str, tmp_path: Path
     model = moefw.from_pretrained(tmp_path)
     wanted = oracle(input_ids=IDS).logits
     assert (model(IDS) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("mixtral", {}), ("qwen3_moe", {"norm_topk_prob": True}), ("deepseek_v3", {"n_group": 1, "topk_group": 1})],
+)
+def test_a_router_that_could_not_learn_computes(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """The weight of the only expert, divided by itself, is 1: a run is refused, and what only computes is not."""
+    options = {**SIZES, **MODELS[family], **options, "vocab_size": 256, "num_experts_per_tok": 1}
+    oracle = theirs(family, options)
+    oracle.save_pretrained(tmp_path / "in")
+    expected = oracle(input_ids=IDS).logits
+    assert (moefw.from_pretrained(tmp_path / "in")(IDS) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    run = tmp_path / "run"
+    moefw_says("convert", "import", tmp_path / "in", run)
+    moefw_says("convert", "export", run, tmp_path / "out", "--dtype=fp32")
+    assert same(tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out"))
+    assert moefw_says("generate", run, "run.device=cpu", "--prompt=abc", "--tokens=2").startswith("abc")
+    for command in (["train", run / "spec.yaml", "--resume"], ["check", run / "spec.yaml"]):
+        assert "is always 1, so the router would get no gradient." in complaint(*command)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
