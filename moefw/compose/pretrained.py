@@ -124,17 +124,22 @@ def save_pretrained(model: Pretrained, path: str | Path) -> None:
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise CheckpointError(f"{root} is there and is no empty folder.", "Name a new folder.")
     scratch = root.with_name(f"{root.name}.tmp")
+    group = model.layout.host_group()
+    error = None
     if leads:
         try:
             _begin(scratch, source)
-        except OSError as error:
-            shutil.rmtree(scratch, ignore_errors=True)
-            what = f"{root} cannot be written: {(error.strerror or str(error)).lower()}."
-            raise CheckpointError(what, "Name another folder.") from error
-    _meet(model.layout)
+        except CheckpointError as problem:
+            error = problem
+        except OSError as problem:
+            what = f"{root} cannot be written: {(problem.strerror or str(problem)).lower()}."
+            error = CheckpointError(what, "Name another folder.")
+    if error is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+    raise_together(error, group)
     written = Written.opened(scratch)
     try:
-        with torch.no_grad(), all_finite("the model", CheckpointError, model.layout.host_group()) as looked_at:
+        with torch.no_grad(), all_finite("the model", _useless, group) as looked_at:
             for name, tensor in _owned(model):
                 origin = source.origins[name]
                 looked_at(name, origin.of(written.tensors[origin.name]).copy_(tensor))
@@ -149,6 +154,10 @@ def save_pretrained(model: Pretrained, path: str | Path) -> None:
             root.rmdir()
         scratch.rename(root)
     _meet(model.layout)
+
+
+def _useless(what: str) -> CheckpointError:
+    return CheckpointError(what, "Go back to where it was finite.")
 
 
 def _begin(scratch: Path, source: Source) -> None:

@@ -386,6 +386,15 @@ def test_a_pipe_beside_the_weights_is_refused(name: str, tmp_path: Path) -> None
     assert [*tmp_path.iterdir()] == [folder]
 
 
+def test_a_pipe_beside_a_model_is_not_handed_on(tmp_path: Path) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path / "in")
+    model = moefw.from_pretrained(tmp_path / "in")
+    pipe("vocab.json")(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=r"in/vocab\.json cannot be read: It is no regular file\."):
+        moefw.save_pretrained(model, tmp_path / "out")
+    assert [*tmp_path.iterdir()] == [tmp_path / "in"]
+
+
 def test_no_model_is_written_that_is_not_finite(tmp_path: Path) -> None:
     model_of("qwen3_moe").save_pretrained(tmp_path / "in")
     model = moefw.from_pretrained(tmp_path / "in")

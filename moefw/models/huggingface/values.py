@@ -13,7 +13,7 @@ from moefw.models.sizes import MOST, WIDEST
 FARTHEST: Final = 2**40
 """The most positions, a hundred thousand times as many as any model has. Larger values are mistakes."""
 LARGEST: Final = 1e38
-"""The largest number that is no size. Parameters and sums in fp32 hold no larger one."""
+"""The largest number that is no size; fp32 holds hardly larger ones."""
 
 
 @frozen
@@ -53,7 +53,7 @@ def _list_of(words: str, holds: Callable[[Any], bool]) -> Kind:
 
 _SIZE: Final = _whole(1, WIDEST)
 _COUNT: Final = _whole(1, MOST)
-_COUNT_OR_NONE: Final = _whole(0, MOST)
+_COUNT_OR_ZERO: Final = _whole(0, MOST)
 _POSITIONS: Final = _whole(1, FARTHEST)
 _FLAG: Final = Kind("true or false", lambda value: type(value) is bool)
 _NAME: Final = Kind("a name", lambda value: type(value) is str)
@@ -83,7 +83,7 @@ KINDS: Final[Mapping[str, Kind]] = {
             *("n_shared_experts", "first_k_dense_replace", "max_window_layers"),
             *("num_nextn_predict_layers", "num_mtp_layers"),
         ),
-        _COUNT_OR_NONE,
+        _COUNT_OR_ZERO,
     ),
     "max_position_embeddings": _POSITIONS,
     "sliding_window": _whole(0, FARTHEST),  # transformers writes 0 where no layer has a window
@@ -95,7 +95,7 @@ KINDS: Final[Mapping[str, Kind]] = {
         _FLAG,
     ),
     "layer_types": _list_of(" or ".join(_ATTENTIONS), lambda item: item in _ATTENTIONS),
-    "mlp_only_layers": _list_of("numbers of layers", _COUNT_OR_NONE.holds),
+    "mlp_only_layers": _list_of("numbers of layers", _COUNT_OR_ZERO.holds),
     **dict.fromkeys(("rms_norm_eps", "swiglu_limit", "swiglu_alpha", "clip_qkv", "routed_scaling_factor"), _above(0.0)),
     "router_aux_loss_coef": _from(0.0),
     "rope_theta": _above(1.0),

@@ -29,6 +29,7 @@ from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
 from moefw.training.checkpoint.shards import described, words
 from moefw.training.errors import NotWrittenError
 from moefw.training.faults.stamps import stamp
+from moefw.training.folder import checkpoint_dirs
 from moefw.training.meters import HOLDERS
 
 
@@ -120,7 +121,9 @@ def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[A
             shutil.rmtree(scratch, ignore_errors=True)
         rank, reason = reasons[0]
         what = f"{scratch.stem} could not be saved: {reason} (on rank {rank})."
-        raise NotWrittenError(what, "Earlier checkpoints are untouched: mend that and continue with --resume.")
+        if checkpoint_dirs(scratch.parent.parent):
+            raise NotWrittenError(what, "Earlier checkpoints are untouched: mend that and continue with --resume.")
+        raise NotWrittenError(what, "There is no earlier checkpoint: mend that and train again.")
     return [answer for answer, _ in answers]
 
 
