@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import click
 
@@ -16,6 +17,7 @@ from moefw.commands import specs
 def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Evaluate the last checkpoint of RUN (a run's folder) on held-out text, on this process alone."""
     assembly = specs.read_run(run, overrides)
+    from moefw.training.errors import NotFiniteError
     from moefw.training.evaluation import evaluation, zlib_bits_per_byte
     from moefw.training.trained import open_trained
 
@@ -25,6 +27,8 @@ def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
             **evaluation(session),
             "zlib_bits_per_byte": zlib_bits_per_byte(session.data.heldout_bytes),
         }
+        if not math.isfinite(found["eval_loss"]):
+            raise NotFiniteError(f"the loss of held-out text is {found['eval_loss']}.")
     if as_json:
         click.echo(json.dumps(found))
         return 0

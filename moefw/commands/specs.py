@@ -14,16 +14,19 @@ from moefw.core.errors import SpecError
 from moefw.training.folder import TOKENIZER, check_seal
 
 
-def read(spec: str, overrides: Sequence[str], world: int | None = None) -> Assembly:
-    """Resolve a spec file. Raises all its problems at once. A run's own spec must be as the run wrote it."""
+def read(spec: str, overrides: Sequence[str], world: int | None = None, *, trains: bool = True) -> Assembly:
+    """Resolve a spec file, by default to train. Raises all its problems at once.
+
+    A run's own spec must be as the run wrote it.
+    """
     path = Path(spec)
     if path.name == "spec.yaml" and path.is_file():
         check_seal(path)
-    return assemble(path, overrides, defaults=defaults(), world=world)
+    return assemble(path, overrides, defaults=defaults(), world=world, trains=trains)
 
 
 def read_run(run: str, overrides: Sequence[str]) -> Assembly:
-    """Resolve the spec of a run's folder for one rank, which then holds all experts.
+    """Resolve the spec of a run's folder for one rank, which then holds all experts, and does not train.
 
     If the run was moved and its ``tokenizer.json`` is no longer found, the copy in the folder is used.
     """
@@ -31,7 +34,7 @@ def read_run(run: str, overrides: Sequence[str]) -> Assembly:
     if not spec.is_file():
         raise SpecError(f"{run} is not the folder of a run: it holds no spec.yaml.", "Give the run.dir of a training.")
     alone = ["parallel={}", f"run.dir={json.dumps(run, ensure_ascii=False)}"]
-    assembly = read(str(spec), [*alone, *overrides], 1)
+    assembly = read(str(spec), [*alone, *overrides], 1, trains=False)
     kept = spec.with_name(TOKENIZER)
     options = words(assembly.spec.data.options)
     named = [(option, Path(value)) for option, value in options if option.rpartition(".")[2] == "tokenizer"]
@@ -39,7 +42,7 @@ def read_run(run: str, overrides: Sequence[str]) -> Assembly:
     if not moved or not kept.exists():
         return assembly
     alone += [f"data.{option}={json.dumps(str(kept), ensure_ascii=False)}" for option in moved]
-    return read(str(spec), [*alone, *overrides], 1)
+    return read(str(spec), [*alone, *overrides], 1, trains=False)
 
 
 def words(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

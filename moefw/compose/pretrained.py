@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
@@ -20,25 +20,21 @@ from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
-from moefw.core.errors import CheckpointError, MoefwError, SpecError, nearest
+from moefw.core.errors import CheckpointError, MoefwError, SpecError
 from moefw.core.stages import Batch
+from moefw.models.huggingface.beside import BESIDE, hand_on
 from moefw.models.huggingface.config import read_config
-from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.families import family_of
 from moefw.models.huggingface.folder import Folder
-from moefw.models.huggingface.loading import load
+from moefw.models.huggingface.loading import fill, placed
 from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.runtime.communication.agreement import everywhere, raise_together
+from moefw.runtime.finite import all_finite
 from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors
 from moefw.runtime.parallel.gradients import STAGE, copied_over, split_axis
 from moefw.runtime.parallel.pieces import whole
 from moefw.system.folders import new_folder
-
-BESIDE: Final = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
-)
-"""Files that belong to a model and that are handed on as they are."""
 
 
 @frozen(eq=False)
@@ -82,7 +78,8 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     ``sections``: those of a spec, such as ``precision={"use": "bf16"}`` or ``parallel={"experts": {"ep": 8}}``.
     Parameters are fp32; FP8 and MXFP4 are read as bf16. Each rank reads its own experts. Raises SpecError for a
     configuration that is not supported, PlanError for sections that do not fit, and CheckpointError for tensors that
-    are damaged, missing, left over or of another shape. Nothing is built then.
+    are damaged, not finite, missing, left over or of another shape. A model that cannot be trained may still compute: a
+    router whose weights are always 1 (top-1, normalised) gets no gradient from them, here as in ``transformers``.
     """
     root = Path(path)
     if not root.is_dir():
@@ -90,43 +87,60 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     model = {"preset": str(root / "config.json"), **sections.get("model", {})}
     tree: Tree = {"run": {"device": device}, **sections, "model": model}
     world = dist.get_world_size() if dist.is_initialized() else 1
-    assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world)
+    assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world, trains=False)
     layout = open_layout(assembly, device)
     module = build_model(assembly, layout, torch.device(device), Shared())
-    return Pretrained(module, assembly, layout, read_weights(module, root, assembly))
+    return Pretrained(module, assembly, layout, read_weights(module, root, assembly, layout.host_group()))
 
 
-def read_weights(module: nn.Module, path: Path, assembly: Assembly) -> Source:
-    """Fill a model with the weights of a Hugging Face folder. Raises SpecError or CheckpointError before any change."""
-    config = read_config(path)
-    if config.get("model_type") not in FAMILIES:
-        what = f"{path}: models of type {config.get('model_type')!r} cannot be read."
-        raise SpecError(what, nearest(str(config.get("model_type")), FAMILIES))
-    folder, rules = Folder(path), FAMILIES[config["model_type"]].rules
-    origins, taken = load(module, folder, rules, num_experts=assembly.site.dims.num_experts)
-    tensors = {name: (folder.tensors[name].dtype, folder.tensors[name].shape) for name in taken}
-    return Source(path, config, origins, tensors)
+def read_weights(module: nn.Module, path: Path, assembly: Assembly, group: ProcessGroup | None) -> Source:
+    """Fill a model with the weights of a Hugging Face folder. Collective over ``group``.
+
+    Raises SpecError or CheckpointError on every rank, before any change; or CheckpointError with all tensors that hold
+    NaN or infinity, which are found as they are read.
+    """
+    error, folder, source = None, None, None
+    try:
+        config = read_config(path)
+        folder, rules = Folder(path), family_of(config, path).rules
+        origins, taken = placed(module, folder, rules, num_experts=assembly.site.dims.num_experts)
+        tensors = {name: (folder.tensors[name].dtype, folder.tensors[name].shape) for name in taken}
+        source = Source(path, config, origins, tensors)
+    except MoefwError as problem:
+        error = problem
+    raise_together(error, group)
+    assert folder is not None
+    assert source is not None
+    fill(module, folder, source.origins, group)
+    return source
 
 
 def save_pretrained(model: Pretrained, path: str | Path) -> None:
     """Write a folder that ``transformers`` loads: each tensor as it was named, with its dtype. Collective.
 
     What was FP8 or MXFP4 is written as bf16. The tokenizer's files are handed on. Raises CheckpointError on every rank
-    if the folder is there and holds something, or if one rank cannot write. It appears whole or not at all.
+    if the folder is there and holds something, if one rank cannot write, or with all parameters that hold NaN or
+    infinity. The folder appears whole or not at all.
     """
     leads = model.layout.rank == 0
+    source = model.source
     with ExitStack() as opened:
 
         def begin() -> str:
-            return str(opened.enter_context(_begun(Path(path), model.source))) if leads else ""
+            return str(opened.enter_context(_begun(Path(path), source))) if leads else ""
 
         folder = everywhere(_together(begin, path, model.layout), model.layout.host_group())[0]
         written = _together(lambda: Written.opened(Path(folder)), path, model.layout)
-        with torch.no_grad():
+        with torch.no_grad(), all_finite("the model", _useless, model.layout.host_group()) as looked_at:
             for name, tensor in _owned(model):
-                model.source.origins[name].of(written.tensors[model.source.origins[name].name]).copy_(tensor)
+                origin = source.origins[name]
+                looked_at(name, origin.of(written.tensors[origin.name]).copy_(tensor))
         _together(written.flush, path, model.layout)
         _together(opened.close, path, model.layout)
+
+
+def _useless(what: str) -> CheckpointError:
+    return CheckpointError(what, "Go back to where it was finite.")
 
 
 @contextmanager
@@ -137,8 +151,7 @@ def _begun(path: Path, source: Source) -> Iterator[Path]:
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         for name in BESIDE:
-            if (source.path / name).is_file():
-                shutil.copyfile(source.path / name, folder / name)
+            hand_on(source.path / name, folder / name)
         yield folder
 
 

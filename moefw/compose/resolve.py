@@ -39,11 +39,17 @@ def assemble(
     registry: Registry | None = None,
     world: int | None = None,
     machine: Machine | None = None,
+    trains: bool = True,
 ) -> Assembly:
-    """Read a spec file and resolve it. Raises one SpecError, PluginError or PlanError that holds every problem."""
+    """Read a spec file and resolve it. Raises one SpecError, PluginError or PlanError that holds every problem.
+
+    ``trains``: see :class:`moefw.Site`.
+    """
     problems: list[Problem] = []
     tree, marks = read_spec_file(path, overrides, problems)
-    return assemble_tree(tree, marks, problems, defaults=defaults, registry=registry, world=world, machine=machine)
+    return assemble_tree(
+        tree, marks, problems, defaults=defaults, registry=registry, world=world, machine=machine, trains=trains
+    )
 
 
 def assemble_tree(
@@ -55,6 +61,7 @@ def assemble_tree(
     registry: Registry | None = None,
     world: int | None = None,
     machine: Machine | None = None,
+    trains: bool = True,
 ) -> Assembly:
     """Resolve a spec given as plain data, whose ``problems`` so far are given; see :func:`assemble`."""
     work = _Resolution(registry or Registry(), marks, problems)
@@ -65,7 +72,8 @@ def assemble_tree(
     device = spec.run.device
     work.check_regions()
     layout = work.lay_out(world)
-    site, layers = work.fit(layout, machine or this_machine(device if isinstance(device, str) else "auto"))
+    machine = machine or this_machine(device if isinstance(device, str) else "auto")
+    site, layers = work.fit(layout, machine, trains=trains)
     if layout is not None:
         with work.asking(()):
             for problem in batch_problems(spec.train, layout):
@@ -324,7 +332,9 @@ class _Resolution:
                 for problem in stage_problems(pipeline.part, model.part, layout, train):
                     self.tell(key_path(problem.where), problem)
 
-    def fit(self, layout: LayoutPlan | None, machine: Machine) -> tuple[Site, dict[int, LayerAssembly]]:
+    def fit(
+        self, layout: LayoutPlan | None, machine: Machine, *, trains: bool
+    ) -> tuple[Site, dict[int, LayerAssembly]]:
         """Run the checks of the parts, and match offers and needs at every MoE layer, or once if there is none.
 
         Equal layers share their facts.
@@ -345,6 +355,7 @@ class _Resolution:
             layout=layout or UNREAD,
             ranks_per_node=parallel.part.ranks_per_node if parallel else UNREAD,
             machine=machine,
+            trains=trains,
         )
         for placed in (*self.placed, *self.inner):
             for problem in self.listed(placed, "check", Problem, site):

@@ -82,7 +82,7 @@ class Site:
     """One place in the model: the layer's sizes and number, the layout of ranks, the machine.
 
     ``num_layers`` includes dense layers and those that predict further tokens. ``ranks_per_node`` is None if only the
-    launcher knows it.
+    launcher knows it. ``trains`` is False if the model will only compute: what no training could use is fine then.
     """
 
     dims: Dims
@@ -91,6 +91,7 @@ class Site:
     layout: LayoutPlan
     ranks_per_node: int | None
     machine: Machine
+    trains: bool = True
 
     def at(self, layer: int) -> Site:
         """Return this site at another layer."""

@@ -15,6 +15,10 @@ class LostContactError(RunError):
     """Another rank is gone. That rank, or the process that watches it, reports why."""
 
 
+class NotFiniteError(RunError):
+    """What a model computes is not finite."""
+
+
 class StoppedError(MoefwError):
     """A signal has stopped the run. ``exit_code``: 128 + the signal number if there is nothing to resume."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,14 +15,16 @@ from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.errors import CheckpointError, MoefwError, Problem
+from moefw.models.huggingface.beside import hand_on
 from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.models.huggingface.written import configurations, dense_layers
 from moefw.runtime.attention.rope_options import OWN
+from moefw.runtime.finite import all_finite
 from moefw.system.folders import new_folder, temporary_folder
 from moefw.training.checkpoint.choice import way_out
-from moefw.training.checkpoint.manifest import Manifest, read_manifest
+from moefw.training.checkpoint.manifest import Damage, Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
 from moefw.training.folder import TOKENIZER
 
@@ -35,8 +36,9 @@ OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coe
 def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtype) -> str:
     """Write ``target``, a folder that ``transformers`` loads, and return its family. States stay fp32.
 
-    At most one tensor is held at a time. Raises CheckpointError if the checkpoint is damaged, if no family of Hugging
-    Face computes what the model does, or if the folder holds something. It appears whole or not at all.
+    At most one tensor is held at a time. Raises CheckpointError if the checkpoint is damaged or not finite, if no
+    family of Hugging Face computes what the model does, or if the folder holds something. It appears whole or not at
+    all.
     """
     config = config_of(assembly.resolved())
     family: str = config["model_type"]
@@ -48,14 +50,22 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
         lay_out(scratch, _described(origins, manifest, dtype))
         config["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer = Path(assembly.spec.run.dir) / TOKENIZER
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, scratch / TOKENIZER)
+        hand_on(Path(assembly.spec.run.dir) / TOKENIZER, scratch / TOKENIZER)
         written = Written.opened(scratch)
-        for name, origin in origins.items():
-            origin.of(written.tensors[origin.name]).copy_(files[name].get_tensor(name))
+        with (
+            way_out(checkpoint),
+            all_finite(f"{checkpoint} in {config['dtype']}", _too_large) as as_written,
+            all_finite(checkpoint, Damage) as as_saved,
+        ):
+            for name, origin in origins.items():
+                values = as_saved(name.split("/", 1)[1], files[name].get_tensor(name))
+                as_written(name.split("/", 1)[1], origin.of(written.tensors[origin.name]).copy_(values))
         written.flush()
     return family
+
+
+def _too_large(what: str) -> CheckpointError:
+    return CheckpointError(what, "Use --dtype fp32: the largest values of fp32 are infinite in bf16.")
 
 
 def config_of(resolved: Tree) -> dict[str, Any]:
@@ -88,7 +98,7 @@ def _read_back(config: Tree) -> dict[str, Any]:
         path.write_text(json.dumps(config))
         try:
             tree: dict[str, Any] = {"model": {"preset": str(path)}, "run": {"device": "cpu"}}
-            resolved = assemble_tree(tree, Marks("export"), defaults=defaults(), world=1).resolved()
+            resolved = assemble_tree(tree, Marks("export"), defaults=defaults(), world=1, trains=False).resolved()
         except MoefwError:
             return {}
     return dict(_computed(*(resolved[name] for name in ("model", "attention", "routing"))))

@@ -13,6 +13,8 @@ from moefw.core.errors import DataError
 from moefw.core.stages import Batch
 from moefw.models.past import Past
 from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
+from moefw.runtime.finite import is_finite
+from moefw.training.errors import NotFiniteError
 from moefw.training.faults.stamps import stamp
 
 RECOMPUTES: Final = "no past is kept (moefw.CachedAttention, cp 1), so each token is generated from all before it"
@@ -29,7 +31,8 @@ def generate(
 ) -> str:
     """Return ``prompt`` and up to ``tokens`` tokens more, drawn from the softmax at ``temperature`` (0: the likeliest).
 
-    ``window``: see :class:`Reader`. Every rank that shares the model passes the same arguments.
+    ``window``: see :class:`Reader`. Every rank that shares the model passes the same arguments. Raises DataError if the
+    prompt is empty, and NotFiniteError.
     """
     ids = data.encode(prompt)
     if not ids:
@@ -42,6 +45,8 @@ def generate(
         for _ in range(tokens):
             stamp("sampling text")
             logits_V = read(ids)[: data.vocab_size]
+            if not is_finite(logits_V):
+                raise NotFiniteError("the logits of the next token are not finite.")
             if temperature == 0:
                 ids.append(int(logits_V.argmax()))
             else:

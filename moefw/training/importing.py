@@ -14,7 +14,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.errors import SpecError
 from moefw.models.huggingface.config import read_config
-from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.families import family_of
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.loading import placed
 from moefw.models.huggingface.origins import Origin
@@ -26,13 +26,15 @@ def import_folder(source: Path, run_dir: Path) -> None:
     """Write ``run_dir``: a spec, the tokenizer and a checkpoint in fp32, as training keeps parameters.
 
     At most one tensor is held at a time. Raises SpecError for a configuration that is not supported, and
-    CheckpointError for tensors that do not fit, or if ``run_dir`` holds something. It appears whole or not at all.
+    CheckpointError for tensors that do not fit or are not finite, or if ``run_dir`` holds something. It appears whole
+    or not at all.
     """
     assembly, model, folder, origins = opened(source, run_dir)
 
     def fill(tensors: Mapping[str, Tensor]) -> None:
-        for name, origin in origins.items():
-            tensors[name].copy_(folder.read(origin))
+        with folder.reading() as read:
+            for name, origin in origins.items():
+                tensors[name].copy_(read(origin))
 
     write_run(assembly, model, run_dir, fill, source / TOKENIZER)
 
@@ -45,8 +47,8 @@ def opened(source: Path, run_dir: Path) -> tuple[Assembly, nn.Module, Folder, Ma
         raise SpecError(f"{source} is no folder.", "Name a folder with a config.json and safetensors files.")
     preset = str(source.absolute() / "config.json")
     tree: dict[str, Any] = {"model": {"preset": preset}, "run": {"dir": str(run_dir)}}
-    assembly = assemble_tree(tree, Marks("import"), defaults=defaults(), world=1)
+    assembly = assemble_tree(tree, Marks("import"), defaults=defaults(), world=1, trains=False)
     model = on_meta(assembly)
-    folder, rules = Folder(source), FAMILIES[read_config(source)["model_type"]].rules
+    folder, rules = Folder(source), family_of(read_config(source), source).rules
     origins, _ = placed(model, folder, rules, num_experts=assembly.site.dims.num_experts)
     return assembly, model, folder, origins

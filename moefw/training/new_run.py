@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
+from moefw.models.huggingface.beside import hand_on
 from moefw.models.huggingface.loading import router_states, wanted
 from moefw.models.huggingface.writing import Description, Written, create
 from moefw.system.folders import new_folder
@@ -34,7 +34,7 @@ def on_meta(assembly: Assembly) -> nn.Module:
 def write_run(
     assembly: Assembly, model: nn.Module, run_dir: Path, fill: Callable[[Mapping[str, Tensor]], None], tokenizer: Path
 ) -> None:
-    """Write ``run_dir``: a spec, a checkpoint of ``model``, and ``tokenizer`` if it is a file.
+    """Write ``run_dir``: a spec, a checkpoint of ``model``, and ``tokenizer`` if it is there.
 
     ``fill`` copies values into the parameters and states by name, fp32 views of the file: what it holds meanwhile is
     all that is held. Raises CheckpointError if ``run_dir`` holds something. It appears whole or not at all.
@@ -54,5 +54,4 @@ def write_run(
         sync(writing / FILE)
         commit(writing, Manifest(step=0, shards=(described(writing / FILE),)).sealed(), step)
         write_resolved(assembly, scratch)
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, scratch / TOKENIZER)
+        hand_on(tokenizer, scratch / TOKENIZER)

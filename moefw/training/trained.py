@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from moefw.compose.assembly import Assembly
-from moefw.core.errors import CheckpointError
+from moefw.core.errors import CheckpointError, RunError
 from moefw.training import checkpoint
+from moefw.training.errors import NotFiniteError
+from moefw.training.faults.bad_values import bad_state
 from moefw.training.resume import candidates
 from moefw.training.session import Session, open_session
 from moefw.training.world import Place
@@ -21,19 +23,35 @@ TRIES: Final = 5
 def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int]]:
     """Open the last checkpoint of the run on this process alone; yield the session and the step it was saved at.
 
-    A training run may drop it meanwhile. Then the checkpoint that is the last by then is read.
+    A training run may drop it meanwhile. Then the checkpoint that is the last by then is read. A NotFiniteError of the
+    caller is raised as a RunError with its cause.
     """
     run_dir = Path(assembly.spec.run.dir)
     candidates(run_dir, "last")
     with open_session(assembly, Place(0, 1, 0, 1)) as session:
-        yield session, _load_last(run_dir, session)
+        step, folder = _load_last(run_dir, session)
+        try:
+            yield session, step
+        except NotFiniteError as error:
+            raise _explained(error, session, folder) from error
 
 
-def _load_last(run_dir: Path, session: Session) -> int:
+def _explained(error: NotFiniteError, session: Session, folder: Path) -> RunError:
+    """Return the error with its cause: the first weight that is not finite, and a checkpoint that is."""
+    (problem,) = error.problems
+    bad = bad_state(session.model)
+    if bad is not None:
+        return RunError(f"{folder}: {problem.what} {bad.what}.", checkpoint.another(folder))
+    what = f"{folder}: {problem.what} Every weight is finite, so values overflow between them."
+    return RunError(what, "Compute with more range: precision={use: fp32}.")
+
+
+def _load_last(run_dir: Path, session: Session) -> tuple[int, Path]:
+    """Return the step and the folder of the checkpoint that was read."""
     for _ in range(TRIES):
         ((_, folder),) = candidates(run_dir, "last")
         try:
-            return checkpoint.load(folder, session.model, None, tokenizer=session.data.fingerprint).step
+            return checkpoint.load(folder, session.model, None, tokenizer=session.data.fingerprint).step, folder
         except CheckpointError:
             if folder.exists():
                 raise

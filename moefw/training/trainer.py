@@ -16,13 +16,14 @@ from rich.console import Console
 from moefw.compose.assembly import Assembly
 from moefw.compose.optimizer import build_optimizer
 from moefw.compose.pretrained import read_weights
-from moefw.core.errors import MoefwError, Problem
-from moefw.runtime.communication.agreement import anywhere, raise_together
+from moefw.core.errors import Problem, RunError
+from moefw.runtime.communication.agreement import anywhere
 from moefw.training import checkpoint, ledger_file
 from moefw.training.clock import StepClock
 from moefw.training.engine import Engine, StepResult
 from moefw.training.errors import StoppedError
 from moefw.training.evaluation import evaluation, evaluation_starts
+from moefw.training.faults.bad_step import BadStateError
 from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
 from moefw.training.faults.plugin_guard import PluginGuard
 from moefw.training.faults.requests import StopRequests
@@ -152,7 +153,12 @@ class Trainer:
             batches = list(self.feed.micro_batches(step))
         batches = self.routes.given(step + 1, batches)
         lr = self.guard.learning_rate(step)
-        result = self.engine.step(batches, lr, self.clock, number=step + 1)
+        try:
+            result = self.engine.step(batches, lr, self.clock, number=step + 1)
+        except BadStateError as error:
+            (problem,) = error.problems
+            back = checkpoint.way_back(self.run_dir, self.host_group)
+            raise RunError(problem.what, f"{problem.fix} {back}", on_every_rank=True) from error
         with self.files.writing(self.run_dir / ROUTES):
             self.routes.record(step + 1, batches, result.routes)
         record = _record(step, lr, result)
@@ -210,14 +216,10 @@ class Trainer:
 
     def _read_weights(self) -> None:
         """Start from the weights of a Hugging Face folder, if the spec names one. Collective."""
-        problem, assembly = None, self.session.assembly
         if self.spec.weights is not None:
             stamp("reading weights", slow=True)
-            try:
-                read_weights(self.session.model, Path(self.spec.weights), assembly)
-            except MoefwError as error:
-                problem = error
-            raise_together(problem, self.host_group)
+            session = self.session
+            read_weights(session.model, Path(self.spec.weights), session.assembly, self.host_group)
 
 
 def _record(step: int, lr: float, result: StepResult) -> dict[str, Any]:

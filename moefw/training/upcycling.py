@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,9 +23,10 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.errors import CheckpointError, MoefwError, Problem, SpecError
 from moefw.models.huggingface.loading import wanted
+from moefw.runtime.finite import all_finite
 from moefw.runtime.naming import draw
 from moefw.training.checkpoint.choice import way_out
-from moefw.training.checkpoint.manifest import read_manifest
+from moefw.training.checkpoint.manifest import Damage, read_manifest
 from moefw.training.checkpoint.shards import opened as opened_shards
 from moefw.training.folder import TOKENIZER
 from moefw.training.importing import opened as opened_folder
@@ -87,17 +89,27 @@ class Upcycling:
 
 @frozen(eq=False)
 class Dense:
-    """A dense model: how it was assembled, its parameters by name, and where its tokenizer may lie."""
+    """A dense model: how it was assembled, its parameters by name, and where its tokenizer may lie.
+
+    ``reading`` gives the function that reads a parameter, and raises CheckpointError at exit with all those that hold
+    NaN or infinity.
+    """
 
     assembly: Assembly
-    read: Callable[[str], Tensor]
+    reading: Callable[[], AbstractContextManager[Callable[[str], Tensor]]]
     tokenizer: Path
 
 
 def dense_of_folder(source: Path, run_dir: Path) -> Dense:
     """Return the model of a Hugging Face folder. Raises SpecError or CheckpointError as an import does."""
     assembly, _, folder, origins = opened_folder(source, run_dir)
-    return Dense(assembly, lambda name: folder.read(origins[name]), source / TOKENIZER)
+
+    @contextmanager
+    def reading() -> Iterator[Callable[[str], Tensor]]:
+        with folder.reading() as read:
+            yield lambda name: read(origins[name])
+
+    return Dense(assembly, reading, source / TOKENIZER)
 
 
 def dense_of_run(assembly: Assembly) -> Dense:
@@ -115,26 +127,34 @@ def dense_of_run(assembly: Assembly) -> Dense:
     ]
     if problems:
         raise CheckpointError(problems)
-    return Dense(assembly, lambda name: files[f"model/{name}"].get_tensor(f"model/{name}"), run_dir / TOKENIZER)
+
+    @contextmanager
+    def reading() -> Iterator[Callable[[str], Tensor]]:
+        with way_out(checkpoint), all_finite(checkpoint, Damage) as looked_at:
+            yield lambda name: looked_at(name, files[f"model/{name}"].get_tensor(f"model/{name}"))
+
+    return Dense(assembly, reading, run_dir / TOKENIZER)
 
 
 def upcycle(dense: Dense, how: Upcycling, run_dir: Path) -> None:
     """Write ``run_dir``: a run at step 0 whose layers all have experts. At most one tensor of ``dense`` is held.
 
-    Raises SpecError with all that does not fit, and CheckpointError if ``run_dir`` holds something.
+    Raises SpecError with all that does not fit, and CheckpointError with all tensors that are not finite, or if
+    ``run_dir`` holds something.
     """
     assembly = _assembled(dense.assembly, how, run_dir)
     model: Any = on_meta(assembly)
 
     def fill(tensors: Mapping[str, Tensor]) -> None:
-        for source, targets in _pieces(tensors).items():
-            values = dense.read(source)
-            for target, matrix, expert in targets:
-                if matrix is None:
-                    tensors[target].copy_(values)
-                else:
-                    piece = values.chunk(how.granularity, HIDDEN[matrix])[expert % how.granularity]
-                    tensors[target].copy_(piece).mul_(how.factor(matrix))
+        with dense.reading() as read:
+            for source, targets in _pieces(tensors).items():
+                values = read(source)
+                for target, matrix, expert in targets:
+                    if matrix is None:
+                        tensors[target].copy_(values)
+                    else:
+                        piece = values.chunk(how.granularity, HIDDEN[matrix])[expert % how.granularity]
+                        tensors[target].copy_(piece).mul_(how.factor(matrix))
         for name in filter(_is_router, tensors):
             tensors[name].copy_(_router(model, name, tensors[name].shape[1], how, assembly.spec.run.seed))
 

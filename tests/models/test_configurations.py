@@ -156,7 +156,10 @@ def test_a_configuration_that_cannot_be_read_says_why(
         (None, "config.json cannot be read: No such file or directory."),
         ("{", "config.json is not JSON"),
         ("[1]", "config.json holds no mapping"),
+        ("[" * 100_000, "config.json is not JSON"),
+        (" " * (1 << 24) + "{}", r"config.json cannot be read: It has 16,777,218 bytes, and may have 16,777,216\."),
     ],
+    ids=["none", "torn", "a list", "deep", "large"],
 )
 def test_a_file_that_is_no_configuration_is_named(text: str | None, says: str, tmp_path: Path) -> None:
     if text is not None:

@@ -13,8 +13,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 import moefw
+from checkpoint_cases import spoil
 from command_here import complaint, moefw_says
-from hf_models import CLASSES, OWN, configurations, tensors_of
+from hf_models import CLASSES, OWN, configurations, model_of, tensors_of
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
@@ -28,6 +29,7 @@ from moefw.runtime.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.training import checkpoint
 from moefw.training.exporting import config_of, export
+from moefw.training.importing import import_folder
 from pairwise import each_value
 
 TINY = ("qwen3-30b-a3b-tiny", "qwen2-57b-a14b-tiny", "mixtral-8x7b-tiny", "olmoe-1b-7b-tiny", "gpt-oss-20b-tiny")
@@ -107,6 +109,21 @@ def test_transformers_computes_the_logits_of_a_checkpoint(
     wanted = oracle(input_ids=ids).logits
     found = moefw.from_pretrained(tmp_path / "out")(ids)
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (torch.nan, "step-0 holds NaN or infinity in norm.weight. No other checkpoint of the run is whole"),
+        (3.4e38, "step-0 in bfloat16 holds NaN or infinity in norm.weight. Use --dtype fp32"),
+    ],
+)
+def test_no_checkpoint_is_exported_that_is_not_finite_as_it_is_written(value: float, says: str, tmp_path: Path) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path / "in")
+    import_folder(tmp_path / "in", tmp_path / "run")
+    spoil(tmp_path / "run" / "checkpoints" / "step-0", "model/norm.weight", value)
+    assert says in complaint("convert", "export", tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def paths(folder: Path) -> tuple[Path, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moefw
+from command_here import complaint, moefw_says
 from experts_read import experts_read
-from hf_models import MODELS, OWN, VOCABULARY, loaded, model_of, same, tensors_of
+from hf_models import MODELS, OWN, SIZES, VOCABULARY, loaded, model_of, same, tensors_of, theirs
 from moefw.core.errors import CheckpointError, MoefwError, SpecError
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.origins import Origin
@@ -39,6 +41,26 @@ def test_a_module_returns_the_logits_of_transformers(family: str, tmp_path: Path
     model = moefw.from_pretrained(tmp_path)
     wanted = oracle(input_ids=IDS).logits
     assert (model(IDS) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("mixtral", {}), ("qwen3_moe", {"norm_topk_prob": True}), ("deepseek_v3", {"n_group": 1, "topk_group": 1})],
+)
+def test_a_router_that_could_not_learn_computes(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """The weight of the only expert, divided by itself, is 1: a run is refused, and what only computes is not."""
+    options = {**SIZES, **MODELS[family], **options, "vocab_size": 256, "num_experts_per_tok": 1}
+    oracle = theirs(family, options)
+    oracle.save_pretrained(tmp_path / "in")
+    expected = oracle(input_ids=IDS).logits
+    assert (moefw.from_pretrained(tmp_path / "in")(IDS) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    run = tmp_path / "run"
+    moefw_says("convert", "import", tmp_path / "in", run)
+    moefw_says("convert", "export", run, tmp_path / "out", "--dtype=fp32")
+    assert same(tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out"))
+    assert moefw_says("generate", run, "run.device=cpu", "--prompt=abc", "--tokens=2").startswith("abc")
+    for command in (["train", run / "spec.yaml", "--resume"], ["check", run / "spec.yaml"]):
+        assert "is always 1, so the router would get no gradient." in complaint(*command)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -203,6 +225,74 @@ def codes_without_scales(folder: Path) -> None:
     change(folder, lambda t: t.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}))
 
 
+def in_fp8(*shape: int) -> Callable[[Path], None]:
+    codes = {"model.norm.weight": torch.ones(shape).to(torch.float8_e4m3fn)}
+    return lambda folder: change(
+        folder, lambda tensors: tensors.update({**codes, "model.norm.weight_scale_inv": torch.ones(1, 1)})
+    )
+
+
+def scales_in_bytes(folder: Path) -> None:
+    in_fp8(32, 32)(folder)
+    scales = torch.ones(1, 1, dtype=torch.uint8)
+    change(folder, lambda tensors: tensors.update({"model.norm.weight_scale_inv": scales}))
+
+
+def blocks_in_fp32(folder: Path) -> None:
+    blocks = {"w_blocks": torch.ones(2, 8, 1, 16), "w_scales": torch.ones(2, 8, 1, dtype=torch.uint8)}
+    change(folder, lambda tensors: tensors.update(blocks))
+
+
+def also_in_another_file(folder: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(32), "lm_head.weight": torch.zeros(62, 32)}, folder / "old.safetensors")
+
+
+def also_in_mxfp4(folder: Path) -> None:
+    blocks = torch.zeros(2, 8, 1, 16, dtype=torch.uint8), torch.zeros(2, 8, 1, dtype=torch.uint8)
+    twice = {"model.norm.weight_blocks": blocks[0], "model.norm.weight_scales": blocks[1]}
+    change(folder, lambda tensors: tensors.update(twice))
+
+
+def also_stacked(folder: Path) -> None:
+    stacked = {"model.layers.1.mlp.experts.down_proj": torch.zeros(8, 32, 16)}
+    change(folder, lambda tensors: tensors.update(stacked))
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
+def not_finite(folder: Path) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.weight"][3] = torch.nan
+        tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] = -torch.inf
+
+    change(folder, spoil)
+
+
+def nan_in_codes(folder: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    codes = torch.ones(16, 32)
+    codes[5, 7] = torch.nan
+    weight = {name: codes.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    change(folder, lambda tensors: tensors.update(weight))
+
+
+def infinite_scale(folder: Path) -> None:
+    nan_in_codes(folder)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weight = {name: torch.ones(16, 32).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1, 1), torch.inf)}
+    change(folder, lambda tensors: tensors.update(weight))
+
+
+def too_large_for_fp32(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.full((32,), 1e300, dtype=torch.float64)}))
+
+
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
     tensors = tensors_of(folder)
     edit(tensors)
@@ -229,6 +319,23 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (index_of({"weight_map": {"a": "../secret.safetensors"}}), "'../secret.safetensors', which is no safetensors file"),
     (index_of({"weight_map": {"a": "gone.safetensors"}}), "gone.safetensors is missing."),
     (index_of({"weight_map": {"a": "model.safetensors"}}), "a is misplaced: the file lacks it."),
+    (in_fp8(), "model.norm.weight has scales, and is torch.float8_e4m3fn of shape ()."),
+    (in_fp8(32), "model.norm.weight has scales, and is torch.float8_e4m3fn of shape (32,)."),
+    (in_fp8(1, 1, 4, 4), "model.norm.weight has scales, and is torch.float8_e4m3fn of shape (1, 1, 4, 4)."),
+    (scales_in_bytes, "the scales of model.norm.weight are torch.uint8 of shape (1, 1)."),
+    (blocks_in_fp32, "w_blocks and w_scales are torch.float32 and torch.uint8."),
+    (also_in_another_file, "model.safetensors and old.safetensors both hold lm_head.weight and 1 more, and no index"),
+    (also_in_mxfp4, "holds model.norm.weight twice: in MXFP4, as model.norm.weight_blocks, and as it is."),
+    (
+        also_stacked,
+        "twice: in model.layers.1.mlp.experts.3.down_proj.weight and in model.layers.1.mlp.experts.down_proj",
+    ),
+    (pipe("model.safetensors"), "model.safetensors is no regular file."),
+    (pipe("model.safetensors.index.json"), "model.safetensors.index.json cannot be read: It is no regular file."),
+    (not_finite, "holds NaN or infinity in model.layers.1.mlp.experts.3.up_proj.weight, model.norm.weight."),
+    (nan_in_codes, "holds NaN or infinity in model.layers.0.self_attn.k_proj.weight."),
+    (infinite_scale, "holds NaN or infinity in model.layers.0.self_attn.k_proj.weight."),
+    (too_large_for_fp32, "holds NaN or infinity in model.norm.weight."),
     (index_of([]), "it has no weight_map"),
     (index_of({"weight_map": {"a": 3}}), "it has no weight_map"),
 ]
@@ -246,6 +353,57 @@ def test_a_damaged_folder_is_refused_by_file_and_tensor(
             read(folder)
         assert any(says in str(problem) for problem in caught.value.problems), str(caught.value)
     assert [*tmp_path.iterdir()] == [folder]
+
+
+def both_ranks(source: Path) -> str:
+    """Return what this rank is told of a folder, of which only one of two ranks reads the expert that is bad."""
+    with pytest.raises(CheckpointError) as caught:
+        moefw.from_pretrained(source, parallel={"experts": {"ep": 2}}, train={"micro_batch": 1})
+    return str(caught.value)
+
+
+def test_what_one_rank_finds_is_told_on_all(pool: RankPool, tmp_path: Path) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path)
+    not_finite(tmp_path)
+    first, second = pool.run(both_ranks, 2, tmp_path)
+    assert first == second
+    for name in ("model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight"):
+        assert name in first
+    change(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.7.up_proj.weight"))
+    first, second = pool.run(both_ranks, 2, tmp_path)
+    assert first == second
+    assert "lacks model.layers.1.mlp.experts.7.up_proj.weight" in first
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.fault("{id} of a model is a pipe", "refused; nobody waits for a writer")
+def test_a_pipe_beside_the_weights_is_refused(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    model_of("qwen3_moe").save_pretrained(folder)
+    pipe(name)(folder)
+    with pytest.raises(MoefwError, match=rf"in/{name} cannot be read: It is no regular file\."):
+        import_folder(folder, tmp_path / "run")
+    assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_a_pipe_beside_a_model_is_not_handed_on(tmp_path: Path) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path / "in")
+    model = moefw.from_pretrained(tmp_path / "in")
+    pipe("vocab.json")(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=r"in/vocab\.json cannot be read: It is no regular file\."):
+        moefw.save_pretrained(model, tmp_path / "out")
+    assert [*tmp_path.iterdir()] == [tmp_path / "in"]
+
+
+def test_no_model_is_written_that_is_not_finite(tmp_path: Path) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path / "in")
+    model = moefw.from_pretrained(tmp_path / "in")
+    with torch.no_grad():
+        model.module.norm.weight[0] = torch.nan
+        model.module.embed.weight[1, 2] = torch.inf
+    with pytest.raises(CheckpointError, match=r"the model holds NaN or infinity in embed\.weight, norm\.weight\."):
+        moefw.save_pretrained(model, tmp_path / "out")
+    assert [*tmp_path.iterdir()] == [tmp_path / "in"]
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -115,6 +115,16 @@ def test_a_run_goes_on_without_the_folder(folder: Path, tmp_path: Path) -> None:
         path.unlink()
     moefw_says("train", spec, "train.steps=2", "--resume")
     assert "no model.safetensors" in complaint("train", spec)
+
+
+def test_weights_that_are_not_finite_are_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    tensors = tensors_of(copy)
+    tensors["model.layers.1.mlp.experts.5.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, copy / "model.safetensors")
+    assert "holds NaN or infinity in model.layers.1.mlp.experts.5.up_proj.weight." in complaint(
+        "train", spec_of(tmp_path, copy)
+    )
 
 
 def test_a_kept_spec_names_the_folder_from_anywhere(

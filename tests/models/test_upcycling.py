@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import moefw
+from checkpoint_cases import spoil
 from command_here import complaint, moefw_says
 from hf_models import VOCABULARY, tensors_of, theirs
 from moefw.commands import specs
@@ -120,6 +123,23 @@ def test_weights_are_slices_times_their_factor(qwen3: tuple[Path, Tensor], tmp_p
     router_ED = found["model.layers.1.mlp.gate.weight"]
     assert torch.equal(router_ED[0::2], router_ED[1::2])
     assert not torch.equal(router_ED[0], router_ED[2])
+
+
+def test_no_dense_model_is_upcycled_that_is_not_finite(qwen3: tuple[Path, Tensor], tmp_path: Path) -> None:
+    how = ["--experts=4", "--top-k=2"]
+    moefw_says("convert", "import", qwen3[0], tmp_path / "dense")
+    spoil(tmp_path / "dense" / "checkpoints" / "step-0", "model/layers.0.mlp.up_proj.weight")
+    said = complaint("convert", "upcycle", tmp_path / "dense", tmp_path / "run", *how)
+    assert (
+        "step-0 holds NaN or infinity in layers.0.mlp.up_proj.weight. No other checkpoint of the run is whole" in said
+    )
+    folder = shutil.copytree(qwen3[0], tmp_path / "in")
+    tensors = tensors_of(folder)
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.inf
+    save_file(tensors, folder / "model.safetensors")
+    said = complaint("convert", "upcycle", folder, tmp_path / "run", *how)
+    assert "in holds NaN or infinity in model.layers.0.mlp.up_proj.weight." in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_dense_run_is_a_source_and_the_result_trains_on(tmp_path: Path) -> None:

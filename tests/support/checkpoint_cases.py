@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fake_steps import fake_assembly
 from moefw.core.errors import CheckpointError
+from moefw.models.huggingface.writing import Written
 from moefw.runtime.parallel.opened_layout import OpenedLayout
 from moefw.testing.training import SMALL
 from moefw.training import checkpoint
@@ -98,6 +99,14 @@ def forge_shard(folder: Path, data: bytes) -> None:
         content["shards"][0]["sha256"] = hashlib.sha256(data).hexdigest()
 
     forge(folder, change)
+
+
+def spoil(folder: Path, name: str, value: float = torch.nan) -> None:
+    """Put ``value`` into a tensor of a checkpoint, under a hash that is right."""
+    written = Written.opened(folder)
+    written.tensors[name].view(-1)[0] = value
+    written.flush()
+    forge_shard(folder, (folder / SHARD).read_bytes())
 
 
 def with_header(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:

@@ -111,7 +111,7 @@ def test_a_weight_that_is_not_finite_is_named_and_no_policy_helps(
     for _, messages in told:
         for message in messages:
             assert message.startswith(f"step 2, rank {first}: {name} holds {values} NaN (of ")
-            assert message.endswith("continue with --resume=last-good.")
+            assert message.endswith("It was so before the step, so no other step is better.")
             assert "\n" not in message
 
 
@@ -297,4 +297,4 @@ def test_a_moment_that_is_not_finite_is_named_as_what_it_is_or_as_the_weight_tha
         assert messages[0].startswith(
             f"step 3, rank 1: the optimizer's exp_avg_sq of {EXPERT} holds 3 inf (of 512 values)."
         )
-        assert "--resume=last-good" in messages[0]
+        assert messages[0].endswith("It was so before the step, so no other step is better.")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import copies
+from checkpoint_cases import spoil
 from command_here import moefw_says
 from moefw.training import checkpoint, trained
 from moefw.training.checkpoint import saving
@@ -163,9 +164,52 @@ def test_a_poisoned_state_ends_the_run_before_it_is_saved(place: Place, monkeypa
         patched.setattr(Trainer, "_step", poisoned)
         said = place.train("--resume", "train.steps=6", code=1)
     assert "error: step 5 is not saved: optimizer state exp_avg of " in said
-    assert "is not finite on rank 0. Go back with --resume=last-good." in said
+    assert "is not finite on rank 0. The checkpoint of step 4 is whole: train on with --resume=last-good" in said
     assert place.names() == {"step-1", "step-2", "step-3", "step-4"}
     assert "continuing after step 4" in place.train("--resume=last-good", "train.steps=5")
+
+
+def spoil_steps(place: Place, *steps: int) -> None:
+    for step in steps:
+        spoil(place.run / "checkpoints" / f"step-{step}", "model/norm.weight")
+
+
+@pytest.mark.fault("NaN in a weight of the checkpoint that is read", "eval and generate name it; exit code 1")
+def test_eval_and_generate_name_what_is_not_finite_and_a_checkpoint_that_is(place: Place) -> None:
+    spoil_steps(place, 4)
+    generate = ("generate", place.run, "--prompt", "a fox", "--tokens", "2")
+    commands = [("eval", place.run), ("eval", place.run, "--json"), generate, (*generate, "--temperature", "0")]
+    for command in commands:
+        (line,) = moefw_says(*command, code=1).splitlines()
+        said = (
+            "the loss of held-out text is nan." if "eval" in command else "the logits of the next token are not finite."
+        )
+        assert f"step-4: {said} norm.weight holds 1 NaN (of 16 values). The checkpoint of step 3 is whole" in line
+    spoil_steps(place, 1, 2, 3)
+    for command in commands:
+        assert "No other checkpoint of the run is whole" in moefw_says(*command, code=1)
+
+
+def test_a_model_that_overflows_is_told_from_one_that_is_damaged(place: Place) -> None:
+    newest = place.run / "checkpoints" / "step-4"
+    spoil(newest, "model/norm.weight", 3e38)
+    spoil(newest, "model/head.weight", 1e6)
+    for command in (("eval", place.run), ("generate", place.run, "--prompt", "a fox")):
+        assert "Every weight is finite, so values overflow between them." in moefw_says(*command, code=1)
+
+
+@pytest.mark.fault(
+    "NaN in a weight of the checkpoint that is resumed", "named; only a checkpoint that is whole is offered"
+)
+def test_a_step_from_a_bad_weight_offers_only_a_checkpoint_that_is_whole(place: Place) -> None:
+    spoil_steps(place, 3, 4)
+    said = place.train("--resume", "train.steps=5", code=1)
+    assert "step 5, rank 0: norm.weight holds 1 NaN (of 16 values). It was so before the step" in said
+    assert "The checkpoint of step 2 is whole: train on with --resume=last-good or --resume=2." in said
+    spoil_steps(place, 1, 2)
+    assert "No checkpoint of the run is whole: train anew without --resume." in place.train(
+        "--resume", "train.steps=5", code=1
+    )
 
 
 @pytest.mark.fault("the disk is full at a checkpoint", "one message, exit code 1, nothing lost")

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from moefw.core.errors import Problem, SpecError, nearest
+from moefw.models.huggingface.values import ROPE_KINDS, shown, wrong_values
+from moefw.system.untrusted_files import read_regular
+
+MAX_BYTES: Final = 1 << 24
+"""16 MiB; a configuration has a few kilobytes."""
 
 NEUTRAL: Final = frozenset(
     {
@@ -32,22 +37,35 @@ _MISSING: Final[Any] = object()
 
 
 class Keys:
-    """The keys of a configuration. Which ones are read is remembered, problems are collected."""
+    """The keys of a configuration. Which ones are read is remembered, problems are collected.
+
+    A value of the wrong type or size is a problem, and counts as not set.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self.where, self.problems = where, list[Problem]()
         self._values, self._read = dict(values), set[str]()
+        self._wrong = set[str]()
+        for name, what in wrong_values(values):
+            self._wrong.add(name)
+            self.tell(what, "Correct it, or download the configuration again.")
 
     def take(self, *names: str, default: Any = _MISSING) -> Any:
-        """Return the value of the first of ``names`` that is set, else ``default``. They are names of one thing."""
+        """Return the value of the first of ``names`` that is set, else ``default``. They are names of one thing.
+
+        None if it must be set and is not, or is wrong, which is a problem.
+        """
         self._read.update(names)
-        found = {name: self._values[name] for name in names if self._values.get(name) is not None}
+        usable = [name for name in names if name not in self._wrong]
+        found = {name: self._values[name] for name in usable if self._values.get(name) is not None}
         for name, value in found.items():
             first = next(iter(found))
             if value != found[first]:
-                self.tell(f"{name} {value!r} contradicts {first} {found[first]!r}.", "Leave one of them out.")
+                what = f"{name} {shown(value)} contradicts {first} {shown(found[first])}."
+                self.tell(what, "Leave one of them out.")
         if not found and default is _MISSING:
-            self.tell(f"{names[0]} is missing.", f"Set {' or '.join(names)}.")
+            if len(usable) == len(names):
+                self.tell(f"{names[0]} is missing.", f"Set {' or '.join(names)}.")
             return None
         return next(iter(found.values()), default)
 
@@ -60,7 +78,7 @@ class Keys:
         value = self.take(name, default=default)
         if value not in supported:
             known = " or ".join(map(repr, supported))
-            self.tell(f"{name} {value!r} is not supported.", f"Supported: {known}.")
+            self.tell(f"{name} {shown(value)} is not supported.", f"Supported: {known}.")
 
     def tell(self, what: str, fix: str) -> None:
         """Report a problem."""
@@ -68,22 +86,27 @@ class Keys:
 
     def raise_problems(self) -> None:
         """Raise SpecError with all problems, keys that nobody read among them."""
-        for name in self._values.keys() - self._read - NEUTRAL:
-            known = nearest(name, self._read | NEUTRAL) if self._values[name] is not None else ""
+        for name in self._values.keys() - self._read - NEUTRAL - self._wrong:
             if self._values[name] is not None:
-                self.tell(f"{name} is not supported for {self._values.get('model_type')!r}.", known.split(" Known:")[0])
+                known = nearest(name, self._read | NEUTRAL).split(" Known:")[0]
+                self.tell(f"{_key(name)} is not supported for {self._values.get('model_type')!r}.", known)
         if self.problems:
             raise SpecError(sorted(self.problems, key=lambda problem: problem.what))
+
+
+def _key(name: str) -> str:
+    """Return a key as an error prints it: one that is no word, in quotes."""
+    return name if name.isidentifier() and len(name) <= 60 else shown(name)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """Return the configuration in a ``config.json``, or in the folder that holds one. Raises SpecError."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(read_regular(path, max_bytes=MAX_BYTES))
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}.", "Name a folder with a config.json.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{path} is not JSON: {error}.", "Download it again.") from error
     if not isinstance(values, dict):
         raise SpecError(f"{path} holds no mapping.", "Download it again.")
@@ -93,7 +116,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 def rope_of(keys: Keys, pairs: str = "halves", default: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the options of RoPE: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
     written = keys.take("rope_parameters", default=None) or keys.take("rope_scaling", default=None)
-    given = dict(written or default or {})
+    given = {name: value for name, value in (written or default or {}).items() if value is not None}
     theta = keys.take("rope_theta", default=given.pop("rope_theta", 10000.0))
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
@@ -101,9 +124,11 @@ def rope_of(keys: Keys, pairs: str = "halves", default: Mapping[str, Any] | None
         keys.tell("partial_rotary_factor is not supported.", "All values of a head turn.")
     options = {"kind": kind, "theta": float(theta), "pairs": pairs}
     if kind not in _ROPE:
-        keys.tell(f"RoPE of type {kind!r} is not supported.", f"Supported: {', '.join(_ROPE)}.")
+        keys.tell(f"RoPE of type {shown(kind)} is not supported.", f"Supported: {', '.join(_ROPE)}.")
         return {}
-    if kind == "default":
+    if kind == "default":  # an option of another kind changes nothing; what is none may, such as a RoPE for each layer
+        for name in given.keys() - ROPE_KINDS.keys():
+            keys.tell(f"{_key(name)} is no option of RoPE.", "Leave it out.")
         return options
     longest = keys.take("max_position_embeddings", default=None)
     trained = given.pop("original_max_position_embeddings", None) or longest
@@ -112,9 +137,9 @@ def rope_of(keys: Keys, pairs: str = "halves", default: Mapping[str, Any] | None
     if given.get("factor") is None and kind == "yarn" and trained and longest:
         given["factor"] = longest / trained
     for name, value in given.items():
-        if value is not None and name not in _ROPE[kind]:
-            keys.tell(f"{name} is no option of RoPE of type {kind!r}.", "Leave it out.")
-        elif value is not None:
+        if name not in _ROPE[kind]:
+            keys.tell(f"{_key(name)} is no option of RoPE of type {kind!r}.", "Leave it out.")
+        else:
             options[name] = value
     return {name: value for name, value in options.items() if not (name in _UNSET_AT_ZERO and not value)}
 
@@ -171,8 +196,13 @@ def heads_of(keys: Keys, *, head_dim: bool = True) -> dict[str, Any]:
     }
 
 
-def windows_of(kinds: Sequence[str], window: int) -> dict[str, Any]:
-    """Return the options of an attention that has a window in some layers, given the kind of each."""
+def windows_of(keys: Keys, usual: Sequence[str], window: int) -> dict[str, Any]:
+    """Return the options of an attention that has a window in some layers. ``usual``: the kinds of all layers if
+    ``layer_types`` does not give them; none if the number of layers is not known.
+    """
+    kinds = keys.take("layer_types", default=usual)
+    if usual and len(kinds) != len(usual):
+        keys.tell(f"layer_types has {len(kinds)} entries for {len(usual)} layers.", "Give one for each layer.")
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if len(full) == len(kinds):
         return {"window": None, "full_layers": []}

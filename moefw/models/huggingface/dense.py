@@ -45,7 +45,7 @@ def _windows(keys: Keys) -> dict[str, Any]:
     window, below = keys.take("sliding_window", default=4096), keys.take("max_window_layers", default=28)
     layers = range(keys.take("num_hidden_layers", default=0))
     usual = ["sliding_attention" if windowed and layer >= below else "full_attention" for layer in layers]
-    return windows_of(keys.take("layer_types", default=usual), window)
+    return windows_of(keys, usual, window)
 
 
 FAMILIES: Final[Mapping[str, Family]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +25,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }
 
 
+def family_of(config: Mapping[str, Any], path: Path) -> Family:
+    """Return the family of the configuration in ``path``. Raises SpecError if it is unknown."""
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        what = f"{path}: models of type {reprlib.repr(name)} cannot be read."
+        raise SpecError(what, nearest(name if isinstance(name, str) else "", FAMILIES))
+    return FAMILIES[name]
+
+
 def sections_of(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return what a configuration says in a spec, and which tokenizer lies beside it.
 
@@ -30,11 +41,9 @@ def sections_of(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """
     values = read_config(path)
     keys = Keys(values, str(path))
-    family = FAMILIES.get(str(values.get("model_type")))
-    if family is None:
-        what = f"{path}: models of type {values.get('model_type')!r} cannot be read."
-        raise SpecError(what, nearest(str(values.get("model_type")), FAMILIES))
-    sections = dict(family.sections(keys))
+    sections = dict(family_of(values, path).sections(keys))
     keys.raise_problems()
     tokenizer = (path if path.is_dir() else path.parent) / "tokenizer.json"
-    return sections | ({"data": {"use": "text", "tokenizer": str(tokenizer)}} if tokenizer.is_file() else {})
+    if os.path.lexists(tokenizer):
+        sections["data"] = {"use": "text", "tokenizer": str(tokenizer)}
+    return sections

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -11,11 +13,16 @@ import torch
 from attrs import evolve, frozen
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.origins import Origin
+from moefw.runtime.finite import all_finite
+from moefw.system.untrusted_files import read_regular
 
 INDEX: Final = "model.safetensors.index.json"
+MAX_INDEX_BYTES: Final = 1 << 28
+"""256 MiB. An index has about a hundred bytes for each tensor, and that of Kimi-K2 less than 32 MiB."""
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
 BLOCK: Final = 128
 """Rows, and columns, of a weight in FP8 that share a scale."""
@@ -27,6 +34,8 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
 }
+SCALES: Final = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of FP8's scales. Others, such as bytes, hold exponents."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -112,26 +121,52 @@ class Mxfp4:
         return values.mT
 
 
+def _not_finite(what: str) -> CheckpointError:
+    return CheckpointError(what, "Download it again, or use other weights: nothing can be computed with these.")
+
+
 class Folder:
     """The tensors of a folder by name. Raises CheckpointError with all that is wrong with its index and files."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._problems = path, list[Problem]()
         found: dict[str, Plain] = {}
+        places: dict[str, Path] = {}
         for file, names in self._files().items():
-            found |= self._opened(file, names)
-        self.tensors: Mapping[str, Stored] = dict(self._decoded(found))
+            here = self._opened(file, names)
+            self._tell_twice(file, here, places)
+            found |= here
+            places |= dict.fromkeys(here, file)
+        tensors: dict[str, Stored] = {}
+        for name, stored in self._decoded(found):
+            if name in tensors:
+                self._tell(f"{path} holds {name} twice: in MXFP4, as {name}_blocks, and as it is.", "Remove one.")
+            tensors[name] = stored
+        self.tensors: Mapping[str, Stored] = tensors
         if self._problems:
             raise CheckpointError(self._problems)
 
+    @contextmanager
+    def reading(self, group: ProcessGroup | None = None) -> Iterator[Callable[[Origin], Tensor]]:
+        """Yield the function that reads the values of a parameter, and looks at them. Collective at exit.
+
+        Raises CheckpointError at exit with all tensors that hold NaN or infinity, whichever rank of ``group`` has read
+        them.
+        """
+        with all_finite(self.path, _not_finite, group) as looked_at:
+            yield lambda origin: looked_at(origin.name, self.read(origin))
+
     def read(self, origin: Origin) -> Tensor:
-        """Return the values of a parameter. Only its bytes are read, and those of its own expert."""
+        """Return the values of a parameter as they are, those of F64 in fp32, which parameters have.
+
+        Only their bytes are read, and those of their own expert.
+        """
         stored = self.tensors[origin.name]
         if origin.cut and isinstance(origin.cut[0], int):
-            part: Tensor = evolve(origin, cut=origin.cut[1:]).of(stored.read(origin.cut[0]))
-            return part
-        whole: Tensor = origin.of(stored.read(None))
-        return whole
+            values: Tensor = evolve(origin, cut=origin.cut[1:]).of(stored.read(origin.cut[0]))
+        else:
+            values = origin.of(stored.read(None))
+        return values.float() if values.dtype is torch.float64 else values
 
     def shape(self, origin: Origin) -> tuple[int, ...] | None:
         """Return the shape of a parameter; None if the tensor has no such piece."""
@@ -146,7 +181,7 @@ class Folder:
     def _files(self) -> dict[Path, frozenset[str] | None]:
         """Return the files, each with the tensors that the index places in it; None: there is no index."""
         index = self.path / INDEX
-        if index.is_file():
+        if os.path.lexists(index):
             return self._indexed(index)
         files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else []
         if not files:
@@ -161,9 +196,14 @@ class Folder:
 
     def _indexed(self, index: Path) -> dict[Path, frozenset[str] | None]:
         try:
-            places = json.loads(index.read_text())["weight_map"]
+            content = read_regular(index, max_bytes=MAX_INDEX_BYTES)
+        except OSError as error:
+            self._tell(f"{index} cannot be read: {error.strerror}.", "Download it again.")
+            return {}
+        try:
+            places = json.loads(content)["weight_map"]
             known = all(isinstance(name, str) and isinstance(file, str) for name, file in places.items())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             known, places = False, {}
         if not known:
             self._tell(f"{index} is no index: it has no weight_map of tensors and files.", "Download it again.")
@@ -179,8 +219,8 @@ class Folder:
 
     def _opened(self, path: Path, names: frozenset[str] | None) -> dict[str, Plain]:
         """Return the tensors of a file, whose header must describe the file's bytes, and be as the index says."""
-        if (path.is_symlink() and not path.exists()) or not path.is_file():
-            self._tell(f"{path} is missing.", "Download it.")
+        if not path.is_file():
+            self._tell(f"{path} is {'no regular file' if path.exists() else 'missing'}.", "Download it.")
             return {}
         try:
             file = safe_open(path, "pt")
@@ -200,6 +240,14 @@ class Folder:
                 where = "the index does not place it there" if name in here else "the file lacks it"
                 self._tell(f"{path}: {name} is misplaced: {where}.", "Download file and index again.")
         return found
+
+    def _tell_twice(self, file: Path, here: Mapping[str, Plain], places: Mapping[str, Path]) -> None:
+        """Report the tensors of a file that files before it hold, too. With an index, no file may."""
+        for other in sorted({places[name] for name in here.keys() & places.keys()}):
+            both = sorted(name for name in here if places.get(name) == other)
+            more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+            what = f"{other} and {file.name} both hold {both[0]}{more}, and no index says which one counts."
+            self._tell(what, f"Remove the file that is not the model's, or add {INDEX}.")
 
     def _decoded(self, found: Mapping[str, Plain]) -> Iterable[tuple[str, Stored]]:
         """Yield every tensor by the name of its values."""
@@ -221,11 +269,16 @@ class Folder:
                 yield name, plain
 
     def _fp8(self, name: str, codes: Plain, scales: Plain) -> Iterable[tuple[str, Stored]]:
-        *leading, rows, columns = codes.shape if len(codes.shape) > 1 else (1, *codes.shape)
-        wanted = (*leading, -(-rows // BLOCK), -(-columns // BLOCK))
-        if codes.dtype is not torch.float8_e4m3fn or scales.shape != wanted:
-            what = f"{self.path}: the scales of {name} are {scales.shape}; {wanted} is one for each 128 x 128 values."
-            self._tell(what, "Use a folder whose FP8 weights have such blocks.")
+        if codes.dtype is not torch.float8_e4m3fn or len(codes.shape) not in (2, 3):
+            what = f"{self.path}: {name} has scales, and is {codes.dtype} of shape {codes.shape}."
+            self._tell(what, "Use a folder whose FP8 weights are E4M3 of two dimensions, or of three if stacked.")
+            return
+        *leading, rows, columns = codes.shape
+        shape = (*leading, -(-rows // BLOCK), -(-columns // BLOCK))
+        if scales.shape != shape or scales.dtype not in SCALES:
+            what = f"{self.path}: the scales of {name} are {scales.dtype} of shape {scales.shape}."
+            fix = f"Use a folder with one scale in fp32, bf16 or fp16 for each 128 x 128 values: {shape}."
+            self._tell(what, fix)
         else:
             yield name, Fp8(codes, scales)
 
@@ -234,5 +287,8 @@ class Folder:
         if scales is None or len(codes.shape) != 4 or codes.shape[3] != 16 or scales.shape != codes.shape[:3]:
             what = f"{self.path}: {name}_blocks {codes.shape} has no {name}_scales of its first three dimensions."
             self._tell(what, "Download the folder again.")
+        elif codes.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
+            what = f"{self.path}: {name}_blocks and {name}_scales are {codes.dtype} and {scales.dtype}."
+            self._tell(what, "Use a folder whose MXFP4 weights are in bytes (U8).")
         else:
             yield name, Mxfp4(codes, scales)

@@ -18,7 +18,7 @@ def sections(keys: Keys) -> Sections:
     model, eps = decoder_of(keys), keys.take("rms_norm_eps", default=1e-5)
     bias = keys.take("attention_bias", default=True)
     layers = range(model["num_layers"] or 0)
-    kinds = keys.take("layer_types", default=["full_attention" if n % 2 else "sliding_attention" for n in layers])
+    alternating = ["full_attention" if n % 2 else "sliding_attention" for n in layers]
     window = keys.take("sliding_window", default=128)
     limit, alpha = keys.take("swiglu_limit", default=7.0), keys.take("swiglu_alpha", default=1.702)
     return {
@@ -37,7 +37,7 @@ def sections(keys: Keys) -> Sections:
             "qk_norm": "none",
             "qkv_bias": bias,
             "out_bias": bias,
-            **windows_of(kinds, window),
+            **windows_of(keys, alternating, window),
             "sinks": True,
         },
         "routing": {"use": "topk", "score": "softmax", "bias": True, **balance_of(keys)},

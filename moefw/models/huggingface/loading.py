@@ -1,4 +1,7 @@
-"""Fills a model of ours from the tensors of a Hugging Face folder. All is checked before anything is changed."""
+"""Fills a model of ours from the tensors of a Hugging Face folder.
+
+Names and shapes are checked before anything is changed, and values as they are read.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.folder import Folder
@@ -21,16 +25,6 @@ UNUSED: Final = r".*rotary_emb\.inv_freq|model\.layers\.\d+\.(shared_head\.head|
 ROUTER: Final = ".router."
 
 
-def load(
-    model: nn.Module, folder: Folder, rules: Sequence[Rule], *, num_experts: int
-) -> tuple[dict[str, Origin], set[str]]:
-    """Fill parameters and the routers' states on this rank. Returns and raises what :func:`placed` does."""
-    origins, taken = placed(model, folder, rules, num_experts=num_experts)
-    with torch.no_grad():
-        _fill(model, folder, origins)
-    return origins, taken
-
-
 def placed(
     model: nn.Module, folder: Folder, rules: Sequence[Rule], *, num_experts: int
 ) -> tuple[dict[str, Origin], set[str]]:
@@ -42,15 +36,19 @@ def placed(
     own = dict(wanted(model))
     names = names_in_stages(own, model)
     for name, shape in own.items():
-        origin = next((each for each in origins_of(name, rules) if each.name in folder.tensors), None)
-        if origin is None:
+        places = [origin for origin in origins_of(name, rules) if origin.name in folder.tensors]
+        if not places:
             usual = next(origins_of(name, rules)).name
             problems.append(Problem(f"{folder.path} lacks {usual} of shape {shape}.", _fix(name)))
-        elif folder.shape(origin) != shape:
-            what = f"{folder.path}: {origin.name} is {folder.tensors[origin.name].shape}, which holds no {shape}"
+        elif len(tensors := sorted({place.name for place in places})) > 1:
+            what = f"{folder.path} holds {name} twice: in {tensors[0]} and in {tensors[1]}."
+            problems.append(Problem(what, "Remove one of them."))
+        elif folder.shape(places[0]) != shape:
+            tensor = places[0].name
+            what = f"{folder.path}: {tensor} is {folder.tensors[tensor].shape}, which holds no {shape}"
             problems.append(Problem(f"{what} for {name}.", "Use the config.json of the same model."))
         else:
-            origins[name] = origin
+            origins[name] = places[0]
     claimed = {origin.name for name in names for origin in _everywhere(name, rules, num_experts)}
     for name in sorted(folder.tensors.keys() - claimed):
         if not problems and not re.fullmatch(UNUSED, name) and not _may_be_left(name, model):
@@ -61,14 +59,20 @@ def placed(
     return origins, claimed & folder.tensors.keys()
 
 
-def _fill(model: nn.Module, folder: Folder, origins: Mapping[str, Origin]) -> None:
-    for parameter, pieces in by_parameter(model):
-        with all_of(parameter) as values:
-            for piece in pieces:
-                whole = folder.read(origins[piece.name])
-                piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
-    for name, state in router_states(model):
-        state.copy_(folder.read(origins[name]))
+@torch.no_grad()
+def fill(model: nn.Module, folder: Folder, origins: Mapping[str, Origin], group: ProcessGroup | None) -> None:
+    """Fill parameters and the routers' states on this rank from where :func:`placed` has found them. Collective.
+
+    Raises CheckpointError on all ranks of ``group`` if one of them has read NaN or infinity; the model is then useless.
+    """
+    with folder.reading(group) as read:
+        for parameter, pieces in by_parameter(model):
+            with all_of(parameter) as values:
+                for piece in pieces:
+                    whole = read(origins[piece.name])
+                    piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
+        for name, state in router_states(model):
+            state.copy_(read(origins[name]))
 
 
 def wanted(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:

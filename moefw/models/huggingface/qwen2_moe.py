@@ -14,7 +14,6 @@ def sections(keys: Keys) -> Sections:
     windowed = keys.take("use_sliding_window", default=False)
     window, below = keys.take("sliding_window", default=4096), keys.take("max_window_layers", default=28)
     alternating = ["sliding_attention" if not n % 2 and n < below and windowed else "full_attention" for n in layers]
-    kinds = keys.take("layer_types", default=alternating)
     return {
         "model": model
         | {
@@ -32,7 +31,7 @@ def sections(keys: Keys) -> Sections:
             "norm_eps": eps,
             "qk_norm": "none",
             "qkv_bias": keys.take("qkv_bias", default=True),
-            **windows_of(kinds, window),
+            **windows_of(keys, alternating, window),
         },
         "routing": softmax_routing(keys),
     }

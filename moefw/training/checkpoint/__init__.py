@@ -3,10 +3,21 @@
 Names do not depend on the layout, so a checkpoint loads into any layout of the same model.
 """
 
-from moefw.training.checkpoint.choice import Chosen, choose, choose_together
+from moefw.training.checkpoint.choice import Chosen, another, choose, choose_together, way_back
 from moefw.training.checkpoint.commit import set_aside_after
 from moefw.training.checkpoint.loading import load
 from moefw.training.checkpoint.manifest import Manifest, Origin
 from moefw.training.checkpoint.saving import save
 
-__all__ = ["Chosen", "Manifest", "Origin", "choose", "choose_together", "load", "save", "set_aside_after"]
+__all__ = [
+    "Chosen",
+    "Manifest",
+    "Origin",
+    "another",
+    "choose",
+    "choose_together",
+    "load",
+    "save",
+    "set_aside_after",
+    "way_back",
+]

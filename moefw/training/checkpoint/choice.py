@@ -57,14 +57,31 @@ def way_out(folder: Path) -> Iterator[None]:
     try:
         yield
     except Damage as damage:
-        raise CheckpointError(str(damage), damage.fix or _offer(folder)) from damage
+        raise CheckpointError(str(damage), damage.fix or another(folder)) from damage
 
 
-def _offer(damaged: Path) -> str:
-    for step, folder in reversed(checkpoint_dirs(damaged.parent.parent)):
-        if folder != damaged and _is_whole(folder):
+def another(bad: Path) -> str:
+    """Return the advice to take the newest whole checkpoint of a run instead of a bad one, if there is one."""
+    return _advice(bad.parent.parent, but=bad) or (
+        "No other checkpoint of the run is whole: restore this one from a copy, or train anew without --resume."
+    )
+
+
+def way_back(run_dir: Path, group: ProcessGroup | None) -> str:
+    """Return the advice to go back to the newest whole checkpoint of a run, if there is one. Collective.
+
+    The first rank looks for it, which takes as long as reading it.
+    """
+    leads = group is None or group.rank() == 0
+    advice: str = everywhere(_advice(run_dir) if leads else "", group)[0]
+    return advice or "No checkpoint of the run is whole: train anew without --resume."
+
+
+def _advice(run_dir: Path, but: Path | None = None) -> str:
+    for step, folder in reversed(checkpoint_dirs(run_dir)):
+        if folder != but and _is_whole(folder):
             return f"The checkpoint of step {step} is whole: train on with --resume=last-good or --resume={step}."
-    return "No other checkpoint of the run is whole: restore this one from a copy, or train anew without --resume."
+    return ""
 
 
 def _is_whole(folder: Path) -> bool:

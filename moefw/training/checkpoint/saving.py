@@ -19,12 +19,14 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
 from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
+from moefw.runtime.finite import is_finite
 from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors, states
 from moefw.runtime.parallel.gradients import copied_over, split_axis
 from moefw.runtime.parallel.pieces import is_shared_out, local, stored, whole
+from moefw.training.checkpoint.choice import way_back
 from moefw.training.checkpoint.commit import begin, commit, prune, sync
 from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
-from moefw.training.checkpoint.shards import described, is_finite, words
+from moefw.training.checkpoint.shards import described, words
 from moefw.training.errors import NotWrittenError
 from moefw.training.faults.stamps import stamp
 from moefw.training.folder import checkpoint_dirs
@@ -119,7 +121,9 @@ def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[A
             shutil.rmtree(scratch, ignore_errors=True)
         rank, reason = reasons[0]
         what = f"{scratch.stem} could not be saved: {reason} (on rank {rank})."
-        raise NotWrittenError(what, "Earlier checkpoints are untouched: mend that and continue with --resume.")
+        if checkpoint_dirs(scratch.parent.parent):
+            raise NotWrittenError(what, "Earlier checkpoints are untouched: mend that and continue with --resume.")
+        raise NotWrittenError(what, "There is no earlier checkpoint: mend that and train again.")
     return [answer for answer, _ in answers]
 
 
@@ -133,8 +137,7 @@ def require_finite(
         rank, name = bad[0]
         others = f" (and on ranks {[rank for rank, _ in bad[1:]]})" if len(bad) > 1 else ""
         what = f"step {step} is not saved: {words(name)} is not finite on rank {rank}{others}."
-        earlier = checkpoint_dirs(run_dir)
-        raise RunError(what, "Go back with --resume=last-good." if earlier else "There is no earlier checkpoint.")
+        raise RunError(what, way_back(run_dir, layout.host_group()))
 
 
 def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:

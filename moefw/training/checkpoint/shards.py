@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from moefw.runtime.finite import is_finite
 from moefw.training.checkpoint.manifest import Damage, Manifest, SavedShard, SavedTensor, read_manifest, require_file
 from moefw.training.faults.stamps import stamp
 
@@ -41,12 +41,6 @@ def words(name: str) -> str:
         key, of = rest.split("/", 1)
         return f"optimizer state {key} of {of}"
     return f"{'parameter' if kind == 'model' else kind} {rest}"
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds no NaN and no infinity."""
-    parts = tensor.reshape(-1).split(_CHUNK)  # a full device may have no memory for more at once
-    return all(bool(torch.isfinite(part.float() if tensor.itemsize == 1 else part).all()) for part in parts)
 
 
 def described(path: Path) -> SavedShard:

@@ -24,6 +24,10 @@ MAX_SKIPPED: Final = 10
 """Bad steps in a row after which a run stops: no single batch is the cause, and nothing is learned."""
 
 
+class BadStateError(RunError):
+    """A parameter or a state was not finite before a step. Only an earlier checkpoint helps."""
+
+
 @frozen(eq=False)
 class Verdict:
     """Decision on a bad step: ``attempt`` is the run that counts, ``metric`` the metric that records it.
@@ -48,11 +52,11 @@ class BadSteps:
         """Run step ``number`` again under watch, and return the decision. Collective.
 
         Raises RunError, which names the first bad tensor, if the policy is to stop or cannot help: a tensor was bad
-        before the step, a second run is bad too, or too many steps in a row were skipped.
+        before the step (BadStateError), a second run is bad too, or too many steps in a row were skipped.
         """
         if before := first_of_all(bad_state(self._model, self._optimizer), self._layout):
-            fix = "It was so before the step, so no other step is better: continue with --resume=last-good."
-            raise RunError(f"step {number}, {before}.", fix, on_every_rank=True)
+            fix = "It was so before the step, so no other step is better."
+            raise BadStateError(f"step {number}, {before}.", fix, on_every_rank=True)
         with StepWatch(self._model, num_batches) as watch:
             second = again()
         what = _told(number, bad, second, first_of_all(watch.first(), self._layout))

@@ -54,12 +54,12 @@ def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str,
 
 
 @torch.no_grad()
-def bad_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> BadTensor | None:
+def bad_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> BadTensor | None:
     """Return the first of this rank's parameters, declared states and optimizer states that is not finite, if any."""
     return next(_bad_states(model, optimizer), None)
 
 
-def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[BadTensor]:
+def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[BadTensor]:
     parameters = list(enumerate(by_parameter(model)))
     for number, (parameter, pieces) in parameters:
         for name, values in bad_pieces(parameter.detach(), pieces):
@@ -68,7 +68,7 @@ def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
         if values := bad_values(tensor):
             yield BadTensor((1, number), f"{name} holds {values}")
     for number, (parameter, pieces) in parameters:
-        for key, held in optimizer.state.get(parameter, {}).items():
+        for key, held in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             for name, values in bad_pieces(held, pieces):
                 yield BadTensor((2, number), f"the optimizer's {key} of {name} holds {values}")
 

@@ -64,7 +64,8 @@ class TopK(Options, RouterPlugin):
     def check(self, site: Site) -> Iterator[Iterator[moefw.Problem]]:
         """Yield the problems of top_k, of options that do not fit the score, and of conflicting rules."""
         yield self._check_top_k(site.dims)
-        yield self._check_one_choice(site.dims)
+        if site.trains:
+            yield self._check_one_choice(site.dims)
         yield self._check_score()
         yield check_options(self.balance)
         yield check_rules(self.score, self.balance)
