@@ -148,7 +148,8 @@ def _as_if_all_were_alike(collective: Collective, result: Any) -> None:
     """
     if collective.kind == "recv":
         raise ContractError("indices are received from one rank: unknown where all ranks are alike.")
-    rank, size = collective.group.rank(), collective.group.size()
+    rank = collective.group.rank()
+    size = collective.group.size()
     received = collective.places if collective.places_in is None else collective.places_in(result)
     for sender, places in received.items():
         to_itself = collective.to.get(rank, places)

@@ -1,8 +1,7 @@
 """Record of every storage of a step, from allocation to end.
 
 Storages count, not tensors: views share the memory of what they view. A storage begins when an operator returns it for
-the first time, and ends when Python's last reference to it goes, or when it is resized. Time is a number of such
-changes, so it is the same in every run.
+the first time, and ends when it is freed or resized. Time is the number of these changes, not a clock's.
 """
 
 from __future__ import annotations
@@ -211,7 +210,7 @@ class Recorder(Mode):
         return life
 
     def _end(self, life: Life) -> None:
-        """End a life, unless it has ended by a new size of its storage before that was freed."""
+        """End a life, unless a new size of its storage has ended it before the storage was freed."""
         if life.ended == FOREVER:
             self.now += 1
             life.ended = self.now
