@@ -139,7 +139,7 @@ def _text(documents: Iterable[TextDocument]) -> Iterator[bytes]:
 
 @contextmanager
 def encoder(name: str, content: bytes | None) -> Iterator[tuple[TextTokenizer, Encode]]:
-    """Yield a tokenizer and the function that encodes batches: for bytes the tokenizer itself, else a process."""
+    """Yield a tokenizer and the function that encodes batches: for bytes the tokenizer itself, else its process."""
     if content is None:
         tokenizer = load_tokenizer(name, None)
         yield tokenizer, lambda texts: [tokenizer.encode(text) for text in texts]
@@ -149,4 +149,4 @@ def encoder(name: str, content: bytes | None) -> Iterator[tuple[TextTokenizer, E
     except EncodingError as error:
         raise not_a_tokenizer(name, error.reason) from error
     with process:
-        yield load_tokenizer(name, content), process.encode
+        yield load_tokenizer(name, content, process), process.encode
