@@ -14,12 +14,15 @@ from moefw.core.errors import SpecError
 from moefw.training.folder import TOKENIZER, check_seal
 
 
-def read(spec: str, overrides: Sequence[str], world: int | None = None) -> Assembly:
-    """Resolve a spec file. Raises all its problems at once. A run's own spec must be as the run wrote it."""
+def read(spec: str, overrides: Sequence[str], world: int | None = None, *, to_train: bool = True) -> Assembly:
+    """Resolve a spec file. Raises all its problems at once. A run's own spec must be as the run wrote it.
+
+    ``to_train``: also those of what training alone needs, as far as they are known before data are opened.
+    """
     path = Path(spec)
     if path.name == "spec.yaml" and path.is_file():
         check_seal(path)
-    return assemble(path, overrides, defaults=defaults(), world=world)
+    return assemble(path, overrides, defaults=defaults(), world=world, to_train=to_train)
 
 
 def read_run(run: str, overrides: Sequence[str]) -> Assembly:
@@ -31,14 +34,14 @@ def read_run(run: str, overrides: Sequence[str]) -> Assembly:
     if not spec.is_file():
         raise SpecError(f"{run} is not the folder of a run: it holds no spec.yaml.", "Give the run.dir of a training.")
     alone = ["parallel={}", f"run.dir={json.dumps(run, ensure_ascii=False)}"]
-    assembly = read(str(spec), [*alone, *overrides], 1)
+    assembly = read(str(spec), [*alone, *overrides], 1, to_train=False)
     kept, options = spec.with_name(TOKENIZER), words(assembly.spec.data.options)
     named = [(option, Path(value)) for option, value in options if option.rpartition(".")[2] == "tokenizer"]
     moved = [option for option, path in named if path.name == TOKENIZER and not path.exists()]
     if not moved or not kept.exists():
         return assembly
     alone += [f"data.{option}={json.dumps(str(kept), ensure_ascii=False)}" for option in moved]
-    return read(str(spec), [*alone, *overrides], 1)
+    return read(str(spec), [*alone, *overrides], 1, to_train=False)
 
 
 def words(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

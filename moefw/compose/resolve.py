@@ -16,6 +16,7 @@ from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
+from moefw.compose.routes import route_problems
 from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, over, plugin_fields, with_defaults
 from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, depends_on_unread, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
@@ -23,7 +24,7 @@ from moefw.compose.stages import stage_problems
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
 from moefw.core.facts import ANY, FACTS, Need, Offers, offers
-from moefw.core.plugin import ModelPlugin, Plugin
+from moefw.core.plugin import DataSourcePlugin, ModelPlugin, Plugin
 from moefw.core.site import Dims, Machine, Site
 
 MAX_LAYERS = 1000
@@ -39,11 +40,24 @@ def assemble(
     registry: Registry | None = None,
     world: int | None = None,
     machine: Machine | None = None,
+    to_train: bool = False,
 ) -> Assembly:
-    """Read a spec file and resolve it. Raises one SpecError, PluginError or PlanError that holds every problem."""
+    """Read a spec file and resolve it. Raises one SpecError, PluginError or PlanError that holds every problem.
+
+    ``to_train``: what only training needs are problems as well, as far as they are known before data are opened.
+    """
     problems: list[Problem] = []
     tree, marks = read_spec_file(path, overrides, problems)
-    return assemble_tree(tree, marks, problems, defaults=defaults, registry=registry, world=world, machine=machine)
+    return assemble_tree(
+        tree,
+        marks,
+        problems,
+        defaults=defaults,
+        registry=registry,
+        world=world,
+        machine=machine,
+        to_train=to_train,
+    )
 
 
 def assemble_tree(
@@ -55,9 +69,10 @@ def assemble_tree(
     registry: Registry | None = None,
     world: int | None = None,
     machine: Machine | None = None,
+    to_train: bool = False,
 ) -> Assembly:
     """Resolve a spec given as plain data, whose ``problems`` so far are given; see :func:`assemble`."""
-    work = _Resolution(registry or Registry(), marks, problems)
+    work = _Resolution(registry or Registry(), marks, problems, to_train)
     tree = with_defaults(work.with_preset(tree, defaults), defaults)
     spec = structure(Spec, tree, (), marks, work.problems[SpecError])
     assert spec is not None, "every section is a choice or has a default"
@@ -71,6 +86,8 @@ def assemble_tree(
             for problem in batch_problems(spec.train, layout):
                 work.tell(("train", "tokens_per_step"), problem)
         work.check_stages(layout, spec.train)
+    if to_train:
+        work.check_routes(spec)
     work.raise_problems()
     assert layout is not None, "a layout that is missing is a problem"
     assembly = Assembly(spec=spec, parts=work.parts(), layers=layers, site=site, registry=work.registry)
@@ -113,8 +130,9 @@ class _Resolution:
     Left out is what depends on an unreadable value (``UNREAD``), and a misfit that an unknown offer could prevent.
     """
 
-    def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem]) -> None:
+    def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem], to_train: bool) -> None:
         self.registry, self.marks = registry, marks
+        self.to_train = to_train
         self.problems: dict[type[MoefwError], list[Problem]] = {
             SpecError: list(problems),
             PluginError: [],
@@ -310,6 +328,14 @@ class _Resolution:
                 for problem in stage_problems(pipeline.part, model.part, layout, train):
                     self.tell(key_path(problem.where), problem)
 
+    def check_routes(self, spec: Spec) -> None:
+        """Report why routes can be neither recorded nor replayed."""
+        model = self._find("model")
+        if model:
+            with self.asking(model.path, model.part, "moe_layers()"):
+                for problem in route_problems(spec, _moe_layers(model.part)):
+                    self.tell(key_path(problem.where), problem)
+
     def fit(self, layout: LayoutPlan | None, machine: Machine) -> tuple[Site, dict[int, LayerAssembly]]:
         """Run the checks of the parts, and match offers and needs at every MoE layer, or once if there is none.
 
@@ -364,7 +390,10 @@ class _Resolution:
             promises.append(("the layout", offers(axis=tuple(layout.sizes), axis_divides=tuple(layout.sizes.items()))))
         demands, packages = list[tuple[_Placed, Need]](), list[str]()
         for placed in (*self.placed, *self.inner):
-            for need in self.listed(placed, "needs", Need, here):
+            needs = self.listed(placed, "needs", Need, here)
+            if self.to_train and isinstance(placed.part, DataSourcePlugin):
+                needs += self.listed(placed, "needs_to_train", Need, here)
+            for need in needs:
                 with self.asking(placed.path, placed.part, "needs()"):
                     if need.fact == "package" and here.machine.has_package(need.value):
                         packages.append(need.value)
