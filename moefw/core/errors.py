@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from typing import Final
 
 from attrs import frozen
+
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters but for tab and newline, separators of lines, and what changes the direction of writing."""
+
+
+def printable(text: str) -> str:
+    """Return text with Python's escapes in the place of characters that a terminal, or a reader's eye, obeys."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 @frozen
@@ -13,7 +23,7 @@ class Problem:
     """One problem, worded so that the user can fix it.
 
     ``where`` is ``file:line:column key.path``, or empty if the problem has no place. ``what`` names the value and the
-    reason. ``fix`` says what to do and may be empty.
+    reason. ``fix`` says what to do and may be empty. It prints without control characters, as names are of others.
     """
 
     what: str
@@ -22,7 +32,7 @@ class Problem:
 
     def __str__(self) -> str:
         head = f"{self.where}: " if self.where else ""
-        return f"{head}{self.what}{' ' + self.fix if self.fix else ''}"
+        return printable(f"{head}{self.what}{' ' + self.fix if self.fix else ''}")
 
 
 class MoefwError(Exception):
