@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from moefw.runtime.attention.rope_options import OWN
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
+from moefw.training.data.source import tokenizer_beside
 from moefw.training.folder import TOKENIZER
 from moefw.training.new_folder import new_folder
 
@@ -44,13 +44,13 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
         manifest = read_manifest(checkpoint)
         files = opened(checkpoint, manifest)
     origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in _exported(manifest)}
+    tokenizer = tokenizer_beside(Path(assembly.spec.run.dir) / TOKENIZER)
     with new_folder(target) as scratch:
         lay_out(scratch, _described(origins, manifest, dtype))
         config["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer = Path(assembly.spec.run.dir) / TOKENIZER
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, scratch / TOKENIZER)
+        if tokenizer is not None:
+            (scratch / TOKENIZER).write_bytes(tokenizer)
         written = Written.opened(scratch)
         for name, origin in origins.items():
             origin.of(written.tensors[origin.name]).copy_(files[name].get_tensor(name))

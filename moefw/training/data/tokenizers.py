@@ -152,18 +152,26 @@ def read_tokenizer(name: str) -> bytes | None:
     """Return the content of the tokenizer.json that ``data.tokenizer`` names; None for ``bytes``. Raises DataError."""
     if name == "bytes":
         return None
-    path = Path(os.path.expanduser(name))
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise not_a_tokenizer(name, "it is no regular file")
-        if status.st_size > MAX_BYTES:
-            size = f"it has {status.st_size:,} bytes, and no vocabulary needs more than {MAX_BYTES:,}"
-            raise not_a_tokenizer(name, size)
-        return path.read_bytes()
+        return read_json(Path(os.path.expanduser(name)))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(f"data.tokenizer: {name!r} cannot be read: {reason}.", _FIX) from error
+    except ValueError as error:
+        raise not_a_tokenizer(name, str(error)) from error
+
+
+def read_json(path: Path) -> bytes:
+    """Return the content of a file that may be a ``tokenizer.json``.
+
+    Raises ValueError if it is no regular file or too large, and OSError if it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ValueError("it is no regular file")
+    if status.st_size > MAX_BYTES:
+        raise ValueError(f"it has {status.st_size:,} bytes, and no vocabulary needs more than {MAX_BYTES:,}")
+    return path.read_bytes()
 
 
 def load_tokenizer(name: str, content: bytes | None, process: EncodingProcess | None = None) -> TextTokenizer:
