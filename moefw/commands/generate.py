@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from moefw.commands import specs
+from moefw.core.errors import printable
 
 
 @click.command()
@@ -22,7 +25,8 @@ def generate(
 ) -> int:
     """Continue a prompt with the last checkpoint of RUN (a run's folder), on this process alone.
 
-    Keys and values of earlier tokens are kept. Once the window is full, the model goes on with its newer half.
+    Keys and values of earlier tokens are kept. Once the window is full, the model goes on with its newer half. On a
+    terminal, control characters are shown as escapes; a file or a pipe gets the text as it is.
     """
     if temperature != 0 and not 1e-3 <= temperature <= 1e3:
         raise click.BadParameter(f"{temperature} is neither 0 nor between 0.001 and 1000.", param_hint="--temperature")
@@ -38,5 +42,6 @@ def generate(
         text = write(
             session.model, session.data, prompt, tokens=tokens, temperature=temperature, seed=seed, window=window
         )
-    click.echo(text)
+    # Of a pipe, click would strip colors: what is not shown is not changed.
+    click.echo(printable(text) if sys.stdout.isatty() else text, color=True)
     return 0

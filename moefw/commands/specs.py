@@ -17,12 +17,13 @@ from moefw.training.folder import TOKENIZER, check_seal
 def read(spec: str, overrides: Sequence[str], world: int | None = None, *, trains: bool = True) -> Assembly:
     """Resolve a spec file, by default to train. Raises all its problems at once.
 
-    A run's own spec must be as the run wrote it.
+    A run's own spec must be as the run wrote it. ``trains``: problems are also those of what training alone needs, as
+    far as they are known before data are opened.
     """
     path = Path(spec)
     if path.name == "spec.yaml" and path.is_file():
         check_seal(path)
-    return assemble(path, overrides, defaults=defaults(), world=world, trains=trains)
+    return assemble(path, overrides, defaults=defaults(), world=world, trains=trains, for_run=trains)
 
 
 def read_run(run: str, overrides: Sequence[str]) -> Assembly:

@@ -16,6 +16,7 @@ from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
+from moefw.compose.routes import route_problems
 from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, over, plugin_fields, with_defaults
 from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, depends_on_unread, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
@@ -23,7 +24,7 @@ from moefw.compose.stages import stage_problems
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
 from moefw.core.facts import ANY, FACTS, Need, Offers, offers
-from moefw.core.plugin import ModelPlugin, Plugin
+from moefw.core.plugin import DataSourcePlugin, ModelPlugin, Plugin
 from moefw.core.site import Dims, Machine, Site
 
 MAX_LAYERS = 1000
@@ -40,15 +41,25 @@ def assemble(
     world: int | None = None,
     machine: Machine | None = None,
     trains: bool = True,
+    for_run: bool = False,
 ) -> Assembly:
     """Read a spec file and resolve it. Raises one SpecError, PluginError or PlanError that holds every problem.
 
-    ``trains``: see :class:`moefw.Site`.
+    ``trains``: see :class:`moefw.Site`. ``for_run``: problems are also those of what a training run needs of its data
+    and its routes, as far as they are known before files are opened.
     """
     problems: list[Problem] = []
     tree, marks = read_spec_file(path, overrides, problems)
     return assemble_tree(
-        tree, marks, problems, defaults=defaults, registry=registry, world=world, machine=machine, trains=trains
+        tree,
+        marks,
+        problems,
+        defaults=defaults,
+        registry=registry,
+        world=world,
+        machine=machine,
+        trains=trains,
+        for_run=for_run,
     )
 
 
@@ -62,9 +73,10 @@ def assemble_tree(
     world: int | None = None,
     machine: Machine | None = None,
     trains: bool = True,
+    for_run: bool = False,
 ) -> Assembly:
     """Resolve a spec given as plain data, whose ``problems`` so far are given; see :func:`assemble`."""
-    work = _Resolution(registry or Registry(), marks, problems)
+    work = _Resolution(registry or Registry(), marks, problems, for_run)
     tree = with_defaults(work.with_preset(tree, defaults), defaults)
     spec = structure(Spec, tree, (), marks, work.problems[SpecError])
     assert spec is not None, "every section is a choice or has a default"
@@ -79,6 +91,8 @@ def assemble_tree(
             for problem in batch_problems(spec.train, layout):
                 work.tell(("train", "tokens_per_step"), problem)
         work.check_stages(layout, spec.train)
+    if for_run:
+        work.check_routes(spec)
     work.raise_problems()
     assert layout is not None, "a layout that is missing is a problem"
     assembly = Assembly(spec=spec, parts=work.parts(), layers=layers, site=site, registry=work.registry)
@@ -121,9 +135,10 @@ class _Resolution:
     Left out is what depends on an unreadable value (``UNREAD``), and a misfit that an unknown offer could prevent.
     """
 
-    def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem]) -> None:
+    def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem], for_run: bool) -> None:
         self.registry = registry
         self.marks = marks
+        self.for_run = for_run
         self.problems: dict[type[MoefwError], list[Problem]] = {
             SpecError: list(problems),
             PluginError: [],
@@ -332,6 +347,14 @@ class _Resolution:
                 for problem in stage_problems(pipeline.part, model.part, layout, train):
                     self.tell(key_path(problem.where), problem)
 
+    def check_routes(self, spec: Spec) -> None:
+        """Report why routes can be neither recorded nor replayed."""
+        model = self._find("model")
+        if model:
+            with self.asking(model.path, model.part, "moe_layers()"):
+                for problem in route_problems(spec, _moe_layers(model.part)):
+                    self.tell(key_path(problem.where), problem)
+
     def fit(
         self, layout: LayoutPlan | None, machine: Machine, *, trains: bool
     ) -> tuple[Site, dict[int, LayerAssembly]]:
@@ -393,7 +416,10 @@ class _Resolution:
         demands: list[tuple[_Placed, Need]] = []
         packages: list[str] = []
         for placed in (*self.placed, *self.inner):
-            for need in self.listed(placed, "needs", Need, here):
+            needs = self.listed(placed, "needs", Need, here)
+            if self.for_run and isinstance(placed.part, DataSourcePlugin):
+                needs += self.listed(placed, "needs_to_train", Need, here)
+            for need in needs:
                 with self.asking(placed.path, placed.part, "needs()"):
                     if need.fact == "package" and here.machine.has_package(need.value):
                         packages.append(need.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -10,6 +11,13 @@ from attrs import frozen
 
 MOST_LISTED: Final = 16
 """The most known names that an error lists; of more, it lists the nearest."""
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters but for tab and newline, separators of lines, and what changes the direction of writing."""
+
+
+def printable(text: str) -> str:
+    """Return text with Python's escapes in the place of characters that a terminal, or a reader's eye, obeys."""
+    return _CONTROL.sub(lambda control: ascii(control[0])[1:-1], text)
 
 
 @frozen
@@ -17,7 +25,7 @@ class Problem:
     """One problem, worded so that the user can fix it.
 
     ``where`` is ``file:line:column key.path``, or empty if the problem has no place. ``what`` names the value and the
-    reason. ``fix`` says what to do and may be empty.
+    reason. ``fix`` says what to do and may be empty. It prints without control characters, as names are of others.
     """
 
     what: str
@@ -26,7 +34,7 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text} {self.fix}" if self.fix else text
+        return printable(f"{text} {self.fix}" if self.fix else text)
 
 
 class MoefwError(Exception):

@@ -285,6 +285,13 @@ class DataSourcePlugin(Plugin):
     weight: float = field(default=1.0, validator=gt(0.0), kw_only=True)
     """Share of a blend's sequences, relative to the weights of its other parts. Means nothing outside a blend."""
 
+    def needs_to_train(self, site: Site) -> Iterable[Need]:
+        """Return what training on the data needs of other parts, such as ``token_ids``, if the options tell.
+
+        A model that is only built, exported or read need not offer it.
+        """
+        return ()
+
     def prepare(self, cache_dir: Path) -> DataSource:
         """Tokenize once into files, and reuse them in later runs. A run reads only what it needs. Raises DataError."""
         raise NotImplementedError

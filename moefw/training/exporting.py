@@ -15,7 +15,6 @@ from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.errors import CheckpointError, MoefwError, Problem
-from moefw.models.huggingface.beside import hand_on
 from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.writing import Description, Written, lay_out
@@ -26,6 +25,7 @@ from moefw.system.folders import new_folder, temporary_folder
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Damage, Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
+from moefw.training.data.source import tokenizer_beside
 from moefw.training.folder import TOKENIZER
 
 Tree = Mapping[str, Any]
@@ -46,11 +46,13 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
         manifest = read_manifest(checkpoint)
         files = opened(checkpoint, manifest)
     origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in _exported(manifest)}
+    tokenizer = tokenizer_beside(Path(assembly.spec.run.dir) / TOKENIZER)
     with new_folder(target) as scratch:
         lay_out(scratch, _described(origins, manifest, dtype))
         config["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        hand_on(Path(assembly.spec.run.dir) / TOKENIZER, scratch / TOKENIZER)
+        if tokenizer is not None:
+            (scratch / TOKENIZER).write_bytes(tokenizer)
         written = Written.opened(scratch)
         with (
             way_out(checkpoint),

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
-from moefw.models.huggingface.beside import hand_on
 from moefw.models.huggingface.loading import router_states, wanted
 from moefw.models.huggingface.writing import Description, Written, create
 from moefw.system.folders import new_folder
 from moefw.training.checkpoint.commit import begin, commit, sync
 from moefw.training.checkpoint.manifest import Manifest
 from moefw.training.checkpoint.shards import described
+from moefw.training.data.source import tokenizer_beside
 from moefw.training.folder import TOKENIZER
 from moefw.training.resolved_spec import write_resolved
 
@@ -34,11 +34,13 @@ def on_meta(assembly: Assembly) -> nn.Module:
 def write_run(
     assembly: Assembly, model: nn.Module, run_dir: Path, fill: Callable[[Mapping[str, Tensor]], None], tokenizer: Path
 ) -> None:
-    """Write ``run_dir``: a spec, a checkpoint of ``model``, and ``tokenizer`` if it is there.
+    """Write ``run_dir``: a spec, a checkpoint of ``model``, and a copy of ``tokenizer`` if it is there.
 
     ``fill`` copies values into the parameters and states by name, fp32 views of the file: what it holds meanwhile is
-    all that is held. Raises CheckpointError if ``run_dir`` holds something. It appears whole or not at all.
+    all that is held. Raises CheckpointError if ``run_dir`` holds something, and DataError if ``tokenizer`` is none. It
+    appears whole or not at all.
     """
+    content = tokenizer_beside(tokenizer)
     with new_folder(run_dir) as scratch:
         step = scratch / "checkpoints" / "step-0"
         writing = step.with_name("step-0.tmp")
@@ -54,4 +56,5 @@ def write_run(
         sync(writing / FILE)
         commit(writing, Manifest(step=0, shards=(described(writing / FILE),)).sealed(), step)
         write_resolved(assembly, scratch)
-        hand_on(tokenizer, scratch / TOKENIZER)
+        if content is not None:
+            (scratch / TOKENIZER).write_bytes(content)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from moefw.core.errors import DataError
+from moefw.core.errors import DataError, printable
 from moefw.runtime.parallel.pieces import local
 from moefw.system.files import replaced_file
 from moefw.training.clock import StepClock, render
@@ -88,7 +88,8 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line unchanged, without markup or line breaks by the console."""
+    """Print a line without markup or line breaks by the console. A terminal gets no control characters of others."""
+    text = printable(text) if console.is_terminal else text
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

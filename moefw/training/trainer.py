@@ -16,6 +16,7 @@ from rich.console import Console
 from moefw.compose.assembly import Assembly
 from moefw.compose.optimizer import build_optimizer
 from moefw.compose.pretrained import read_weights
+from moefw.compose.routes import ROUTES
 from moefw.core.errors import Problem, RunError
 from moefw.runtime.communication.agreement import anywhere
 from moefw.training import checkpoint, ledger_file
@@ -37,7 +38,7 @@ from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
 from moefw.training.resume import Which
-from moefw.training.routes.of_a_run import ROUTES, Routes
+from moefw.training.routes.of_a_run import Routes
 from moefw.training.session import Session, open_session
 from moefw.training.world import Place
 from moefw_kernels.devices import is_gpu

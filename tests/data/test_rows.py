@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
+import subprocess
+import sys
 from itertools import chain, pairwise
 from pathlib import Path
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from data_cases import all_of, examples, prepared_folders, write
 from moefw import DataError
 from moefw.core.site import Machine
-from moefw.training.data.rows import JsonLines, Parquet
+from moefw.training.data.rows import JsonLines, Parquet, read
 from moefw.training.data.rows.sides import split_rows
 from resolved_specs import problems_of
 
@@ -26,9 +31,12 @@ def lines(*rows: object) -> str:
 
 
 def write_table(path: Path, **columns: list) -> Path:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    return write_columns(path, pyarrow.table(columns))
+
+
+def write_columns(path: Path, table: pyarrow.Table, **options: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.table(columns), path)
+    parquet.write_table(table, path, **options)
     return path
 
 
@@ -61,7 +69,6 @@ def test_every_row_is_a_document_of_one_side_in_the_order_of_files(tmp_path, cac
 
 
 def test_parquet_and_json_lines_of_the_same_rows_have_the_same_ids(tmp_path, cache):
-    pytest.importorskip("datasets")
     table = write_table(tmp_path / "t [1]" / "x.parquet", body=[*TEXTS, None], number=list(range(61)))
     rows = write(tmp_path, {"x.jsonl": lines(*({"body": text} for text in [*TEXTS, None]))}) / "x.jsonl"
     options = {"field": "body", "tokenizer": "bpe-270", "heldout": 0.3}
@@ -133,31 +140,117 @@ def test_a_line_that_is_no_row_is_named(tmp_path, cache, content, expected):
     assert prepared_folders(cache) == []
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.string(),
+        pyarrow.large_string(),
+        pyarrow.string_view(),
+        pyarrow.dictionary(pyarrow.int8(), pyarrow.string()),
+        pyarrow.dictionary(pyarrow.int32(), pyarrow.large_string()),
+    ],
+    ids=str,
+)
+def test_a_column_of_strings_of_any_kind_is_text(tmp_path, kind):
+    values = ["a", None, "Grüße", "a"]
+    column = pyarrow.array(values)
+    column = column.dictionary_encode().cast(kind) if pyarrow.types.is_dictionary(kind) else column.cast(kind)
+    path = write_columns(tmp_path / "x.parquet", pyarrow.table({"a.text": column, "a": column}))
+    assert list(read.parquet(path, "a.text")) == [(f"{path}, row {n}", text) for n, text in enumerate(values, 1)]
+
+
+def test_a_column_without_any_value_is_rows_without_text(tmp_path):
+    path = write_columns(tmp_path / "x.parquet", pyarrow.table({"text": pyarrow.nulls(2)}))
+    assert [value for _, value in read.parquet(path, "text")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [([1, 2], "int64"), ([b"a", b"b"], "binary"), ([["a"], ["b"]], "list<element: string>"), ([True, False], "bool")],
+)
+def test_a_column_of_anything_else_is_refused_with_its_type(tmp_path, cache, values, kind):
+    path = write_table(tmp_path / "x.parquet", text=values)
+    said = f"data.field: the column 'text' of {path} holds values of type {kind} and no text. Name a column of strings"
+    assert said in message(Parquet, path, cache)
+    assert prepared_folders(cache) == []
+
+
+@pytest.mark.fault("a Parquet file whose metadata makes its text images, by path and URL", "none is opened")
+@pytest.mark.parametrize("kind", ["Image", "Audio", "Pdf"])
+def test_what_metadata_say_of_a_column_is_not_followed(tmp_path, cache, kind):
+    secret = write(tmp_path, {"secret.txt": "a secret"}) / "secret.txt"
+    metadata = {"huggingface": json.dumps({"info": {"features": {"text": {"_type": kind}}}})}
+    schema = pyarrow.schema([("text", pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()}))], metadata)
+    table = pyarrow.table({"text": [{"path": str(secret)}, {"path": "http://localhost:9/x"}]}, schema)
+    path = write_columns(tmp_path / "x.parquet", table)
+    assert "holds values of type struct<bytes: binary, path: string> and no text." in message(Parquet, path, cache)
+
+
+def test_rows_are_read_a_few_at_a_time(tmp_path):
+    text = "a text of some length " * 5_000
+    path = write_columns(tmp_path / "x.parquet", pyarrow.table({"text": [text] * 2_000}), compression="zstd")
+    assert path.stat().st_size < len(text), "a small file of 220 MB of text, in one row group"
+    most = 0
+    for _, value in read.parquet(path, "text"):
+        assert len(value) == len(text)
+        most = max(most, pyarrow.total_allocated_bytes())
+    assert most < 40 * len(text)
+
+
+def test_nothing_is_written_but_the_cache(tmp_path, cache):
+    path = write_table(tmp_path / "x.parquet", text=["a", "b"])
+    home = tmp_path / "home"
+    home.mkdir()
+    code = """import sys
+from pathlib import Path
+from moefw.training.data.rows import Parquet
+Parquet(path=sys.argv[1]).prepare(Path(sys.argv[2]))"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    subprocess.run([sys.executable, "-c", code, str(path), str(cache)], check=True, env=env | {"HOME": str(home)})
+    assert prepared_folders(cache)
+    assert list(home.rglob("*")) == []
+
+
 def test_a_table_that_cannot_be_read_is_named(tmp_path, cache):
-    pytest.importorskip("datasets")
     path = write_table(tmp_path / "x.parquet", body=["a", "b"])
     assert f"data.field: {path} has no 'text'; it has 'body'. Name one of these" in message(Parquet, path, cache)
-    numbers = write_table(tmp_path / "n.parquet", text=[1, 2])
-    assert f"data.field: {numbers}, row 1 holds a int and no text." in message(Parquet, numbers, cache)
+    column = pyarrow.array(["a", "b"])
+    twice = write_columns(tmp_path / "t.parquet", pyarrow.table([column, column], names=["text", "text"]))
+    assert f"data.field: {twice} has 2 columns called 'text'. Rename all but one" in message(Parquet, twice, cache)
     bad = write(tmp_path, {"bad.parquet": b"PAR1 and nothing"}) / "bad.parquet"
     assert f"{bad} cannot be read: " in message(Parquet, bad, cache)
+
+
+def test_damage_in_a_table_is_a_message(tmp_path):
+    path = write_table(tmp_path / "x.parquet", text=TEXTS, number=list(range(60)))
+    whole, told = path.read_bytes(), []
+    for at in range(0, len(whole), 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        try:
+            rows = list(read.parquet(path, "text"))
+        except DataError as error:
+            told.append(str(error))
+        else:
+            assert all(isinstance(value, str | None) for _, value in rows)
+    assert len(told) > 100
+    assert all(str(path) in message for message in told)
 
 
 def test_without_the_library_check_and_prepare_name_the_extra(tmp_path, cache, monkeypatch):
     path = write_table(tmp_path / "x.parquet", text=["a", "b"])
     has = Machine.has_package
-    monkeypatch.setattr(Machine, "has_package", lambda self, name: name != "datasets" and has(self, name))
+    monkeypatch.setattr(Machine, "has_package", lambda self, name: name != "pyarrow" and has(self, name))
     (problem,) = problems_of(json.dumps({"data": {"use": "parquet", "path": "/not/opened"}}))
-    assert "pip install 'moefw[datasets]'" in problem
+    assert "pip install 'moefw[parquet]'" in problem
     real = builtins.__import__
 
     def without(name: str, *rest: object) -> object:
-        if name == "datasets":
-            raise ImportError("No module named 'datasets'")
+        if name == "pyarrow":
+            raise ImportError("No module named 'pyarrow'")
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "datasets, which reads Parquet files, cannot be imported: No module named 'datasets'. Install" in message(
+    assert "pyarrow, which reads Parquet files, cannot be imported: No module named 'pyarrow'. Install" in message(
         Parquet, path, cache
     )
 

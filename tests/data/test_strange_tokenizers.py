@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from data_cases import all_of, message, prepared_folders, write
 from moefw import DataError
+from moefw.core.data import DataSource
 from moefw.training.data import Text, source
 from moefw.training.data.encoding import EncodingProcess
 from moefw.training.data.tokenizers import MAX_BYTES
@@ -110,6 +113,57 @@ def test_a_tokenizer_that_fails_at_a_prompt_says_so(tmp_path, corpus, cache, cap
     with pytest.raises(DataError, match=r"this text cannot be encoded: .*retry-limit-in-match over"):
         source.encode(text)
     assert all_of(source.train)
+
+
+def growing(letter: str) -> list[Any]:
+    """Return steps of a normalizer or decoder that write a letter 8 ** 11 times."""
+    return [{"type": "Replace", "pattern": {"String": letter}, "content": letter * 8}] * 11
+
+
+def strange(tmp_path: Path, corpus: Path, cache: Path, **parts: Any) -> DataSource:
+    """Return prepared data whose tokenizer fails at what the data do not hold: the id 1."""
+    path = write(tmp_path, {"tokenizer.json": tokenizer_json(**parts)}) / "tokenizer.json"
+    return Text(path=str(corpus), tokenizer=str(path)).prepare(cache)
+
+
+@pytest.mark.fault("a tokenizer.json of 2 KB that decodes one id to 8 GB", "a message, within a GB of another process")
+def test_a_decoder_that_takes_all_memory_is_a_message(tmp_path, corpus, cache, capfd):
+    source = strange(tmp_path, corpus, cache, decoder={"type": "Sequence", "decoders": growing("b")})
+    assert (tmp_path / "tokenizer.json").stat().st_size < 2000
+    said = r"data\.tokenizer: these ids cannot be decoded: it took more memory than any text needs\. The decoder in the"
+    with pytest.raises(DataError, match=said):
+        source.decode([0, 1])
+    assert source.decode([0, 0]) == "aa", "another process takes its place"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.fault("a normalizer that takes all memory at a prompt", "a message")
+def test_a_prompt_that_takes_all_memory_is_a_message(tmp_path, corpus, cache, capfd):
+    source = strange(tmp_path, corpus, cache, normalizer={"type": "Sequence", "normalizers": growing("é")})
+    said = r"data\.tokenizer: this text cannot be encoded: it took more memory than any text needs\. "
+    with pytest.raises(DataError, match=said):
+        source.encode("é")
+    assert source.encode("a") == [0]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_one_process_serves_all_prompts_and_texts_and_ends_with_the_data(tokenizer_file, corpus, cache, monkeypatch):
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def note(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*args, **kwargs))
+        return started[-1]
+
+    source = Text(path=str(corpus), tokenizer=str(tokenizer_file)).prepare(cache)
+    monkeypatch.setattr(subprocess, "Popen", note)
+    for text in ("Grüße", "", "你好 🙂"):
+        assert source.decode(source.encode(text)) == text
+    (process,) = started
+    assert process.poll() is None
+    del source
+    gc.collect()
+    assert process.poll() is not None
 
 
 def test_no_process_is_started_where_the_data_are_prepared(tokenizer_file, corpus, cache, monkeypatch):

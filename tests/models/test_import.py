@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -62,6 +63,49 @@ def test_an_imported_run_trains_on_in_any_layout(folder: Path, memory: str, tmp_
     assert ended.returncode == 0, ended.stderr
     moefw_says("convert", "export", run, tmp_path / "out", "--dtype", "fp32")
     assert same(tensors_of(folder), tensors_of(tmp_path / "out"))
+
+
+@pytest.mark.fault("a folder to import whose tokenizer.json is {kind}", "refused, and nothing of it is copied")
+@pytest.mark.parametrize("kind", ["a link to a secret", "other JSON", "a pipe", "a dangling link"])
+def test_a_tokenizer_that_is_none_is_not_imported(folder: Path, tmp_path: Path, kind: str) -> None:
+    copy = shutil.copytree(folder, tmp_path / "in")
+    tokenizer, secret = copy / "tokenizer.json", tmp_path / "secret.json"
+    secret.write_text('{"key": "a secret"}')
+    tokenizer.unlink()
+    if kind == "a pipe":
+        os.mkfifo(tokenizer)
+    elif kind == "other JSON":
+        shutil.copyfile(secret, tokenizer)
+    else:
+        tokenizer.symlink_to(secret if kind == "a link to a secret" else tmp_path / "nothing")
+    said = complaint("convert", "import", copy, tmp_path / "run")
+    assert f"{tokenizer} is not a tokenizer.json: " in said
+    assert "Download it again, or take it out of the folder." in said
+    assert "a secret" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_links_of_a_download_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1234"
+    shutil.copytree(folder, blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    moefw_says("convert", "import", snapshot, tmp_path / "run")
+    kept = tmp_path / "run" / "tokenizer.json"
+    assert not kept.is_symlink()
+    assert kept.read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.fault("a run to export whose tokenizer.json is a link to another file", "nothing of it is copied")
+def test_a_tokenizer_that_is_none_is_not_exported(folder: Path, tmp_path: Path) -> None:
+    moefw_says("convert", "import", folder, tmp_path / "run")
+    (tmp_path / "secret.txt").write_text("a secret")
+    (tmp_path / "run" / "tokenizer.json").unlink()
+    (tmp_path / "run" / "tokenizer.json").symlink_to(tmp_path / "secret.txt")
+    said = complaint("convert", "export", tmp_path / "run", tmp_path / "out")
+    assert f"{tmp_path}/run/tokenizer.json is not a tokenizer.json: " in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_imported_over_something_or_from_nothing(folder: Path, tmp_path: Path) -> None:

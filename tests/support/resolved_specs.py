@@ -30,7 +30,16 @@ def resolved(
     marks, problems = Marks("spec.yaml"), list[Problem]()
     tree = read_yaml(text, marks, problems)
     machine = machine or Machine()
-    return assemble_tree(tree, marks, problems, defaults=DEFAULTS, registry=registry, world=world, machine=machine)
+    return assemble_tree(
+        tree,
+        marks,
+        problems,
+        defaults=DEFAULTS,
+        registry=registry,
+        world=world,
+        machine=machine,
+        for_run=True,
+    )
 
 
 def refused(text: str, kind: type[MoefwError] = PlanError, **kwargs: Any) -> list[Problem]:

@@ -41,7 +41,7 @@ run: {dir: "runs/good", seed: 3}
 def assembled(text: str | bytes, *overrides: str) -> Assembly:
     """Return the assembly of a ``spec.yaml`` with that text and the overrides."""
     Path("spec.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    return assemble(Path("spec.yaml"), overrides, defaults=DEFAULTS, registry=REGISTRY, machine=Machine())
+    return assemble(Path("spec.yaml"), overrides, defaults=DEFAULTS, registry=REGISTRY, machine=Machine(), for_run=True)
 
 
 def complaints(text: str | bytes, *overrides: str, kind: type[MoefwError] = SpecError) -> list[str]:

@@ -17,11 +17,9 @@ from moefw.system.python import python
 from moefw.training.data import encoding_child
 from moefw.training.data.encoding_child import receive, send
 
-_ID_BYTES = 4
-
 
 class EncodingError(Exception):
-    """A text cannot be encoded: ``reason`` is why, ``text`` its index among those of the call."""
+    """A text cannot be encoded: ``reason`` is why, ``text`` its index among those of the call. Or ids not decoded."""
 
     def __init__(self, reason: str, text: int = 0) -> None:
         super().__init__(reason)
@@ -30,7 +28,10 @@ class EncodingError(Exception):
 
 @final
 class EncodingProcess:
-    """Encodes on all cores that the process may use; a context manager. Raises EncodingError if loading fails."""
+    """Encodes on all cores that the process may use, and decodes; a context manager, and its child ends with it.
+
+    Raises EncodingError if loading fails. A child that a text has ended is replaced by another one.
+    """
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -44,16 +45,28 @@ class EncodingProcess:
             parts = [self._ask_alone(number, text) for number, text in enumerate(texts)]
         return [np.frombuffer(part, dtype=np.uint32) for part in parts]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens by their names; ids past the vocabulary are left out.
+
+        Raises EncodingError.
+        """
+        self._restart_if_ended()
+        (text,) = self._ask([np.array(ids, dtype=np.uint32).tobytes()], decode=True)
+        return text.decode()
+
     def _ask_alone(self, number: int, text: bytes) -> bytes:
         """Return the ids of one text, as a batch does not report which of its texts fails."""
-        if self._process.poll() is not None:
-            self.close()
-            self._start()
+        self._restart_if_ended()
         try:
             (part,) = self._ask([text])
         except EncodingError as error:
             raise EncodingError(error.reason, number) from error
         return part
+
+    def _restart_if_ended(self) -> None:
+        if self._process.poll() is not None:
+            self.close()
+            self._start()
 
     def _start(self) -> None:
         # A script's folder is not on its path here: our module ``tokenizers`` would hide the library.
@@ -74,13 +87,13 @@ class EncodingProcess:
         self._process.communicate()
         self._errors.close()
 
-    def _ask(self, parts: Sequence[bytes]) -> list[bytes]:
+    def _ask(self, parts: Sequence[bytes], *, decode: bool = False) -> list[bytes]:
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None
         assert answers is not None
         try:
-            send(requests, {"sizes": list(map(len, parts))}, parts)
-            answer = receive(answers, width=_ID_BYTES)
+            send(requests, {"decode": decode, "sizes": list(map(len, parts))}, parts)
+            answer = receive(answers)
         except BrokenPipeError:
             answer = None
         if answer is None:

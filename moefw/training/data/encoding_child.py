@@ -1,8 +1,9 @@
-"""Program of the encoding process: loads a ``tokenizer.json`` within limits and turns texts into ids.
+"""Program of the encoding process: loads a ``tokenizer.json`` within limits and turns texts into ids and back.
 
-Run as a file; it imports nothing of moefw and starts in 50 ms. A message is a line of JSON and parts of the sizes that
-it gives. The first request holds the ``tokenizer.json``, each later one a batch of texts, both as ``{"sizes": [...]}``.
-Answers are ``{"sizes": [...]}`` with the ids of each text, uint32, or ``{"error": why}``.
+Run as a file; it imports nothing of moefw and starts in 50 ms. A message is a line of JSON and parts of the sizes in
+bytes that it gives. The first request holds the ``tokenizer.json``, each later one a batch: ``{"sizes": [...]}`` of
+texts, or ``{"decode": true, "sizes": [...]}`` of ids, uint32. Answers are ``{"sizes": [...]}`` with the ids of each
+text, or the text of each batch of ids, or ``{"error": why}``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import IO, Any
 LOAD_CPU_S, LOAD_BYTES, LOAD_BYTES_PER_BYTE = 60, 1 << 30, 32
 """Limits of loading. A ``tokenizer.json`` of 256 MiB takes a quarter of them."""
 ENCODE_CPU_S_PER_MIB, ENCODE_BYTES_PER_BYTE = 60, 512
-"""Limits of encoding: a hundred times the time of BPE, and five times its memory."""
+"""Limits of encoding: a hundred times the time of BPE, and five times its memory. Also of decoding, by bytes of ids."""
 SAMPLE = "".join(map(chr, range(32, 127))) + "\n\tThe quick brown fox: Grüße, 你好 🙂 " + "a" * 100
 
 
@@ -32,13 +33,13 @@ def send(file: IO[bytes], head: Mapping[str, Any], parts: Sequence[bytes] = ()) 
     file.flush()
 
 
-def receive(file: IO[bytes], *, width: int = 1) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Return a message and its parts, whose sizes are counted in ``width`` bytes; None if the other process is gone."""
+def receive(file: IO[bytes]) -> tuple[dict[str, Any], list[bytes]] | None:
+    """Return a message and its parts; None if the other process is gone."""
     line = file.readline()
     if not line.endswith(b"\n"):
         return None
     head: dict[str, Any] = json.loads(line)
-    sizes = [size * width for size in head.get("sizes", ())]
+    sizes = list(head.get("sizes", ()))
     parts = [file.read(size) for size in sizes]
     return (head, parts) if list(map(len, parts)) == sizes else None
 
@@ -62,16 +63,21 @@ def main() -> None:
         return send(answers, {"error": _said(error)})
     send(answers, {})
     while (request := receive(requests)) is not None:
-        size = sum(map(len, request[1]))
+        head, parts = request
+        size = sum(map(len, parts))
         spent_s = int(time.process_time())
         _limit(resource.RLIMIT_CPU, spent_s + LOAD_CPU_S + ENCODE_CPU_S_PER_MIB * (size >> 20))
         _limit(resource.RLIMIT_DATA, load_bytes + ENCODE_BYTES_PER_BYTE * size)
         try:
-            found = _encode(tokenizer, [text.decode("utf-8", "replace") for text in request[1]])
+            if head.get("decode"):
+                answer = [_decode(tokenizer, part) for part in parts]
+            else:
+                encoded = _encode(tokenizer, [text.decode("utf-8", "replace") for text in parts])
+                answer = [ids.tobytes() for ids in encoded]
         except BaseException as error:
             send(answers, {"error": _said(error)})
         else:
-            send(answers, {"sizes": list(map(len, found))}, [ids.tobytes() for ids in found])
+            send(answers, {"sizes": list(map(len, answer))}, answer)
 
 
 def _load(content: bytes) -> Any:
@@ -83,12 +89,18 @@ def _load(content: bytes) -> Any:
     tokenizer.encode_special_tokens = True
     with suppress(BaseException):  # only a crash matters here: the actual texts may still be encodable
         (ids,) = _encode(tokenizer, [SAMPLE])
-        tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        _decode(tokenizer, ids.tobytes())
     return tokenizer
 
 
 def _encode(tokenizer: Any, texts: Sequence[str]) -> list[array[int]]:
     return [array("I", found.ids) for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _decode(tokenizer: Any, ids: bytes) -> bytes:
+    """Return the text of ids, UTF-8: special tokens by their names; ids past the vocabulary are left out."""
+    text: str = tokenizer.decode(array("I", ids).tolist(), skip_special_tokens=False)
+    return text.encode("utf-8", "replace")
 
 
 def _said(error: BaseException) -> str:

@@ -29,14 +29,11 @@ class Tokenized(DataSourcePlugin):
         number = re.fullmatch("bpe-([0-9]{1,9})", self.tokenizer)
         return int(number[1]) if number else None
 
-    def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the need of a BPE vocabulary for token ids."""
-        if self.bpe_size is None:
-            return []
-        fix = f"Use model.vocab_size: {self.bpe_size}."
-        return [
-            moefw.need("token_ids", self.bpe_size, reason=f"{self.tokenizer} has them", fix=fix, option="tokenizer")
-        ]
+    def needs_to_train(self, site: Site) -> Sequence[moefw.Need]:
+        """Return the need of bytes, or of a BPE vocabulary, for token ids. Only the file tells those of another."""
+        if self.tokenizer == "bytes":
+            return [token_ids(self.tokenizer, NUM_BYTES)]
+        return [] if self.bpe_size is None else [token_ids(self.tokenizer, self.bpe_size)]
 
     def check(self, site: Site) -> Sequence[moefw.Problem | Iterator[moefw.Problem]]:
         """Return the problems of ``bpe-N``: too few ids for all bytes and the end of a text, or a misspelt name."""
@@ -62,6 +59,12 @@ class Options(Tokenized):
 
     path: str | None = field(default=None, validator=optional(min_len(1)))
     suffixes: tuple[str, ...] = ()
+
+
+def token_ids(tokenizer: str, count: int) -> moefw.Need:
+    """Return the need of a tokenizer for the ids that it has."""
+    fix = f"Use model.vocab_size: {count}."
+    return moefw.need("token_ids", count, reason=f"{tokenizer} has them", fix=fix, option="tokenizer")
 
 
 def absolute(path: str) -> str:

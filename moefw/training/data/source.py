@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,7 +21,14 @@ from moefw.training.data.options import Options, Tokenized
 from moefw.training.data.prepared import HELDOUT, HELDOUT_TEXT, TRAIN, Prepared, describe, kept_in, prepare_folder
 from moefw.training.data.progress import EncodingProgress
 from moefw.training.data.split import Split, TextDocument, split_corpus
-from moefw.training.data.tokenizers import TextTokenizer, fingerprint, load_tokenizer, not_a_tokenizer, read_tokenizer
+from moefw.training.data.tokenizers import (
+    TextTokenizer,
+    fingerprint,
+    load_tokenizer,
+    not_a_tokenizer,
+    read_json,
+    read_tokenizer,
+)
 from moefw.training.data.tokens import STARTS, TokenFile, starts_file, token_dtype
 from moefw.training.folder import TOKENIZER
 
@@ -139,9 +147,28 @@ def _text(documents: Iterable[TextDocument]) -> Iterator[bytes]:
     return (piece for document in documents for piece in document.pieces())
 
 
+def tokenizer_beside(path: Path) -> bytes | None:
+    """Return the content of the ``tokenizer.json`` beside weights, to copy it. None: there is no such name.
+
+    A link is followed, as Hugging Face's cache has one to every file. So the file may be any that the link's author
+    names, and nothing is copied that no tokenizer loads from. Raises DataError.
+    """
+    if not os.path.lexists(path):
+        return None
+    try:
+        content = read_json(path)
+        EncodingProcess(content).close()
+    except (OSError, ValueError, EncodingError) as error:
+        strerror = error.strerror if isinstance(error, OSError) else None
+        reason = strerror.lower() if strerror else str(error)
+        fix = "Download it again, or take it out of the folder."
+        raise DataError(f"{path} is not a tokenizer.json: {reason}.", fix) from error
+    return content
+
+
 @contextmanager
 def encoder(name: str, content: bytes | None) -> Iterator[tuple[TextTokenizer, Encode]]:
-    """Yield a tokenizer and the function that encodes batches: for bytes the tokenizer itself, else a process."""
+    """Yield a tokenizer and the function that encodes batches: for bytes the tokenizer itself, else its process."""
     if content is None:
         tokenizer = load_tokenizer(name, None)
         yield tokenizer, lambda texts: [tokenizer.encode(text) for text in texts]
@@ -151,4 +178,4 @@ def encoder(name: str, content: bytes | None) -> Iterator[tuple[TextTokenizer, E
     except EncodingError as error:
         raise not_a_tokenizer(name, error.reason) from error
     with process:
-        yield load_tokenizer(name, content), process.encode
+        yield load_tokenizer(name, content, process), process.encode

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefw.core.errors import DataError
+from moefw.training.data.encoding import EncodingProcess
 
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 """Names of the token that ends a document, the likelier ones first."""
@@ -69,38 +72,46 @@ class ByteTokenizer(TextTokenizer):
 class JsonTokenizer(TextTokenizer):
     """A ``tokenizer.json`` of the ``tokenizers`` library. ``content`` is the file's; raises ValueError if it is none.
 
-    Names of special tokens inside a document are ordinary text, so that no document can end another. The file's
-    truncation and padding, meant for training on single sentences, are switched off.
+    ``process`` runs it; None: one that starts with the first use, and ends with this tokenizer. Names of special tokens
+    inside a document are ordinary text, so that no document can end another. The file's truncation and padding, meant
+    for training on single sentences, are switched off.
     """
 
-    def __init__(self, content: bytes) -> None:
+    content: bytes
+
+    def __init__(self, content: bytes, process: EncodingProcess | None = None) -> None:
         from tokenizers import Tokenizer
 
         with _failures_told():
-            self._tokenizer = Tokenizer.from_buffer(content)
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            self._tokenizer.encode_special_tokens = True
-            ids = self._tokenizer.get_vocab(with_added_tokens=True)
+            tokenizer = Tokenizer.from_buffer(content)
+            ids = tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise ValueError("its vocabulary is empty")
         self.content = content
         self.fingerprint = fingerprint(content)
         self.vocab_size = max(ids.values()) + 1
         self.separator = next((ids[name] for name in END_OF_TEXT if name in ids), None)
-        self.parts_after_words = _splits_like_gpt2(self._tokenizer)
+        self.parts_after_words = _splits_like_gpt2(tokenizer)
+        self._given_process = process
+
+    @cached_property
+    def _process(self) -> EncodingProcess:
+        if self._given_process is not None:
+            return self._given_process
+        process = EncodingProcess(self.content)
+        weakref.finalize(self, process.close)
+        return process
 
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
-        """Return the ids, int64."""
+        """Return the ids, uint32."""
         with _failures_told():
-            (encoding,) = self._tokenizer.encode_batch_fast([text.decode("utf-8", "replace")], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.int64)
+            (ids,) = self._process.encode([text])
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text, special tokens by their names; ids past the vocabulary are left out."""
         with _failures_told():
-            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
+            return self._process.decode(ids)
 
 
 @contextmanager
@@ -141,27 +152,36 @@ def read_tokenizer(name: str) -> bytes | None:
     """Return the content of the tokenizer.json that ``data.tokenizer`` names; None for ``bytes``. Raises DataError."""
     if name == "bytes":
         return None
-    path = Path(os.path.expanduser(name))
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise not_a_tokenizer(name, "it is no regular file")
-        if status.st_size > MAX_BYTES:
-            size = f"it has {status.st_size:,} bytes, and no vocabulary needs more than {MAX_BYTES:,}"
-            raise not_a_tokenizer(name, size)
-        return path.read_bytes()
+        return read_json(Path(os.path.expanduser(name)))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(f"data.tokenizer: {name!r} cannot be read: {reason}.", _FIX) from error
+    except ValueError as error:
+        raise not_a_tokenizer(name, str(error)) from error
 
 
-def load_tokenizer(name: str, content: bytes | None) -> TextTokenizer:
+def read_json(path: Path) -> bytes:
+    """Return the content of a file that may be a ``tokenizer.json``.
+
+    Raises ValueError if it is no regular file or too large, and OSError if it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ValueError("it is no regular file")
+    if status.st_size > MAX_BYTES:
+        raise ValueError(f"it has {status.st_size:,} bytes, and no vocabulary needs more than {MAX_BYTES:,}")
+    return path.read_bytes()
+
+
+def load_tokenizer(name: str, content: bytes | None, process: EncodingProcess | None = None) -> TextTokenizer:
     """Return the tokenizer that ``data.tokenizer`` names, from its file's content: None for bytes. Raises DataError.
 
     A file that this process has not made must first run in an :class:`EncodingProcess`, which it may crash.
+    ``process``: as in :class:`JsonTokenizer`.
     """
     try:
-        return ByteTokenizer() if content is None else JsonTokenizer(content)
+        return ByteTokenizer() if content is None else JsonTokenizer(content, process)
     except ValueError as error:
         raise not_a_tokenizer(name, str(error)) from error
 

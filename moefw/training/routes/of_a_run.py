@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Self, final
 
 from attrs import frozen
 from torch import Tensor
 
-from moefw.compose.assembly import Assembly
-from moefw.core.errors import SpecError
+from moefw.compose.routes import ROUTES
 from moefw.core.stages import Batch
 from moefw.training.faults.stamps import stamp
 from moefw.training.routes.file import Wanted, drop_after
 from moefw.training.routes.recorder import Recorder
 from moefw.training.routes.replay import Replay
 from moefw.training.session import Session
-
-ROUTES: Final = "routes"
-"""The folder in that of a run."""
 
 
 @final
@@ -34,7 +30,7 @@ class Routes:
     def opened(cls, session: Session, start: int) -> Self:
         """Return the routes of a run that has made ``start`` steps. Collective.
 
-        Raises DataError if a file to replay is missing or another, and SpecError if the run would write over it.
+        Raises DataError if a file to replay is missing or another.
         """
         assembly = session.assembly
         layout = session.layout
@@ -43,9 +39,6 @@ class Routes:
         dims = assembly.site.dims
         if not (train.record_routes or train.replay_routes):
             return cls(None, None)
-        problem = _problem(assembly, folder)
-        if problem:
-            raise SpecError(*problem)
         replay = None
         if train.replay_routes is not None:
             stamp("checking routes", slow=True)
@@ -71,13 +64,3 @@ class Routes:
         """Write the routes of a step, if they are recorded. Collective; raises OSError on rank 0."""
         if self.recorder is not None:
             self.recorder.record(step, batches, routes)
-
-
-def _problem(assembly: Assembly, folder: Path) -> tuple[str, str] | None:
-    """Return why routes can be neither recorded nor replayed, and what to do."""
-    train = assembly.spec.train
-    if not assembly.layers:
-        return "no layer has experts, so there are no routes.", "Leave out train.record_routes and train.replay_routes."
-    if train.record_routes and train.replay_routes and Path(train.replay_routes).resolve() == folder.resolve():
-        return f"train.record_routes would write over {folder}, which is replayed.", "Use another run.dir."
-    return None

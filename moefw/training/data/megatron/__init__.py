@@ -13,7 +13,7 @@ from attrs.validators import and_, gt, lt, min_len
 import moefw
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
-from moefw.training.data.options import absolute
+from moefw.training.data.options import NUM_BYTES, absolute, token_ids
 
 
 @frozen(kw_only=True)
@@ -30,6 +30,10 @@ class Megatron(DataSourcePlugin):
     path: str = field(validator=min_len(1))
     tokenizer: str = field(validator=min_len(1))
     heldout: float = field(default=0.01, validator=and_(gt(0.0), lt(1.0)))
+
+    def needs_to_train(self, site: Site) -> Sequence[moefw.Need]:
+        """Return the need of bytes for token ids."""
+        return [token_ids(self.tokenizer, NUM_BYTES)] if self.tokenizer == "bytes" else []
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Return the problem of a tokenizer that would be made from text, which is not there."""

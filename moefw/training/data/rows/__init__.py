@@ -35,10 +35,10 @@ class JsonLines(Rows):
 
 @frozen(kw_only=True)
 class Parquet(Rows):
-    """The rows of Parquet files, read by Hugging Face's ``datasets``; of a folder, files that end in ``.parquet``.
+    """The rows of Parquet files; of a folder, those of the files that end in ``.parquet``.
 
-    ``field`` is the column of the text. Rows without text are skipped, as those of ``jsonl``. A row is held out by a
-    hash of its text. ``tokenizer`` and ``heldout`` are those of ``text``.
+    ``field`` is the column of the text, of strings. Rows without text are skipped, as those of ``jsonl``. A row is held
+    out by a hash of its text. ``tokenizer`` and ``heldout`` are those of ``text``.
     """
 
     name: ClassVar[str] = "parquet"

@@ -10,8 +10,8 @@ from attrs.validators import min_len
 
 from moefw.training.data.options import Tokenized, absolute
 
-PACKAGE = "datasets"
-INSTALL = "Install it with: pip install 'moefw[datasets]', or convert the files to JSON lines (use: jsonl)."
+PACKAGE = "pyarrow"
+INSTALL = "Install it with: pip install 'moefw[parquet]', or convert the files to JSON lines (use: jsonl)."
 
 
 @frozen(kw_only=True)
